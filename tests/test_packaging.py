@@ -1,0 +1,108 @@
+"""The lists of dependencies agree, and the Makefile says what it needs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
+DECLARED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+LOCKED = {
+    canonicalize_name(name): version
+    for line in (ROOT / "requirements.lock").read_text(encoding="utf8").splitlines()
+    if not line.startswith("#")
+    for name, version in [line.split("==")]
+}
+
+
+def test_conda_environment_carries_the_same_dependencies() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf8"))
+    assert environment["channels"] == ["conda-forge"]
+    python, pip, packages = environment["dependencies"]
+    assert (python, pip) == ("python=3.11", "pip")
+    assert packages == {"pip": DECLARED}
+
+
+def test_lock_satisfies_every_dependency() -> None:
+    for text in DECLARED:
+        requirement = Requirement(text)
+        version = LOCKED[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{text}, but requirements.lock has {version}"
+
+
+def test_lock_is_complete() -> None:
+    """Every dependency's own dependencies are pinned, in versions that satisfy it."""
+    for name in LOCKED:
+        for text in importlib.metadata.requires(name) or []:
+            requirement = Requirement(text)
+            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            needed = canonicalize_name(requirement.name)
+            if needed in ("setuptools", "pip") or needed.startswith(("nvidia-", "cuda-", "triton")):
+                continue  # torch's CUDA build brings its own exact pins
+            assert needed in LOCKED, f"{name} needs {text}, which requirements.lock does not pin"
+            assert requirement.specifier.contains(LOCKED[needed], prereleases=True), f"{name} needs {text}"
+
+
+def test_torch_is_pinned_without_a_build() -> None:
+    """So that pip takes the CPU build where it is offered, and the CUDA build elsewhere."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", LOCKED["torch"])
+    for name in ("pyproject.toml", "requirements.lock", "environment.yml", "Makefile"):
+        assert not re.search(r"https?://|index-url|find-links", (ROOT / name).read_text(encoding="utf8")), (
+            name
+        )
+
+
+def test_every_import_is_declared() -> None:
+    providers = importlib.metadata.packages_distributions()
+    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    for path in (ROOT / "lib").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"unmask"}:
+                packages = {canonicalize_name(name) for name in providers.get(top, [top])}
+                assert packages & declared, (
+                    f"{path.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
+                )
+
+
+def test_licence_is_apache() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf8")
+    assert "Apache License" in text and "Version 2.0, January 2004" in text
+    assert PROJECT["license"] == "Apache-2.0"
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+def test_make_names_what_it_needs(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    # Without the flags of the make that runs these tests.
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "MFLAGS"
+    }
+
+    def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    old = make("reproduce", "PYTHON=false")
+    assert old.returncode != 0 and not (tmp_path / ".venv").exists()
+    assert "needs Python 3.11 or newer, and 'false' is not" in old.stderr
+    targets = re.findall(r"^make (\w+)", make().stdout, re.MULTILINE)
+    assert targets == ["reproduce", "smoke", "test", "lint", "lab"]
