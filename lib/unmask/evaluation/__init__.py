@@ -1,0 +1,5 @@
+"""Exact retrieval evaluation."""
+
+from unmask.evaluation.ranking import bm25_scores, paired_bootstrap, retrieval_metrics, similarity
+
+__all__ = ["bm25_scores", "paired_bootstrap", "retrieval_metrics", "similarity"]

@@ -1,0 +1,262 @@
+"""Exact retrieval evaluation: scores of every query against every document, and the metrics of trec_eval.
+
+Shape suffixes: N queries · M documents · D dimensions · K ranks, up to the largest cut-off.
+"""
+
+from collections.abc import Sequence, Set
+
+import bm25s
+import numpy as np
+import regex
+import torch
+from torch import Tensor
+
+# A word is a run of letters, digits, underscores and the combining marks that Indic scripts write vowels
+# with; scripts that put no spaces between words count sign by sign.
+WORD = regex.compile(
+    r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]|[\p{L}\p{M}\p{N}_]+"
+)
+TILE = 2**25  # similarities computed at once: 256 MiB in float64
+CACHED = 2**18  # scores ranked at once: their keys stay in a core's cache, which halves the time
+EXACT_WIDTH = 1024  # 1024 · 127² < 2²⁴: float32 sums of so many INT8 products are exact in any order
+
+
+def retrieval_metrics(
+    scores_NM: Tensor | np.ndarray,
+    relevant: Sequence[Set[int]],
+    ks: Sequence[int] = (10,),
+    document_ids: Sequence[str] | None = None,
+    *,
+    per_query: bool = False,
+) -> dict:
+    """nDCG, recall, MAP, MRR and precision at each k, equal to trec_eval's, ties included.
+
+    trec_eval compares scores in float32 and orders equal ones by descending document id, as strings. INT8 and
+    binary embeddings tie often, so this order is part of the metric.
+
+    Args:
+        scores_NM: score of every query (row) with every document (column).
+        relevant: for each query the set of columns of its relevant documents (binary relevance).
+        ks: cut-offs.
+        document_ids: id of each column, for ties only; None: the column number as a string ("9" before "10").
+        per_query: return one value per query (float64 array) instead of the mean, for instance for
+            `paired_bootstrap`.
+
+    Returns:
+        {"ndcg@10": …, "recall@10": …, "map@10": …, "mrr@10": …, "precision@10": …} for each k. trec_eval's
+        names: ndcg_cut, recall, map_cut, recip_rank (zero beyond k) and P.
+
+    Raises:
+        ValueError: a query without relevant documents, a column that does not exist, NaN scores, ids that do
+            not match the columns or repeat, or a k below 1.
+
+    Example:
+        >>> scores = torch.tensor([[0.9, 0.5, 0.1], [0.3, 0.2, 0.2]])
+        >>> metrics = retrieval_metrics(scores, [{1}, {1}], ks=(2,))  # ranks 2 and 3: a tie has "2" first
+        >>> f"{metrics['ndcg@2']:.4f} {metrics['recall@2']:.1f}"
+        '0.3155 0.5'
+    """
+    scores_NM = torch.as_tensor(scores_NM).detach().float()
+    _check_ranking(scores_NM, relevant, ks, document_ids)
+    documents = scores_NM.shape[1]
+    ids = document_ids if document_ids is not None else [str(column) for column in range(documents)]
+    top_NK = _top(scores_NM, ids, min(max(ks), documents))
+
+    count_N = np.array([len(columns) for columns in relevant])
+    pairs = [query * documents + column for query, columns in enumerate(relevant) for column in columns]
+    hit_NK = np.isin(np.arange(len(relevant))[:, None] * documents + top_NK, pairs)
+    rank_K = np.arange(1, hit_NK.shape[1] + 1)
+    discount_K = 1 / np.log2(rank_K + 1)
+    ideal = np.concatenate([[0], np.cumsum(discount_K)])  # DCG of so many relevant documents at the top
+    precision_NK = np.cumsum(hit_NK, axis=1) / rank_K
+    metrics = {}
+    for k in ks:
+        hit_Nk = hit_NK[:, :k]
+        metrics |= {
+            f"ndcg@{k}": hit_Nk @ discount_K[:k] / ideal[np.minimum(count_N, k)],
+            f"recall@{k}": hit_Nk.sum(axis=1) / count_N,
+            f"map@{k}": (hit_Nk * precision_NK[:, :k]).sum(axis=1) / count_N,
+            f"mrr@{k}": (hit_Nk / rank_K[:k]).max(axis=1),
+            f"precision@{k}": hit_Nk.sum(axis=1) / k,
+        }
+    return metrics if per_query else {name: float(values.mean()) for name, values in metrics.items()}
+
+
+def paired_bootstrap(
+    a_N: Sequence[float] | np.ndarray, b_N: Sequence[float] | np.ndarray, seed: int, samples: int = 10_000
+) -> tuple[float, float, float]:
+    """Mean of a − b over the same queries with its 95 % interval, by resampling queries.
+
+    Args:
+        a_N, b_N: a metric per query of two systems, aligned (`retrieval_metrics(..., per_query=True)`).
+        seed: of the resampling; the same seed gives the same interval.
+        samples: number of resamples.
+
+    Returns:
+        (mean difference, 2.5 % quantile, 97.5 % quantile).
+
+    Raises:
+        ValueError: the two differ in length or are empty.
+
+    Example:
+        >>> mean, low, high = paired_bootstrap([0.9, 0.8, 0.7, 0.9], [0.5, 0.6, 0.6, 0.6], seed=0)
+        >>> f"{mean:.2f} {0 < low < mean < high}"
+        '0.25 True'
+    """
+    a_N, b_N = np.asarray(a_N, dtype=np.float64), np.asarray(b_N, dtype=np.float64)
+    if a_N.shape != b_N.shape or a_N.ndim != 1 or not a_N.size:
+        raise ValueError(
+            f"paired_bootstrap compares systems on the same queries; got {a_N.shape} and {b_N.shape} values."
+        )
+    difference_N = a_N - b_N
+    generator = np.random.default_rng(seed)
+    means = np.array([generator.choice(difference_N, len(difference_N)).mean() for _ in range(samples)])
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(difference_N.mean()), float(low), float(high)
+
+
+def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> Tensor:
+    """Cosine similarity of every query with every document, for every precision an embedding comes in.
+
+    - int8 codes: the dot product is exact, so equal codes always tie;
+    - uint8: packed binary, most significant bit first, compared as ±1 (cosine = 1 − 2 · Hamming / D);
+    - floats: in float32, or float64 if both are.
+
+    The two sides may differ in precision. A zero vector has similarity 0 to everything.
+
+    Args:
+        queries: (N, D), or (N, D/8) if uint8.
+        documents: (M, D), or (M, D/8) if uint8; on the queries' device.
+
+    Returns:
+        (N, M), float32 (float64 for two float64 inputs).
+
+    Raises:
+        ValueError: they are not matrices, or D differs.
+
+    Example:
+        >>> codes = torch.tensor([[3, 4], [6, 8], [-4, 3]], dtype=torch.int8)
+        >>> similarity(codes[:1], codes[1:])
+        tensor([[1., 0.]])
+    """
+    q_ND, d_MD = _values(queries), _values(documents)
+    if q_ND.ndim != 2 or d_MD.ndim != 2 or q_ND.shape[1] != d_MD.shape[1]:
+        raise ValueError(
+            f"similarity needs (N, D) and (M, D) embeddings; got {tuple(q_ND.shape)} and "
+            f"{tuple(d_MD.shape)} after unpacking."
+        )
+    if q_ND.is_floating_point() or d_MD.is_floating_point():
+        dtype = torch.promote_types(torch.promote_types(q_ND.dtype, d_MD.dtype), torch.float32)
+        q_ND, d_MD = q_ND.to(dtype), d_MD.to(dtype)
+        return (q_ND / _norms(q_ND)) @ (d_MD / _norms(d_MD)).T
+    q_ND, d_MD = q_ND.float(), d_MD.float()
+    q_norm_N1, d_norm_M1 = _norms(q_ND), _norms(d_MD)
+    scores_NM = torch.empty(len(q_ND), len(d_MD), device=q_ND.device)
+    rows = max(1, TILE // max(1, len(d_MD)))
+    for first in range(0, len(q_ND), rows):
+        tile = slice(first, first + rows)
+        parts = zip(q_ND[tile].split(EXACT_WIDTH, dim=1), d_MD.split(EXACT_WIDTH, dim=1), strict=True)
+        dot_tM = sum((q_tX @ d_MX.T).double() for q_tX, d_MX in parts)
+        scores_NM[tile] = dot_tM / q_norm_N1[tile] / d_norm_M1.T
+    return scores_NM
+
+
+def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> np.ndarray:
+    """BM25 (Lucene's variant, k1 = 1.5, b = 0.75) of every query with every document: the lexical baseline.
+
+    Texts are lower-cased and cut into words of any script, without stemming or stop words; Chinese, Japanese,
+    Thai, Lao, Khmer and Burmese signs count one by one.
+
+    Args:
+        queries, documents: texts.
+
+    Returns:
+        (N, M), float32; zero where a query shares no word with a document.
+
+    Raises:
+        ValueError: there is no document.
+
+    Example:
+        >>> bm25_scores(["red apple"], ["A red apple.", "A green pear."]).argmax(axis=1)
+        array([0])
+    """
+    if not len(documents):
+        raise ValueError("bm25_scores needs at least one document.")
+    words = [WORD.findall(text.lower()) for text in documents]
+    vocabulary = {
+        word: index for index, word in enumerate(dict.fromkeys(word for text in words for word in text))
+    }
+    scores_NM = np.zeros((len(queries), len(documents)), dtype=np.float32)
+    if not vocabulary:
+        return scores_NM
+    engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+    engine.index(([[vocabulary[word] for word in text] for text in words], vocabulary), show_progress=False)
+    for scores_M, text in zip(scores_NM, queries, strict=True):
+        known = [vocabulary[word] for word in WORD.findall(text.lower()) if word in vocabulary]
+        if known:
+            scores_M[:] = engine.get_scores(known)
+    return scores_NM
+
+
+def _top(scores_NM: Tensor, document_ids: Sequence[str], k: int) -> np.ndarray:
+    """Columns (N, k) of each query's best documents in trec_eval's order.
+
+    A score's bits, read as a whole number, sort like the score once those of negative numbers are turned
+    round. Put above the document's place among the ids, they make keys without ties, so that the fast but
+    unstable top-k is exact.
+    """
+    # Python compares strings by code point, which is the byte order of UTF-8 that trec_eval's strcmp sees.
+    ascending_M = torch.tensor(sorted(range(len(document_ids)), key=document_ids.__getitem__))
+    place_M = torch.empty_like(ascending_M)
+    place_M[ascending_M] = torch.arange(len(ascending_M))
+    place_M = place_M.to(scores_NM.device)
+    keys = []
+    for scores_tM in scores_NM.split(max(1, CACHED // len(place_M))):
+        bits_tM = (scores_tM + 0.0).view(torch.int32)  # adding zero turns −0.0, which equals 0.0, into it
+        bits_tM ^= (bits_tM >> 31) & 0x7FFFFFFF
+        keys.append(torch.add(place_M, bits_tM, alpha=2**32).topk(k).values)
+    return ascending_M[torch.cat(keys).cpu() & 0xFFFFFFFF].numpy()
+
+
+def _check_ranking(
+    scores_NM: Tensor,
+    relevant: Sequence[Set[int]],
+    ks: Sequence[int],
+    document_ids: Sequence[str] | None,
+) -> None:
+    if scores_NM.ndim != 2 or len(scores_NM) != len(relevant) or not len(relevant):
+        raise ValueError(
+            "Scores must be (queries, documents) with one row per query, and there must be a query; got "
+            f"{tuple(scores_NM.shape)} for {len(relevant)} queries."
+        )
+    documents = scores_NM.shape[1]
+    for query, columns in enumerate(relevant):
+        if not columns:
+            raise ValueError(f"Query {query} has no relevant document; leave it out of the evaluation.")
+        if not 0 <= min(columns) <= max(columns) < documents:
+            raise ValueError(
+                f"Query {query} has a relevant document outside 0..{documents - 1}: {sorted(columns)}."
+            )
+    if not ks or min(ks) < 1:
+        raise ValueError(f"Cut-offs must be 1 or more; got {list(ks)}.")
+    if document_ids is not None and not len(set(document_ids)) == len(document_ids) == documents:
+        raise ValueError(f"document_ids must name the {documents} columns, each differently.")
+    # A sum that is a number rules NaN out at a tenth of the cost of looking at every score.
+    if scores_NM.sum().isnan() and scores_NM.isnan().any():
+        raise ValueError(f"The scores of query {int(scores_NM.isnan().any(1).nonzero()[0])} contain NaN.")
+
+
+def _values(embeddings: Tensor | np.ndarray) -> Tensor:
+    """Embeddings as a tensor of values: packed bits (uint8) become ±1, everything else stays."""
+    embeddings = torch.as_tensor(embeddings)
+    if embeddings.dtype != torch.uint8:
+        return embeddings
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=embeddings.device)
+    bits = (embeddings[..., None] >> shifts) & 1
+    return (2 * bits.to(torch.int8) - 1).flatten(-2)
+
+
+def _norms(x_XD: Tensor) -> Tensor:
+    """Euclidean norms (X, 1); infinite for zero vectors, so that dividing by them gives zero."""
+    norm_X1 = torch.linalg.vector_norm(x_XD, dim=-1, keepdim=True)
+    return norm_X1.masked_fill(norm_X1 == 0, torch.inf)

@@ -1,0 +1,23 @@
+"""The objectives of every training stage: pure functions of tensors, without model, data or files.
+
+Shape suffixes: B sequences · L tokens · D dimensions · V vocabulary · N queries · M distinct documents ·
+C chunks per document · K hard negatives per query.
+"""
+
+from unmask.losses.contextual import batch_loss, contextual_loss, global_loss, local_loss, sequence_loss
+from unmask.losses.contrastive import pair_loss, triplet_loss
+from unmask.losses.diffusion import diffusion_loss, next_token_loss
+from unmask.losses.matryoshka import matryoshka
+
+__all__ = [
+    "batch_loss",
+    "contextual_loss",
+    "diffusion_loss",
+    "global_loss",
+    "local_loss",
+    "matryoshka",
+    "next_token_loss",
+    "pair_loss",
+    "sequence_loss",
+    "triplet_loss",
+]

@@ -1,0 +1,287 @@
+"""The objective of contextual training: a chunk among chunks (local), a document among documents (global).
+
+Several queries of a batch may ask about the same document. Every distinct document is therefore passed once
+and `document_N` says which one a query belongs to: sums run over distinct documents. That masks duplicates by
+construction (the paper's M^dup), and it keeps a copy of the gold chunk from being its own negative.
+
+Shape suffixes: N queries · M distinct documents · C chunks per document · D dimensions.
+"""
+
+import torch
+from torch import Tensor
+
+from unmask.losses.contrastive import check_margin, check_temperature, cosine, info_nce
+
+
+def sequence_loss(
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    temperature: float = 0.02,
+    chunk_mask_MC: Tensor | None = None,
+) -> Tensor:
+    """InfoNCE of each query's gold chunk against the chunks of its own document.
+
+        L_seq = −(1/N) Σ_i log e^{s(q_i,c_i*)/τ} / Σ_k e^{s(q_i,c_ik)/τ}
+
+    Args:
+        q_ND: query embeddings, of any scale.
+        chunks_MCD: chunk embeddings of the M distinct documents of the batch.
+        document_N: index of each query's document, in 0..M−1.
+        gold_N: index of each query's gold chunk within its document, in 0..C−1.
+        temperature: τ, above 0.
+        chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
+
+    Returns:
+        Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
+
+    Raises:
+        ValueError: shapes do not fit together, an index is out of range, a gold chunk is padding, or the
+            temperature is out of range.
+
+    Source: pplx-embed, section 2.4; InSeNT (ConTEB, 2505.24782) calls it the in-sequence term.
+
+    Example:
+        >>> chunks = torch.eye(4).reshape(2, 2, 4)  # two documents of two chunks
+        >>> queries = torch.eye(4)[[0, 3]]
+        >>> loss = sequence_loss(queries, chunks, torch.tensor([0, 1]), torch.tensor([0, 1]), temperature=1.0)
+        >>> f"{loss:.4f}"  # log(1 + 1/e): the other chunk of the document
+        '0.3133'
+    """
+    scores_NMC = _chunk_scores(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature)
+    return _sequence(scores_NMC, document_N, gold_N, temperature)
+
+
+def batch_loss(
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    temperature: float = 0.02,
+    chunk_mask_MC: Tensor | None = None,
+) -> Tensor:
+    """InfoNCE of each query's gold chunk against all chunks of all distinct documents of the batch.
+
+        L_batch = −(1/N) Σ_i log e^{s(q_i,c_i*)/τ} / Σ_j Σ_k e^{s(q_i,c_jk)/τ},   j over distinct documents
+
+    Arguments, result and errors are those of `sequence_loss`. The paper's j runs over queries, which would
+    count the chunks of a document once per query that asks about it; here every chunk counts once.
+
+    Source: pplx-embed, section 2.4. Unlike InSeNT's in-batch term, it includes the own document.
+
+    Example:
+        >>> chunks = torch.eye(4).reshape(2, 2, 4)
+        >>> queries = torch.eye(4)[[0, 3]]
+        >>> loss = batch_loss(queries, chunks, torch.tensor([0, 1]), torch.tensor([0, 1]), temperature=1.0)
+        >>> f"{loss:.4f}"  # log(1 + 3/e): the three other chunks of the batch
+        '0.7437'
+    """
+    scores_NMC = _chunk_scores(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature)
+    return _batch(scores_NMC, document_N, gold_N, temperature)
+
+
+def local_loss(
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    alpha: float = 0.2,
+    temperature: float = 0.02,
+    chunk_mask_MC: Tensor | None = None,
+) -> Tensor:
+    """The chunk-level half of the contextual objective: L_local = α L_seq + (1−α) L_batch.
+
+    Arguments, result and errors are those of `sequence_loss`; `alpha` lies in [0, 1]. The similarities are
+    computed once for both terms.
+
+    Source: pplx-embed, section 2.4 (α = 0.2).
+
+    Example:
+        >>> chunks = torch.eye(4).reshape(2, 2, 4)
+        >>> queries = torch.eye(4)[[0, 3]]
+        >>> loss = local_loss(queries, chunks, torch.tensor([0, 1]), torch.tensor([0, 1]), temperature=1.0)
+        >>> f"{loss:.4f}"  # 0.2 × 0.3133 + 0.8 × 0.7437
+        '0.6576'
+    """
+    _check_weight("alpha", alpha)
+    scores_NMC = _chunk_scores(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature)
+    sequence = _sequence(scores_NMC, document_N, gold_N, temperature)
+    return alpha * sequence + (1 - alpha) * _batch(scores_NMC, document_N, gold_N, temperature)
+
+
+def global_loss(
+    q_ND: Tensor, documents_MD: Tensor, document_N: Tensor, *, temperature: float = 0.02, margin: float = 0.1
+) -> Tensor:
+    """InfoNCE of each query against its document, the other distinct documents and the other queries.
+
+    With d_i the document of query i and m_i as in `pair_loss` (no gradient through it):
+
+        L_global = −(1/N) Σ_i log e^{s(q_i,d_i)/τ} / [ e^{s(q_i,d_i)/τ}
+                + Σ_{d≠d_i} m_i(d) e^{s(q_i,d)/τ} + Σ_{j≠i} m_i(q_j) e^{s(q_i,q_j)/τ} ],   d over distinct
+                documents
+
+    Two queries about the same document stay each other's negatives unless m_i masks them, as in the paper:
+    they ask for different chunks.
+
+    Args:
+        q_ND: query embeddings, of any scale.
+        documents_MD: embeddings of the M distinct documents of the batch.
+        document_N: index of each query's document, in 0..M−1.
+        temperature: τ, above 0.
+        margin: how much better than the positive a negative may be; math.inf masks nothing.
+
+    Returns:
+        Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
+
+    Raises:
+        ValueError: shapes do not fit together, an index is out of range, or a parameter is.
+
+    Source: pplx-embed, section 2.4. With one query per document it equals `pair_loss`.
+
+    Example:
+        >>> documents = torch.eye(3)[:2]
+        >>> queries = torch.eye(3)[[0, 0, 1]]  # the first two ask about the same document
+        >>> f"{global_loss(queries, documents, torch.tensor([0, 0, 1]), temperature=1.0):.4f}"
+        '0.9188'
+    """
+    _check_documents(q_ND, documents_MD, document_N, "documents_MD", dimensions=2)
+    check_temperature(temperature)
+    check_margin(margin)
+    qd_NM, qq_NN = cosine(q_ND, documents_MD), cosine(q_ND, q_ND)
+    own_NM = document_N[:, None] == torch.arange(len(documents_MD), device=document_N.device)
+    self_NN = torch.eye(len(q_ND), dtype=torch.bool, device=q_ND.device)
+    positive_N = qd_NM.gather(1, document_N[:, None]).squeeze(1)
+    limit_N1 = positive_N.detach()[:, None] + margin
+    return info_nce(
+        positive_N,
+        qd_NM.masked_fill((qd_NM > limit_N1) & ~own_NM, -torch.inf),
+        qq_NN.masked_fill((qq_NN > limit_N1) | self_NN, -torch.inf),
+        temperature=temperature,
+    )
+
+
+def contextual_loss(
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    documents_MD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    beta: float,
+    alpha: float = 0.2,
+    temperature: float = 0.02,
+    margin: float = 0.1,
+    chunk_mask_MC: Tensor | None = None,
+) -> Tensor:
+    """The objective of contextual training: L_context = β L_global + (1−β) L_local.
+
+    Args:
+        q_ND: query embeddings, of any scale.
+        chunks_MCD, documents_MD: embeddings of the M distinct documents' chunks, and of the documents.
+        document_N, gold_N: index of each query's document, and of its gold chunk within that document.
+        beta: weight of the document-level term, in [0, 1]; the paper raises it from 0.2 to 0.5.
+        alpha, temperature, margin, chunk_mask_MC: as in `local_loss` and `global_loss`.
+
+    Returns:
+        Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
+
+    Raises:
+        ValueError: as `local_loss` and `global_loss`, or beta is out of range.
+
+    Source: pplx-embed, section 2.4 and appendix B. Wrap it in `matryoshka` for the paper's six dimensions.
+
+    Example:
+        >>> chunks = torch.eye(4).reshape(2, 2, 4)
+        >>> queries = torch.eye(4)[[0, 3]]
+        >>> document, gold = torch.tensor([0, 1]), torch.tensor([0, 1])
+        >>> loss = contextual_loss(queries, chunks, chunks.sum(1), document, gold, beta=0.2, temperature=1.0)
+        >>> f"{loss:.4f}"
+        '0.6633'
+    """
+    _check_weight("beta", beta)
+    local = local_loss(
+        q_ND,
+        chunks_MCD,
+        document_N,
+        gold_N,
+        alpha=alpha,
+        temperature=temperature,
+        chunk_mask_MC=chunk_mask_MC,
+    )
+    if len(documents_MD) != len(chunks_MCD):
+        raise ValueError(
+            f"contextual_loss needs one document embedding per document; got {len(documents_MD)} for "
+            f"{len(chunks_MCD)} documents of chunks."
+        )
+    document = global_loss(q_ND, documents_MD, document_N, temperature=temperature, margin=margin)
+    return beta * document + (1 - beta) * local
+
+
+def _chunk_scores(
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    chunk_mask_MC: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """Cosine of every query with every chunk (N, M, C), −inf at padding, after checking the arguments."""
+    _check_documents(q_ND, chunks_MCD, document_N, "chunks_MCD", dimensions=3)
+    check_temperature(temperature)
+    shape_MC = chunks_MCD.shape[:2]
+    _check_index("gold_N", gold_N, len(q_ND), shape_MC[1], "chunks")
+    scores_NMC = cosine(q_ND, chunks_MCD.flatten(0, 1)).unflatten(1, shape_MC)
+    if chunk_mask_MC is None:
+        return scores_NMC
+    if chunk_mask_MC.shape != shape_MC:
+        raise ValueError(
+            f"chunk_mask_MC must be {tuple(shape_MC)}, like the chunks; got {tuple(chunk_mask_MC.shape)}."
+        )
+    real_MC = chunk_mask_MC.bool()
+    if not real_MC[document_N, gold_N].all():
+        query = int((~real_MC[document_N, gold_N]).nonzero()[0])
+        raise ValueError(
+            f"The gold chunk of query {query} is masked out as padding; check gold_N and chunk_mask_MC."
+        )
+    return scores_NMC.masked_fill(~real_MC, -torch.inf)
+
+
+def _sequence(scores_NMC: Tensor, document_N: Tensor, gold_N: Tensor, temperature: float) -> Tensor:
+    own_NC = scores_NMC[torch.arange(len(scores_NMC), device=scores_NMC.device), document_N]
+    return info_nce(own_NC.gather(1, gold_N[:, None]).squeeze(1), own_NC, temperature=temperature)
+
+
+def _batch(scores_NMC: Tensor, document_N: Tensor, gold_N: Tensor, temperature: float) -> Tensor:
+    gold_NMC = scores_NMC[torch.arange(len(scores_NMC), device=scores_NMC.device), document_N, gold_N]
+    return info_nce(gold_NMC, scores_NMC.flatten(1), temperature=temperature)
+
+
+def _check_documents(q_ND: Tensor, x: Tensor, document_N: Tensor, name: str, *, dimensions: int) -> None:
+    if q_ND.ndim != 2 or len(q_ND) == 0 or x.ndim != dimensions or x.shape[-1] != q_ND.shape[-1]:
+        raise ValueError(
+            f"Queries must be (N, D) with N ≥ 1 and {name} have {dimensions} axes, the last one D; got "
+            f"{tuple(q_ND.shape)} and {tuple(x.shape)}."
+        )
+    _check_index("document_N", document_N, len(q_ND), len(x), "documents")
+
+
+def _check_index(name: str, index_N: Tensor, queries: int, size: int, what: str) -> None:
+    if index_N.shape != (queries,) or index_N.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must hold one int64 index per query, shape ({queries},); got "
+            f"{tuple(index_N.shape)} of {index_N.dtype}."
+        )
+    if ((index_N < 0) | (index_N >= size)).any():
+        raise ValueError(
+            f"{name} must lie in 0..{size - 1} ({size} {what}); got "
+            f"{int(index_N.min())}..{int(index_N.max())}."
+        )
+
+
+def _check_weight(name: str, weight: float) -> None:
+    if not 0 <= weight <= 1:
+        raise ValueError(f"{name} must lie in [0, 1]; got {weight}.")

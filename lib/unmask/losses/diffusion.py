@@ -1,0 +1,165 @@
+"""Pretraining objectives: masked diffusion, and next-token prediction as its autoregressive counterpart.
+
+Shape suffixes: B sequences · L tokens · D dimensions · V vocabulary · R rows (paid positions).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Logits exist for this many rows at a time, so that their memory does not grow with the batch: 2^26 logits
+# are 256 MiB in float32; but never fewer than 1,024 rows, which a GPU needs to multiply at full speed.
+CHUNK_LOGITS = 2**26
+CHUNK_ROWS = 1024
+
+
+def diffusion_loss(
+    hidden_BLD: Tensor,
+    unembedding_VD: Tensor,
+    tokens_BL: Tensor,
+    masked_BL: Tensor,
+    t_B: Tensor,
+    valid_BL: Tensor | None = None,
+    *,
+    normalizer: float | None = None,
+) -> Tensor:
+    """Evidence lower bound of absorbing-state diffusion: cross-entropy at the masked tokens, weighted by 1/t.
+
+        L = 1/Σ_b(L_b−1) · Σ_b (1/t_b) Σ_{l=2..L_b} 1[x_t^l = MASK] · (−log p(x_0^l | x_t))
+
+    The left shift of autoregressive pretraining is kept: the hidden state at l−1 predicts token l, so the
+    first token of a sequence has no prediction. Logits are computed for the paid positions only, in chunks of
+    rows. Dividing by the number of predictable (not of masked) tokens keeps the weights 1/t unbiased: the
+    loss is an upper bound on nats per token, and a model that loses c at every token has expectation c.
+    The paper does not say how it normalises.
+
+    Args:
+        hidden_BLD: the backbone's last hidden states, after the final norm.
+        unembedding_VD: the output matrix (tied models: the input embedding).
+        tokens_BL: the clean tokens x_0.
+        masked_BL: True where [MASK] was put.
+        t_B: each sequence's masking probability, in (0, 1].
+        valid_BL: True at real tokens, False at padding on either side; None if nothing is padded.
+        normalizer: replaces Σ_b(L_b−1); when gradients are accumulated over micro-batches, pass the number of
+            predictable positions of the whole global batch to each.
+
+    Returns:
+        Scalar in nats per token; the cross-entropy is computed in float32 (float64 for float64 hidden
+        states). Without any paid position it is zero and still has a graph.
+
+    Raises:
+        ValueError: shapes do not fit together, t lies outside (0, 1], or no position is predictable.
+
+    Source: pplx-embed, section 2.1 and appendix A; the left shift is DiffuLLaMA's (2410.17891).
+
+    Example:
+        >>> hidden, unembedding = torch.zeros(1, 5, 8), torch.zeros(10, 8)  # every token has probability 1/10
+        >>> tokens, masked = torch.arange(5)[None], torch.tensor([[True, True, False, True, False]])
+        >>> loss = diffusion_loss(hidden, unembedding, tokens, masked, torch.tensor([0.5]))
+        >>> f"{loss:.4f}"  # two paid tokens of four predictable ones, weight 1/0.5: log 10
+        '2.3026'
+    """
+    predictable_BL = _predictable(hidden_BLD, unembedding_VD, tokens_BL, valid_BL)
+    if masked_BL.shape != tokens_BL.shape or t_B.shape != tokens_BL.shape[:1]:
+        raise ValueError(
+            f"masked_BL must be {tuple(tokens_BL.shape)} and t_B ({len(tokens_BL)},), like the tokens; got "
+            f"{tuple(masked_BL.shape)} and {tuple(t_B.shape)}."
+        )
+    if not ((t_B > 0) & (t_B <= 1)).all():
+        raise ValueError(f"The masking probability t must lie in (0, 1]; got {t_B.tolist()}.")
+    paid_BL = predictable_BL & masked_BL[:, 1:].bool()
+    weight_R = t_B.reciprocal()[:, None].expand(paid_BL.shape)[paid_BL]
+    nats_R = _cross_entropy(hidden_BLD, unembedding_VD, tokens_BL, paid_BL)
+    return (weight_R.to(nats_R.dtype) * nats_R).sum() / _positions(predictable_BL, normalizer)
+
+
+def next_token_loss(
+    hidden_BLD: Tensor,
+    unembedding_VD: Tensor,
+    tokens_BL: Tensor,
+    valid_BL: Tensor | None = None,
+    *,
+    normalizer: float | None = None,
+) -> Tensor:
+    """Autoregressive cross-entropy: the hidden state at l−1 predicts token l; mean over the positions.
+
+        L = 1/Σ_b(L_b−1) · Σ_b Σ_{l=2..L_b} −log p(x^l | x^{<l})
+
+    Logits exist for one chunk of rows at a time (they are recomputed in the backward pass when there are
+    several), so memory stays modest for large vocabularies.
+
+    Args:
+        hidden_BLD, unembedding_VD, tokens_BL, valid_BL, normalizer: as in `diffusion_loss`; the hidden states
+            come from a causal backbone.
+
+    Returns:
+        Scalar in nats per token; float32, or float64 for float64 hidden states.
+
+    Raises:
+        ValueError: shapes do not fit together, or no position is predictable.
+
+    Source: the objective of the autoregressive base models (pplx-embed, section 4). Equals transformers'
+    `ForCausalLM` loss where nothing is padded.
+
+    Example:
+        >>> hidden, unembedding = torch.zeros(1, 5, 8), torch.zeros(10, 8)
+        >>> f"{next_token_loss(hidden, unembedding, torch.arange(5)[None]):.4f}"  # log 10
+        '2.3026'
+    """
+    predictable_BL = _predictable(hidden_BLD, unembedding_VD, tokens_BL, valid_BL)
+    nats_R = _cross_entropy(hidden_BLD, unembedding_VD, tokens_BL, predictable_BL)
+    return nats_R.sum() / _positions(predictable_BL, normalizer)
+
+
+def _predictable(
+    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, valid_BL: Tensor | None
+) -> Tensor:
+    """True (B, L−1) where a token and its predecessor are real, after checking the shapes."""
+    if hidden_BLD.ndim != 3 or unembedding_VD.ndim != 2 or hidden_BLD.shape[-1] != unembedding_VD.shape[-1]:
+        raise ValueError(
+            f"Hidden states must be (B, L, D) and the output matrix (V, D); got "
+            f"{tuple(hidden_BLD.shape)} and {tuple(unembedding_VD.shape)}."
+        )
+    valid_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if valid_BL is None else valid_BL.bool()
+    if not hidden_BLD.shape[:2] == tokens_BL.shape == valid_BL.shape:
+        raise ValueError(
+            f"Tokens and valid_BL must be {tuple(hidden_BLD.shape[:2])}, like the hidden states; got "
+            f"{tuple(tokens_BL.shape)} and {tuple(valid_BL.shape)}."
+        )
+    return valid_BL[:, 1:] & valid_BL[:, :-1]
+
+
+def _positions(predictable_BL: Tensor, normalizer: float | None) -> Tensor | float:
+    positions = predictable_BL.sum() if normalizer is None else normalizer
+    if not positions > 0:
+        raise ValueError(
+            "No position is predictable: every sequence has fewer than two tokens. Leave such sequences out."
+            if normalizer is None
+            else f"The normalizer must be above 0; got {normalizer}."
+        )
+    return positions
+
+
+def _cross_entropy(hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, paid_BL: Tensor) -> Tensor:
+    """−log p of the token after each paid position (R,), with the logits of one chunk of rows at a time."""
+    rows_RD, targets_R = hidden_BLD[:, :-1][paid_BL], tokens_BL[:, 1:][paid_BL]
+    unembedding_VD = unembedding_VD.to(rows_RD.dtype)
+    size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
+    if len(rows_RD) <= size:
+        return _chunk_cross_entropy(rows_RD, unembedding_VD, targets_R)
+    chunks = [
+        # The backward pass recomputes a chunk's logits: a third more work in this layer, and memory for one
+        # chunk only.
+        checkpoint(
+            _chunk_cross_entropy, rows, unembedding_VD, targets, use_reentrant=False, preserve_rng_state=False
+        )
+        for rows, targets in zip(rows_RD.split(size), targets_R.split(size), strict=True)
+    ]
+    return torch.cat(chunks)
+
+
+def _chunk_cross_entropy(rows_RD: Tensor, unembedding_VD: Tensor, targets_R: Tensor) -> Tensor:
+    logits_RV = F.linear(rows_RD, unembedding_VD)
+    logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+    return F.cross_entropy(logits_RV, targets_R, reduction="none")

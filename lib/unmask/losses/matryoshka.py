@@ -1,0 +1,59 @@
+"""Matryoshka training: the same loss at several prefixes of the embedding.
+
+Shape suffix: D dimensions.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def matryoshka(
+    loss: Callable[..., Tensor], embeddings: Sequence[Tensor], dimensions: Sequence[int]
+) -> Tensor:
+    """The mean of a loss over prefixes of the embeddings, all weighted equally.
+
+        L = mean over the dimensions p ≤ D of loss(x[..., :p] for every x in embeddings)
+
+    Dimensions larger than D are left out, so that the paper's list [128, 256, 512, 1024, 2048, 2560] serves
+    every model size; D itself is trained only if it is listed. Cutting INT8 codes is the same as quantising
+    the cut embedding, because quantisation acts on each entry alone. The paper weights equally; that it
+    averages is assumed.
+
+    Args:
+        loss: function of the embeddings, in their order; other arguments are bound with `functools.partial`.
+        embeddings: tensors (…, D).
+        dimensions: the prefixes, all different.
+
+    Returns:
+        Scalar.
+
+    Raises:
+        ValueError: the embeddings differ in D, no dimension fits, or one repeats or is below 1.
+
+    Source: pplx-embed, appendix B; Matryoshka representation learning, 2205.13147. sentence-transformers'
+    MatryoshkaLoss sums over the dimensions instead of averaging.
+
+    Example:
+        >>> from functools import partial
+        >>> from unmask.losses import pair_loss
+        >>> at_any_prefix = partial(pair_loss, temperature=1.0)
+        >>> queries, documents = torch.eye(4), torch.eye(4).roll(1, 0)
+        >>> loss = matryoshka(at_any_prefix, (queries, documents), [2, 4, 128])
+        >>> halves = at_any_prefix(queries[:, :2], documents[:, :2]), at_any_prefix(queries, documents)
+        >>> bool(loss == sum(halves) / 2)
+        True
+    """
+    if not dimensions or min(dimensions) < 1 or len(set(dimensions)) < len(dimensions):
+        raise ValueError(f"Matryoshka dimensions must be different and 1 or more; got {list(dimensions)}.")
+    widths = {embedding.shape[-1] for embedding in embeddings}
+    if len(widths) != 1:
+        raise ValueError(f"Matryoshka training needs embeddings of one dimension; got {sorted(widths)}.")
+    (width,) = widths
+    fitting = [prefix for prefix in dimensions if prefix <= width]
+    if not fitting:
+        raise ValueError(
+            f"No Matryoshka dimension of {list(dimensions)} fits embeddings of {width}; add {width}."
+        )
+    return torch.stack([loss(*(x[..., :prefix] for x in embeddings)) for prefix in fitting]).mean()

@@ -1,0 +1,121 @@
+"""From token vectors to one vector per text, or per chunk of a text.
+
+Sums run in float32 (float64 for float64 input), also under autocast and for bfloat16 hidden states, so that
+an embedding does not depend on how long the padding is.
+
+Shape suffixes: B sequences · L tokens · D dimensions · C chunks per document.
+"""
+
+import torch
+from torch import Tensor
+
+
+def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+    """Mean over each sequence's real tokens.
+
+    Args:
+        hidden_BLD: token vectors after the final norm.
+        mask_BL: True (or 1) at the tokens to average, for instance the attention mask; None: all of them.
+
+    Returns:
+        (B, D), float32 or better.
+
+    Raises:
+        ValueError: the shapes do not fit together, or a sequence has no token.
+
+    Source: pplx-embed, section 2.2.
+
+    Example:
+        >>> mean_pool(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[1, 1, 0]]))
+        tensor([[2.]])
+    """
+    mask_BL = _checked(mask_BL, hidden_BLD)
+    if mask_BL is None:
+        return hidden_BLD.mean(dim=1, dtype=_accumulator(hidden_BLD))
+    total_BD = hidden_BLD.masked_fill(~mask_BL[..., None], 0).sum(dim=1, dtype=_accumulator(hidden_BLD))
+    return total_BD / mask_BL.sum(dim=1, keepdim=True)
+
+
+def last_token_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+    """The vector of each sequence's last real token, whichever side the padding is on.
+
+    Arguments, result and errors are those of `mean_pool`.
+
+    Source: the ablation of pplx-embed, section 4; Qwen3-Embedding pools at its final `<|endoftext|>`.
+
+    Example:
+        >>> last_token_pool(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[1, 1, 0]]))
+        tensor([[3.]])
+    """
+    mask_BL = _checked(mask_BL, hidden_BLD)
+    if mask_BL is None:
+        return hidden_BLD[:, -1].to(_accumulator(hidden_BLD))
+    last_B = mask_BL.shape[1] - 1 - mask_BL.flip(1).int().argmax(dim=1)
+    return hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B].to(_accumulator(hidden_BLD))
+
+
+def late_chunk_pool(hidden_BLD: Tensor, chunk_of_token_BL: Tensor, n_chunks: int) -> Tensor:
+    """Mean over the tokens of each chunk, taken after the whole document went through the model together.
+
+    Args:
+        hidden_BLD: token vectors after the final norm.
+        chunk_of_token_BL: index of each token's chunk in its own document, in 0..n_chunks−1; −1 for
+            separators and padding, which belong to no chunk.
+        n_chunks: C, the largest number of chunks of a document in the batch.
+
+    Returns:
+        (B, C, D), float32 or better. Chunks without tokens (a document has fewer than C chunks) are zero:
+        pass the losses a `chunk_mask_MC` for them.
+
+    Raises:
+        ValueError: the shapes do not fit together, or an index lies outside −1..n_chunks−1.
+
+    Source: pplx-embed, section 2.4; late chunking, 2409.04701.
+
+    Example:
+        >>> late_chunk_pool(torch.tensor([[[1.0], [3.0], [7.0], [9.0]]]), torch.tensor([[0, 0, -1, 1]]), 3)
+        tensor([[[2.],
+                 [9.],
+                 [0.]]])
+    """
+    if chunk_of_token_BL.shape != hidden_BLD.shape[:2]:
+        raise ValueError(
+            f"chunk_of_token_BL must be {tuple(hidden_BLD.shape[:2])}, like the hidden states; got "
+            f"{tuple(chunk_of_token_BL.shape)}."
+        )
+    if ((chunk_of_token_BL < -1) | (chunk_of_token_BL >= n_chunks)).any():
+        raise ValueError(
+            f"Chunk indices must lie in -1..{n_chunks - 1} (n_chunks is {n_chunks}); got "
+            f"{int(chunk_of_token_BL.min())}..{int(chunk_of_token_BL.max())}."
+        )
+    dtype = _accumulator(hidden_BLD)
+    chunk_C1 = torch.arange(n_chunks, device=hidden_BLD.device)[:, None]
+    member_BCL = (chunk_of_token_BL[:, None] == chunk_C1).to(dtype)
+    # Padding is zeroed because attention may leave NaN there, which a weight of zero would not remove.
+    hidden_BLD = hidden_BLD.to(dtype).masked_fill((chunk_of_token_BL < 0)[..., None], 0)
+    with torch.autocast(hidden_BLD.device.type, enabled=False):
+        total_BCD = member_BCL @ hidden_BLD
+    return total_BCD / member_BCL.sum(dim=2, keepdim=True).clamp(min=1)
+
+
+def _accumulator(hidden_BLD: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden_BLD.dtype, torch.float32)
+
+
+def _checked(mask_BL: Tensor | None, hidden_BLD: Tensor) -> Tensor | None:
+    if mask_BL is None:
+        if hidden_BLD.shape[1] == 0:
+            raise ValueError("The sequences have no token to pool; leave empty texts out.")
+        return None
+    if mask_BL.shape != hidden_BLD.shape[:2]:
+        raise ValueError(
+            f"The mask must be {tuple(hidden_BLD.shape[:2])}, like the hidden states; got "
+            f"{tuple(mask_BL.shape)}."
+        )
+    mask_BL = mask_BL.bool()
+    filled_B = mask_BL.any(dim=1)
+    if not filled_B.all():
+        raise ValueError(
+            f"Sequence {int((~filled_B).nonzero()[0])} has no token to pool; leave empty texts out."
+        )
+    return mask_BL

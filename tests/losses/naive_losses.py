@@ -1,0 +1,95 @@
+"""The objectives as float64 double loops, straight from the formulas: slow, and hard to get wrong."""
+
+import math
+
+
+def cosine(a, b) -> float:
+    return sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+
+
+def pair(q, d, temperature, margin) -> float:
+    return global_(q, d, list(range(len(q))), temperature, margin)
+
+
+def global_(q, documents, document, temperature, margin) -> float:
+    """Sums over distinct documents; `pair` is the case of one query per document."""
+    total = 0.0
+    for i, own in enumerate(document):
+        positive = cosine(q[i], documents[own])
+        denominator = math.exp(positive / temperature)
+        for j in range(len(documents)):
+            similarity = cosine(q[i], documents[j])
+            if j != own and similarity <= positive + margin:
+                denominator += math.exp(similarity / temperature)
+        for j in range(len(q)):
+            similarity = cosine(q[i], q[j])
+            if j != i and similarity <= positive + margin:
+                denominator += math.exp(similarity / temperature)
+        total -= math.log(math.exp(positive / temperature) / denominator)
+    return total / len(q)
+
+
+def global_of_the_paper(q, d, hashes, temperature, margin) -> float:
+    """As printed: one (possibly repeated) document per query, and the matrix M^dup."""
+    total = 0.0
+    for i in range(len(q)):
+        positive = cosine(q[i], d[i])
+        denominator = 0.0
+        for j in range(len(q)):
+            duplicate = hashes[i] == hashes[j] and i != j
+            if not duplicate and cosine(q[i], d[j]) <= positive + margin:
+                denominator += math.exp(cosine(q[i], d[j]) / temperature)
+            if j != i and cosine(q[i], q[j]) <= positive + margin:
+                denominator += math.exp(cosine(q[i], q[j]) / temperature)
+        total -= math.log(math.exp(positive / temperature) / denominator)
+    return total / len(q)
+
+
+def sequence(q, chunks, document, gold, temperature, mask) -> float:
+    total = 0.0
+    for i in range(len(q)):
+        own = chunks[document[i]]
+        denominator = sum(
+            math.exp(cosine(q[i], own[k]) / temperature) for k in range(len(own)) if mask[document[i]][k]
+        )
+        total -= math.log(math.exp(cosine(q[i], own[gold[i]]) / temperature) / denominator)
+    return total / len(q)
+
+
+def batch(q, chunks, document, gold, temperature, mask) -> float:
+    total = 0.0
+    for i in range(len(q)):
+        denominator = 0.0
+        for j in range(len(chunks)):
+            for k in range(len(chunks[j])):
+                if mask[j][k]:
+                    denominator += math.exp(cosine(q[i], chunks[j][k]) / temperature)
+        positive = cosine(q[i], chunks[document[i]][gold[i]])
+        total -= math.log(math.exp(positive / temperature) / denominator)
+    return total / len(q)
+
+
+def triplet(q, d, hard, temperature) -> float:
+    total = 0.0
+    for i in range(len(q)):
+        denominator = 0.0
+        for j in range(len(q)):
+            denominator += math.exp(cosine(q[i], d[j]) / temperature)
+            for negative in hard[j]:
+                denominator += math.exp(cosine(q[i], negative) / temperature)
+        total -= math.log(math.exp(cosine(q[i], d[i]) / temperature) / denominator)
+    return total / len(q)
+
+
+def diffusion(hidden, unembedding, tokens, masked, t, valid) -> float:
+    total, positions = 0.0, 0
+    for b in range(len(tokens)):
+        for place in range(1, len(tokens[b])):
+            if not (valid[b][place] and valid[b][place - 1]):
+                continue
+            positions += 1
+            if masked[b][place]:
+                logits = [sum(x * w for x, w in zip(hidden[b][place - 1], row)) for row in unembedding]
+                log_partition = math.log(sum(math.exp(logit) for logit in logits))
+                total += (log_partition - logits[tokens[b][place]]) / t[b]
+    return total / positions

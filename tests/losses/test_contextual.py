@@ -1,0 +1,122 @@
+"""The contextual objective: against naive loops, finite differences and its own identities."""
+
+import hashlib
+
+import naive_losses
+import pytest
+import torch
+
+from unmask.losses import batch_loss, contextual_loss, global_loss, local_loss, pair_loss, sequence_loss
+
+SHAPES = [(4, 3, 3, 4, 0), (7, 2, 5, 3, 1), (6, 6, 1, 5, 2), (3, 4, 2, 2, 3)]  # N, M, C, D, seed
+
+
+def problem(n, m, c, d, seed, *, padded=True, dtype=torch.float64):
+    """Queries that share documents, documents without query, and documents with fewer chunks than C."""
+    generator = torch.Generator().manual_seed(seed)
+    chunks_MCD = torch.randn(m, c, d, generator=generator, dtype=dtype)
+    length_M = torch.randint(1, c + 1, (m,), generator=generator) if padded else torch.full((m,), c)
+    mask_MC = torch.arange(c) < length_M[:, None]
+    document_N = torch.randint(m, (n,), generator=generator)
+    gold_N = (torch.rand(n, generator=generator) * length_M[document_N]).long()
+    q_ND = chunks_MCD[document_N, gold_N] + torch.randn(n, d, generator=generator, dtype=dtype)
+    documents_MD = (chunks_MCD * mask_MC[..., None]).sum(1) / length_M[:, None]
+    return q_ND, chunks_MCD, documents_MD, document_N, gold_N, mask_MC
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("temperature", [0.02, 1.0])
+def test_the_losses_are_the_formulas(shape, padded, temperature):
+    q, chunks, documents, document, gold, mask = problem(*shape, padded=padded)
+    lists = [x.tolist() for x in (q, chunks, document, gold)]
+    sequence = naive_losses.sequence(*lists, temperature, mask.tolist())
+    batch = naive_losses.batch(*lists, temperature, mask.tolist())
+    document_level = naive_losses.global_(q.tolist(), documents.tolist(), document.tolist(), temperature, 0.1)
+    options = {"temperature": temperature, "chunk_mask_MC": mask if padded else None}
+    arguments = (q, chunks, document, gold)
+    assert sequence_loss(*arguments, **options).item() == pytest.approx(sequence, rel=1e-10, abs=1e-12)
+    assert batch_loss(*arguments, **options).item() == pytest.approx(batch, rel=1e-10, abs=1e-12)
+    local = 0.3 * sequence + 0.7 * batch
+    assert local_loss(*arguments, alpha=0.3, **options).item() == pytest.approx(local, rel=1e-10, abs=1e-12)
+    assert global_loss(q, documents, document, temperature=temperature).item() == pytest.approx(
+        document_level, rel=1e-10, abs=1e-12
+    )
+    total = contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options).item()
+    assert total == pytest.approx(0.35 * document_level + 0.65 * local, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("document", [[0, 0, 0], [0, 1, 2]])
+def test_distinct_documents_do_what_the_papers_mask_does(document):
+    """The printed sum over queries with M^dup, where it meets no other document twice."""
+    q, _, documents, _, _, _ = problem(3, max(document) + 1, 2, 5, 6)
+    hashes = [hashlib.md5(documents[index].numpy().tobytes()).hexdigest() for index in document]
+    expected = naive_losses.global_of_the_paper(q.tolist(), documents[document].tolist(), hashes, 0.1, 0.1)
+    ours = global_loss(q, documents, torch.tensor(document), temperature=0.1)
+    assert ours.item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_one_query_per_document_is_the_pair_loss():
+    q, _, documents, _, _, _ = problem(5, 5, 2, 4, 7)
+    torch.testing.assert_close(global_loss(q, documents, torch.arange(5)), pair_loss(q, documents))
+
+
+def test_repeating_a_query_does_not_repeat_its_document():
+    q, chunks, _, document, gold, _ = problem(4, 3, 3, 4, 8, padded=False)
+    twice = [x.repeat_interleave(2, dim=0) for x in (q, document, gold)]
+    once = batch_loss(q, chunks, document, gold)
+    torch.testing.assert_close(batch_loss(twice[0], chunks, twice[1], twice[2]), once)
+
+
+def test_padding_chunks_have_no_say_and_no_gradient():
+    q, chunks, documents, document, gold, mask = problem(6, 4, 3, 5, 9)
+    assert not mask.all()
+    garbage = chunks.masked_fill(~mask[..., None], 7.0).requires_grad_()
+    arguments = {"beta": 0.4, "chunk_mask_MC": mask}
+    loss = contextual_loss(q, garbage, documents, document, gold, **arguments)
+    torch.testing.assert_close(loss, contextual_loss(q, chunks, documents, document, gold, **arguments))
+    loss.backward()
+    assert garbage.grad[~mask].eq(0).all() and garbage.grad.isfinite().all()
+
+
+def test_gradients_by_finite_differences():
+    q, chunks, documents, document, gold, mask = problem(5, 3, 3, 4, 10)
+    inputs = [x.clone().requires_grad_() for x in (q, chunks, documents)]
+
+    def total(q, chunks, documents):
+        options = {"beta": 0.4, "temperature": 0.2, "chunk_mask_MC": mask}
+        return contextual_loss(q, chunks, documents, document, gold, **options)
+
+    assert torch.autograd.gradcheck(total, inputs)
+
+
+def test_bfloat16_under_autocast_is_computed_in_float32():
+    q, chunks, documents, document, gold, mask = problem(6, 4, 3, 8, 11)
+    rounded = [x.bfloat16() for x in (q, chunks, documents)]
+    expected = contextual_loss(*(x.double() for x in rounded), document, gold, beta=0.3, chunk_mask_MC=mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = contextual_loss(*rounded, document, gold, beta=0.3, chunk_mask_MC=mask)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_bad_arguments_are_refused():
+    q, chunks, documents, document, gold, mask = problem(4, 3, 3, 4, 12, padded=False)
+    with pytest.raises(ValueError, match=r"gold_N must lie in 0\.\.2"):
+        sequence_loss(q, chunks, document, gold + 3)
+    with pytest.raises(ValueError, match=r"document_N must lie in 0\.\.2"):
+        global_loss(q, documents, document - 3)
+    with pytest.raises(ValueError, match="one int64 index per query"):
+        batch_loss(q, chunks, document[:2], gold)
+    with pytest.raises(ValueError, match="chunks_MCD have 3 axes"):
+        batch_loss(q, documents, document, gold)
+    with pytest.raises(ValueError, match="gold chunk of query 0 is masked out"):
+        local_loss(q, chunks, document, gold, chunk_mask_MC=torch.zeros_like(mask))
+    with pytest.raises(ValueError, match=r"chunk_mask_MC must be \(3, 3\)"):
+        local_loss(q, chunks, document, gold, chunk_mask_MC=mask[:, :2])
+    with pytest.raises(ValueError, match="alpha must lie in"):
+        local_loss(q, chunks, document, gold, alpha=1.5)
+    with pytest.raises(ValueError, match="beta must lie in"):
+        contextual_loss(q, chunks, documents, document, gold, beta=-0.1)
+    with pytest.raises(ValueError, match="one document embedding per document; got 2 for 3"):
+        contextual_loss(q, chunks, documents[:2], document, gold, beta=0.5)

@@ -1,0 +1,168 @@
+"""Pair and triplet losses: against naive loops, a peer library, finite differences and frozen values."""
+
+import math
+
+import naive_losses
+import pytest
+import torch
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
+
+from unmask.losses import pair_loss, triplet_loss
+from unmask.losses.contrastive import cosine
+from unmask.quantize import int8
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def aligned(n: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs close enough that positives, true negatives and false negatives (beyond the margin) all occur."""
+    q_ND = randn(n, d, seed=seed)
+    return q_ND, 0.5 * q_ND + randn(n, d, seed=seed + 1)
+
+
+@pytest.mark.parametrize(("n", "d", "seed"), [(2, 3, 0), (5, 2, 1), (9, 4, 2), (16, 8, 3)])
+@pytest.mark.parametrize(("temperature", "margin"), [(0.02, 0.1), (1.0, 0.0), (0.05, math.inf)])
+def test_pair_loss_is_the_formula(n, d, seed, temperature, margin):
+    q_ND, d_ND = aligned(n, d, seed)
+    expected = naive_losses.pair(q_ND.tolist(), d_ND.tolist(), temperature, margin)
+    assert pair_loss(q_ND, d_ND, temperature=temperature, margin=margin).item() == pytest.approx(
+        expected, rel=1e-10
+    )
+
+
+def test_margin_masks_in_these_batches():
+    q_ND, d_ND = aligned(16, 8, 3)
+    assert pair_loss(q_ND, d_ND) < pair_loss(q_ND, d_ND, margin=math.inf)
+
+
+@pytest.mark.parametrize("loss_class", [MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss])
+def test_unmasked_pair_loss_equals_sentence_transformers(loss_class):
+    q_ND, d_ND = (x.requires_grad_() for x in aligned(12, 6, 5))
+    peer = peer_loss(loss_class, temperature=0.02, directions=("query_to_doc", "query_to_query"))
+    ours = pair_loss(q_ND, d_ND, temperature=0.02, margin=math.inf)
+    theirs = peer([q_ND, d_ND])
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+    for a, b in zip(torch.autograd.grad(ours, [q_ND, d_ND]), torch.autograd.grad(theirs, [q_ND, d_ND])):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+
+
+def peer_loss(loss_class, temperature: float, directions: tuple[str, ...]):
+    """sentence-transformers' loss as a function of embeddings: it never calls this model."""
+    model = torch.nn.Sequential(torch.nn.Identity())
+    loss = loss_class(model, scale=1 / temperature, directions=directions)
+    if loss_class is CachedMultipleNegativesRankingLoss:
+        return lambda columns: loss.calculate_loss([[column] for column in columns])
+    return lambda columns: loss.compute_loss_from_embeddings(columns, labels=None)
+
+
+@pytest.mark.parametrize(("n", "k", "d", "seed"), [(1, 2, 3, 0), (4, 3, 5, 1), (9, 1, 4, 2), (5, 0, 3, 3)])
+@pytest.mark.parametrize("temperature", [0.03, 1.0])
+def test_triplet_loss_is_the_formula(n, k, d, seed, temperature):
+    q_ND, d_ND = aligned(n, d, seed)
+    hard_NKD = randn(n, k, d, seed=seed + 2)
+    expected = naive_losses.triplet(q_ND.tolist(), d_ND.tolist(), hard_NKD.tolist(), temperature)
+    assert triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature).item() == pytest.approx(
+        expected, rel=1e-10
+    )
+
+
+@pytest.mark.parametrize("loss_class", [MultipleNegativesRankingLoss, CachedMultipleNegativesRankingLoss])
+def test_triplet_loss_equals_sentence_transformers(loss_class):
+    q_ND, d_ND = (x.requires_grad_() for x in aligned(7, 5, 8))
+    hard_NKD = randn(7, 3, 5, seed=9).requires_grad_()
+    ours = triplet_loss(q_ND, d_ND, hard_NKD)
+    theirs = peer_loss(loss_class, 0.03, ("query_to_doc",))([q_ND, d_ND, *hard_NKD.unbind(1)])
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+    inputs = [q_ND, d_ND, hard_NKD]
+    for a, b in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs)):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+
+
+def test_gradients_by_finite_differences():
+    q_ND, d_ND = (x.requires_grad_() for x in aligned(5, 4, 11))
+    hard_NKD = randn(5, 2, 4, seed=13).requires_grad_()
+    assert torch.autograd.gradcheck(lambda q, d: pair_loss(q, d, temperature=0.2), (q_ND, d_ND))
+    assert torch.autograd.gradcheck(lambda *x: triplet_loss(*x, temperature=0.2), (q_ND, d_ND, hard_NKD))
+
+
+def test_a_masked_false_negative_has_no_say():
+    q_ND = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    d_ND = torch.tensor([[0.5, 1.0, 0.0], [1.0, 0.1, 0.0]])  # d_1 is far closer to q_0 than d_0 is
+    moved = torch.tensor([[0.5, 1.0, 0.0], [1.0, 0.2, 0.0]])  # still is, and as far from q_1 as before
+    assert pair_loss(q_ND, d_ND) == pair_loss(q_ND, moved)
+    assert (
+        pair_loss(q_ND, d_ND, margin=math.inf)
+        > pair_loss(q_ND, moved, margin=math.inf)
+        > pair_loss(q_ND, moved)
+    )
+
+
+def test_scale_of_the_embeddings_does_not_matter():
+    q_ND, d_ND = aligned(6, 4, 20)
+    torch.testing.assert_close(pair_loss(q_ND, d_ND), pair_loss(100 * q_ND, 1e-3 * d_ND))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_inputs_are_computed_in_float32(autocast):
+    codes_q, codes_d = (int8(x) for x in aligned(8, 16, 21))  # codes up to 127 are exact in bfloat16
+    hard_NKD = int8(randn(8, 2, 16, seed=23))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        pair = pair_loss(codes_q.bfloat16(), codes_d.bfloat16())
+        triplet = triplet_loss(codes_q.bfloat16(), codes_d.bfloat16(), hard_NKD.bfloat16())
+    assert pair.dtype == triplet.dtype == torch.float32
+    assert pair.item() == pytest.approx(pair_loss(codes_q, codes_d).item(), rel=1e-5)
+    assert triplet.item() == pytest.approx(triplet_loss(codes_q, codes_d, hard_NKD).item(), rel=1e-5)
+
+
+def test_a_zero_embedding_is_harmless():
+    q_ND, d_ND = (x.float() for x in aligned(4, 3, 24))
+    d_ND[2] = 0
+    d_ND.requires_grad_()
+    loss = pair_loss(q_ND, d_ND)
+    loss.backward()
+    assert loss.isfinite() and d_ND.grad.isfinite().all() and d_ND.grad[2].eq(0).all()
+    assert cosine(d_ND, q_ND)[2].eq(0).all()
+
+
+def test_gradient_passes_through_the_quantiser():
+    q_ND, d_ND = (x.requires_grad_() for x in aligned(4, 6, 25))
+    loss = pair_loss(int8(q_ND), int8(d_ND), temperature=0.2)
+    through = torch.autograd.grad(loss, q_ND)[0]
+    codes_q = int8(q_ND).detach().requires_grad_()
+    at_codes = torch.autograd.grad(pair_loss(codes_q, int8(d_ND).detach(), temperature=0.2), codes_q)[0]
+    torch.testing.assert_close(through, at_codes * 127 * (1 - torch.tanh(q_ND.detach()) ** 2))
+
+
+def test_golden_values():
+    """Frozen on first writing: a refactoring must not change them."""
+    q_ND, d_ND = torch.arange(12.0).reshape(4, 3).sin(), torch.arange(12.0).reshape(4, 3).cos()
+    hard_NKD = torch.arange(24.0).reshape(4, 2, 3).sin().flip(0)
+    assert pair_loss(q_ND, d_ND).item() == pytest.approx(1.384914, rel=1e-5)
+    assert triplet_loss(q_ND, d_ND, hard_NKD).item() == pytest.approx(31.889668, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: pair_loss(torch.ones(3, 2), torch.ones(2, 2)),
+            r"one document embedding per query.*\(3, 2\).*\(2, 2\)",
+        ),
+        (lambda: pair_loss(torch.ones(1, 2), torch.ones(1, 2)), "at least two pairs"),
+        (lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), temperature=0), "temperature must be above 0"),
+        (lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), margin=-0.1), "margin must be 0 or more"),
+        (lambda: triplet_loss(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2)), r"must be \(N, K, D\)"),
+        (
+            lambda: triplet_loss(torch.ones(2, 2), torch.ones(2, 2), torch.ones(3, 1, 2)),
+            r"must be \(N, K, D\)",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
