@@ -1,0 +1,88 @@
+"""The tokenizer, encoding and packing."""
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from unmask.data.tokens import MASK, SPECIAL_TOKENS, pack, tokenize, train_tokenizer
+
+TEXTS = [
+    "Returns the sum of two numbers, it's 1,234.5 or so.\n\n    def add(a, b):\n        return a + b",
+    "Die Straße nach Zürich führt über Köln; 12 Kilometer.",
+    "東京は日本の首都です。人口は約1400万人。",
+    "مرحبا بالعالم، 2023",
+    "नमस्ते दुनिया",
+    "emoji 🙂 and\ttabs\r\nand   spaces ",
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(TEXTS * 3, 320, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(path):
+    return AutoTokenizer.from_pretrained(path)
+
+
+def test_round_trip(tokenizer):
+    for text, ids in zip(TEXTS, tokenize(tokenizer, TEXTS, 1_000)):
+        assert ids.dtype == np.int32
+        assert tokenizer.decode(ids) == text
+        assert tokenizer(text)["input_ids"] == ids.tolist()  # and nothing is added to an encoding
+
+
+def test_nfc(tokenizer):
+    assert tokenizer.decode(tokenizer("u\u0308ber")["input_ids"]) == "über"
+
+
+def test_special_tokens(tokenizer):
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3]
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+    assert tokenizer.mask_token == MASK
+    assert len(tokenizer) == 320
+    assert tokenizer(f"a{SPECIAL_TOKENS[0]}b")["input_ids"][1] == 0
+
+
+def test_pretokenisation_is_qwen2s(tokenizer):
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
+
+    from unmask.data.tokens import SPLIT
+
+    assert SPLIT == PRETOKENIZE_REGEX
+    ours = tokenizer.backend_tokenizer.pre_tokenizer
+    theirs = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    for text in [*TEXTS, "I'LL don't 2024-01-31 x1y22", "a\n\n\n  b", "  !!?\n x", "naïve_name=3.14"]:
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+    assert [piece for piece, _ in ours.pre_tokenize_str("don't 12")] == ["don", "'t", "Ġ", "1", "2"]
+
+
+def test_deterministic(path, tmp_path):
+    train_tokenizer(iter(TEXTS * 3), 320, tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
+
+
+def test_truncation_and_empty_text(tokenizer):
+    assert [len(ids) for ids in tokenize(tokenizer, TEXTS, 5)] == [5] * len(TEXTS)
+    with pytest.raises(ValueError, match=r"Text 1 of 3 has no tokens: ''"):
+        tokenize(tokenizer, ["a", "", "b"], 8)
+
+
+def test_pack(tokenizer):
+    ids = tokenize(tokenizer, TEXTS, 1_000)
+    stream = np.concatenate([part for array in ids for part in (array, [0])])
+    blocks = pack(tokenizer, TEXTS, 16)
+    assert blocks.dtype == np.int32 and blocks.shape == (len(stream) // 16, 16)
+    assert (blocks.ravel() == stream[: blocks.size]).all()
+    with pytest.raises(ValueError, match="not one block of 4096"):
+        pack(tokenizer, TEXTS, 4_096)
+
+
+@pytest.mark.parametrize(("size", "message"), [(100, "below 260"), (50_000, r"not data.vocab_size = 50000")])
+def test_unusable_vocabulary_sizes(size, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train_tokenizer(TEXTS, size, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
