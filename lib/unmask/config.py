@@ -1,0 +1,320 @@
+"""Presets: every hyper-parameter of a run, typed, checked and in one place (`papermill_runs/presets/*.yaml`).
+
+A preset is a YAML file of sections, one per stage. It may extend another one (`extends: cpu`) and then holds
+only what differs. Nothing is optional at a distance: a key that no dataclass below knows is refused with the
+nearest name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from unmask.workspace import repository
+
+
+class ConfigError(ValueError):
+    """A preset, a key or a value that cannot be used; the message says which and what would do."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The corpus: where text, pairs and documents come from."""
+
+    source: str  # kind of source, see `unmask.data.sources`
+    seed: int
+    vocab_size: int  # of the tokenizer trained on the training part; ignored with a ready checkpoint
+    dev_packages: tuple[str, ...]  # held out, for choices
+    test_packages: tuple[str, ...]  # held out, for reported figures
+    max_packages: int  # 0: every installed package
+    max_text_mb: int  # cap of the pretraining text
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """The Transformer: a ready checkpoint, or the shape of one built from scratch."""
+
+    checkpoint: str  # Hub name or directory; empty: build from scratch with the shape below
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    mlp_size: int
+    max_length: int  # longest sequence that positions are meant for
+    mask_token: str  # existing, rarely used token that plays [MASK]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What every training stage has: optimiser, schedule, precision, checkpoints."""
+
+    steps: int
+    lr: float
+    schedule: str  # "wsd": linear warm-up, constant, cosine decay; "cosine": linear warm-up, cosine to zero
+    warmup: int  # steps
+    decay: int  # last steps, for "wsd"
+    beta1: float
+    beta2: float
+    weight_decay: float
+    clip: float  # l2 norm of the gradient
+    token_budget: int  # padded tokens of one micro-batch
+    precision: str  # "bf16" (autocast) or "fp32"
+    checkpoint_every: int  # steps
+    log_every: int  # steps
+    seed: int
+
+
+@dataclass(frozen=True)
+class PretrainConfig(TrainConfig):
+    """Next-token and masked-diffusion pretraining."""
+
+    batch: int  # sequences
+    length: int  # tokens of a packed block
+
+
+@dataclass(frozen=True)
+class DiffusionConfig(PretrainConfig):
+    """Masked-diffusion continued pretraining."""
+
+    t_min: float  # t is uniform in (t_min, 1)
+    cut_fraction: float  # share of the sequences that are cut to a random length
+
+
+@dataclass(frozen=True)
+class PairConfig(TrainConfig):
+    """Contrastive training on (query, document) pairs."""
+
+    batch: int
+    query_length: int
+    document_length: int
+    temperature: float
+    margin: float  # negatives this much better than the positive are left out
+    pooling: str  # "mean" or "last"
+    curriculum: tuple[float, float, float]  # shares of the steps: English; + cross-lingual; everything
+
+
+@dataclass(frozen=True)
+class ContextualConfig(TrainConfig):
+    """Contextual training on documents of chunks."""
+
+    batch: int  # distinct documents
+    queries_per_document: int  # at most, drawn anew each time
+    query_length: int
+    chunk_length: int
+    chunks: int  # per document, at most
+    temperature: float
+    margin: float
+    alpha: float  # weight of the in-sequence term in the local loss
+    beta_start: float  # weight of the global loss, first step
+    beta_end: float  # last step
+    dimensions: tuple[int, ...]  # Matryoshka prefixes; those that fit are used
+
+
+@dataclass(frozen=True)
+class TripletConfig(TrainConfig):
+    """Contrastive training with mined hard negatives."""
+
+    batch: int
+    accumulation: int  # a batch of `batch` is split into this many independent losses
+    query_length: int
+    document_length: int
+    temperature: float
+    negatives: int  # per query
+    margin: float  # false-negative margin of the mining
+    rank_window: int  # negatives are drawn from this many best candidates
+    max_pairs: int  # training pairs that negatives are mined for
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """SLERP of two checkpoints and the choice among the candidates."""
+
+    t: tuple[float, ...]  # 0 is the contextual parent, 1 the triplet parent
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Retrieval tasks built from the held-out part of the corpus."""
+
+    query_length: int
+    document_length: int
+    chunk_length: int
+    max_queries: int  # per task
+    max_documents: int  # per task
+    precision: str  # "bf16" or "fp32"
+    bootstrap: int  # resamples of a confidence interval
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """The study of precisions and dimensions."""
+
+    dimensions: tuple[int, ...]
+    speed_documents: int  # corpus size of the search-speed measurement
+
+
+@dataclass(frozen=True)
+class AblationConfig:
+    """The 2 × 2 ablation: backbone × pooling. Everything else is the pair stage's."""
+
+    steps: int
+    ema: float  # smoothing of the loss curve
+
+
+@dataclass(frozen=True)
+class Preset:
+    """All parameters of a run."""
+
+    name: str
+    about: str  # one line: machine, time, purpose
+    data: DataConfig
+    backbone: BackboneConfig
+    ar: PretrainConfig
+    diffusion: DiffusionConfig
+    pair: PairConfig
+    contextual: ContextualConfig
+    triplet: TripletConfig
+    merge: MergeConfig
+    evaluation: EvaluationConfig
+    quantization: QuantizationConfig
+    ablation: AblationConfig
+
+
+SECTIONS = tuple(f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "about"))
+
+
+def preset_names() -> list[str]:
+    """Names of the presets at hand."""
+    return sorted(path.stem for path in _directory().glob("*.yaml"))
+
+
+def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
+    """Reads a preset, applies `overrides` ({"pair.steps": 50}) and checks every key and type.
+
+    Raises:
+        ConfigError: unknown preset, unknown or missing key, or a value of the wrong type.
+    """
+    values = _read(name)
+    for key, value in (overrides or {}).items():
+        section, _, field = key.partition(".")
+        if section not in SECTIONS or not field:
+            raise ConfigError(f"unknown key {key!r}: write section.key{_nearest(section, SECTIONS)}")
+        values.setdefault(section, {})[field] = value
+    preset = _build(Preset, values | {"name": name}, where=f"preset {name}")
+    _check(preset)
+    return preset
+
+
+def preset_from(values: dict[str, Any]) -> Preset:
+    """A preset from the plain values of `resolved`."""
+    return _build(Preset, values, where=f"preset {values.get('name')}")
+
+
+def resolved(config: Any) -> Any:
+    """A dataclass as plain JSON values (tuples become lists)."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def fingerprint(*parts: Any) -> str:
+    """Short hash of JSON-able values or dataclasses, the same on every machine."""
+    plain = [resolved(part) if dataclasses.is_dataclass(part) else part for part in parts]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _directory() -> Path:
+    return repository() / "papermill_runs" / "presets"
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = _directory() / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(f"unknown preset {name!r}{_nearest(name, preset_names())}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf8")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path.name} is not valid YAML: {error}") from error
+    if "extends" not in values:
+        return values
+    merged = _read(values.pop("extends"))
+    for key, value in values.items():
+        merged[key] = (
+            merged[key] | value if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
+        )
+    return merged
+
+
+def _build(kind: type, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected key: value lines, got {values!r}")
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise ConfigError(f"{where}: unknown key {key!r}{_nearest(key, list(hints))}")
+    missing = [key for key in hints if key not in values]
+    if missing:
+        raise ConfigError(f"{where}: missing {', '.join(missing)}")
+    return kind(**{key: _convert(hint, values[key], f"{where}: {key}") for key, hint in hints.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    if isinstance(hint, types.GenericAlias):  # tuple[int, ...] or tuple[float, float, float]
+        item, count = hint.__args__[0], None if Ellipsis in hint.__args__ else len(hint.__args__)
+        if not isinstance(value, list | tuple) or (count is not None and len(value) != count):
+            raise ConfigError(
+                f"{where} must be a list{f' of {count} values' if count else ''}, got {value!r}"
+            )
+        return tuple(_convert(item, one, where) for one in value)
+    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{where} must be {hint.__name__}, got {value!r}")
+    return value
+
+
+def _check(preset: Preset) -> None:
+    for name in ("ar", "diffusion", "pair", "contextual", "triplet"):
+        stage = getattr(preset, name)
+        where = f"preset {preset.name}: {name}"
+        for key in ("steps", "batch", "token_budget", "checkpoint_every", "log_every"):
+            if getattr(stage, key) < 1:
+                raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(stage, key)}")
+        if stage.schedule not in ("wsd", "cosine"):
+            raise ConfigError(f"{where}.schedule must be 'wsd' or 'cosine', got {stage.schedule!r}")
+        if stage.precision not in ("bf16", "fp32"):
+            raise ConfigError(f"{where}.precision must be 'bf16' or 'fp32', got {stage.precision!r}")
+        if stage.warmup + (stage.decay if stage.schedule == "wsd" else 0) > stage.steps:
+            raise ConfigError(
+                f"{where}: warmup + decay exceed steps ({stage.warmup} + {stage.decay} > {stage.steps})"
+            )
+    if preset.pair.pooling not in ("mean", "last"):
+        raise ConfigError(
+            f"preset {preset.name}: pair.pooling must be 'mean' or 'last', got {preset.pair.pooling!r}"
+        )
+    for name, low in (("pair", 2), ("contextual", 2), ("triplet", 2)):
+        if getattr(preset, name).batch < low:
+            raise ConfigError(
+                f"preset {preset.name}: {name}.batch must be at least {low}: "
+                "a contrastive loss needs negatives"
+            )
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

@@ -1,0 +1,347 @@
+"""The graph of notebooks: which there are, what each needs, and which of them are due.
+
+A notebook says in its metadata what it depends on:
+
+    "unmask": {"needs": ["00_backbone"], "reads": ["data", "pair"]}
+
+`needs` are the stages whose output it reads, `reads` the sections of the preset. What can be wrong with a
+notebook is refused here, before any kernel starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import hashlib
+import heapq
+import importlib.metadata
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+from unmask.config import fingerprint
+from unmask.workspace import artifacts_root, repository
+
+INJECTED = ("preset", "overrides", "run")  # what the pipeline sets in every notebook
+PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
+
+
+class PipelineError(ValueError):
+    """A notebook, a selection or a run that cannot work; the message says which and what would do."""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where the notebooks of one run come from and where its output goes."""
+
+    root: Path  # top level of the checkout
+    notebooks: Path
+    artifacts: Path  # checkpoints and logs of this run
+    executed: Path  # executed notebooks of this run
+    results: Path  # metrics, figures and report of this run
+    library: Path  # the package, whose code is an input of every stage
+
+    @classmethod
+    def of(cls, run: str, root: Path | None = None, artifacts: Path | None = None) -> Folders:
+        """Folders of the run named `run`, by default in this checkout."""
+        artifacts = artifacts or (artifacts_root() if root is None else root / "artifacts")
+        root = root or repository()
+        return cls(
+            root=root,
+            notebooks=root / "notebooks",
+            artifacts=artifacts / run,
+            executed=root / "papermill_runs" / run,
+            results=root / "results" / run,
+            library=root / "lib" / "unmask",
+        )
+
+    @property
+    def logs(self) -> Path:
+        return self.artifacts / "logs"
+
+    def done(self, stage: str) -> dict[str, Any] | None:
+        """What was recorded when `stage` finished; None where it did not finish."""
+        path = self.artifacts / stage / "done.json"
+        try:
+            return json.loads(path.read_text(encoding="utf8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One notebook of the graph."""
+
+    name: str  # file name without its ending, for instance "02_pair"
+    path: Path
+    needs: tuple[str, ...]
+    reads: tuple[str, ...]
+    code: str  # hash of the code cells' sources: outputs and execution counts do not count
+    prose: str  # hash of the other cells: another wording computes nothing new
+    cells: int  # code cells that will run
+
+    @property
+    def number(self) -> str:
+        return self.name.partition("_")[0]
+
+
+def discover(notebooks: Path, sections: Iterable[str] | None = None) -> list[Stage]:
+    """Reads and checks every `NN_*.ipynb` of a folder.
+
+    Args:
+        notebooks: the folder.
+        sections: the preset's sections that `reads` may name; None: any.
+    Returns: the stages in an order in which they can run; among equals, in the order of their names.
+    Raises:
+        PipelineError: no notebook, missing metadata or parameters, unknown need or section, or a cycle.
+    """
+    stages = {path.stem: _read(path) for path in sorted(notebooks.glob("[0-9][0-9]_*.ipynb"))}
+    if not stages:
+        raise PipelineError(f"no notebook named NN_*.ipynb in {notebooks}")
+    for stage in stages.values():
+        _check_names(stage.path, "needs", stage.needs, stages)
+        if sections is not None:
+            _check_names(stage.path, "reads", stage.reads, list(sections))
+    sorter = TopologicalSorter({stage.name: stage.needs for stage in stages.values()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise PipelineError(
+            f"the notebooks need each other in a circle: {' → '.join(error.args[1])}"
+        ) from None
+    ready: list[str] = []
+    order: list[Stage] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, name)
+        order.append(stages[heapq.heappop(ready)])
+        sorter.done(order[-1].name)
+    return order
+
+
+def select(stages: Sequence[Stage], start: str | None = None, only: str | None = None) -> list[Stage]:
+    """The stages from `start` on, or `only` one; both are given as number ("03") or name ("03_contextual").
+
+    Raises:
+        PipelineError: no notebook of that name, or both are given.
+    """
+    if start and only:
+        raise PipelineError("--from and --only exclude each other")
+    if only:
+        return [_find(stages, only)]
+    return list(stages[stages.index(_find(stages, start)) :]) if start else list(stages)
+
+
+def expected(stages: Sequence[Stage], preset: dict[str, Any], library: Path) -> dict[str, dict[str, Any]]:
+    """What `done.json` of every stage would say if the stage ran now.
+
+    Args:
+        stages: all stages in running order.
+        preset: the resolved preset: section → values.
+        library: the package's folder.
+    Returns: stage → {"notebook", "preset", "library", "versions", "inputs", "prose", "hash"}, where the hash
+        covers all but the prose.
+    """
+    code, versions = library_hash(library), {name: importlib.metadata.version(name) for name in PACKAGES}
+    marks: dict[str, dict[str, Any]] = {}
+    for stage in stages:
+        marks[stage.name] = seal(
+            {
+                "notebook": stage.code,
+                "preset": {section: fingerprint(preset.get(section)) for section in stage.reads},
+                "library": code,
+                "versions": versions,
+                "inputs": {need: marks[need]["hash"] for need in stage.needs},
+                "prose": stage.prose,
+            }
+        )
+    return marks
+
+
+def seal(mark: dict[str, Any]) -> dict[str, Any]:
+    """Adds the hash over everything in the mark that the outputs depend on."""
+    return mark | {
+        "hash": fingerprint({key: value for key, value in mark.items() if key not in ("prose", "hash")})
+    }
+
+
+def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
+    """Why a stage has to run, in a few words; empty if it is done and nothing it depends on has changed."""
+    done = folders.done(stage.name)
+    if done is None:
+        return "never ran"
+    if not (folders.executed / f"{stage.name}.ipynb").is_file():
+        return "executed notebook is missing"
+    reasons = []
+    if done["notebook"] != mark["notebook"]:
+        reasons.append("notebook changed")
+    reasons += [f"preset section {name} changed" for name in _differing(done["preset"], mark["preset"])]
+    if done["library"] != mark["library"]:
+        reasons.append("library changed")
+    reasons += [f"{name} is another version" for name in _differing(done["versions"], mark["versions"])]
+    reasons += [f"input {name} changed" for name in _differing(done["inputs"], mark["inputs"])]
+    return ", ".join(reasons)
+
+
+@dataclass(frozen=True)
+class Due:
+    """A stage that has to run, and why."""
+
+    stage: Stage
+    why: str
+
+
+def plan(
+    stages: Sequence[Stage],
+    selected: Sequence[Stage],
+    marks: dict[str, dict[str, Any]],
+    folders: Folders,
+    *,
+    force: bool = False,
+) -> list[Due]:
+    """The selected stages that have to run, in running order.
+
+    Raises:
+        PipelineError: one of them needs the output of a stage that never ran and is not selected.
+    """
+    due = [Due(s, "forced" if force else why_due(s, marks[s.name], folders)) for s in selected]
+    due = [task for task in due if task.why]
+    available = {stage.name for stage in selected} | {
+        stage.name for stage in stages if folders.done(stage.name)
+    }
+    for task in due:
+        missing = [need for need in task.stage.needs if need not in available]
+        if missing:
+            raise PipelineError(
+                f"{task.stage.name} needs the output of {', '.join(missing)}, which never ran: "
+                f"run without --only, or with --from {missing[0].partition('_')[0]}"
+            )
+    return due
+
+
+@functools.cache
+def library_hash(library: Path) -> str:
+    """Hash of what the library computes: its code without comments and docstrings, other files as they are.
+
+    The command line and the pipeline itself do not count: they compute nothing.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(library.rglob("*")):
+        name = path.relative_to(library).as_posix()
+        if (
+            not path.is_file()
+            or "__pycache__" in name
+            or name.startswith(("pipeline/", "cli.py", "__main__.py"))
+        ):
+            continue
+        content = path.read_bytes()
+        digest.update(f"\0{name}\0".encode())
+        digest.update(_bare(content).encode() if path.suffix == ".py" else content)
+    return digest.hexdigest()[:16]
+
+
+def clock(seconds: float) -> str:
+    """Seconds as mm:ss, or h:mm:ss from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes:02}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _bare(source: bytes) -> str:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # the notebook that imports it will say so
+        return source.decode(errors="replace")
+    for node in ast.walk(tree):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def _read(path: Path) -> Stage:
+    where = f"notebooks/{path.name}"
+    try:
+        notebook = json.loads(path.read_text(encoding="utf8"))
+        cells = [
+            (cell["cell_type"], "".join(cell["source"]), sorted(cell.get("metadata", {}).get("tags", [])))
+            for cell in notebook["cells"]
+        ]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise PipelineError(f"{where} is not a notebook: {error!r}") from None
+    wanted = 'add "unmask": {"needs": […], "reads": […]} to the notebook\'s metadata'
+    metadata = notebook.get("metadata", {}).get("unmask")
+    if not isinstance(metadata, dict) or set(metadata) != {"needs", "reads"}:
+        raise PipelineError(f"{where} does not say what it needs and reads: {wanted}")
+    if not all(
+        isinstance(value, list) and all(isinstance(v, str) for v in value) for value in metadata.values()
+    ):
+        raise PipelineError(f"{where}: needs and reads must be lists of names: {wanted}")
+    _check_parameters(where, [source for _, source, tags in cells if "parameters" in tags])
+    return Stage(
+        name=path.stem,
+        path=path,
+        needs=tuple(metadata["needs"]),
+        reads=tuple(metadata["reads"]),
+        code=fingerprint([cell for cell in cells if cell[0] == "code"], metadata),
+        prose=fingerprint([cell for cell in cells if cell[0] != "code"]),
+        cells=sum(kind == "code" and bool(source.strip()) for kind, source, _ in cells)
+        + 1,  # + the injected one
+    )
+
+
+def _check_parameters(where: str, tagged: list[str]) -> None:
+    if len(tagged) != 1:
+        found = "no cell is" if not tagged else f"{len(tagged)} cells are"
+        raise PipelineError(
+            f"{where}: {found} tagged 'parameters'; tag the one that declares {', '.join(INJECTED)}"
+        )
+    declared = set()
+    try:
+        for node in ast.parse(tagged[0]).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(targets[0], ast.Name):
+                raise ValueError
+            ast.literal_eval(node.value)
+            declared.add(targets[0].id)
+    except (ValueError, TypeError):
+        line = tagged[0].splitlines()[node.lineno - 1].strip()
+        raise PipelineError(
+            f"{where}: the parameters cell may hold only `name: type = literal` lines, not `{line}`; "
+            "move what is derived to the next cell"
+        ) from None
+    except SyntaxError as error:
+        raise PipelineError(f"{where}: the parameters cell is not Python: {error}") from None
+    missing = [name for name in INJECTED if name not in declared]
+    if missing:
+        raise PipelineError(
+            f"{where}: the parameters cell does not declare {', '.join(missing)}, which the pipeline sets"
+        )
+
+
+def _check_names(path: Path, field: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise PipelineError(
+                f"notebooks/{path.name}: {field} names {name!r}, which does not exist{_nearest(name, known)}"
+            )
+
+
+def _find(stages: Sequence[Stage], text: str) -> Stage:
+    for stage in stages:
+        if text in (stage.name, stage.number, stage.name.removeprefix(f"{stage.number}_"), stage.path.name):
+            return stage
+    raise PipelineError(f"no notebook {text!r}{_nearest(text, [stage.name for stage in stages])}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(known)}"
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]

@@ -1,0 +1,95 @@
+"""Where things live on disk, and a notebook's view of its run.
+
+artifacts/<run>/<stage>/     checkpoints and logs (large, not committed; UNMASK_ARTIFACTS moves the folder)
+papermill_runs/<run>/        executed notebooks
+results/<run>/               metrics as JSON, figures, report
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from unmask.config import Preset
+
+
+def repository() -> Path:
+    """Top level of the checkout that the package runs from."""
+    return Path(__file__).resolve().parents[2]
+
+
+def artifacts_root() -> Path:
+    """Folder of everything large and reproducible."""
+    return Path(os.environ.get("UNMASK_ARTIFACTS") or repository() / "artifacts").resolve()
+
+
+def write_atomic(path: Path, text: str) -> Path:
+    """Writes a text file so that a reader sees the old or the new content, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the recipe as a notebook sees it: its parameters and its folders."""
+
+    stage: str
+    name: str
+    config: Preset
+
+    @classmethod
+    def open(cls, stage: str, preset: str, overrides: dict[str, Any] | None = None, run: str = "") -> Run:
+        """Opens the run `run` (default: the preset's name) for the notebook `stage`, for instance
+        "02_pair"."""
+        from unmask.config import load_preset
+
+        return cls(stage, run or preset, load_preset(preset, overrides))
+
+    def artifacts(self, stage: str | None = None) -> Path:
+        """Folder of this stage's checkpoints, or of an earlier stage's, which must exist.
+
+        Raises: FileNotFoundError with the command that makes it.
+        """
+        path = artifacts_root() / self.name / (stage or self.stage)
+        if stage is None:
+            path.mkdir(parents=True, exist_ok=True)
+        elif not path.is_dir():
+            raise FileNotFoundError(
+                f"{self.stage} needs the output of {stage}: run the earlier notebooks first, "
+                f"for instance with `unmask run --preset {self.config.name} --only {stage[:2]}`"
+            )
+        return path
+
+    @property
+    def results(self) -> Path:
+        return repository() / "results" / self.name
+
+    def save(self, metrics: dict[str, Any], name: str | None = None) -> Path:
+        """Writes the metrics of this stage to results/<run>/<stage>.json."""
+        text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return write_atomic(self.results / f"{name or self.stage}.json", text)
+
+    def load(self, stage: str) -> dict[str, Any] | None:
+        """Metrics that another stage saved; None where it did not run."""
+        path = self.results / f"{stage}.json"
+        return json.loads(path.read_text(encoding="utf8")) if path.is_file() else None
+
+    def figure(self, figure: Figure, name: str) -> Path:
+        """Saves a figure as results/<run>/figures/<stage>-<name>.png and leaves it open for the notebook to
+        show."""
+        path = self.results / "figures" / f"{self.stage}-{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110, metadata={"Software": None})
+        return path

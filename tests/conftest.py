@@ -1,0 +1,43 @@
+"""Shared by all tests: what is skipped where, and a checkout of toy notebooks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toy_checkout import Checkout
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests never reach for the network, whatever the machine's settings are.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mirror = os.environ.get("UNMASK_MIRROR")
+    offline = os.environ["HF_HUB_OFFLINE"] == "1"
+    reasons = {
+        "gpu": None if shutil.which("nvidia-smi") else "no NVIDIA GPU on this machine",
+        "hub": "no Hub: set HF_HUB_OFFLINE=0 where it can be reached" if offline else None,
+        "mirror": None if mirror and Path(mirror).is_dir() else "no mirror: UNMASK_MIRROR names no directory",
+    }
+    for item in items:
+        for name, reason in reasons.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    shutil.copytree(
+        ROOT / "lib", tmp_path / "lib", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
+    shutil.copytree(ROOT / "papermill_runs" / "presets", tmp_path / "papermill_runs" / "presets")
+    (tmp_path / "notebooks").mkdir()
+    return Checkout(tmp_path)

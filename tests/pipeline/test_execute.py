@@ -1,0 +1,213 @@
+"""Executing toy notebooks through the command line: what is written, what is skipped, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from toy_checkout import Checkout
+from unmask.pipeline.graph import clock
+
+LOOK = """
+import json, os, sys
+import unmask
+print(json.dumps({"python": sys.executable, "folder": os.getcwd(), "library": unmask.__file__,
+                  "hub": os.environ.get("HF_HUB_OFFLINE"), "hash": os.environ["PYTHONHASHSEED"]}))
+"""
+BAR = """
+for step in range(3):
+    print(f"\\rstep {step}", end="", file=sys.stderr, flush=True)
+print(file=sys.stderr)
+"""
+METRICS = """
+from pathlib import Path
+Path("../results", run).mkdir(parents=True, exist_ok=True)
+Path("../results", run, "00_backbone.json").write_text('{"corpus_hash": "abc"}')
+Path("../results", run, "report.md").write_text("# Report")
+"""
+# A kernel that starts a process, says so, and hangs.
+HANG = """
+import subprocess, time
+from pathlib import Path
+child = subprocess.Popen(["sleep", "300"])
+Path("../pids.tmp").write_text(f"{os.getpid()} {child.pid}")
+Path("../pids.tmp").rename("../pids")
+time.sleep(300)
+"""
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Returns once the condition holds; fails after half a minute."""
+    for _ in range(300):
+        if condition():
+            return
+        time.sleep(0.1)
+    pytest.fail("waited half a minute in vain")
+
+
+def text_of(notebook: dict[str, Any], cell: int) -> dict[str, str]:
+    outputs = notebook["cells"][cell]["outputs"]
+    return {output["name"]: "".join(output["text"]) for output in outputs}
+
+
+def source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def test_a_run_from_start_to_nothing_to_do(checkout: Checkout) -> None:
+    checkout.notebook("00_backbone", [LOOK, BAR, METRICS])
+    checkout.notebook("01_pair", ["print(overrides)"], needs=["00_backbone"], reads=["pair"])
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "notebooks", "lib"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *arguments], check=True, cwd=checkout.root)
+
+    first = checkout.unmask("run", "--preset", "smoke", "--set", "pair.steps=13")
+    assert first.returncode == 0, first.stderr
+    assert "[2/2] 01_pair · done after" in first.stdout
+    assert "report: results/smoke/report.md" in first.stdout
+    assert first.stderr == ""
+
+    # The notebook ran in this interpreter, beside the other notebooks, with this library and without the Hub.
+    ran = checkout.executed("00_backbone")
+    assert (
+        source(ran["cells"][2])
+        == '# Parameters\npreset = "smoke"\noverrides = {"pair.steps": 13}\nrun = "smoke"\n'
+    )
+    seen = json.loads(text_of(ran, 3)["stdout"])
+    assert seen["folder"] == "./notebooks" and seen["library"] == "./lib/unmask/__init__.py"
+    assert (seen["hub"], seen["hash"]) == ("1", "0")
+    assert Path(seen["python"]) == Path(sys.executable)
+    assert text_of(ran, 4) == {"stderr": "step 2\n"}
+    assert text_of(checkout.executed("01_pair"), 3) == {"stdout": "{'pair.steps': 13}\n"}
+    assert str(checkout.root) not in json.dumps(ran)
+    assert ran["metadata"]["papermill"]["input_path"] == "notebooks/00_backbone.ipynb"
+    assert "step 2" in (checkout.folders.executed / "html" / "00_backbone.html").read_text()
+    assert "step 0" in (checkout.folders.logs / "00_backbone.log").read_text()
+
+    record = json.loads((checkout.folders.results / "provenance.json").read_text())
+    assert record["command"] == "unmask run --preset smoke --set pair.steps=13"
+    assert len(record["commit"]) == 40 and record["dirty"] is True  # papermill_runs/presets was not committed
+    assert record["overrides"] == {"pair.steps": 13} and record["preset"]["pair"]["steps"] == 13
+    assert record["corpus_hash"] == "abc" and record["seeds"]["pair"] == 0
+    assert record["versions"]["torch"].startswith("2.") and record["hardware"]["cores"] >= 1
+    stage = record["stages"]["01_pair"]
+    assert stage["exit_status"] == 0 and stage["wall_seconds"] > 0 and stage["started"].endswith("+00:00")
+    assert stage["peak_memory_bytes"] > 2**25
+
+    again = checkout.unmask("run", "--preset", "smoke", "--set", "pair.steps=13")
+    assert again.returncode == 0
+    assert again.stdout.startswith("nothing to do: all stages are up to date") and "report.md" in again.stdout
+
+    stale = checkout.unmask("run", "--preset", "smoke", "--dry-run")
+    assert (
+        "01_pair   preset section pair changed  about 00:0" in stale.stdout
+        and "00_backbone" not in stale.stdout
+    )
+
+    # Another wording needs no kernel: the outputs stay, the executed notebook shows the new text.
+    checkout.notebook("00_backbone", [LOOK, BAR, METRICS], prose="# A better question")
+    reworded = checkout.unmask("run", "--preset", "smoke", "--set", "pair.steps=13")
+    assert "00_backbone: only its prose changed" in reworded.stdout and "nothing to do" in reworded.stdout
+    after = checkout.executed("00_backbone")
+    assert source(after["cells"][0]) == "# A better question"
+    assert after["cells"][1:] == ran["cells"][1:]
+    assert (
+        "only its prose" not in checkout.unmask("run", "--preset", "smoke", "--set", "pair.steps=13").stdout
+    )
+
+
+def test_a_failed_cell_stops_the_run_and_is_reported(checkout: Checkout) -> None:
+    checkout.notebook("00_good", ["1"])
+    checkout.notebook(
+        "01_bad", ["print('so far')", "# setting out\nfor x in [1]:\n    x / 0"], needs=["00_good"]
+    )
+    checkout.notebook("02_never", ["1"], needs=["01_bad"])
+    result = checkout.unmask("run", "--preset", "smoke")
+    assert result.returncode == 1
+    assert result.stderr == (
+        "unmask: notebook 01_bad.ipynb failed in cell 4 of 4 (`# setting out`)\n"
+        "  ZeroDivisionError: division by zero\n"
+        "  log: artifacts/smoke/logs/01_bad.log\n"
+        "  notebook as far as it got: artifacts/smoke/logs/01_bad.failed.ipynb\n"
+    )
+    log = (checkout.folders.logs / "01_bad.log").read_text()
+    assert "so far\n" in log and "ZeroDivisionError: division by zero" in log and "\x1b" not in log
+    assert "so far" in (checkout.folders.logs / "01_bad.failed.ipynb").read_text()
+    assert not (checkout.folders.executed / "01_bad.ipynb").exists()
+    record = json.loads((checkout.folders.results / "provenance.json").read_text())["stages"]
+    assert (record["00_good"]["exit_status"], record["01_bad"]["exit_status"]) == (0, 1)
+
+    states = checkout.unmask("status", "--preset", "smoke").stdout
+    assert [line.split()[:2] for line in states.splitlines()[2:]] == [
+        ["00_good", "done"],
+        ["01_bad", "failed"],
+        ["02_never", "never"],
+    ]
+
+    checkout.notebook("01_bad", ["import os; os._exit(9)"], needs=["00_good"])
+    died = checkout.unmask("run", "--preset", "smoke")
+    assert died.returncode == 1 and "[1/2] 01_bad" in died.stdout
+    assert "01_bad.ipynb: the kernel died in cell 3 of 3 (`import os; os._exit(9)`)" in died.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_stopped_run_leaves_no_process_and_goes_on(
+    checkout: Checkout, number: signal.Signals, status: int
+) -> None:
+    checkout.notebook("00_good", ["1"])
+    checkout.notebook("01_hang", ["import os", HANG], needs=["00_good"])
+    run = checkout.start("run", "--preset", "smoke")
+    try:
+        pids = checkout.root / "pids"
+        wait_for(lambda: pids.exists() or run.poll() is not None)
+        kernel, child = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+        assert kernel.ppid() == run.pid and child.ppid() == kernel.pid
+
+        if number == signal.SIGTERM:
+            second = checkout.unmask("run", "--preset", "smoke")
+            assert second.returncode == 2
+            assert f"run 'smoke' is being executed by process {run.pid}" in second.stderr
+
+        run.send_signal(number)
+        _, errors = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == status
+    said = f"unmask: stopped by {number.name}; the same command goes on from here\n"
+    assert errors == ("" if number == signal.SIGKILL else said)
+    alive = psutil.wait_procs([kernel, child], timeout=10)[1]
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert not (checkout.folders.artifacts / "01_hang" / "done.json").exists()
+    assert not (checkout.folders.executed / "01_hang.ipynb").exists()
+
+    if number == signal.SIGKILL:  # the next run begins with what was not finished
+        shutil.rmtree(checkout.root / "notebooks")
+        (checkout.root / "notebooks").mkdir()
+        checkout.notebook("00_good", ["1"])
+        checkout.notebook("01_hang", ["import os", "2"], needs=["00_good"])
+        again = checkout.unmask("run", "--preset", "smoke")
+        assert again.returncode == 0 and "[1/1] 01_hang · done" in again.stdout
+        record = json.loads((checkout.folders.results / "provenance.json").read_text())
+        assert record["stages"]["01_hang"]["resumed"] is True
+
+
+def test_clock() -> None:
+    assert [clock(s) for s in (0, 59.6, 130, 3600, 36061)] == [
+        "00:00",
+        "01:00",
+        "02:10",
+        "1:00:00",
+        "10:01:01",
+    ]
