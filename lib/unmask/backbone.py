@@ -1,0 +1,144 @@
+"""The Transformer behind every stage: stock Qwen3 classes, causal or bidirectional through
+`config.is_causal`.
+
+Keeping the stock class is a feature: mergekit, sentence-transformers and AutoModel load what we save without
+remote code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from unmask.config import BackboneConfig
+
+SEPARATOR = "<|endoftext|>"  # between packed texts and between the chunks of a document; also the padding
+
+
+def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen3ForCausalLM:
+    """A causal Qwen3 decoder from scratch, the small stand-in for Qwen3-*-Base."""
+    torch.manual_seed(seed)
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.mlp_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_size,
+        max_position_embeddings=config.max_length,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.pad_token_id,
+        is_causal=True,
+    )
+    return Qwen3ForCausalLM(shape)
+
+
+def make_bidirectional(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_token: str
+) -> PreTrainedModel:
+    """Turns the causal mask off and gives an existing token the role of [MASK] (pplx-embed, section 2.1).
+
+    Both facts go into config.json: `is_causal`, which transformers reads, `use_bidirectional_attention`,
+    which text-embeddings-inference reads, and `mask_token_id`.
+
+    Raises: ValueError if the token is not in the vocabulary: no row is ever added.
+    """
+    mask_token_id = tokenizer.get_vocab().get(mask_token)
+    if mask_token_id is None:
+        raise ValueError(
+            f"mask token {mask_token!r} is not in the vocabulary: "
+            "set backbone.mask_token to a rarely used token"
+        )
+    model.config.is_causal = False
+    model.config.use_bidirectional_attention = True
+    model.config.mask_token_id = mask_token_id
+    return model
+
+
+def load(path: str | Path, *, head: bool = False, attention: str | None = None) -> PreTrainedModel:
+    """Loads a checkpoint in float32, by directory or Hub name; `head` keeps the language-model head.
+
+    Raises: ValueError if a directory is given that holds no checkpoint.
+    """
+    source = require_checkpoint(path)
+    kind = AutoModelForCausalLM if head else AutoModel
+    options = {"attn_implementation": attention} if attention else {}
+    return kind.from_pretrained(source, dtype=torch.float32, **options)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside a checkpoint."""
+    return AutoTokenizer.from_pretrained(require_checkpoint(path, weights=False))
+
+
+def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
+    """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
+
+    Raises: ValueError that says what is missing.
+    """
+    folder = Path(path)
+    looks_local = (
+        isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
+    )
+    if not looks_local:
+        return str(path)
+    if not folder.is_dir():
+        raise ValueError(f"{path} is no checkpoint: there is no such directory")
+    wanted = ["config.json"] if weights else ["tokenizer.json"]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if weights and not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise ValueError(f"{path} is no checkpoint: {' and '.join(missing)} missing")
+    return str(folder)
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, **facts: object) -> Path:
+    """Writes weights (safetensors), configuration and tokenizer to a temporary name, then renames it.
+
+    `facts` are stored in unmask.json beside the weights: how the checkpoint is to be used and where it comes
+    from.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
+        replace_directory(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return path
+
+
+def replace_directory(temporary: Path, path: Path) -> None:
+    """Puts a finished directory in the place of an older one."""
+    if path.exists():
+        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        os.replace(path, old)
+        os.replace(temporary, path)
+        shutil.rmtree(old)
+    else:
+        os.replace(temporary, path)
+
+
+def facts(path: str | Path) -> dict:
+    """What `save` noted beside a checkpoint; empty for one that is not ours."""
+    file = Path(path) / "unmask.json"
+    return json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}

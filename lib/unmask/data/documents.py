@@ -1,0 +1,65 @@
+"""Contextual training batches: documents of chunks and the queries that ask for one of their chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unmask.encoding import TokenSequence, join_chunks
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    """A tokenised document with its queries."""
+
+    chunks: list[np.ndarray]
+    queries: list[np.ndarray]
+    golds: list[int]
+
+
+@dataclass(frozen=True)
+class ContextualBatch:
+    """N queries and M distinct documents; every distinct document is encoded once."""
+
+    sequences: list[TokenSequence]  # the N queries, then the M documents
+    document_N: Tensor
+    gold_N: Tensor
+    chunk_tokens_MC: Tensor  # tokens of each chunk; 0 where a document has fewer chunks
+
+
+def contextual_batch(
+    documents: list[TokenDocument], *, separator_id: int, queries_per_document: int, rng: np.random.Generator
+) -> ContextualBatch:
+    """Draws up to `queries_per_document` queries of each document and lays the batch out for one encoding
+    pass."""
+    queries, owner, golds = [], [], []
+    for index, document in enumerate(documents):
+        drawn = rng.permutation(len(document.queries))[:queries_per_document]
+        for number in sorted(drawn):
+            queries.append(TokenSequence(document.queries[number]))
+            owner.append(index)
+            golds.append(document.golds[number])
+    counts = torch.zeros(len(documents), max(len(d.chunks) for d in documents))
+    for index, document in enumerate(documents):
+        counts[index, : len(document.chunks)] = torch.tensor([len(chunk) for chunk in document.chunks])
+    joined = [join_chunks(document.chunks, separator_id) for document in documents]
+    return ContextualBatch(queries + joined, torch.tensor(owner), torch.tensor(golds), counts)
+
+
+def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of an encoded batch as (q_ND, chunks_MCD, documents_MD, chunk_mask_MC).
+
+    A document's own vector is the mean over all its chunks' tokens, which is the token-weighted mean of its
+    chunk means.
+    """
+    counts_MC = batch.chunk_tokens_MC.to(rows_RD.device)
+    mask_MC = counts_MC > 0
+    n = len(batch.document_N)
+    chunks_MCD = rows_RD.new_zeros(*mask_MC.shape, rows_RD.shape[1])
+    chunks_MCD = chunks_MCD.masked_scatter(mask_MC[..., None], rows_RD[n:])
+    weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
+    documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
+    return rows_RD[:n], chunks_MCD, documents_MD, mask_MC

@@ -1,0 +1,189 @@
+"""Retrieval tasks built from the held-out part of the corpus, and how a model scores on them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from unmask.config import EvaluationConfig
+from unmask.data.sources import Corpus
+from unmask.embedder import Embedder, quantized
+from unmask.evaluation.ranking import bm25_scores, paired_bootstrap, retrieval_metrics, similarity
+
+# The family of a data set: what a stage of the recipe is meant to improve, reported together.
+FAMILIES = {
+    "docs": "english",
+    "code": "code",
+    "cldr-cross": "cross-lingual",
+    "cldr-multi": "multilingual",
+    "modules": "contextual",
+    "statistics": "contextual",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Queries against a corpus of chunks. A plain task has documents of one chunk each.
+
+    `relevant[i]` holds the numbers of the chunks that answer query i, counted over all documents in order.
+    """
+
+    name: str
+    family: str
+    queries: list[str]
+    documents: list[list[str]]
+    relevant: list[set[int]]
+
+    @property
+    def contextual(self) -> bool:
+        return self.family == "contextual"
+
+    @property
+    def chunks(self) -> list[str]:
+        return [chunk for document in self.documents for chunk in document]
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Unquantised vectors of a task's queries and chunks: encode once, score in every precision."""
+
+    queries_ND: np.ndarray
+    chunks_MD: np.ndarray
+
+
+def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Task]:
+    """All tasks of a held-out split ("dev" for choices, "test" for reports), in the order of FAMILIES.
+
+    Rows are drawn by the hash of their text, so a corpus that grows a little changes a task a little.
+    """
+    tasks = []
+    pairs, documents = corpus.pairs(split), corpus.documents(split)
+    for name, family in FAMILIES.items():
+        if family == "contextual":
+            rows = [row for row in documents if row["dataset"] == name]
+            tasks.append(_document_task(name, family, _by_hash(rows, "document_id"), config))
+        else:
+            rows = [row for row in pairs if row["dataset"] == name]
+            tasks.append(_pair_task(name, family, _by_hash(rows, "query", "document"), config))
+    return tasks
+
+
+def _by_hash(rows: list[dict], *columns: str) -> list[dict]:
+    return sorted(rows, key=lambda row: hashlib.sha256("\0".join(row[c] for c in columns).encode()).digest())
+
+
+def _pair_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
+    rows = rows[: config.max_documents]
+    texts = sorted({row["document"] for row in rows})
+    number = {text: i for i, text in enumerate(texts)}
+    of_key: dict[str, set[int]] = {}
+    for row in rows:
+        of_key.setdefault(row["key"], set()).add(number[row["document"]])
+    asked = rows[: config.max_queries]
+    return Task(
+        name, family, [r["query"] for r in asked], [[t] for t in texts], [of_key[r["key"]] for r in asked]
+    )
+
+
+def _document_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
+    chosen, first, candidates = [], 0, []
+    for row in rows:
+        if first + len(row["chunks"]) > config.max_documents:
+            break
+        chosen.append(list(row["chunks"]))
+        candidates += [
+            {"query": query, "gold": first + gold}
+            for query, gold in zip(row["queries"], row["golds"], strict=True)
+        ]
+        first += len(row["chunks"])
+    asked = _by_hash(candidates, "query")[: config.max_queries]
+    return Task(name, family, [a["query"] for a in asked], chosen, [{a["gold"]} for a in asked])
+
+
+def embed_task(embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool) -> Vectors:
+    """Vectors of a task: chunks in the light of their document (late chunking), or each alone."""
+    queries_ND = embedder.encode(task.queries, "float32", max_length=config.query_length)
+    if late_chunking and task.contextual:
+        parts = embedder.encode_documents(task.documents, "float32", chunk_length=config.chunk_length)
+        return Vectors(queries_ND, np.concatenate(parts))
+    length = config.chunk_length if task.contextual else config.document_length
+    return Vectors(queries_ND, embedder.encode(task.chunks, "float32", max_length=length))
+
+
+def score_task(
+    task: Task, vectors: Vectors, precision: str = "int8", dimensions: int | None = None
+) -> np.ndarray:
+    """nDCG@10 of each query, cosine similarity, in a precision and at the first `dimensions`."""
+    q_ND = quantized(vectors.queries_ND, precision, dimensions)
+    d_MD = quantized(vectors.chunks_MD, precision, dimensions)
+    return retrieval_metrics(similarity(q_ND, d_MD), task.relevant, per_query=True)["ndcg@10"]
+
+
+def evaluate(
+    embedder: Embedder,
+    tasks: list[Task],
+    config: EvaluationConfig,
+    *,
+    late_chunking: bool = False,
+    precision: str = "int8",
+) -> dict[str, np.ndarray]:
+    """nDCG@10 of each query of each task."""
+    return {
+        task.name: score_task(
+            task, embed_task(embedder, task, config, late_chunking=late_chunking), precision
+        )
+        for task in tasks
+    }
+
+
+def assess(
+    path: str | Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
+) -> dict[str, np.ndarray]:
+    """`evaluate` for a checkpoint, in INT8 and in the preset's precision of computing."""
+    embedder = Embedder.from_pretrained(path, mixed_precision=config.precision == "bf16")
+    return evaluate(embedder, tasks, config, late_chunking=late_chunking)
+
+
+def compare(
+    ours: Mapping[str, np.ndarray],
+    other: Mapping[str, np.ndarray],
+    names: Iterable[str],
+    config: EvaluationConfig,
+) -> tuple[float, float, float]:
+    """How much better `ours` is than `other` over all queries of the named tasks: mean difference and 95 %
+    interval."""
+    names = list(names)
+    a, b = (np.concatenate([scores[name] for name in names]) for scores in (ours, other))
+    return paired_bootstrap(a, b, seed=0, samples=config.bootstrap)
+
+
+def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, float]]:
+    """Per-query scores of several models as means: model → task → nDCG@10."""
+    return {
+        model: {task: float(values.mean()) for task, values in row.items()} for model, row in scores.items()
+    }
+
+
+def evaluate_bm25(tasks: list[Task]) -> dict[str, np.ndarray]:
+    """The lexical baseline: nDCG@10 of each query of each task; chunks are seen alone."""
+    return {
+        task.name: retrieval_metrics(bm25_scores(task.queries, task.chunks), task.relevant, per_query=True)[
+            "ndcg@10"
+        ]
+        for task in tasks
+    }
+
+
+def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, float]:
+    """Unweighted mean over the tasks of each family, and over all tasks as "average"."""
+    means = {task.name: float(np.mean(scores[task.name])) for task in tasks}
+    families: dict[str, list[float]] = {}
+    for task in tasks:
+        families.setdefault(task.family, []).append(means[task.name])
+    return {family: float(np.mean(values)) for family, values in families.items()} | {
+        "average": float(np.mean(list(means.values())))
+    }

@@ -1,0 +1,181 @@
+"""One style, one function per kind of figure. Every axis has a label with its unit; the palette is
+colour-blind-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: distinguishable with the common colour-vision deficiencies, and on white when
+# printed.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#F0E442")
+STYLE = {
+    "figure.figsize": (7.2, 3.8),
+    "figure.facecolor": "white",
+    "figure.constrained_layout.use": True,
+    "savefig.facecolor": "white",
+    "axes.prop_cycle": plt.cycler(color=COLORS),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "font.size": 9.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.6,
+}
+
+
+def axes(**options) -> tuple[Figure, plt.Axes]:
+    """A figure in our style; options as for `plt.subplots`."""
+    plt.rcParams.update(STYLE)
+    return plt.subplots(**options)
+
+
+def smoothed(values: Sequence[float], alpha: float) -> np.ndarray:
+    """Exponential moving average, e_k = α·v_k + (1 − α)·e_{k−1}, corrected for its start (divided by 1 − (1
+    − α)^k)."""
+    total, out = 0.0, []
+    for k, value in enumerate(values, 1):
+        total = alpha * value + (1 - alpha) * total
+        out.append(total / (1 - (1 - alpha) ** k))
+    return np.asarray(out)
+
+
+def loss_curves(
+    runs: Mapping[str, Sequence[Mapping[str, float]]],
+    *,
+    ylabel: str,
+    title: str,
+    alpha: float = 0.1,
+    reference: dict | None = None,
+) -> Figure:
+    """Training loss against steps: each run's raw values faintly, their moving average on top.
+
+    Args:
+        runs: name → logged rows with "step" and "loss".
+        reference: name → loss drawn as a dashed line, for instance a uniform guess.
+    """
+    figure, ax = axes()
+    for number, (name, rows) in enumerate(runs.items()):
+        steps, losses = [r["step"] + 1 for r in rows], [r["loss"] for r in rows]
+        ax.plot(steps, losses, color=COLORS[number], alpha=0.2, linewidth=0.8)
+        ax.plot(steps, smoothed(losses, alpha), color=COLORS[number], label=name)
+    _references(ax, reference)
+    ax.set(xlabel="training step", ylabel=ylabel, title=title)
+    ax.legend()
+    return figure
+
+
+def grouped_bars(
+    table: Mapping[str, Mapping[str, float]], *, ylabel: str, title: str,
+    intervals: Mapping[str, Mapping[str, tuple[float, float]]] | None = None, reference: dict | None = None,
+) -> Figure:  # fmt: skip
+    """A bar per (group, series): `table[series][group]`; intervals, where given, as error bars."""
+    groups = list(dict.fromkeys(group for row in table.values() for group in row))
+    figure, ax = axes(figsize=(max(7.2, 0.9 * len(groups) + 2.5), 3.9))
+    width = 0.84 / len(table)
+    for number, (series, row) in enumerate(table.items()):
+        at = [i + (number - (len(table) - 1) / 2) * width for i, g in enumerate(groups) if g in row]
+        heights = [row[g] for g in groups if g in row]
+        bars = ax.bar(at, heights, width * 0.94, label=series, color=COLORS[number % len(COLORS)])
+        if intervals and series in intervals:
+            low, high = zip(*(intervals[series][g] for g in groups if g in row), strict=True)
+            spread = [np.subtract(heights, low), np.subtract(high, heights)]
+            ax.errorbar(
+                at, heights, np.maximum(spread, 0), fmt="none", ecolor="#333333", elinewidth=0.8, capsize=2
+            )
+        elif len(table) * len(groups) <= 28:
+            ax.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+    _references(ax, reference)
+    ax.set_xticks(range(len(groups)), groups)
+    ax.set(ylabel=ylabel, title=title)
+    ax.grid(axis="x", visible=False)
+    ax.margins(y=0.12)
+    if len(table) > 1:
+        ax.legend(ncols=min(len(table), 4), loc="lower center", bbox_to_anchor=(0.5, -0.32))
+    return figure
+
+
+def lines(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, xlabel: str, ylabel: str, title: str,
+    reference: dict | None = None, log_x: bool = False,
+) -> Figure:  # fmt: skip
+    """Curves of measured points: name → (x, y)."""
+    figure, ax = axes()
+    for number, (name, (x, y)) in enumerate(series.items()):
+        ax.plot(x, y, marker="o", markersize=4, color=COLORS[number % len(COLORS)], label=name)
+    if log_x:
+        ax.set_xscale("log", base=2)
+        ticks = sorted({value for x, _ in series.values() for value in x})
+        ax.set_xticks(ticks, [f"{value:g}" for value in ticks])
+    _references(ax, reference)
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    ax.legend()
+    return figure
+
+
+def histograms(
+    series: Mapping[str, Sequence[float]], *, xlabel: str, ylabel: str, title: str, bins: int = 50
+) -> Figure:
+    """Overlaid distributions, each normalised to an area of one."""
+    figure, ax = axes()
+    values = np.concatenate([np.asarray(v, dtype=float) for v in series.values()])
+    edges = np.linspace(values.min(), values.max(), bins + 1)
+    for number, (name, data) in enumerate(series.items()):
+        ax.hist(data, edges, density=True, alpha=0.55, color=COLORS[number % len(COLORS)], label=name)
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    ax.legend()
+    return figure
+
+
+def pareto(
+    points: Mapping[str, Sequence[tuple[float, float, str]]], *, xlabel: str, ylabel: str, title: str
+) -> Figure:
+    """Quality against storage: name → (x, y, label) points joined in order of x, on a logarithmic x axis."""
+    figure, ax = axes(figsize=(7.2, 4.2))
+    for number, (name, data) in enumerate(points.items()):
+        data = sorted(data)
+        x, y, labels = zip(*data, strict=True)
+        ax.plot(x, y, marker="o", markersize=5, color=COLORS[number % len(COLORS)], label=name)
+        for one, two, label in zip(x, y, labels, strict=True):
+            ax.annotate(label, (one, two), textcoords="offset points", xytext=(4, 5), fontsize=7.5)
+    ax.set_xscale("log")
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    ax.margins(x=0.1, y=0.12)
+    ax.legend()
+    return figure
+
+
+def horizontal_bars(values: Mapping[str, float], *, xlabel: str, title: str, fmt: str = "{:,.0f}") -> Figure:
+    """One bar per name, the largest on top."""
+    order = sorted(values, key=values.get)
+    figure, ax = axes(figsize=(7.2, 0.26 * len(order) + 1.2))
+    bars = ax.barh(order, [values[name] for name in order], color=COLORS[0])
+    ax.bar_label(bars, [fmt.format(values[name]) for name in order], fontsize=7.5, padding=3)
+    ax.set(xlabel=xlabel, title=title)
+    ax.grid(axis="y", visible=False)
+    ax.margins(x=0.12)
+    return figure
+
+
+def _references(ax: plt.Axes, reference: dict | None) -> None:
+    for name, value in (reference or {}).items():
+        ax.axhline(value, color="#444444", linestyle="--", linewidth=1)
+        ax.annotate(
+            name,
+            (0.99, value),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="#444444",
+        )

@@ -1,0 +1,147 @@
+"""Claims with their evidence, and the report that lays them beside the paper's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unmask.config import Preset
+
+VERDICTS = ("reproduced", "not at this scale", "contradicted", "not run")
+
+
+def judge(interval: tuple[float, float], *, above: float | None = None, below: float | None = None) -> str:
+    """The verdict on "the true value lies above (below) a bar", given its 95 % interval.
+
+    "reproduced" if the whole interval lies on the claimed side, "contradicted" if the whole of it lies on
+    the other one,
+    "not at this scale" if the bar is inside.
+    """
+    if (above is None) == (below is None):
+        raise ValueError("say either above= or below=")
+    low, high = interval if below is None else (-interval[1], -interval[0])
+    bar = above if below is None else -below
+    return "reproduced" if low > bar else "contradicted" if high < bar else "not at this scale"
+
+
+def claim(
+    text: str, *, source: str, paper: str, ours: str, interval: tuple[float, float] | None,
+    seeds: Sequence[int], verdict: str, notebook: str,
+) -> dict[str, Any]:  # fmt: skip
+    """One line of claims.json.
+
+    Args:
+        text: the claim in one sentence; source: where the paper makes it; paper, ours: the figures, as text.
+        interval: 95 % interval of our effect; None where it is an exact fact or was not run.
+        verdict: one of VERDICTS.
+    Raises: ValueError for another verdict.
+    """
+    if verdict not in VERDICTS:
+        raise ValueError(f"unknown verdict {verdict!r}: choose one of {', '.join(VERDICTS)}")
+    return {
+        "claim": text,
+        "source": source,
+        "paper": paper,
+        "ours": ours,
+        "interval": list(interval) if interval else None,
+        "seeds": list(seeds),
+        "verdict": verdict,
+        "notebook": notebook,
+    }
+
+
+def not_run(text: str, *, source: str, paper: str, why: str) -> dict[str, Any]:
+    """A claim that nothing here tests, and why."""
+    return claim(
+        text,
+        source=source,
+        paper=paper,
+        ours=f"not run ({why})",
+        interval=None,
+        seeds=[],
+        verdict="not run",
+        notebook="",
+    )
+
+
+def points(effect: Sequence[float]) -> str:
+    """A difference of nDCG with its interval, in points: "+12.3 [+10.1, +14.6] points"."""
+    difference, low, high = (100 * value for value in effect)
+    return f"{difference:+.1f} [{low:+.1f}, {high:+.1f}] points"
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str:
+    """Rows of equal keys as a Markdown table; numbers are rounded, a missing value is written "not run"."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return "not run"
+        if isinstance(value, float):
+            return f"{value:.{digits}f}"
+        return str(value).replace("|", r"\|").replace("\n", " ")
+
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(row.get(column)) for column in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def render(
+    preset: Preset,
+    run: str,
+    metrics: Mapping[str, Mapping[str, Any]],
+    stages: Mapping[str, Mapping[str, float]],
+    claims: Sequence[Mapping[str, Any]],
+) -> str:
+    """The report as Markdown: the headline figure and the claims first, then each study with its table.
+
+    Args:
+        metrics: notebook → what it saved; stages: model → nDCG@10 by family of tasks; claims: see `claim`.
+    """
+    backbone = metrics["00_backbone"]
+    verdicts = ", ".join(f"{sum(c['verdict'] == v for c in claims)} {v}" for v in VERDICTS)
+    seconds = [
+        {"notebook": notebook, "training (s)": round(values["train_seconds"])}
+        for notebook, values in metrics.items()
+        if values.get("train_seconds")
+    ]
+    sections = [
+        f"# Unmask report: preset `{preset.name}`",
+        f"{preset.about}. Backbone: {backbone['checkpoint']}, {backbone['parameters'] / 1e6:.2f} M "
+        f"parameters. Of {len(claims)} claims: {verdicts}. One training seed; intervals are 95 %, paired "
+        "bootstrap over queries. Scores of a model this small say whether an effect is there, not how large "
+        "it is for the models of the paper. Commit, versions, hardware, seeds and wall times: "
+        f"`provenance.json`; the origin of every number: `papermill_runs/{run}/`.",
+        "![What each stage adds, by family of tasks](figures/12_report-stages.png)",
+        "## Claims",
+        claims_table(claims),
+        "## Stages: nDCG@10 by family of held-out tasks, INT8",
+        markdown_table([{"model": name} | row for name, row in stages.items()]),
+        "## Does context reach the chunk?",
+        "![Tasks whose chunks need their document](figures/03_contextual-context.png)",
+        "## What does a megabyte buy?",
+        "![Quality against storage](figures/06_quantization-pareto.png)",
+        markdown_table(metrics["06_quantization"]["quality"]),
+        "## Diffusion against autoregressive: the paper's figure 2",
+        "![Training loss of four backbones](figures/07_diffusion_vs_ar-loss.png)",
+        "## Cost",
+        markdown_table(seconds),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def claims_table(claims: Sequence[Mapping[str, Any]]) -> str:
+    """Claims as a Markdown table: paper, ours, verdict, notebook."""
+    return markdown_table(
+        [
+            {
+                "claim": c["claim"],
+                "paper": f"{c['paper']} ({c['source']})",
+                "ours": c["ours"],
+                "verdict": f"**{c['verdict']}**",
+                "notebook": c["notebook"],
+            }
+            for c in claims
+        ]
+    )

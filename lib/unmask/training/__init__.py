@@ -1,0 +1,1 @@
+"""Training: one loop for all stages, gradient caching, exact resume, child processes."""

@@ -1,0 +1,42 @@
+"""Tiny models and tokenizers that the tests share; everything in milliseconds, nothing downloaded."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import torch
+
+from unmask import backbone
+from unmask.config import BackboneConfig
+from unmask.data.tokens import train_tokenizer
+
+TEXTS = [
+    "Read a table from a file and return its rows.",
+    "Die Datei wird geöffnet und zeilenweise gelesen.",
+    "Compute the mean of an array along an axis, ignoring missing values.",
+    "def close(self): return self.stream.close()",
+    "東京は日本の首都です。",
+] * 4
+
+
+@cache
+def tokenizer():
+    return train_tokenizer(TEXTS, 400, Path(mkdtemp()) / "tokenizer")
+
+
+def model(*, bidirectional: bool = True, head: bool = False, layers: int = 2, seed: int = 0):
+    shape = BackboneConfig("", 32, layers, 2, 1, 16, 64, 256, "<|fim_pad|>")
+    built = backbone.build(shape, tokenizer(), seed=seed)
+    if bidirectional:
+        backbone.make_bidirectional(built, tokenizer(), shape.mask_token)
+    return (built if head else built.model).eval()
+
+
+def sequences(count: int, *, seed: int = 0, longest: int = 30) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, 300, rng.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
+
+
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

@@ -1,0 +1,132 @@
+import pytest
+import torch
+
+import tiny
+from unmask.data.documents import TokenDocument, contextual_batch, split_rows
+from unmask.encoding import TokenSequence, encode_rows, join_chunks, micro_batches
+from unmask.losses import contextual_loss, pair_loss, triplet_loss
+from unmask.quantize import int8
+from unmask.training.cache import cached_backward
+
+
+def pair(rows):
+    n = len(rows) // 2
+    return pair_loss(int8(rows[:n]), int8(rows[n:]))
+
+
+def triplet(rows):
+    n = len(rows) // 5
+    return triplet_loss(int8(rows[:n]), int8(rows[n : 2 * n]), int8(rows[2 * n :]).unflatten(0, (n, 3)))
+
+
+def contextual(batch):
+    def loss(rows):
+        q, chunks, documents, mask = split_rows(int8(rows), batch)
+        return contextual_loss(
+            q, chunks, documents, batch.document_N, batch.gold_N, beta=0.3, chunk_mask_MC=mask
+        )
+
+    return loss
+
+
+def case(name):
+    if name == "contextual":
+        documents = [
+            TokenDocument(
+                tiny.sequences(chunks, seed=chunks), tiny.sequences(2, seed=50 + chunks), [0, chunks - 1]
+            )
+            for chunks in (2, 5, 3, 4)
+        ]
+        import numpy as np
+
+        batch = contextual_batch(
+            documents, separator_id=0, queries_per_document=2, rng=np.random.default_rng(0)
+        )
+        return batch.sequences, contextual(batch)
+    items = [TokenSequence(s) for s in tiny.sequences(20, seed=7)]
+    return items, pair if name == "pair" else triplet
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("name", ["pair", "contextual", "triplet"])
+def test_cached_gradients_equal_plain_backpropagation(name, pooling):
+    if name == "contextual" and pooling == "last":
+        pytest.skip("late chunking has no last-token pooling")
+    items, loss_of_rows = case(name)
+    results = []
+    for budget in (10**6, 60):
+        model = tiny.model()
+        loss = cached_backward(model, items, loss_of_rows, token_budget=budget, pooling=pooling)
+        results.append((loss, tiny.gradients(model)))
+    assert len(micro_batches([len(s) for s in items], 60)) > 2
+    (plain, expected), (cached, found) = results
+    torch.testing.assert_close(cached, plain, rtol=1e-5, atol=0)
+    norm = torch.stack([g.norm() for g in expected.values()]).norm()
+    for name_, gradient in expected.items():
+        assert (found[name_] - gradient).norm() <= 1e-5 * norm
+
+
+def test_dropout_is_replayed():
+    model = tiny.model()
+    model.config.attention_dropout = 0.5
+    for layer in model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    items = [TokenSequence(s) for s in tiny.sequences(12, seed=7)]
+    torch.manual_seed(0)
+    first = cached_backward(model, items, pair, token_budget=60)
+    gradients = tiny.gradients(model)
+    model.zero_grad()
+    # The same random numbers, with a graph all along.
+    torch.manual_seed(0)
+    groups = micro_batches([len(s) for s in items], 60)
+    rows = torch.cat([encode_rows(model, [items[i] for i in group]) for group in groups])
+    order = torch.tensor([i for group in groups for i in group]).argsort()
+    loss = pair(rows[order])
+    loss.backward()
+    torch.testing.assert_close(first, loss.detach())
+    for name, gradient in tiny.gradients(model).items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-4)
+
+
+def test_micro_batches_cover_everything_once_within_the_budget():
+    lengths = [3, 50, 7, 7, 20, 1, 120]
+    groups = micro_batches(lengths, 60)
+    assert sorted(i for g in groups for i in g) == list(range(7))
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 60
+
+
+def test_late_chunking_pools_each_chunks_own_tokens():
+    model = tiny.model()
+    chunks = tiny.sequences(3, seed=1)
+    sequence = join_chunks(chunks, 0)
+    with torch.no_grad():
+        hidden = model(torch.from_numpy(sequence.tokens_L).long()[None]).last_hidden_state[0]
+        rows = encode_rows(model, [sequence, join_chunks(chunks[:1], 0)])
+    start = 0
+    for index, chunk in enumerate(chunks):
+        torch.testing.assert_close(
+            rows[index], hidden[start : start + len(chunk)].mean(0), atol=1e-5, rtol=1e-4
+        )
+        start += len(chunk) + 1
+    assert len(rows) == 4
+
+
+def test_a_documents_vector_is_the_mean_over_all_its_chunk_tokens():
+    import numpy as np
+
+    documents = [TokenDocument(tiny.sequences(n, seed=n), tiny.sequences(1), [0]) for n in (2, 4)]
+    batch = contextual_batch(documents, separator_id=0, queries_per_document=1, rng=np.random.default_rng(0))
+    model = tiny.model()
+    with torch.no_grad():
+        _, _, documents_MD, mask_MC = split_rows(
+            torch.cat([encode_rows(model, [s]) for s in batch.sequences]), batch
+        )
+        for m, document in enumerate(documents):
+            sequence = join_chunks(document.chunks, 0)
+            hidden = model(torch.from_numpy(sequence.tokens_L).long()[None]).last_hidden_state[0]
+            torch.testing.assert_close(
+                documents_MD[m], hidden[sequence.chunk_L >= 0].mean(0), atol=1e-5, rtol=1e-4
+            )
+    assert mask_MC.tolist() == [[True, True, False, False], [True] * 4]
