@@ -146,6 +146,10 @@ class Embedder:
         size = self.model.config.hidden_size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise ValueError(f"dimensions must be between 1 and {size}, got {dimensions}")
+        if precision == "ubinary" and (dimensions or size) % 8:
+            raise ValueError(
+                f"ubinary packs 8 dimensions into a byte, got {dimensions or size}: choose a multiple"
+            )
 
 
 def quantized(rows_BD: np.ndarray, precision: str, dimensions: int | None = None) -> np.ndarray:

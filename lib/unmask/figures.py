@@ -67,8 +67,9 @@ def loss_curves(
     figure, ax = axes()
     for number, (name, rows) in enumerate(runs.items()):
         steps, losses = [r["step"] + 1 for r in rows], [r["loss"] for r in rows]
-        ax.plot(steps, losses, color=COLORS[number], alpha=0.2, linewidth=0.8)
-        ax.plot(steps, smoothed(losses, alpha), color=COLORS[number], label=name)
+        color = COLORS[number % len(COLORS)]
+        ax.plot(steps, losses, color=color, alpha=0.2, linewidth=0.8)
+        ax.plot(steps, smoothed(losses, alpha), marker="." if len(rows) < 5 else "", color=color, label=name)
     _references(ax, reference)
     ax.set(xlabel="training step", ylabel=ylabel, title=title)
     ax.legend()
@@ -101,7 +102,7 @@ def grouped_bars(
     ax.grid(axis="x", visible=False)
     ax.margins(y=0.12)
     if len(table) > 1:
-        ax.legend(ncols=min(len(table), 4), loc="lower center", bbox_to_anchor=(0.5, -0.32))
+        figure.legend(ncols=3 if max(map(len, table)) > 18 else 4, loc="outside lower center")
     return figure
 
 

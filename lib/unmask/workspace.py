@@ -66,9 +66,10 @@ class Run:
         if stage is None:
             path.mkdir(parents=True, exist_ok=True)
         elif not path.is_dir():
+            named = "" if self.name == self.config.name else f" --run {self.name}"
             raise FileNotFoundError(
                 f"{self.stage} needs the output of {stage}: run the earlier notebooks first, "
-                f"for instance with `unmask run --preset {self.config.name} --only {stage[:2]}`"
+                f"for instance with `unmask run --preset {self.config.name} --only {stage[:2]}{named}`"
             )
         return path
 

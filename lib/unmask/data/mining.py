@@ -43,14 +43,13 @@ def mine(embedder: Embedder, pairs: Dataset, config: TripletConfig) -> tuple[Dat
                 raise ValueError(
                     f"data set has too few distinct documents ({len(ranked)}) for {count} negatives per query"
                 )
-            top = ranked[:window]
-            safe = top[score_M[top] < score_M[i] - config.margin]
-            within_margin += len(top) - len(safe)
-            considered += len(top)
-            drawn = rng.permutation(safe)[:count]
-            drawn = np.concatenate([drawn, ranked[window:][: count - len(drawn)]])
-            if len(drawn) < count:
-                drawn = np.concatenate([drawn, np.setdiff1d(ranked[::-1], drawn)[: count - len(drawn)]])
+            safe = score_M[ranked] < score_M[i] - config.margin
+            top, below = ranked[:window][safe[:window]], ranked[window:][safe[window:]]
+            within_margin += min(window, len(ranked)) - len(top)
+            considered += min(window, len(ranked))
+            drawn = np.concatenate([rng.permutation(top), below])[:count]
+            # The last resort, least similar first: so few documents are safely none of the answers.
+            drawn = np.concatenate([drawn, ranked[~safe][::-1][: count - len(drawn)]])
             negatives.append([documents[j] for j in drawn])
             chosen_similarity.append(score_M[drawn])
             positive_similarity.append(score_M[i])

@@ -41,7 +41,7 @@ class BatchPlan:
                     f"data set {name!r} has {len(inverse)} usable row(s): a contrastive batch needs at least "
                     f"{at_least} distinct ones; add data or leave the set out"
                 )
-        self._batch, self._seed = batch, seed
+        self._batch, self._seed, self._at_least = batch, seed, at_least
         sizes = np.array([len(self._keys[name]) for name in self.names], dtype=np.float64)
         rng = np.random.default_rng([seed, 0])
         self._draws, self._slots, seen = [], [], dict.fromkeys(self.names, 0)
@@ -66,6 +66,9 @@ class BatchPlan:
         )
         rows = order[slot * size : (slot + 1) * size]
         first = np.unique(inverse[rows], return_index=True)[1]
+        if len(first) < self._at_least:  # all the same thing: go on in the epoch's order to other ones
+            rows = np.roll(order, -slot * size)
+            first = np.sort(np.unique(inverse[rows], return_index=True)[1])[:size]
         return name, rows[np.sort(first)]
 
 

@@ -60,15 +60,21 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
 
     Rows are drawn by the hash of their text, so a corpus that grows a little changes a task a little.
     """
+    tables = {True: corpus.documents(split), False: corpus.pairs(split)}
     tasks = []
-    pairs, documents = corpus.pairs(split), corpus.documents(split)
     for name, family in FAMILIES.items():
-        if family == "contextual":
-            rows = [row for row in documents if row["dataset"] == name]
-            tasks.append(_document_task(name, family, _by_hash(rows, "document_id"), config))
+        contextual = family == "contextual"
+        rows = [row for row in tables[contextual] if row["dataset"] == name]
+        if contextual:
+            task = _document_task(name, family, _by_hash(rows, "document_id"), config)
         else:
-            rows = [row for row in pairs if row["dataset"] == name]
-            tasks.append(_pair_task(name, family, _by_hash(rows, "query", "document"), config))
+            task = _pair_task(name, family, _by_hash(rows, "query", "document"), config)
+        if not task.queries:
+            raise ValueError(
+                f"the {split} split gives no task {name!r} of at most {config.max_documents} chunks: "
+                f"hold out more packages (data.{split}_packages) or raise evaluation.max_documents"
+            )
+        tasks.append(task)
     return tasks
 
 

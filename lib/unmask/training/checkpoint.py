@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from unmask.backbone import replace_directory
 
+_FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+
 
 def save_checkpoint(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, fingerprint: str
@@ -58,10 +60,8 @@ def latest_checkpoint(folder: Path, fingerprint: str) -> Path | None:
     wrote is removed."""
     found = None
     for path in sorted(folder.iterdir()):
-        if (
-            path.name.startswith("step-")
-            and json.loads((path / "state.json").read_text())["fingerprint"] == fingerprint
-        ):
+        whole = path.name.startswith("step-") and all((path / name).is_file() for name in _FILES)
+        if whole and json.loads((path / "state.json").read_text())["fingerprint"] == fingerprint:
             found = path
         else:
             shutil.rmtree(path)
@@ -77,5 +77,6 @@ def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.O
     for key, value in load_file(path / "optimizer.safetensors").items():
         kind, _, name = key.partition("/")
         parameter = parameters[name]
-        optimizer.state[parameter][kind] = value.to(parameter.device if value.ndim else value.device)
+        # The step count too: the fused optimiser reads it on the parameter's device.
+        optimizer.state[parameter][kind] = value.to(parameter.device)
     return json.loads((path / "state.json").read_text())["step"]

@@ -19,6 +19,7 @@ from unmask.training.cache import Context
 from unmask.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from unmask.training.schedule import lr_factor
 from unmask.training.stages import Stage
+from unmask.workspace import write_atomic
 
 
 def train(
@@ -77,19 +78,20 @@ def train(
             for group in inner.param_groups:
                 group["lr"] = lr
             row = stage.backward(wrapped, stage.batch(step), step, context)
-            if not math.isfinite(row["loss"]):
-                raise FloatingPointError(
-                    f"loss is {row['loss']} at step {step}: lower lr or clip; "
-                    f"last good checkpoint: {last or 'none'}"
-                )
-            norm = accelerator.clip_grad_norm_(wrapped.parameters(), config.clip)
+            norm = float(accelerator.clip_grad_norm_(wrapped.parameters(), config.clip))
+            for what, value in (("loss", row["loss"]), ("gradient norm", norm)):
+                if not math.isfinite(value):
+                    raise FloatingPointError(
+                        f"{what} is {value} at step {step}: lower lr or clip; "
+                        f"last good checkpoint: {last or 'none'}"
+                    )
             optimizer.step()
             optimizer.zero_grad()
             row = {
                 "step": step,
                 **row,
                 "lr": lr,
-                "grad_norm": float(norm),
+                "grad_norm": norm,
                 "seconds": time.perf_counter() - started,
             }
             report(row)
@@ -127,4 +129,4 @@ def _keep_rows(log: Path, done: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             break
-    log.write_text("".join(kept), encoding="utf8")
+    write_atomic(log, "".join(kept))

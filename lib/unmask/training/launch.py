@@ -121,8 +121,10 @@ def _die_with_parent(parent: int) -> None:
 
 
 def main(path: str) -> None:
-    """The child: reads the job, trains, saves."""
-    run_job(json.loads(Path(path).read_text(encoding="utf8")), lambda row: print(json.dumps(row), flush=True))
+    """The child: reads the job, trains, saves; standard output carries the metrics and nothing else."""
+    metrics, sys.stdout = sys.stdout, sys.stderr
+    job = json.loads(Path(path).read_text(encoding="utf8"))
+    run_job(job, lambda row: print(json.dumps(row), file=metrics, flush=True))
 
 
 if __name__ == "__main__":

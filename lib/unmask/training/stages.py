@@ -240,7 +240,7 @@ class Triplet:
 
     def batch(self, step: int):
         name, rows = self._plan(step)
-        parts = np.array_split(rows, self._config.accumulation)
+        parts = np.array_split(rows, min(self._config.accumulation, len(rows)))
         pairs = self._data[name]
         batches = []
         for part in parts:

@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from unmask.data.documents import TokenDocument, contextual_batch, split_rows
+
+
+def documents():
+    return [
+        TokenDocument(tiny.sequences(chunks, seed=chunks), tiny.sequences(queries, seed=20 + chunks), golds)
+        for chunks, queries, golds in ((2, 1, [1]), (5, 4, [0, 4, 2, 2]), (1, 2, [0, 0]))
+    ]
+
+
+def batch(limit=2, seed=0):
+    return contextual_batch(
+        documents(), separator_id=0, queries_per_document=limit, rng=np.random.default_rng(seed)
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 2, 10])
+def test_queries_point_at_their_document_and_chunk(limit):
+    found, source = batch(limit), documents()
+    counts = [min(limit, len(d.queries)) for d in source]
+    assert len(found.sequences) == sum(counts) + 3
+    assert found.document_N.tolist() == np.repeat([0, 1, 2], counts).tolist()
+    for sequence, m, gold in zip(
+        found.sequences, found.document_N.tolist(), found.gold_N.tolist(), strict=False
+    ):
+        numbers = [i for i, q in enumerate(source[m].queries) if np.array_equal(q, sequence.tokens_L)]
+        assert gold in {source[m].golds[i] for i in numbers}
+
+
+def test_the_draw_is_the_generators():
+    tokens = [[s.tokens_L.tolist() for s in batch(seed=seed).sequences] for seed in (0, 0, 1, 2, 3)]
+    assert tokens[0] == tokens[1]
+    assert any(other != tokens[0] for other in tokens[2:])
+
+
+def test_documents_are_joined_with_separators_that_belong_to_no_chunk():
+    found = batch()
+    for sequence, document in zip(found.sequences[-3:], documents(), strict=True):
+        assert sequence.rows == len(document.chunks)
+        assert len(sequence) == sum(map(len, document.chunks)) + len(document.chunks) - 1
+        for index, chunk in enumerate(document.chunks):
+            np.testing.assert_array_equal(sequence.tokens_L[sequence.chunk_L == index], chunk)
+        assert (sequence.tokens_L[sequence.chunk_L == -1] == 0).all()
+    lengths = [[len(chunk) for chunk in d.chunks] for d in documents()]
+    assert found.chunk_tokens_MC.tolist() == [row + [0] * (5 - len(row)) for row in lengths]
+
+
+def test_rows_are_split_into_queries_chunks_and_documents():
+    found = batch()
+    n = len(found.document_N)
+    rows = torch.randn(n + 8, 4, dtype=torch.float64, requires_grad=True)
+    q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows, found)
+    assert torch.equal(q_ND, rows[:n])
+    assert mask_MC.tolist() == [[c < count for c in range(5)] for count in (2, 5, 1)]
+    assert torch.equal(chunks_MCD[mask_MC], rows[n:])
+    assert not chunks_MCD[~mask_MC].any()
+    start = n
+    for m, document in enumerate(documents()):
+        chunks = rows[start : start + len(document.chunks)]
+        weights = torch.tensor([len(chunk) for chunk in document.chunks], dtype=torch.float64)
+        expected = (chunks * weights[:, None]).sum(0) / weights.sum()
+        torch.testing.assert_close(documents_MD[m], expected, rtol=1e-6, atol=1e-7)
+        start += len(document.chunks)
+    (chunks_MCD.sum() + q_ND.sum()).backward()
+    assert torch.equal(rows.grad, torch.ones_like(rows))

@@ -1,0 +1,81 @@
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from unmask import figures, workspace
+from unmask.config import load_preset
+
+plt.switch_backend("agg")
+
+PRESET = load_preset("smoke")
+NAMES = [f"series {i}" for i in range(10)]  # more than there are colours
+TEXT = {"ylabel": "quality (nDCG@10)", "title": "A title"}
+AXES = {"xlabel": "size (bytes)", **TEXT}
+STEPS = [{"step": i, "loss": 5 / (i + 1)} for i in range(30)]
+BARS = {name: {"english": 0.1 * i, "code": 0.05} for i, name in enumerate(NAMES)}
+DRAWINGS = {
+    "loss_curves": lambda: figures.loss_curves(
+        dict.fromkeys(NAMES, STEPS), ylabel="loss (nats)", title="A title", reference={"uniform guess": 9.0}
+    ),
+    "grouped_bars": lambda: figures.grouped_bars(BARS, **TEXT, reference={"paper": 0.5}),
+    "grouped_bars, one series with a gap": lambda: figures.grouped_bars(
+        {"a": {"x": 1}, "b": {"y": 2}}, **TEXT
+    ),
+    "grouped_bars with intervals": lambda: figures.grouped_bars(
+        BARS,
+        **TEXT,
+        intervals={name: {g: (v - 0.02, v + 0.03) for g, v in row.items()} for name, row in BARS.items()},
+    ),
+    "lines": lambda: figures.lines(
+        {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES},
+        **AXES,
+        reference={"paper": 0.2},
+        log_x=True,
+    ),
+    "histograms": lambda: figures.histograms({name: np.arange(50.0) for name in NAMES}, **AXES),
+    "pareto": lambda: figures.pareto(
+        {name: [(4096, 0.5, "1024-d"), (128, 0.4, "32-d")] for name in NAMES}, **AXES
+    ),
+    "horizontal_bars": lambda: figures.horizontal_bars(
+        {name: 10.0**i for i, name in enumerate(NAMES)}, xlabel="text (MB)", title="A title"
+    ),
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(workspace, "repository", lambda: tmp_path)
+    yield workspace.Run("02_pair", "r", PRESET)
+    plt.close("all")
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_every_figure_has_labelled_axes_and_a_small_file(run, name):
+    figure = DRAWINGS[name]()
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "A title"
+    # An axis of names needs no label, an axis of numbers does.
+    assert axes.get_xlabel() or axes.get_xticklabels()[0].get_text()[0].isalpha()
+    assert axes.get_ylabel() or axes.get_yticklabels()[0].get_text()[0].isalpha()
+    path = run.figure(figure, "one")
+    assert path == run.results / "figures" / "02_pair-one.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size <= 200_000
+
+
+def test_the_moving_average_is_corrected_for_its_start():
+    np.testing.assert_allclose(figures.smoothed([3.0] * 5, 0.02), 3.0)
+    np.testing.assert_allclose(figures.smoothed([1.0, 2.0], 0.5), [1.0, (0.25 * 1 + 0.5 * 2) / 0.75])
+    assert len(figures.smoothed([], 0.1)) == 0
+
+
+def test_bars_stand_in_the_order_given_and_intervals_at_their_ends():
+    figure = figures.grouped_bars(
+        {"a": {"x": 0.5, "y": 0.2}}, **TEXT, intervals={"a": {"x": (0.4, 0.7), "y": (0.1, 0.3)}}
+    )
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["x", "y"]
+    assert [patch.get_height() for patch in axes.patches] == [0.5, 0.2]
+    segments = axes.collections[0].get_segments()
+    np.testing.assert_allclose([segment[:, 1] for segment in segments], [[0.4, 0.7], [0.1, 0.3]])
+    plt.close("all")

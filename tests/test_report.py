@@ -1,0 +1,85 @@
+import json
+
+import numpy as np
+import pytest
+
+from unmask.report import VERDICTS, claim, claims_table, judge, markdown_table, not_run, points
+
+CLAIM = {
+    "source": "table 1",
+    "paper": "+3",
+    "ours": "+2 [+1, +3]",
+    "interval": (0.01, 0.03),
+    "seeds": [0],
+    "notebook": "02_pair",
+}
+
+
+@pytest.mark.parametrize(
+    ("interval", "above", "below"),
+    [
+        ((0.1, 0.3), "reproduced", "contradicted"),
+        ((-0.3, -0.1), "contradicted", "reproduced"),
+        ((-0.1, 0.1), "not at this scale", "not at this scale"),
+        ((0.0, 0.2), "not at this scale", "not at this scale"),  # the bar itself is not above the bar
+    ],
+)
+def test_the_interval_decides(interval, above, below):
+    assert judge(interval, above=0.0) == above
+    assert judge(interval, below=0.0) == below
+    low, high = interval
+    assert judge((low - 0.02, high - 0.02), above=-0.02) == above
+    assert judge((low - 0.02, high - 0.02), below=-0.02) == below
+
+
+def test_a_bar_has_one_side():
+    for sides in ({}, {"above": 0.0, "below": 0.0}):
+        with pytest.raises(ValueError, match="either above= or below="):
+            judge((0.0, 1.0), **sides)
+
+
+def test_a_claim_has_every_field_and_a_known_verdict():
+    made = claim("It works.", verdict="reproduced", **CLAIM)
+    assert list(made) == ["claim", "source", "paper", "ours", "interval", "seeds", "verdict", "notebook"]
+    assert json.loads(json.dumps(made)) == made
+    for verdict in ("Reproduced", "confirmed", ""):
+        with pytest.raises(ValueError, match="choose one of reproduced, not at this scale"):
+            claim("It works.", verdict=verdict, **CLAIM)
+
+
+def test_what_was_not_run_says_so_and_why():
+    made = not_run("It scales.", source="table 2", paper="72.1", why="needs 64 GPUs")
+    assert made["verdict"] == "not run" in VERDICTS
+    assert made["ours"] == "not run (needs 64 GPUs)"
+    assert made["interval"] is None
+    assert made["seeds"] == []
+
+
+def test_points_are_hundredths_with_a_sign():
+    assert points((0.123, 0.101, 0.1456)) == "+12.3 [+10.1, +14.6] points"
+    assert points((-0.02, -0.03, 0.0)) == "-2.0 [-3.0, +0.0] points"
+
+
+def test_a_table_rounds_escapes_and_names_what_is_missing():
+    table = markdown_table(
+        [{"model": "a|b", "ndcg": 0.12345}, {"model": "c\nd", "n": 3}, {"ndcg": np.float64(1)}]
+    )
+    assert table.splitlines() == [
+        "| model | ndcg | n |",
+        "|---|---|---|",
+        r"| a\|b | 0.123 | not run |",
+        "| c d | not run | 3 |",
+        "| not run | 1.000 | not run |",
+    ]
+    assert "| 0.1 |" in markdown_table([{"x": 0.12345}], digits=1)
+
+
+def test_the_table_of_claims_has_paper_ours_and_verdict():
+    rows = [
+        claim("It works.", verdict="reproduced", **CLAIM),
+        not_run("It scales.", source="s", paper="p", why="w"),
+    ]
+    lines = claims_table(rows).splitlines()
+    assert lines[0] == "| claim | paper | ours | verdict | notebook |"
+    assert lines[2] == "| It works. | +3 (table 1) | +2 [+1, +3] | **reproduced** | 02_pair |"
+    assert "**not run**" in lines[3]

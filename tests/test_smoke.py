@@ -1,0 +1,70 @@
+"""The whole recipe, every notebook, at toy size: real harvest, real trainings, real merge."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import nbformat
+import pytest
+
+from unmask.report import VERDICTS
+from unmask.workspace import repository
+
+STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipynb"))]
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    environment = os.environ | {"UNMASK_ARTIFACTS": str(tmp_path_factory.mktemp("artifacts"))}
+    command = [sys.executable, "-m", "unmask", "run", "--preset", "smoke"]
+
+    def run(*more: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [*command, *more], cwd=repository(), env=environment, capture_output=True, text=True, timeout=900
+        )
+
+    return run, run()
+
+
+@pytest.mark.slow
+def test_the_whole_pipeline_runs_and_reports(smoke):
+    _, first = smoke
+    assert first.returncode == 0, first.stdout + first.stderr
+    results = repository() / "results" / "smoke"
+    claims = json.loads((results / "claims.json").read_text())
+    assert all(claim["verdict"] in VERDICTS for claim in claims)
+    assert {claim["notebook"] for claim in claims} >= {"02_pair", "03_contextual", "06_quantization"}
+    assert "**not run**" in (results / "report.md").read_text()
+    provenance = json.loads((results / "provenance.json").read_text())
+    assert set(STAGES) <= set(provenance["stages"])
+    for stage in STAGES:
+        notebook = nbformat.read(repository() / "papermill_runs" / "smoke" / f"{stage}.ipynb", as_version=4)
+        figures = [
+            output
+            for cell in notebook.cells
+            for output in cell.get("outputs", [])
+            if "image/png" in output.get("data", {})
+        ]
+        assert figures, f"{stage} shows no figure"
+
+
+@pytest.mark.slow
+def test_the_same_command_again_has_nothing_to_do(smoke):
+    run, first = smoke
+    assert first.returncode == 0
+    started = time.monotonic()
+    again = run()
+    assert again.returncode == 0
+    assert "nothing to do" in again.stdout + again.stderr
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.slow
+def test_a_changed_value_reruns_what_depends_on_it_and_nothing_else(smoke):
+    run, first = smoke
+    assert first.returncode == 0
+    plan = run("--set", "contextual.steps=9", "--dry-run").stdout
+    due = [stage for stage in STAGES if stage in plan]
+    assert due == ["03_contextual", "04_triplet", "05_merge", "06_quantization", "12_report"], plan

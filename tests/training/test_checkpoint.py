@@ -1,0 +1,86 @@
+import json
+import shutil
+
+import pytest
+import torch
+
+import tiny
+from unmask.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+
+
+def trained(seed=0, device="cpu"):
+    model = tiny.model(head=True, seed=seed).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for _ in range(2):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    model(torch.arange(4, 20, device=model.device)[None]).logits.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_weights_and_moments_come_back_and_the_next_step_is_the_same(tmp_path, device):
+    model, optimizer = trained(device=device)
+    save_checkpoint(tmp_path, model, optimizer, 2, "a")
+    other = tiny.model(head=True, seed=1).to(device)
+    fresh = torch.optim.AdamW(other.parameters(), lr=1e-3, fused=True)
+    assert load_checkpoint(latest_checkpoint(tmp_path, "a"), other, fresh) == 2
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert optimizer.state[one].keys() == fresh.state[two].keys()
+        for key, value in optimizer.state[one].items():
+            assert value.device == fresh.state[two][key].device
+            assert value.dtype == fresh.state[two][key].dtype
+            assert torch.equal(value, fresh.state[two][key])
+    step(model, optimizer)
+    step(other, fresh)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_optimisers_step_count_follows_its_parameter(tmp_path):
+    """The fused optimiser reads its step count on the parameter's device; "meta" stands in for a GPU."""
+    model, optimizer = trained()
+    save_checkpoint(tmp_path, model, optimizer, 2, "a")
+    elsewhere = tiny.model(head=True).to("meta")
+    fresh = torch.optim.AdamW(elsewhere.parameters(), lr=1e-3)
+    load_checkpoint(tmp_path / "step-0000002", elsewhere, fresh)
+    assert {v.device.type for state in fresh.state.values() for v in state.values()} == {"meta"}
+
+
+def test_a_checkpoint_holds_no_pickle_and_replaces_the_older_one(tmp_path):
+    model, optimizer = trained()
+    save_checkpoint(tmp_path, model, optimizer, 2, "a")
+    save_checkpoint(tmp_path, model, optimizer, 4, "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000004"]
+    files = {path.name for path in (tmp_path / "step-0000004").iterdir()}
+    assert files == {"model.safetensors", "optimizer.safetensors", "state.json"}
+
+
+def test_what_a_kill_left_and_what_another_training_wrote_is_removed(tmp_path):
+    model, optimizer = trained()
+    save_checkpoint(tmp_path, model, optimizer, 2, "a")
+    shutil.copytree(tmp_path / "step-0000002", tmp_path / ".step-0000004.123.tmp")
+    shutil.copytree(tmp_path / "step-0000002", tmp_path / "step-0000009")
+    (tmp_path / "step-0000009" / "state.json").write_text(json.dumps({"step": 9, "fingerprint": "b"}))
+    assert latest_checkpoint(tmp_path, "a") == tmp_path / "step-0000002"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000002"]
+    assert latest_checkpoint(tmp_path, "c") is None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("gone", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_checkpoint_that_a_kill_left_half_removed_is_none(tmp_path, gone):
+    model, optimizer = trained()
+    save_checkpoint(tmp_path, model, optimizer, 4, "a")
+    shutil.copytree(tmp_path / "step-0000004", tmp_path / "step-0000002")
+    (tmp_path / "step-0000002" / gone).unlink()
+    last = latest_checkpoint(tmp_path, "a")
+    assert last == tmp_path / "step-0000004"
+    assert load_checkpoint(last, *trained(seed=1)) == 4
+    (last / gone).unlink()
+    assert latest_checkpoint(tmp_path, "a") is None
+    assert not list(tmp_path.iterdir())

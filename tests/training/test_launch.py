@@ -1,0 +1,136 @@
+"""Trainings in real child processes, on a few sentences that lie where the real corpus is cached."""
+
+import json
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+from unmask import backbone
+from unmask.config import resolved
+from unmask.data import sources
+from unmask.training.jobs import run_job
+from unmask.training.launch import history, launch
+from unmask.workspace import Run
+
+LIB = Path(backbone.__file__).parents[1]
+PAIRS = [
+    {
+        "query": f"How is number {i} written?",
+        "document": f"Number {i} is written with {len(str(i))} digits. " * (1 + i % 3),
+        "key": str(i),
+        "dataset": "docs",
+        "group": "english",
+        "language": "en",
+        "package": "numbers",
+    }
+    for i in range(40)
+]
+STEPS = 100
+OVERRIDES = {
+    "pair.steps": STEPS,
+    "pair.batch": 8,
+    "pair.checkpoint_every": 5,
+    "pair.precision": "fp32",
+    "pair.log_every": 1,
+}
+
+
+def write_corpus(config, packages, path, languages):
+    path.mkdir()
+    for kind, schema in sources.SCHEMAS.items():
+        for split in sources.SPLITS:
+            rows = PAIRS if kind == "pairs" else []
+            pq.write_table(pa.Table.from_pylist(rows, schema=schema), path / f"{kind}-{split}.parquet")
+    (path / "card.json").write_text(json.dumps({"hash": "tiny"}))
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A checkpoint to start from, in a workspace whose corpus is already there."""
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(LIB))
+    monkeypatch.setattr(sources, "build", write_corpus)
+    return backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.005)
+    return value
+
+
+def dead(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+def test_killed_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupted(start, tmp_path, capsys):
+    run = Run.open("02_pair", "smoke", OVERRIDES, run="r")
+    folder = tmp_path / "r" / "02_pair" / "pair"
+    notebook = multiprocessing.get_context("fork").Process(
+        target=launch, args=(run, "pair", {"start": start})
+    )
+    notebook.start()
+    try:
+        wait_for(lambda: not notebook.is_alive() or list(folder.glob("checkpoints/step-*")))
+        (child,) = psutil.Process(notebook.pid).children()
+    finally:
+        notebook.kill()
+        notebook.join()
+    wait_for(lambda: dead(child), seconds=20)
+    assert not (folder / "model").exists(), "the training was over before it could be killed"
+    assert list(folder.glob("checkpoints/step-*"))
+
+    model = launch(run, "pair", {"start": start})
+    assert model == folder / "model"
+    assert not (folder / "checkpoints").exists()
+    assert launch(run, "pair", {"start": start}) == model
+    assert "already trained" in capsys.readouterr().out
+
+    job = json.loads((folder / "job.json").read_text())
+    whole = run_job(job | {"folder": str(tmp_path / "whole")}, lambda row: None)
+    assert [row["step"] for row in history(model)] == list(range(STEPS))
+    assert [row["loss"] for row in history(model)] == [row["loss"] for row in history(whole)]
+    assert (model / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert backbone.facts(model) == backbone.facts(whole)
+    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
+
+
+def test_a_failed_training_says_why_and_where_its_log_is(start, tmp_path, monkeypatch):
+    # A package that cannot be imported fails in milliseconds, and as every other error in the child does.
+    (tmp_path / "broken" / "unmask").mkdir(parents=True)
+    (tmp_path / "broken" / "unmask" / "__init__.py").write_text("raise ValueError('no such luck')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
+    run = Run.open("02_pair", "smoke", OVERRIDES, run="r")
+    log = tmp_path / "r" / "02_pair" / "pair" / "train.log"
+    with pytest.raises(RuntimeError, match="training pair failed: ValueError: no such luck") as error:
+        launch(run, "pair", {"start": start})
+    assert str(log) in str(error.value)
+    assert "Traceback" in log.read_text()
+    assert not (log.parent / "model").exists()
+
+
+def test_a_start_that_is_no_checkpoint_is_refused_by_the_training(start, tmp_path):
+    run = Run.open("02_pair", "smoke", OVERRIDES, run="r")
+    job = {"values": resolved(run.config), "stage": "pair", "folder": str(tmp_path / "f"), "fingerprint": "a"}
+    with pytest.raises(ValueError, match="is no checkpoint: there is no such directory"):
+        run_job(job | {"start": str(tmp_path / "none")}, lambda row: None)
+    assert not (tmp_path / "f").exists()
+
+
+def test_history_reads_the_metrics_beside_a_checkpoint(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.5}\n')
+    assert history(tmp_path / "model") == [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 1.5}]

@@ -1,0 +1,188 @@
+from dataclasses import fields, is_dataclass
+
+import numpy as np
+import pytest
+import tiny_stages
+import torch
+
+import tiny
+from unmask.encoding import encode_rows
+from unmask.losses import diffusion_loss, next_token_loss, triplet_loss
+from unmask.quantize import int8
+from unmask.training.cache import Context
+from unmask.training.stages import Pair, Triplet, noise
+
+
+def plain(value):
+    """A batch as nested lists, to compare."""
+    if is_dataclass(value):
+        return [plain(getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def relative_difference(one, two):
+    assert one.keys() == two.keys()
+    error = torch.stack([(one[name] - two[name]).norm() for name in one]).norm()
+    return float(error / torch.stack([gradient.norm() for gradient in one.values()]).norm())
+
+
+@pytest.mark.parametrize("name", tiny_stages.STAGES)
+def test_a_batch_is_a_function_of_seed_and_step(name):
+    settings = tiny_stages.config(name)
+    one, two = (tiny_stages.stage(name, settings) for _ in range(2))
+    forward = [plain(one.batch(step)) for step in range(8)]
+    backward = [plain(two.batch(step)) for step in reversed(range(8))][::-1]
+    assert forward == backward
+    assert len({str(batch) for batch in forward}) == 8
+    other = tiny_stages.stage(name, tiny_stages.config(name, seed=6))
+    assert plain(other.batch(0)) != forward[0]
+
+
+@pytest.mark.parametrize("name", tiny_stages.STAGES)
+def test_the_token_budget_changes_memory_not_the_gradient(name):
+    results = []
+    for budget in (10**6, 32):
+        settings = tiny_stages.config(name, token_budget=budget)
+        model, stage = tiny_stages.model(name), tiny_stages.stage(name, settings)
+        row = stage.backward(model, stage.batch(3), 3, Context())
+        results.append((row, tiny.gradients(model)))
+    (whole, expected), (parts, found) = results
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert parts["tokens"] == whole["tokens"] > 0
+    assert relative_difference(expected, found) <= 1e-5
+
+
+def test_pretraining_stages_compute_the_loss_of_the_whole_batch():
+    settings = tiny_stages.config("diffusion", cut_fraction=0.5, batch=8)
+    model, stage = tiny_stages.model("diffusion"), tiny_stages.stage("diffusion", settings)
+    batch = stage.batch(0)
+    assert not batch.valid_BL.all()
+    noisy = batch.tokens_BL.masked_fill(batch.masked_BL, tiny_stages.MASK_ID)
+    hidden = model.model(noisy, attention_mask=batch.valid_BL.long()).last_hidden_state
+    loss = diffusion_loss(
+        hidden, model.lm_head.weight, batch.tokens_BL, batch.masked_BL, batch.t_B, batch.valid_BL
+    )
+    loss.backward()
+    expected = tiny.gradients(model)
+    model.zero_grad()
+    row = stage.backward(model, batch, 0, Context())
+    assert row["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert row["tokens"] == int(batch.valid_BL.sum())
+    assert relative_difference(expected, tiny.gradients(model)) <= 1e-5
+
+    model, stage = tiny_stages.model("ar"), tiny_stages.stage("ar", tiny_stages.config("ar"))
+    tokens = stage.batch(0)
+    loss = next_token_loss(model.model(tokens).last_hidden_state, model.lm_head.weight, tokens)
+    assert stage.backward(model, tokens, 0, Context())["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def forward_process(count=2000, length=64, **changes):
+    settings = tiny_stages.config("diffusion", **changes)
+    tokens = np.random.default_rng(1).integers(4, 300, (count, length)).astype(np.int32)
+    return tokens, noise(tokens, settings, np.random.default_rng(2))
+
+
+def test_every_token_is_masked_with_probability_t():
+    _, noised = forward_process(cut_fraction=0.0, t_min=0.1)
+    t, length = noised.t_B.double(), noised.tokens_BL.shape[1]
+    z = (noised.masked_BL.sum(1) - length * t) / (length * t * (1 - t)).sqrt()
+    # Counts of a binomial distribution of this very t: standardised, mean 0 and variance 1.
+    assert abs(z.mean()) < 4 / len(z) ** 0.5
+    assert z.square().mean() == pytest.approx(1, abs=0.15)
+    # Positions are alike; the first token may be masked too.
+    share_L = noised.masked_BL.double().mean(0)
+    assert (share_L - t.mean()).abs().max() < 4.5 * (0.25 / len(t)) ** 0.5
+
+
+def test_t_is_uniform_between_its_bounds():
+    _, noised = forward_process(t_min=0.25)
+    assert noised.t_B.min() >= 0.25
+    assert noised.t_B.max() <= 1
+    quartiles = noised.t_B.quantile(torch.tensor([0.25, 0.5, 0.75]))
+    torch.testing.assert_close(quartiles, 0.25 + 0.75 * torch.tensor([0.25, 0.5, 0.75]), atol=0.04, rtol=0)
+
+
+def test_a_share_of_the_sequences_is_cut_and_nothing_is_masked_beyond():
+    tokens, noised = forward_process(cut_fraction=0.2)
+    lengths = noised.valid_BL.sum(1)
+    assert not (noised.masked_BL & ~noised.valid_BL).any()
+    assert (noised.valid_BL[:, 1:] <= noised.valid_BL[:, :-1]).all()  # real tokens first, then the cut
+    assert lengths.min() >= 2
+    assert float((lengths < 64).double().mean()) == pytest.approx(0.2, abs=0.04)
+    assert lengths[lengths < 64].double().mean() == pytest.approx(32.5, abs=4)
+    assert (noised.tokens_BL.numpy() == tokens).all()
+    assert forward_process(cut_fraction=0.0)[1].valid_BL.all()
+
+
+def test_pair_batches_come_from_one_data_set_that_the_curriculum_allows():
+    data = {"one": tiny_stages.pairs(12), "two": tiny_stages.pairs(9, seed=7)}
+    stage = Pair(data, tiny_stages.config("pair"), lambda step: {"one"} if step < 4 else {"two"})
+    assert [stage.batch(step)[0] for step in range(8)] == ["one"] * 4 + ["two"] * 4
+    name, sequences = stage.batch(0)
+    rows = [next(i for i, q in enumerate(data[name].queries) if q is s.tokens_L) for s in sequences[:4]]
+    assert all(data[name].documents[i] is s.tokens_L for i, s in zip(rows, sequences[4:], strict=True))
+
+
+def triplet_case(**changes):
+    keys = ["a", "a", "b", "c", "d", "e", "f"]  # six distinct rows, so that the batch divides unevenly
+    settings = tiny_stages.config("triplet", batch=7, token_budget=80, **changes)
+    return settings, Triplet({"one": tiny_stages.pairs(7, keys=keys, negatives=3)}, settings)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(accumulation):
+    settings, stage = triplet_case(accumulation=accumulation)
+    _, parts = batch = stage.batch(0)
+    sizes = [n for n, _ in parts]
+    assert sum(sizes) == 6
+    model = tiny.model()
+    row = stage.backward(model, batch, 0, Context())
+    found = tiny.gradients(model)
+    model.zero_grad()
+    total = 0.0
+    for n, sequences in parts:
+        rows = int8(torch.cat([encode_rows(model, [s]) for s in sequences]))
+        hard = rows[2 * n :].reshape(n, 3, -1)
+        total = (
+            total + triplet_loss(rows[:n], rows[n : 2 * n], hard, temperature=settings.temperature) * n / 6
+        )
+    total.backward()
+    assert row["loss"] == pytest.approx(total.item(), rel=1e-5)
+    assert relative_difference(tiny.gradients(model), found) <= 1e-5
+
+
+def test_a_triplet_batch_keeps_each_querys_own_negatives():
+    data = tiny_stages.pairs(7, negatives=3)
+    stage = Triplet({"one": data}, tiny_stages.config("triplet", batch=6, accumulation=2))
+    for n, sequences in stage.batch(0)[1]:
+        for i in range(n):
+            row = next(r for r, q in enumerate(data.queries) if q is sequences[i].tokens_L)
+            assert sequences[n + i].tokens_L is data.documents[row]
+            own = sequences[2 * n + 3 * i : 2 * n + 3 * i + 3]
+            assert all(s.tokens_L is hard for s, hard in zip(own, data.negatives[row], strict=True))
+
+
+def test_fewer_triplets_than_accumulation_steps_are_trained_all_the_same():
+    settings = tiny_stages.config("triplet", batch=8, accumulation=4)
+    stage = Triplet({"one": tiny_stages.pairs(3, negatives=3)}, settings)
+    row = stage.backward(tiny.model(), stage.batch(0), 0, Context())
+    assert row["loss"] > 0
+
+
+def test_a_pair_batch_always_has_a_negative():
+    """Rows with the same key are one thing, and a batch keeps one of them: it must still have two rows."""
+    stage = Pair(
+        {"one": tiny_stages.pairs(4, keys=["a", "a", "a", "b"])}, tiny_stages.config("pair", batch=2)
+    )
+    for step in range(8):
+        assert len(stage.batch(step)[1]) == 4
+
+
+def test_beta_rises_over_the_contextual_training():
+    settings = tiny_stages.config("contextual", beta_start=0.2, beta_end=0.5)
+    stage, model = tiny_stages.stage("contextual", settings), tiny.model()
+    betas = [stage.backward(model, stage.batch(step), step, Context())["beta"] for step in (0, 4, 7)]
+    assert betas[0] == pytest.approx(0.2)
+    assert betas[0] < betas[1] < betas[2] == pytest.approx(0.5)
