@@ -87,3 +87,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out.strip() == unmask.__version__
+
+
+def test_a_checkpoint_that_is_none_is_refused_before_anything_starts(capsys, tmp_path):
+    assert cli.main(["run", "--preset", "smoke", "--set", f"backbone.checkpoint={tmp_path}"]) == 2
+    assert "is no checkpoint: config.json and *.safetensors missing" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from unmask.config import BackboneConfig
+from unmask.workspace import require_checkpoint
 
 SEPARATOR = "<|endoftext|>"  # between packed texts and between the chunks of a document; also the padding
 
@@ -85,28 +86,6 @@ def load(path: str | Path, *, head: bool = False, attention: str | None = None) 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a checkpoint."""
     return AutoTokenizer.from_pretrained(require_checkpoint(path, weights=False))
-
-
-def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
-    """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
-
-    Raises: ValueError that says what is missing.
-    """
-    folder = Path(path)
-    looks_local = (
-        isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
-    )
-    if not looks_local:
-        return str(path)
-    if not folder.is_dir():
-        raise ValueError(f"{path} is no checkpoint: there is no such directory")
-    wanted = ["config.json"] if weights else ["tokenizer.json"]
-    missing = [name for name in wanted if not (folder / name).is_file()]
-    if weights and not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if missing:
-        raise ValueError(f"{path} is no checkpoint: {' and '.join(missing)} missing")
-    return str(folder)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, **facts: object) -> Path:

@@ -22,6 +22,7 @@ from unmask import __version__
 from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved
 from unmask.pipeline import graph
 from unmask.pipeline.graph import Due, Folders, PipelineError
+from unmask.workspace import require_checkpoint
 
 FREE_BYTES = 2**30  # of disk space; a cpu run needs less than this
 
@@ -50,6 +51,8 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """`unmask run`: executes the selected notebooks that are due."""
     overrides = _overrides(options.set)
     preset = load_preset(options.preset, overrides)
+    if preset.backbone.checkpoint:
+        require_checkpoint(preset.backbone.checkpoint)
     name = _run_name(options)
     folders = Folders.of(name)
     stages = graph.discover(folders.notebooks, SECTIONS)
@@ -209,6 +212,9 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
             overrides[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise PipelineError(f"--set {setting}: the value is not valid YAML") from None
+    checkpoint = overrides.get("backbone.checkpoint")
+    if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
+        overrides["backbone.checkpoint"] = str(Path(checkpoint).resolve())  # kernels run in notebooks/
     return overrides
 
 

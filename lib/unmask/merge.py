@@ -12,6 +12,7 @@ from mergekit.merge import MergeOptions, run_merge
 from safetensors.torch import load_file
 
 from unmask import backbone
+from unmask.workspace import require_checkpoint
 
 
 def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
@@ -28,7 +29,7 @@ def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
     if not 0 <= t <= 1:
         raise ValueError(f"t must lie between 0 and 1, got {t}")
     for parent in (base, other):
-        backbone.require_checkpoint(parent)
+        require_checkpoint(parent)
     base, other = base.resolve(), other.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -29,6 +29,28 @@ def artifacts_root() -> Path:
     return Path(os.environ.get("UNMASK_ARTIFACTS") or repository() / "artifacts").resolve()
 
 
+def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
+    """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
+
+    Raises: ValueError that says what is missing.
+    """
+    folder = Path(path)
+    looks_local = (
+        isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
+    )
+    if not looks_local:
+        return str(path)
+    if not folder.is_dir():
+        raise ValueError(f"{path} is no checkpoint: there is no such directory")
+    wanted = ["config.json"] if weights else ["tokenizer.json"]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if weights and not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise ValueError(f"{path} is no checkpoint: {' and '.join(missing)} missing")
+    return str(folder)
+
+
 def write_atomic(path: Path, text: str) -> Path:
     """Writes a text file so that a reader sees the old or the new content, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from unmask.workspace import Run, write_atomic
 
 # glibc returns large blocks to the system at each free and faults them in again at the next step; keeping
 # them makes a step on the CPU about a fifth faster.
-_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(2**28)}
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(2**28)}
 
 
 def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: str = "") -> Path:
@@ -64,7 +64,7 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
     with log_path.open("w", encoding="utf8") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", "unmask.training.launch", str(path)],
-            stdout=subprocess.PIPE, stderr=log, text=True, env=_KEEP_MEMORY | os.environ,
+            stdout=subprocess.PIPE, stderr=log, text=True, env=KEEP_MEMORY | os.environ,
             preexec_fn=partial(_die_with_parent, os.getpid()),
         )  # fmt: skip
         try:
