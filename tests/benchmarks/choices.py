@@ -1,13 +1,13 @@
-"""What three speed choices of the library bring on this machine, as ratios within one run (above 1: ours is faster).
+"""What three speed choices of the library bring on this machine, as ratios in one run (above 1: faster).
 
     python tests/benchmarks/choices.py
 
 - freed memory kept by glibc in training processes (`unmask.training.launch`);
 - logits at masked positions only (`unmask.losses.diffusion_loss`) against full logits;
-- integer dot products for exact INT8 search (`unmask.evaluation.similarity`) against float32 of the same codes.
+- integer dot products for exact INT8 search (`unmask.evaluation.similarity`) against float32.
 
-Prints one JSON object per choice. Pairs of measurements alternate, and the ratio is the median over pairs, since a shared
-machine's speed drifts.
+Prints one JSON object per choice. Measurements alternate in pairs, and the ratio is the median over pairs,
+since a shared machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def paired(name: str, ours, other, setting: str, pairs: int = 5) -> None:
         "ratio": statistics.median(b / a for a, b in times),
         "setting": setting,
     }
-    print(json.dumps({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()}), flush=True)
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
 def training_step() -> float:
@@ -89,7 +89,7 @@ def full_logits(hidden, unembedding, tokens, masked, t) -> torch.Tensor:
 
 
 def main() -> None:
-    setting = f"{LAYERS} layers, {WIDTH}-d, {BATCH}×{LENGTH} tokens, bf16 autocast, {torch.get_num_threads()} threads"
+    setting = f"{LAYERS} layers, {WIDTH}-d, {BATCH}×{LENGTH} tokens, bf16, {torch.get_num_threads()} threads"
     paired("freed memory kept", lambda: child(KEEP_MEMORY), lambda: child({}), setting, pairs=3)
 
     hidden = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
