@@ -49,7 +49,7 @@ def paired(name: str, ours, other, setting: str, pairs: int = 5) -> None:
 
 
 def training_step() -> float:
-    """Median time of a diffusion step; runs in a process of its own, whose environment is what is compared."""
+    """Median time of a diffusion step; in a process of its own, whose environment is compared."""
     from transformers import Qwen3Config, Qwen3Model
 
     torch.manual_seed(0)
