@@ -26,7 +26,7 @@ def tokenizer():
 
 
 def model(*, bidirectional: bool = True, head: bool = False, layers: int = 2, seed: int = 0):
-    shape = BackboneConfig("", 32, layers, 2, 1, 16, 64, 256, "<|fim_pad|>")
+    shape = BackboneConfig("", 32, layers, 2, 1, 16, 64, 256, 0.02, "<|fim_pad|>")
     built = backbone.build(shape, tokenizer(), seed=seed)
     if bidirectional:
         backbone.make_bidirectional(built, tokenizer(), shape.mask_token)

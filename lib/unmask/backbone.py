@@ -22,9 +22,12 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
 from unmask.workspace import require_checkpoint
+
+disable_progress_bar()  # a bar for every load would bury what a notebook shows
 
 SEPARATOR = "<|endoftext|>"  # between packed texts and between the chunks of a document; also the padding
 
@@ -47,7 +50,10 @@ def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: i
         eos_token_id=tokenizer.pad_token_id,
         is_causal=True,
     )
-    return Qwen3ForCausalLM(shape)
+    model = Qwen3ForCausalLM(shape)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(std=config.embedding_std)
+    return model
 
 
 def make_bidirectional(

@@ -52,6 +52,7 @@ class BackboneConfig:
     head_size: int
     mlp_size: int
     max_length: int  # longest sequence that positions are meant for
+    embedding_std: float  # of the token embeddings at the start
     mask_token: str  # existing, rarely used token that plays [MASK]
 
 

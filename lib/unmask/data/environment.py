@@ -22,7 +22,7 @@ from inspect import cleandoc
 from multiprocessing import get_context
 from pathlib import Path, PurePosixPath
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size

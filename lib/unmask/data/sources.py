@@ -80,10 +80,12 @@ class Corpus:
         return self._read("documents", split)
 
     def _read(self, kind: str, split: str) -> Dataset:
-        from datasets import Dataset  # slow to import, and the harvest's child processes do not need it
+        # Slow to import, and the harvest's child processes do not need it.
+        from datasets import Dataset, disable_progress_bars
 
         if split not in SPLITS:
             raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
+        disable_progress_bars()  # tables of this size take no time that is worth a bar
         return Dataset(pq.read_table(self.path / f"{kind}-{split}.parquet"))
 
 
