@@ -114,6 +114,7 @@ class ContextualConfig(TrainConfig):
     query_length: int
     chunk_length: int
     chunks: int  # per document, at most
+    single: int  # pairs of each data set that join as documents of one chunk, against forgetting
     temperature: float
     margin: float
     alpha: float  # weight of the in-sequence term in the local loss
@@ -132,7 +133,7 @@ class TripletConfig(TrainConfig):
     document_length: int
     temperature: float
     negatives: int  # per query
-    margin: float  # false-negative margin of the mining
+    margin: float  # candidates this much better than the positive are left out
     rank_window: int  # negatives are drawn from this many best candidates
     max_pairs: int  # training pairs that negatives are mined for
 

@@ -151,6 +151,9 @@ def _contrastive(
             name: token_documents(rows, tokenizer, config)
             for name, rows in by_dataset(corpus.documents("train")).items()
         }
+        if config.single:
+            pairs = by_dataset(corpus.pairs("train").shuffle(seed=config.seed))
+            data |= {name: single_chunks(rows, tokenizer, config) for name, rows in pairs.items()}
         return Contextual(data, config, tokenizer.convert_tokens_to_ids(backbone.SEPARATOR))
     if stage == "triplet":
         mined = Dataset.from_parquet(job["negatives"], cache_dir=str(Path(job["folder"]) / "cache"))
@@ -180,6 +183,15 @@ def token_pairs(rows: Dataset, tokenizer: PreTrainedTokenizerBase, config) -> To
         list(rows["key"]),
         negatives,
     )
+
+
+def single_chunks(rows: Dataset, tokenizer: PreTrainedTokenizerBase, config) -> list[TokenDocument]:
+    """The first `config.single` pairs of a data set, no two of one key, as documents of one chunk."""
+    first = np.sort(np.unique(np.asarray(rows["key"]), return_index=True)[1])[: config.single]
+    rows = rows.select(first)
+    queries = tokenize(tokenizer, list(rows["query"]), config.query_length)
+    chunks = tokenize(tokenizer, list(rows["document"]), config.chunk_length)
+    return [TokenDocument([chunk], [query], [0]) for query, chunk in zip(queries, chunks, strict=True)]
 
 
 def token_documents(rows: Dataset, tokenizer: PreTrainedTokenizerBase, config) -> list[TokenDocument]:
