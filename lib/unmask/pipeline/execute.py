@@ -291,6 +291,7 @@ def _execute(
         "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
         "PYTHONHASHSEED": "0",
         "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
+        "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a warning of the debugger that nobody attaches here
     }
     environment.pop("MPLBACKEND", None)  # figures go into the notebook
