@@ -148,7 +148,7 @@ class Embedder:
             raise ValueError(f"dimensions must be between 1 and {size}, got {dimensions}")
         if precision == "ubinary" and (dimensions or size) % 8:
             raise ValueError(
-                f"ubinary packs 8 dimensions into a byte, got {dimensions or size}: choose a multiple"
+                f"ubinary packs 8 dimensions into a byte, got {dimensions or size}: choose a multiple of 8"
             )
 
 
