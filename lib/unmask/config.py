@@ -69,11 +69,24 @@ class TrainConfig:
     beta2: float
     weight_decay: float
     clip: float  # l2 norm of the gradient
-    token_budget: int  # padded tokens of one micro-batch
+    token_budget: int  # tokens of one micro-batch of one process, padding included
     precision: str  # "bf16" (autocast) or "fp32"
+    gradient_checkpointing: bool  # keep one activation per layer and recompute the others
+    compile: bool  # torch.compile of every layer
     checkpoint_every: int  # steps
+    keep_checkpoints: int  # the newest so many
+    explode: float  # stop once the loss is this many times what it was at the start; 0: never
     log_every: int  # steps
     seed: int
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The processes of one training. They divide the work, not the batch: results do not depend on them."""
+
+    num_processes: int  # over all machines
+    num_machines: int
+    strategy: str  # "ddp": every process holds the model; "fsdp2": they share its parameters
 
 
 @dataclass(frozen=True)
@@ -180,6 +193,7 @@ class Preset:
 
     name: str
     about: str  # one line: machine, time, purpose
+    parallel: ParallelConfig
     data: DataConfig
     backbone: BackboneConfig
     ar: PretrainConfig
@@ -293,7 +307,7 @@ def _check(preset: Preset) -> None:
     for name in ("ar", "diffusion", "pair", "contextual", "triplet"):
         stage = getattr(preset, name)
         where = f"preset {preset.name}: {name}"
-        for key in ("steps", "batch", "token_budget", "checkpoint_every", "log_every"):
+        for key in ("steps", "batch", "token_budget", "checkpoint_every", "keep_checkpoints", "log_every"):
             if getattr(stage, key) < 1:
                 raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(stage, key)}")
         if stage.schedule not in ("wsd", "cosine"):
@@ -304,6 +318,17 @@ def _check(preset: Preset) -> None:
             raise ConfigError(
                 f"{where}: warmup + decay exceed steps ({stage.warmup} + {stage.decay} > {stage.steps})"
             )
+    parallel, where = preset.parallel, f"preset {preset.name}: parallel"
+    for key in ("num_processes", "num_machines"):
+        if getattr(parallel, key) < 1:
+            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(parallel, key)}")
+    if parallel.num_processes % parallel.num_machines:
+        raise ConfigError(
+            f"{where}: {parallel.num_processes} processes cannot be shared evenly by "
+            f"{parallel.num_machines} machines"
+        )
+    if parallel.strategy not in ("ddp", "fsdp2"):
+        raise ConfigError(f"{where}.strategy must be 'ddp' or 'fsdp2', got {parallel.strategy!r}")
     if preset.pair.pooling not in ("mean", "last"):
         raise ConfigError(
             f"preset {preset.name}: pair.pooling must be 'mean' or 'last', got {preset.pair.pooling!r}"

@@ -21,7 +21,11 @@ _COMMON = {
     "decay": 0,
     "token_budget": 64,
     "precision": "fp32",
+    "gradient_checkpointing": False,
+    "compile": False,
     "checkpoint_every": 2,
+    "keep_checkpoints": 1,
+    "explode": 0.0,
     "log_every": 1,
     "seed": 5,
 }
