@@ -29,8 +29,6 @@ from unmask.workspace import require_checkpoint
 
 disable_progress_bar()  # a bar for every load would bury what a notebook shows
 
-SEPARATOR = "<|endoftext|>"  # between packed texts and between the chunks of a document; also the padding
-
 
 def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen3ForCausalLM:
     """A causal Qwen3 decoder from scratch, the small stand-in for Qwen3-*-Base."""
@@ -89,21 +87,33 @@ def load(path: str | Path, *, head: bool = False, attention: str | None = None) 
     return kind.from_pretrained(source, dtype=torch.float32, **options)
 
 
+def layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The Transformer's layers."""
+    return model.base_model.layers
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a checkpoint."""
     return AutoTokenizer.from_pretrained(require_checkpoint(path, weights=False))
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, **facts: object) -> Path:
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    *,
+    weights: dict[str, torch.Tensor] | None = None,
+    **facts: object,
+) -> Path:
     """Writes weights (safetensors), configuration and tokenizer to a temporary name, then renames it.
 
-    `facts` are stored in unmask.json beside the weights: how the checkpoint is to be used and where it comes
-    from.
+    `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
+    unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         (temporary / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
         replace_directory(temporary, path)

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask import backbone
-from unmask.data.tokens import tokenize
+from unmask.attention import fast_attention, unpadded
+from unmask.data.tokens import END_OF_TEXT, tokenize
 from unmask.encoding import TokenSequence, encode_rows, join_chunks, micro_batches, row_offsets, rows_of
 from unmask.quantize import binary, int8, pack_binary
 
@@ -32,7 +33,7 @@ class Embedder:
         pooling: "mean", or "last" for the ablation.
         max_length: tokens of one text at most; what is longer is cut. Default: the model's positions.
         mixed_precision: bf16 autocast; faster, and a few codes in a thousand differ by one.
-        token_budget: padded tokens of one forward pass; bounds memory.
+        token_budget: tokens of one forward pass, padding included; bounds memory.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Embedder:
         for index, chunks in enumerate(documents):
             if isinstance(chunks, str) or not len(chunks):
                 raise ValueError(f"document {index} must be a non-empty list of chunks, got {chunks!r}")
-        separator_id = self.tokenizer.convert_tokens_to_ids(backbone.SEPARATOR)
+        separator_id = self.tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         flat = [chunk for chunks in documents for chunk in chunks]
         tokens = iter(tokenize(self.tokenizer, flat, chunk_length or self.max_length) if flat else ())
         sequences = [join_chunks([next(tokens) for _ in chunks], separator_id) for chunks in documents]
@@ -123,14 +124,15 @@ class Embedder:
     def _rows(self, sequences: list[TokenSequence], progress: bool) -> np.ndarray:
         offsets = row_offsets(sequences)
         rows_RD = np.empty((offsets[-1], self.model.config.hidden_size), np.float32)
-        groups = micro_batches([len(s) for s in sequences], self.token_budget)
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed_precision)
         with (
             torch.inference_mode(),
             autocast,
+            fast_attention(),
             tqdm(total=len(sequences), unit="text", disable=not progress) as bar,
         ):
-            for group in groups:
+            lengths = [len(s) for s in sequences]
+            for group in micro_batches(lengths, self.token_budget, packed=unpadded(self.model)):
                 part = encode_rows(
                     self.model, [sequences[i] for i in group], pooling=self.pooling, device=self.device
                 )

@@ -1,7 +1,7 @@
 """From token sequences to pooled vectors, in length-sorted micro-batches under a token budget.
 
 Training and inference share this module: what is trained is what is served. Legend: B sequences, L tokens, D
-dimensions, R rows (one per sequence, or one per chunk of a document).
+dimensions, R rows (one per sequence, or one per chunk of a document), T tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from unmask.pooling import last_token_pool, late_chunk_pool, mean_pool
+from unmask.attention import unpadded, unpadded_inputs
+from unmask.pooling import last_token_pool, late_chunk_pool, mean_pool, segment_mean
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,41 @@ def join_chunks(chunks: SequenceOf[np.ndarray], separator_id: int) -> TokenSeque
     )
 
 
-def micro_batches(lengths: SequenceOf[int], token_budget: int) -> list[np.ndarray]:
-    """Indices of sequences grouped by length so that no group exceeds `token_budget` padded tokens, longest
-    first.
+def micro_batches(
+    lengths: SequenceOf[int], token_budget: int, multiple_of: int = 1, *, packed: bool = False
+) -> list[np.ndarray]:
+    """Indices of sequences grouped by length so that no group exceeds `token_budget` tokens, longest first.
 
     A sequence longer than the budget forms a group of its own.
+
+    Args:
+        multiple_of: the number of groups is a multiple of this, so that so many processes run equally many
+            forward passes: the largest groups are halved, and empty groups fill up where sequences run out.
+        packed: the groups will be encoded without padding, so the budget counts their own tokens only.
     """
-    order = np.argsort(-np.asarray(lengths), kind="stable")
+    lengths = np.asarray(lengths, np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    ends = np.cumsum(lengths[order])
     groups, start = [], 0
     while start < len(order):
-        size = max(1, token_budget // int(lengths[order[start]]))
-        groups.append(order[start : start + size])
-        start += size
+        if packed:
+            limit = ends[start] - lengths[order[start]] + token_budget
+            size = int(np.searchsorted(ends, limit, side="right")) - start
+        else:
+            size = token_budget // int(lengths[order[start]])
+        groups.append(order[start : start + max(1, size)])
+        start += max(1, size)
+
+    def tokens(index: int) -> int:
+        group = groups[index]
+        return int(lengths[group].sum()) if packed else len(group) * int(lengths[group[0]])
+
+    while len(groups) % multiple_of:
+        largest = max((i for i in range(len(groups)) if len(groups[i]) > 1), key=tokens, default=None)
+        if largest is None:
+            groups += [np.array([], int)] * (-len(groups) % multiple_of)
+        else:
+            groups[largest : largest + 1] = np.array_split(groups[largest], 2)
     return groups
 
 
@@ -68,11 +92,53 @@ def encode_rows(
     *,
     pooling: str = "mean",
     device: torch.device | str = "cpu",
+    packed: bool | None = None,
 ) -> Tensor:
-    """One forward pass over padded sequences; returns rows_RD in float32, chunks of a document in order.
+    """One forward pass; returns rows_RD in float32, chunks of a document in order.
 
     No attention mask is passed when nothing is padded: an all-ones mask keeps attention off its fast path.
+
+    Args:
+        model: the backbone, possibly wrapped by DDP or FSDP2.
+        pooling: "mean" or "last".
+        packed: lay sequences of different lengths one after the other instead of padding them. Default: where
+            that is possible and fast (`unmask.attention.unpadded`).
+
+    Raises:
+        ValueError: pooling is not "mean" and a sequence has chunks.
     """
+    if pooling != "mean" and any(s.chunk_L is not None for s in sequences):
+        raise ValueError(f"chunks of a document are mean-pooled; pooling {pooling!r} has no late chunking")
+    different = len({len(s) for s in sequences}) > 1
+    if different and (unpadded(model) if packed is None else packed):
+        return _encode_packed(model, sequences, pooling, device)
+    return _encode_padded(model, sequences, pooling, device)
+
+
+def _encode_packed(
+    model: PreTrainedModel, sequences: SequenceOf[TokenSequence], pooling: str, device: torch.device | str
+) -> Tensor:
+    lengths = [len(s) for s in sequences]
+    tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
+    hidden_TD = model(
+        input_ids=tokens_T[None].to(device, non_blocking=True),
+        use_cache=False,
+        **unpadded_inputs(model, lengths, device),
+    ).last_hidden_state[0]
+    if pooling == "last":
+        return hidden_TD[torch.tensor(lengths).cumsum(0).to(device) - 1].float()
+    offsets = row_offsets(sequences)
+    segments = [
+        np.full(len(s), first) if s.chunk_L is None else np.where(s.chunk_L < 0, -1, first + s.chunk_L)
+        for s, first in zip(sequences, offsets[:-1], strict=True)
+    ]
+    segment_T = torch.from_numpy(np.concatenate(segments)).to(device, non_blocking=True)
+    return segment_mean(hidden_TD, segment_T, int(offsets[-1])).float()
+
+
+def _encode_padded(
+    model: PreTrainedModel, sequences: SequenceOf[TokenSequence], pooling: str, device: torch.device | str
+) -> Tensor:
     length = max(len(s) for s in sequences)
     padded = any(len(s) != length for s in sequences)
     tokens_BL = np.zeros((len(sequences), length), np.int64)
@@ -85,8 +151,6 @@ def encode_rows(
     hidden_BLD = model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
     if all(s.chunk_L is None for s in sequences):
         return (last_token_pool if pooling == "last" else mean_pool)(hidden_BLD, mask).float()
-    if pooling != "mean":
-        raise ValueError(f"chunks of a document are mean-pooled; pooling {pooling!r} has no late chunking")
     n_chunks = max(s.rows for s in sequences)
     chunk_BL = np.full((len(sequences), length), -1, np.int64)
     for row, sequence in enumerate(sequences):

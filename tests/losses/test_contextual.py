@@ -1,12 +1,21 @@
 """The contextual objective: against naive loops, finite differences and its own identities."""
 
 import hashlib
+from itertools import pairwise
 
 import naive_losses
 import pytest
 import torch
 
-from unmask.losses import batch_loss, contextual_loss, global_loss, local_loss, pair_loss, sequence_loss
+from unmask.losses import (
+    batch_loss,
+    contextual_loss,
+    contrastive,
+    global_loss,
+    local_loss,
+    pair_loss,
+    sequence_loss,
+)
 
 SHAPES = [(4, 3, 3, 4, 0), (7, 2, 5, 3, 1), (6, 6, 1, 5, 2), (3, 4, 2, 2, 3)]  # N, M, C, D, seed
 
@@ -88,6 +97,47 @@ def test_gradients_by_finite_differences():
         return contextual_loss(q, chunks, documents, document, gold, **options)
 
     assert torch.autograd.gradcheck(total, inputs)
+
+
+def loss_and_gradients(name, shares):
+    """The sum of a loss over the queries of each share, and the gradients of that sum."""
+    q, chunks, documents, document, gold, mask = problem(7, 4, 3, 4, 13)
+    inputs = [x.clone().requires_grad_() for x in (q, chunks, documents)]
+    q, chunks, documents = inputs
+
+    def loss(queries):
+        if name == "global":
+            return global_loss(q, documents, document, queries=queries)
+        if name == "local":
+            return local_loss(q, chunks, document, gold, chunk_mask_MC=mask, queries=queries)
+        options = {"beta": 0.4, "chunk_mask_MC": mask}
+        return contextual_loss(q, chunks, documents, document, gold, **options, queries=queries)
+
+    total = sum(loss(queries) for queries in shares)
+    return [total.detach(), *torch.autograd.grad(total, inputs, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("bounds", [(0, 3, 7), (0, 1, 1, 6, 7), (0, 0, 7)])
+@pytest.mark.parametrize("name", ["global", "local", "contextual"])
+def test_the_parts_of_a_partition_add_up(name, bounds):
+    parts = loss_and_gradients(name, [slice(a, b) for a, b in pairwise(bounds)])
+    for part, whole in zip(parts, loss_and_gradients(name, [None])):
+        torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["global", "local", "contextual"])
+def test_no_queries_are_zero_with_a_graph(name):
+    assert all(x.eq(0).all() for x in loss_and_gradients(name, [slice(7, 7)]))
+
+
+@pytest.mark.parametrize("scores", [1, 25])  # tiles of one query, and of two
+@pytest.mark.parametrize("queries", [None, slice(1, 6)])
+@pytest.mark.parametrize("name", ["global", "local", "contextual"])
+def test_tiles_change_neither_loss_nor_gradient(monkeypatch, name, queries, scores):
+    whole = loss_and_gradients(name, [queries])
+    monkeypatch.setattr(contrastive, "TILE_SCORES", scores)
+    for tiled, expected in zip(loss_and_gradients(name, [queries]), whole):
+        torch.testing.assert_close(tiled, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_bfloat16_under_autocast_is_computed_in_float32():

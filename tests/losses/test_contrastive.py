@@ -1,6 +1,7 @@
 """Pair and triplet losses: against naive loops, a peer library, finite differences and frozen values."""
 
 import math
+from itertools import pairwise
 
 import naive_losses
 import pytest
@@ -10,7 +11,7 @@ from sentence_transformers.sentence_transformer.losses import (
     MultipleNegativesRankingLoss,
 )
 
-from unmask.losses import pair_loss, triplet_loss
+from unmask.losses import contrastive, pair_loss, triplet_loss
 from unmask.losses.contrastive import cosine
 from unmask.quantize import int8
 
@@ -119,6 +120,69 @@ def test_bfloat16_inputs_are_computed_in_float32(autocast):
     assert triplet.item() == pytest.approx(triplet_loss(codes_q, codes_d, hard_NKD).item(), rel=1e-5)
 
 
+def loss_and_gradients(loss, inputs):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    value = loss(*inputs)
+    return [value.detach(), *torch.autograd.grad(value, inputs)]
+
+
+def in_parts(loss, bounds):
+    """The sum of the loss over a partition of the queries, as several processes compute it."""
+    return lambda *x: sum(loss(*x, queries=slice(a, b)) for a, b in pairwise(bounds))
+
+
+LOSSES = {
+    "pair": (pair_loss, lambda: [*aligned(11, 6, 30)]),
+    "triplet": (triplet_loss, lambda: [*aligned(11, 6, 31), randn(11, 2, 6, seed=33)]),
+}
+
+
+@pytest.mark.parametrize("bounds", [(0, 4, 8, 11), (0, 1, 1, 10, 11), (0, 0, 11)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_parts_of_a_partition_add_up(name, bounds):
+    loss, inputs = LOSSES[name]
+    for whole, parts in zip(
+        loss_and_gradients(loss, inputs()), loss_and_gradients(in_parts(loss, bounds), inputs())
+    ):
+        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_queries_are_zero_with_a_graph(name):
+    loss, inputs = LOSSES[name]
+    value, *gradients = loss_and_gradients(lambda *x: loss(*x, queries=slice(5, 5)), inputs())
+    assert value == 0 and all(gradient.eq(0).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("scores", [1, 80, 100])  # tiles of one query; uneven tiles; one tile for the smaller
+@pytest.mark.parametrize("queries", [None, slice(2, 9)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_tiles_change_neither_loss_nor_gradient(monkeypatch, name, queries, scores):
+    loss, inputs = LOSSES[name]
+    whole = loss_and_gradients(lambda *x: loss(*x, queries=queries), inputs())
+    monkeypatch.setattr(contrastive, "TILE_SCORES", scores)
+    for tiled, expected in zip(loss_and_gradients(lambda *x: loss(*x, queries=queries), inputs()), whole):
+        torch.testing.assert_close(tiled, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_tiles_are_the_formula(monkeypatch):
+    monkeypatch.setattr(contrastive, "TILE_SCORES", 40)
+    (q, d), hard = aligned(9, 4, 34), randn(9, 2, 4, seed=36)
+    pair = naive_losses.pair(q.tolist(), d.tolist(), 0.05, 0.1)
+    triplet = naive_losses.triplet(q.tolist(), d.tolist(), hard.tolist(), 0.05)
+    assert pair_loss(q, d, temperature=0.05).item() == pytest.approx(pair, rel=1e-10)
+    assert triplet_loss(q, d, hard, temperature=0.05).item() == pytest.approx(triplet, rel=1e-10)
+
+
+def test_tiles_keep_no_similarities_for_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(contrastive, "TILE_SCORES", 2 * 64 * 8)
+    q, d = (x.requires_grad_() for x in aligned(64, 4, 37))
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        pair_loss(q, d)
+    assert max(sizes, default=0) <= q.numel()
+
+
 def test_a_zero_embedding_is_harmless():
     q_ND, d_ND = (x.float() for x in aligned(4, 3, 24))
     d_ND[2] = 0
@@ -156,6 +220,10 @@ def test_golden_values():
         (lambda: pair_loss(torch.ones(1, 2), torch.ones(1, 2)), "at least two pairs"),
         (lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), temperature=0), "temperature must be above 0"),
         (lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), margin=-0.1), "margin must be 0 or more"),
+        (
+            lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), queries=slice(0, 2, 2)),
+            "queries must be a slice without a step",
+        ),
         (lambda: triplet_loss(torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2)), r"must be \(N, K, D\)"),
         (
             lambda: triplet_loss(torch.ones(2, 2), torch.ones(2, 2), torch.ones(3, 1, 2)),

@@ -129,6 +129,48 @@ def test_chunks_of_rows_change_neither_loss_nor_gradient(monkeypatch, autocast):
         torch.testing.assert_close(a, b, **tolerance)
 
 
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("paid", [True, False])
+def test_the_fused_operation_of_gpus_gives_the_same_loss_and_gradient(monkeypatch, paid, autocast, chunk):
+    """torch's operation runs on a CPU too, only slowly: here it stands in for the plain one."""
+    hidden, unembedding, tokens, masked, t = problem(b=4, length=9, v=11, seed=16, dtype=torch.float32)
+    inputs = [hidden.requires_grad_(), unembedding.requires_grad_()]
+
+    def loss_and_gradients():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = diffusion_loss(hidden, unembedding, tokens, masked & paid, t.float())
+        return loss, *torch.autograd.grad(loss, inputs)
+
+    plain = loss_and_gradients()
+    calls = []
+
+    def fused(*x):
+        calls.append(x)
+        return diffusion._fused_cross_entropy(*x, chunk)
+
+    monkeypatch.setattr(diffusion, "_chunk_cross_entropy", fused)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {}
+    for a, b in zip(loss_and_gradients(), plain):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, **tolerance)
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_loss_and_gradient_of_the_cpu():
+    hidden, unembedding, tokens, masked, t = problem(
+        b=8, length=400, d=64, v=600, seed=17, dtype=torch.float32
+    )
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [x.to(device).detach().requires_grad_() for x in (hidden, unembedding)]
+        loss = diffusion_loss(*inputs, *(x.to(device) for x in (tokens, masked, t)))
+        results.append([x.cpu() for x in (loss, *torch.autograd.grad(loss, inputs))])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_by_finite_differences():
     hidden, unembedding, tokens, masked, t = problem(b=2, length=4, d=3, v=5, seed=13)
     inputs = [hidden.requires_grad_(), unembedding.requires_grad_()]

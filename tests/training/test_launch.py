@@ -10,14 +10,16 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import tiny
 from unmask import backbone
 from unmask.config import resolved
 from unmask.data import sources
 from unmask.training.jobs import run_job
-from unmask.training.launch import history, launch
-from unmask.workspace import Run
+from unmask.training.launch import ANNOUNCEMENT, TrainingStopped, follow, history, launch
+from unmask.workspace import Run, write_atomic
 
 LIB = Path(backbone.__file__).parents[1]
 PAIRS = [
@@ -129,6 +131,104 @@ def test_a_start_that_is_no_checkpoint_is_refused_by_the_training(start, tmp_pat
     with pytest.raises(ValueError, match="is no checkpoint: there is no such directory"):
         run_job(job | {"start": str(tmp_path / "none")}, lambda row: None)
     assert not (tmp_path / "f").exists()
+
+
+TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40}
+
+
+def processes_of(folder):
+    """Every live process whose command line names a folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(folder) in part for part in process.info["cmdline"] or []) and not dead(process):
+            found.append(process)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [OVERRIDES, TWO], ids=["one process", "two processes"])
+def test_sigterm_reaches_the_training_which_saves_itself(start, tmp_path, overrides, capfd):
+    never = overrides | {"pair.checkpoint_every": 1000, "pair.steps": 1000}
+    run, folder = Run.open("02_pair", "smoke", never, run="r"), tmp_path / "r" / "02_pair" / "pair"
+
+    def notebook():
+        try:
+            launch(run, "pair", {"start": start})
+        except TrainingStopped as stop:
+            print(f"STOPPED {stop}")
+
+    process = multiprocessing.get_context("fork").Process(target=notebook)
+    process.start()
+    wait_for(lambda: not process.is_alive() or "loss" in capfd.readouterr().out, seconds=120)
+    process.terminate()
+    process.join(60)
+    said = capfd.readouterr().out
+    assert process.exitcode == 0
+    (checkpoint,) = folder.glob("checkpoints/step-*")
+    assert f"STOPPED training pair was told to stop after {int(checkpoint.name[5:])} steps" in said
+    assert not processes_of(folder)
+    assert len(history(folder / "model")) == int(checkpoint.name[5:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+def test_two_processes_die_with_their_notebook_and_end_as_one_would(start, tmp_path):
+    run, folder = Run.open("02_pair", "smoke", TWO, run="r"), tmp_path / "r" / "02_pair" / "pair"
+    notebook = multiprocessing.get_context("fork").Process(
+        target=launch, args=(run, "pair", {"start": start})
+    )
+    notebook.start()
+    try:
+        wait_for(
+            lambda: not notebook.is_alive() or list(folder.glob("checkpoints/step-*/state.json")), seconds=120
+        )
+        assert len(processes_of(folder)) >= 3  # torchrun and its two workers
+    finally:
+        notebook.kill()
+        notebook.join()
+    wait_for(lambda: not processes_of(folder), seconds=20)
+    assert not (folder / "model").exists(), "the training was over before it could be killed"
+
+    two = launch(run, "pair", {"start": start})
+    job = json.loads((folder / "job.json").read_text())
+    one = run_job(job | {"folder": str(tmp_path / "one")}, lambda row: None)
+    assert [row["step"] for row in history(two)] == [row["step"] for row in history(one)]
+    for here, there in zip(history(two), history(one), strict=True):
+        assert (here["dataset"], here["tokens"]) == (there["dataset"], there["tokens"])
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-3)
+    assert backbone.facts(two) == backbone.facts(one)
+
+
+@pytest.mark.slow
+def test_a_second_machine_joins_every_training_until_the_run_has_finished(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_MAIN_HOST", "127.0.0.1")
+    sharded = TWO | {"parallel.num_machines": 2, "parallel.strategy": "fsdp2", "pair.steps": 10}
+    run = Run.open("02_pair", "smoke", sharded, run="r")
+    second = multiprocessing.get_context("fork").Process(
+        target=follow, args=(tmp_path / "r",), kwargs={"machine_rank": 1}
+    )
+    second.start()
+    try:
+        two = launch(run, "pair", {"start": start})
+        write_atomic(tmp_path / "r" / ANNOUNCEMENT, json.dumps({"finished": True, "exit_status": 0}))
+        second.join(30)
+        assert second.exitcode == 0
+    finally:
+        second.kill()
+    job = json.loads((two.parent / "job.json").read_text())
+    one = run_job(job | {"folder": str(tmp_path / "one")}, lambda row: None)
+    for here, there in zip(history(two), history(one), strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-3)
+    weights = [load_file(path / "model.safetensors") for path in (two, one)]
+    assert weights[0].keys() == weights[1].keys()
+    for key, value in weights[1].items():
+        torch.testing.assert_close(weights[0][key], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_second_machine_learns_that_the_run_failed(tmp_path):
+    (tmp_path / ANNOUNCEMENT).write_text('{"finished": true, "exit_status": 1}')
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        follow(tmp_path, machine_rank=1)
 
 
 def test_history_reads_the_metrics_beside_a_checkpoint(tmp_path):

@@ -19,7 +19,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-END_OF_TEXT = "<|endoftext|>"  # padding, and separator of documents and of chunks
+END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
 ENCODE_BATCH = 4_096

@@ -4,13 +4,20 @@ Several queries of a batch may ask about the same document. Every distinct docum
 and `document_N` says which one a query belongs to: sums run over distinct documents. That masks duplicates by
 construction (the paper's M^dup), and it keeps a copy of the gold chunk from being its own negative.
 
-Shape suffixes: N queries · M distinct documents · C chunks per document · D dimensions.
+Shape suffixes: N queries · M distinct documents · C chunks per document · D dimensions · T queries of a tile.
 """
 
 import torch
 from torch import Tensor
 
-from unmask.losses.contrastive import check_margin, check_temperature, cosine, info_nce
+from unmask.losses.contrastive import (
+    check_margin,
+    check_temperature,
+    cosine,
+    diagonal_mask,
+    info_nce,
+    mean_over_queries,
+)
 
 
 def sequence_loss(
@@ -50,8 +57,10 @@ def sequence_loss(
         >>> f"{loss:.4f}"  # log(1 + 1/e): the other chunk of the document
         '0.3133'
     """
-    scores_NMC = _chunk_scores(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature)
-    return _sequence(scores_NMC, document_N, gold_N, temperature)
+    sequence, _ = _chunk_losses(
+        q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature, queries=None
+    )
+    return sequence
 
 
 def batch_loss(
@@ -79,8 +88,8 @@ def batch_loss(
         >>> f"{loss:.4f}"  # log(1 + 3/e): the three other chunks of the batch
         '0.7437'
     """
-    scores_NMC = _chunk_scores(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature)
-    return _batch(scores_NMC, document_N, gold_N, temperature)
+    _, batch = _chunk_losses(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature, queries=None)
+    return batch
 
 
 def local_loss(
@@ -92,11 +101,13 @@ def local_loss(
     alpha: float = 0.2,
     temperature: float = 0.02,
     chunk_mask_MC: Tensor | None = None,
+    queries: slice | None = None,
 ) -> Tensor:
     """The chunk-level half of the contextual objective: L_local = α L_seq + (1−α) L_batch.
 
-    Arguments, result and errors are those of `sequence_loss`; `alpha` lies in [0, 1]. The similarities are
-    computed once for both terms.
+    Arguments, result and errors are those of `sequence_loss`; `alpha` lies in [0, 1], and `queries` selects
+    whose terms are summed, still divided by N, as in `pair_loss`. The similarities are computed once for both
+    terms.
 
     Source: pplx-embed, section 2.4 (α = 0.2).
 
@@ -108,13 +119,18 @@ def local_loss(
         '0.6576'
     """
     _check_weight("alpha", alpha)
-    scores_NMC = _chunk_scores(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature)
-    sequence = _sequence(scores_NMC, document_N, gold_N, temperature)
-    return alpha * sequence + (1 - alpha) * _batch(scores_NMC, document_N, gold_N, temperature)
+    sequence, batch = _chunk_losses(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature, queries)
+    return alpha * sequence + (1 - alpha) * batch
 
 
 def global_loss(
-    q_ND: Tensor, documents_MD: Tensor, document_N: Tensor, *, temperature: float = 0.02, margin: float = 0.1
+    q_ND: Tensor,
+    documents_MD: Tensor,
+    document_N: Tensor,
+    *,
+    temperature: float = 0.02,
+    margin: float = 0.1,
+    queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against its document, the other distinct documents and the other queries.
 
@@ -133,6 +149,7 @@ def global_loss(
         document_N: index of each query's document, in 0..M−1.
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; math.inf masks nothing.
+        queries: the terms of these queries only, still divided by N, as in `pair_loss`. Default: all.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -151,17 +168,22 @@ def global_loss(
     _check_documents(q_ND, documents_MD, document_N, "documents_MD", dimensions=2)
     check_temperature(temperature)
     check_margin(margin)
-    qd_NM, qq_NN = cosine(q_ND, documents_MD), cosine(q_ND, q_ND)
-    own_NM = document_N[:, None] == torch.arange(len(documents_MD), device=document_N.device)
-    self_NN = torch.eye(len(q_ND), dtype=torch.bool, device=q_ND.device)
-    positive_N = qd_NM.gather(1, document_N[:, None]).squeeze(1)
-    limit_N1 = positive_N.detach()[:, None] + margin
-    return info_nce(
-        positive_N,
-        qd_NM.masked_fill((qd_NM > limit_N1) & ~own_NM, -torch.inf),
-        qq_NN.masked_fill((qq_NN > limit_N1) | self_NN, -torch.inf),
-        temperature=temperature,
-    )
+    index_M = torch.arange(len(documents_MD), device=document_N.device)
+
+    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+        qd_TM, qq_TN = cosine(q_TD, documents_MD), cosine(q_TD, q_ND)
+        own_TM = document_N[rows, None] == index_M
+        self_TN = diagonal_mask(rows, len(q_ND), q_ND.device)
+        positive_T = qd_TM.gather(1, document_N[rows, None]).squeeze(1)
+        limit_T1 = positive_T.detach()[:, None] + margin
+        return info_nce(
+            positive_T,
+            qd_TM.masked_fill((qd_TM > limit_T1) & ~own_TM, -torch.inf),
+            qq_TN.masked_fill((qq_TN > limit_T1) | self_TN, -torch.inf),
+            temperature=temperature,
+        ).sum()
+
+    return mean_over_queries(nats_of, q_ND, queries, candidates=len(documents_MD) + len(q_ND))
 
 
 def contextual_loss(
@@ -176,6 +198,7 @@ def contextual_loss(
     temperature: float = 0.02,
     margin: float = 0.1,
     chunk_mask_MC: Tensor | None = None,
+    queries: slice | None = None,
 ) -> Tensor:
     """The objective of contextual training: L_context = β L_global + (1−β) L_local.
 
@@ -185,6 +208,7 @@ def contextual_loss(
         document_N, gold_N: index of each query's document, and of its gold chunk within that document.
         beta: weight of the document-level term, in [0, 1]; the paper raises it from 0.2 to 0.5.
         alpha, temperature, margin, chunk_mask_MC: as in `local_loss` and `global_loss`.
+        queries: the terms of these queries only, still divided by N, as in `pair_loss`. Default: all.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -211,53 +235,65 @@ def contextual_loss(
         alpha=alpha,
         temperature=temperature,
         chunk_mask_MC=chunk_mask_MC,
+        queries=queries,
     )
     if len(documents_MD) != len(chunks_MCD):
         raise ValueError(
             f"contextual_loss needs one document embedding per document; got {len(documents_MD)} for "
             f"{len(chunks_MCD)} documents of chunks."
         )
-    document = global_loss(q_ND, documents_MD, document_N, temperature=temperature, margin=margin)
+    document = global_loss(
+        q_ND, documents_MD, document_N, temperature=temperature, margin=margin, queries=queries
+    )
     return beta * document + (1 - beta) * local
 
 
-def _chunk_scores(
+def _chunk_losses(
     q_ND: Tensor,
     chunks_MCD: Tensor,
     document_N: Tensor,
     gold_N: Tensor,
     chunk_mask_MC: Tensor | None,
     temperature: float,
-) -> Tensor:
-    """Cosine of every query with every chunk (N, M, C), −inf at padding, after checking the arguments."""
-    _check_documents(q_ND, chunks_MCD, document_N, "chunks_MCD", dimensions=3)
+    queries: slice | None,
+) -> tuple[Tensor, Tensor]:
+    """L_seq and L_batch, from the same similarities."""
+    _check_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
     check_temperature(temperature)
+
+    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+        scores_TMC = cosine(q_TD, chunks_MCD.flatten(0, 1)).unflatten(1, chunks_MCD.shape[:2])
+        if chunk_mask_MC is not None:
+            scores_TMC = scores_TMC.masked_fill(~chunk_mask_MC.bool(), -torch.inf)
+        own_TC = scores_TMC[torch.arange(len(scores_TMC), device=scores_TMC.device), document_N[rows]]
+        gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
+        sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
+        batch_T = info_nce(gold_T, scores_TMC.flatten(1), temperature=temperature)
+        return torch.stack([sequence_T.sum(), batch_T.sum()])
+
+    candidates = chunks_MCD.shape[0] * chunks_MCD.shape[1]
+    sequence, batch = mean_over_queries(nats_of, q_ND, queries, candidates=candidates)
+    return sequence, batch
+
+
+def _check_chunks(
+    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None
+) -> None:
+    _check_documents(q_ND, chunks_MCD, document_N, "chunks_MCD", dimensions=3)
     shape_MC = chunks_MCD.shape[:2]
     _check_index("gold_N", gold_N, len(q_ND), shape_MC[1], "chunks")
-    scores_NMC = cosine(q_ND, chunks_MCD.flatten(0, 1)).unflatten(1, shape_MC)
     if chunk_mask_MC is None:
-        return scores_NMC
+        return
     if chunk_mask_MC.shape != shape_MC:
         raise ValueError(
             f"chunk_mask_MC must be {tuple(shape_MC)}, like the chunks; got {tuple(chunk_mask_MC.shape)}."
         )
-    real_MC = chunk_mask_MC.bool()
-    if not real_MC[document_N, gold_N].all():
-        query = int((~real_MC[document_N, gold_N]).nonzero()[0])
+    real_N = chunk_mask_MC.bool()[document_N, gold_N]
+    if not real_N.all():
         raise ValueError(
-            f"The gold chunk of query {query} is masked out as padding; check gold_N and chunk_mask_MC."
+            f"The gold chunk of query {int((~real_N).nonzero()[0])} is masked out as padding; "
+            "check gold_N and chunk_mask_MC."
         )
-    return scores_NMC.masked_fill(~real_MC, -torch.inf)
-
-
-def _sequence(scores_NMC: Tensor, document_N: Tensor, gold_N: Tensor, temperature: float) -> Tensor:
-    own_NC = scores_NMC[torch.arange(len(scores_NMC), device=scores_NMC.device), document_N]
-    return info_nce(own_NC.gather(1, gold_N[:, None]).squeeze(1), own_NC, temperature=temperature)
-
-
-def _batch(scores_NMC: Tensor, document_N: Tensor, gold_N: Tensor, temperature: float) -> Tensor:
-    gold_NMC = scores_NMC[torch.arange(len(scores_NMC), device=scores_NMC.device), document_N, gold_N]
-    return info_nce(gold_NMC, scores_NMC.flatten(1), temperature=temperature)
 
 
 def _check_documents(q_ND: Tensor, x: Tensor, document_N: Tensor, name: str, *, dimensions: int) -> None:

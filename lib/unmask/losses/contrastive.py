@@ -1,13 +1,27 @@
-"""InfoNCE over pairs, and over triplets with hard negatives; and the two functions both are made of.
+"""InfoNCE over pairs, and over triplets with hard negatives; and the functions both are made of.
 
-Shape suffixes: N queries · D dimensions · K hard negatives per query.
+Shape suffixes: N queries · D dimensions · K hard negatives per query · T queries of a tile.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# So many similarities exist at a time, so that their memory does not grow with the square of the batch: 2^24
+# are 64 MiB in float32, enough for 2,896 pairs (with their query–query similarities) in one piece.
+TILE_SCORES = 2**24
 
 
-def pair_loss(q_ND: Tensor, d_ND: Tensor, *, temperature: float = 0.02, margin: float = 0.1) -> Tensor:
+def pair_loss(
+    q_ND: Tensor,
+    d_ND: Tensor,
+    *,
+    temperature: float = 0.02,
+    margin: float = 0.1,
+    queries: slice | None = None,
+) -> Tensor:
     """InfoNCE of each query against its document, the other documents and the other queries.
 
     With cosine similarity s, temperature τ and m_i(x) = 1 where s(q_i,x) ≤ s(q_i,d_i) + margin, otherwise 0:
@@ -23,12 +37,15 @@ def pair_loss(q_ND: Tensor, d_ND: Tensor, *, temperature: float = 0.02, margin: 
             floats).
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; 0 or more.
+        queries: the terms of these queries only, still divided by N: the parts of a partition add up to the
+            whole loss, which is how several processes share it. Default: all.
 
     Returns:
-        Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
+        Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings. Large batches are
+        computed in tiles of queries, which the backward pass computes again: memory grows with N, not N².
 
     Raises:
-        ValueError: the shapes differ, N < 2, or temperature or margin is out of range.
+        ValueError: the shapes differ, N < 2, or temperature, margin or queries is out of range.
 
     Source: pplx-embed, section 2.3. Without the margin it equals sentence-transformers' (Cached)
     MultipleNegativesRankingLoss with `directions=("query_to_doc", "query_to_query")` and `scale=1/τ`.
@@ -43,19 +60,28 @@ def pair_loss(q_ND: Tensor, d_ND: Tensor, *, temperature: float = 0.02, margin: 
         raise ValueError("pair_loss needs at least two pairs: a single query has no in-batch negative.")
     check_temperature(temperature)
     check_margin(margin)
-    qd_NN, qq_NN = cosine(q_ND, d_ND), cosine(q_ND, q_ND)
-    self_NN = torch.eye(len(q_ND), dtype=torch.bool, device=q_ND.device)
-    positive_N = qd_NN.diagonal()
-    limit_N1 = positive_N.detach()[:, None] + margin
-    return info_nce(
-        positive_N,
-        qd_NN.masked_fill((qd_NN > limit_N1) & ~self_NN, -torch.inf),
-        qq_NN.masked_fill((qq_NN > limit_N1) | self_NN, -torch.inf),
-        temperature=temperature,
-    )
+
+    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+        self_TN = diagonal_mask(rows, len(q_ND), q_ND.device)
+        qd_TN = cosine(q_TD, d_ND)
+        positive_T = qd_TN.diagonal(rows.start)
+        limit_T1 = positive_T.detach()[:, None] + margin
+        qd_TN = qd_TN.masked_fill((qd_TN > limit_T1) & ~self_TN, -torch.inf)
+        qq_TN = cosine(q_TD, q_ND)
+        qq_TN = qq_TN.masked_fill((qq_TN > limit_T1) | self_TN, -torch.inf)
+        return info_nce(positive_T, qd_TN, qq_TN, temperature=temperature).sum()
+
+    return mean_over_queries(nats_of, q_ND, queries, candidates=2 * len(q_ND))
 
 
-def triplet_loss(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, *, temperature: float = 0.03) -> Tensor:
+def triplet_loss(
+    q_ND: Tensor,
+    d_ND: Tensor,
+    hard_NKD: Tensor,
+    *,
+    temperature: float = 0.03,
+    queries: slice | None = None,
+) -> Tensor:
     """InfoNCE of each query against every document of the batch and the mined hard negatives of every query.
 
         L = −(1/N) Σ_i log e^{s(q_i,d_i)/τ} / [ Σ_j e^{s(q_i,d_j)/τ} + Σ_j Σ_k e^{s(q_i,h_jk)/τ} ]
@@ -66,12 +92,14 @@ def triplet_loss(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, *, temperature: f
         q_ND, d_ND: embeddings of N aligned pairs, of any scale.
         hard_NKD: embeddings of the K hard negatives of each query.
         temperature: τ, above 0.
+        queries: the terms of these queries only, still divided by N, as in `pair_loss`. Default: all.
 
     Returns:
-        Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
+        Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings. Large batches are
+        computed in tiles of queries, as in `pair_loss`.
 
     Raises:
-        ValueError: the shapes do not fit together, or temperature is out of range.
+        ValueError: the shapes do not fit together, or temperature or queries is out of range.
 
     Source: pplx-embed, section 2.5. Equals sentence-transformers' MultipleNegativesRankingLoss on the columns
     (query, document, negative_1, …, negative_K) with `scale=1/τ`.
@@ -88,8 +116,52 @@ def triplet_loss(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, *, temperature: f
             f"Hard negatives of queries {tuple(q_ND.shape)} must be (N, K, D); got {tuple(hard_NKD.shape)}."
         )
     check_temperature(temperature)
-    qd_NN = cosine(q_ND, d_ND)
-    return info_nce(qd_NN.diagonal(), qd_NN, cosine(q_ND, hard_NKD.flatten(0, 1)), temperature=temperature)
+    hard_RD = hard_NKD.flatten(0, 1)
+
+    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+        qd_TN = cosine(q_TD, d_ND)
+        hard_TR = cosine(q_TD, hard_RD)
+        return info_nce(qd_TN.diagonal(rows.start), qd_TN, hard_TR, temperature=temperature).sum()
+
+    return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_RD))
+
+
+def mean_over_queries(
+    sum_of: Callable[[slice, Tensor], Tensor], q_ND: Tensor, queries: slice | None, *, candidates: int
+) -> Tensor:
+    """(1/N) Σ over `queries` of their loss terms, tile by tile.
+
+    Args:
+        sum_of: the sum of the terms of a tile (of any shape), given as a slice of the N queries and their
+            embeddings.
+        q_ND: all query embeddings.
+        queries: which of them to sum over; None: all.
+        candidates: how many similarities a query has. When the queries together have more than TILE_SCORES,
+            they are taken in tiles, and the backward pass recomputes each tile instead of keeping it.
+
+    Raises:
+        ValueError: the slice has a step.
+    """
+    n = len(q_ND)
+    start, stop, step = (queries or slice(None)).indices(n)
+    if step != 1:
+        raise ValueError(f"queries must be a slice without a step; got {queries}.")
+    size = max(1, TILE_SCORES // max(1, candidates))
+    if stop - start <= size:
+        # All queries in one tile are taken as they are: a view would add up their gradients in another order.
+        tile = slice(start, max(start, stop))
+        return sum_of(tile, q_ND if stop - start == n else q_ND[tile]) / n
+    tiles = [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
+    sums = [
+        checkpoint(sum_of, tile, q_ND[tile], use_reentrant=False, preserve_rng_state=False) for tile in tiles
+    ]
+    return torch.stack(sums).sum(dim=0) / n
+
+
+def diagonal_mask(rows: slice, n: int, device: torch.device) -> Tensor:
+    """Rows of the identity matrix as booleans (T, N): where a query meets itself or its own document."""
+    index_N = torch.arange(n, device=device)
+    return index_N[rows, None] == index_N
 
 
 def cosine(a_XD: Tensor, b_YD: Tensor) -> Tensor:
@@ -103,7 +175,7 @@ def cosine(a_XD: Tensor, b_YD: Tensor) -> Tensor:
 
 
 def info_nce(positive_N: Tensor, *candidates: Tensor, temperature: float) -> Tensor:
-    """Mean over queries of −log(e^{positive/τ} / Σ e^{candidate/τ}).
+    """−log(e^{positive/τ} / Σ e^{candidate/τ}) of each query.
 
     Args:
         positive_N: similarity of each query to its positive.
@@ -114,7 +186,7 @@ def info_nce(positive_N: Tensor, *candidates: Tensor, temperature: float) -> Ten
     log_denominator_N = log_sums[0]
     for log_sum_N in log_sums[1:]:
         log_denominator_N = torch.logaddexp(log_denominator_N, log_sum_N)
-    return (log_denominator_N - positive_N / temperature).mean()
+    return log_denominator_N - positive_N / temperature
 
 
 def check_temperature(temperature: float) -> None:

@@ -6,6 +6,7 @@ Shape suffixes: B sequences · L tokens · D dimensions · V vocabulary · R row
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
 # Logits exist for this many rows at a time, so that their memory does not grow with the batch: 2^26 logits
@@ -146,6 +147,8 @@ def _cross_entropy(hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor
     rows_RD, targets_R = hidden_BLD[:, :-1][paid_BL], tokens_BL[:, 1:][paid_BL]
     unembedding_VD = unembedding_VD.to(rows_RD.dtype)
     size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
+    if rows_RD.is_cuda:
+        return _fused_cross_entropy(rows_RD, unembedding_VD, targets_R, size)
     if len(rows_RD) <= size:
         return _chunk_cross_entropy(rows_RD, unembedding_VD, targets_R)
     chunks = [
@@ -163,3 +166,19 @@ def _chunk_cross_entropy(rows_RD: Tensor, unembedding_VD: Tensor, targets_R: Ten
     logits_RV = F.linear(rows_RD, unembedding_VD)
     logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
     return F.cross_entropy(logits_RV, targets_R, reduction="none")
+
+
+def _fused_cross_entropy(rows_RD: Tensor, unembedding_VD: Tensor, targets_R: Tensor, size: int) -> Tensor:
+    """torch's fused operation, which keeps and reuses one buffer of logits; slow on a CPU.
+
+    Its own choice of chunk is a few rows only, hence the size. It knows nothing of autocast, hence the cast.
+    In half precision it rounds each row's loss, not its logits, to that precision.
+    """
+    device = rows_RD.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
+    options = LinearCrossEntropyOptions(batch_chunk_size=size)
+    with torch.autocast(device, enabled=False):
+        nats_R = F.linear_cross_entropy(rows_RD, unembedding_VD, targets_R, reduction="none", options=options)
+    return nats_R.to(torch.promote_types(nats_R.dtype, torch.float32))

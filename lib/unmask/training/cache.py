@@ -4,28 +4,21 @@ Contrastive Learning Batch Size under Memory Limited Setup").
 The gradient of a contrastive loss factors through the embeddings. So: embed all micro-batches without a
 graph, take the loss and its gradient on the embeddings, then embed each micro-batch again with a graph and
 push its part of that gradient through. The result is the gradient of the whole batch, not an approximation.
+
+With several processes each embeds its share of the micro-batches, all see all embeddings, and each computes
+the loss terms of its share of the queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unmask.encoding import TokenSequence, encode_rows, micro_batches, row_offsets, rows_of
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a stage needs of the loop: where tensors go, the precision of a forward pass, how a loss is
-    backpropagated."""
-
-    device: torch.device | str = "cpu"
-    autocast: Callable[[], AbstractContextManager] = nullcontext
-    backward: Callable[[Tensor], None] = Tensor.backward  # accelerate's in training
+from unmask.training.processes import ALONE, Processes
 
 
 def cached_backward(
@@ -35,60 +28,84 @@ def cached_backward(
     *,
     token_budget: int,
     pooling: str = "mean",
-    context: Context = Context(),
+    processes: Processes = ALONE,
+    last: bool = True,
 ) -> Tensor:
-    """Adds the gradient of `loss_of_rows(rows_RD)` to the model's parameters and returns the detached loss.
+    """Adds the gradient of the loss to the model's parameters and returns the detached loss.
 
     Args:
-        sequences: everything the loss looks at; rows come in this order, a document's chunks one after the
-            other.
-        loss_of_rows: scalar loss of all rows; quantisation belongs here.
-        token_budget: padded tokens per micro-batch. If everything fits into one, plain backpropagation is
-            used.
+        sequences: everything the loss looks at, the same on every process; rows come in this order, a
+            document's chunks one after the other.
+        loss_of_rows: scalar loss of all rows (R, D), of which each process gives its part, so that the parts
+            add up; quantisation belongs here.
+        token_budget: tokens per micro-batch, padding included.
+        last: False if more gradients of the same step follow; the processes' gradients are reduced by the
+            last call.
 
-    Random numbers drawn by the model (dropout) are replayed, so cached and uncached gradients agree.
+    The last micro-batch keeps its graph and is embedded once; if everything fits into one, this is plain
+    backpropagation. Random numbers drawn by the model (dropout) are replayed, so cached and uncached
+    gradients agree.
     """
-    device = context.device
-    groups = micro_batches([len(s) for s in sequences], token_budget)
-    offsets = row_offsets(sequences)
+    groups = micro_batches([len(s) for s in sequences], token_budget, multiple_of=processes.count)
+    own, offsets = processes.share(groups), row_offsets(sequences)
 
-    def embed(group) -> Tensor:
-        with context.autocast():
-            return encode_rows(model, [sequences[i] for i in group], pooling=pooling, device=device)
+    def embed(group: np.ndarray) -> Tensor:
+        # A process without a sequence embeds one all the same, since the others wait for it in FSDP2.
+        with processes.autocast():
+            rows_RD = encode_rows(
+                model, [sequences[i] for i in (group if len(group) else [0])],
+                pooling=pooling, device=processes.device,
+            )  # fmt: skip
+        return rows_RD if len(group) else rows_RD[:0]
 
-    if len(groups) == 1:
-        order = torch.from_numpy(rows_of(offsets, groups[0]).argsort()).to(device)
-        loss = loss_of_rows(embed(groups[0])[order])
-        context.backward(loss)
-        return loss.detach()
+    def push(part_RD: Tensor, group: np.ndarray) -> None:
+        index = torch.from_numpy(rows_of(offsets, group)).to(processes.device)
+        processes.backward(part_RD, gradient_RD[index])
 
-    rows_RD: Tensor | None = None
-    random_states = []
+    parts, random_states = [], []
     with torch.no_grad():
-        for group in groups:
-            random_states.append(_random_state(device))
-            part = embed(group)
-            if rows_RD is None:
-                rows_RD = part.new_empty(int(offsets[-1]), part.shape[1])
-            rows_RD[torch.from_numpy(rows_of(offsets, group)).to(device)] = part
-    rows_RD.requires_grad_()
-    loss = loss_of_rows(rows_RD)
-    (gradient_RD,) = torch.autograd.grad(loss, rows_RD)
-    after = _random_state(device)
-    for group, state in zip(groups, random_states, strict=True):
-        _set_random_state(state, device)
-        index = torch.from_numpy(rows_of(offsets, group)).to(device)
-        context.backward((embed(group) * gradient_RD[index]).sum())
-    _set_random_state(after, device)
-    return loss.detach()
+        for group in own[:-1]:
+            random_states.append(_random_state(processes.device))
+            parts.append(embed(group))
+    with processes.accumulating(model, last=last and len(own) == 1):
+        kept_RD = embed(own[-1])
+        rows_RD = _collect([*parts, kept_RD.detach()], groups, offsets, processes).requires_grad_()
+        loss = loss_of_rows(rows_RD)
+        (gradient_RD,) = torch.autograd.grad(loss, rows_RD)
+        gradient_RD = processes.sum(gradient_RD)
+        push(kept_RD, own[-1])
+    del kept_RD
+    after = _random_state(processes.device)
+    for number, (group, state) in enumerate(zip(own[:-1], random_states, strict=True), 2):
+        _set_random_state(state, processes.device)
+        with processes.accumulating(model, last=last and number == len(own)):
+            push(embed(group), group)
+    _set_random_state(after, processes.device)
+    return processes.sum(loss.detach())
 
 
-def _random_state(device: torch.device | str) -> tuple[Tensor, Tensor | None]:
-    on_gpu = torch.device(device).type == "cuda"
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+def _collect(
+    parts: Sequence[Tensor], groups: Sequence[np.ndarray], offsets: np.ndarray, processes: Processes
+) -> Tensor:
+    """The rows of all processes, in the order of the sequences."""
+    own_RD = torch.cat(parts)
+    shares = [
+        np.concatenate([rows_of(offsets, group) for group in groups[rank :: processes.count]])
+        for rank in range(processes.count)
+    ]
+    size = max(map(len, shares))
+    own_RD = torch.nn.functional.pad(own_RD, (0, 0, 0, size - len(own_RD)))
+    position_R = np.empty(offsets[-1], np.int64)
+    for rank, share in enumerate(shares):
+        position_R[share] = rank * size + np.arange(len(share))
+    return processes.gather(own_RD)[torch.from_numpy(position_R).to(own_RD.device)]
 
 
-def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device | str) -> None:
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

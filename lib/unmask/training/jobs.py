@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from unmask.config import Preset, TrainConfig, fingerprint, preset_from
 from unmask.data.documents import TokenDocument
 from unmask.data.pairs import curriculum
 from unmask.data.sources import Corpus, open_corpus
-from unmask.data.tokens import pack, tokenize
+from unmask.data.tokens import END_OF_TEXT, pack, tokenize
 from unmask.training.engine import finish, train
+from unmask.training.processes import Processes, full_weights
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, TokenPairs, Triplet
 
 # What a checkpoint depends on: a change anywhere else does not train again.
@@ -28,7 +30,8 @@ _CODE = ("losses", "data", "training", "backbone.py", "encoding.py", "pooling.py
 
 
 def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) -> Path:
-    """Trains what `job` says and returns the checkpoint directory.
+    """Trains what `job` says, together with the processes that run the same job, and returns the checkpoint
+    directory.
 
     Args:
         job: "values" (the preset), "stage", "folder", "fingerprint"; and as the stage needs, "start"
@@ -37,8 +40,9 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
     """
     preset, config = stage_config(job)
     folder = Path(job["folder"])
-    corpus = open_corpus(preset.data)
     stage = job["stage"]
+    processes = Processes.start(config.precision, preset.parallel.strategy)
+    corpus = open_corpus(preset.data)
     tokenizer = backbone.load_tokenizer(job.get("start") or job["tokenizer"])
     if stage in ("ar", "diffusion"):
         model = (
@@ -57,12 +61,20 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
     else:
         model = backbone.load(job["start"])
         objective = _contrastive(stage, config, job, corpus, tokenizer)
-    train(objective, model, config, folder, fingerprint=job["fingerprint"], report=report)
-    pooling = getattr(config, "pooling", "mean")
-    path = backbone.save(
-        model, tokenizer, folder / "model", stage=stage, pooling=pooling, fingerprint=job["fingerprint"]
-    )
-    finish(folder)
+    train(
+        objective, model, config, folder,
+        fingerprint=job["fingerprint"], report=report, processes=processes,
+    )  # fmt: skip
+    path = folder / "model"
+    weights = full_weights(model)
+    if processes.main:
+        backbone.save(
+            model, tokenizer, path,
+            weights=weights, stage=stage, pooling=getattr(config, "pooling", "mean"),
+            fingerprint=job["fingerprint"],
+        )  # fmt: skip
+        finish(folder)
+    processes.wait()
     return path
 
 
@@ -125,7 +137,7 @@ def pretraining_blocks(
         raise ValueError(
             f"the corpus gives {len(blocks_NL)} blocks of {length} tokens: add text or shorten the blocks"
         )
-    temporary = file.with_suffix(".tmp.npy")
+    temporary = file.with_suffix(f".{os.getpid()}.npy")  # several processes may be at it
     np.save(temporary, blocks_NL)
     temporary.replace(file)
     return blocks_NL
@@ -154,7 +166,7 @@ def _contrastive(
         if config.single:
             pairs = by_dataset(corpus.pairs("train").shuffle(seed=config.seed))
             data |= {name: single_chunks(rows, tokenizer, config) for name, rows in pairs.items()}
-        return Contextual(data, config, tokenizer.convert_tokens_to_ids(backbone.SEPARATOR))
+        return Contextual(data, config, tokenizer.convert_tokens_to_ids(END_OF_TEXT))
     if stage == "triplet":
         mined = Dataset.from_parquet(job["negatives"], cache_dir=str(Path(job["folder"]) / "cache"))
         return Triplet(

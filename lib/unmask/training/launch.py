@@ -2,8 +2,11 @@
 
     launch(run, "pair", job) in the notebook  →  python -m unmask.training.launch job.json  →  engine.train
 
-The child prints one JSON line per step, from which the notebook draws its progress bar; everything else goes
-to a log file.
+With several processes torchrun stands in between. The main process prints one JSON line per step, from which
+the notebook draws its progress bar; everything else goes to log files.
+
+With several machines, which share one file system, `launch` announces each training in a file, and `follow`
+starts the other machines' part of it.
 """
 
 from __future__ import annotations
@@ -12,30 +15,46 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from tqdm import tqdm
 
 from unmask.backbone import facts
-from unmask.config import resolved
+from unmask.config import ParallelConfig, preset_from, resolved
+from unmask.training.engine import Preempted
 from unmask.training.jobs import job_fingerprint, run_job
-from unmask.workspace import Run, write_atomic
+from unmask.workspace import Run, artifacts_root, write_atomic
 
 # glibc returns large blocks to the system at each free and faults them in again at the next step; keeping
 # them makes a step on the CPU about a fifth faster.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(2**28)}
+ANNOUNCEMENT = ".trainings.json"  # in the run's artifacts, for the other machines
+
+
+class TrainingStopped(RuntimeError):
+    """The training was told to stop, and saved itself before it did."""
+
+
+def grace_seconds() -> float:
+    """How long a training that was told to stop may take to write its checkpoint."""
+    return float(os.environ.get("UNMASK_GRACE_SECONDS", "120"))
 
 
 def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: str = "") -> Path:
-    """Trains in a child process and returns the directory of the finished checkpoint.
+    """Trains in child processes and returns the directory of the finished checkpoint.
 
     A training that already finished with the same configuration, data, code and starting point is not run
-    again.
+    again. SIGTERM and an interrupted cell are passed on to the training, which saves itself.
 
     Args:
         stage: section of the preset to train: "ar", "diffusion", "pair", "contextual" or "triplet".
@@ -43,9 +62,11 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
             values, files.
         name: folder of the training under the notebook's artifacts; default: the stage.
     Raises:
-        RuntimeError: the child failed; the message carries its error and the path of its log.
+        RuntimeError: the training failed; the message carries its error and the path of its log.
+        TrainingStopped: it was told to stop; the next call goes on.
     """
-    folder = run.artifacts() / (name or stage)
+    name = name or stage
+    folder = run.artifacts() / name
     folder.mkdir(parents=True, exist_ok=True)
     specification = {
         "preset": run.config.name,
@@ -57,32 +78,56 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
     specification["fingerprint"] = job_fingerprint(specification)
     model = folder / "model"
     if facts(model).get("fingerprint") == specification["fingerprint"]:
-        print(f"{run.stage}/{name or stage}: already trained")
+        print(f"{run.stage}/{name}: already trained")
         return model
     path = write_atomic(folder / "job.json", json.dumps(specification, indent=1))
     log_path = folder / "train.log"
-    with log_path.open("w", encoding="utf8") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "unmask.training.launch", str(path)],
-            stdout=subprocess.PIPE, stderr=log, text=True, env=KEEP_MEMORY | os.environ,
-            preexec_fn=partial(_die_with_parent, os.getpid()),
-        )  # fmt: skip
-        try:
-            _watch(child, f"{run.stage}/{name or stage}")
-        finally:
-            if child.poll() is None:
-                child.terminate()
-                try:
-                    child.wait(10)
-                except subprocess.TimeoutExpired:
-                    child.kill()
+    with log_path.open("w", encoding="utf8") as log, _announced(run, path) as meeting_point:
+        child = _start(path, run.config.parallel, 0, meeting_point, stdout=subprocess.PIPE, stderr=log)
+        with _ended_together(child) as told_to_stop:
+            outcome = _watch(child, f"{run.stage}/{name}")
             child.wait()
+    if "stopped" in outcome or (told_to_stop and child.returncode):
+        kept = f"after {outcome['stopped']} steps" if "stopped" in outcome else "before its first step"
+        raise TrainingStopped(f"training {name} was told to stop {kept}; what it did is kept, run it again")
     if child.returncode:
-        last = [line for line in log_path.read_text(encoding="utf8").splitlines() if line.strip()]
         raise RuntimeError(
-            f"training {name or stage} failed: {last[-1] if last else child.returncode}\n(log: {log_path})"
+            f"training {name} failed: {outcome.get('error') or _last_line(log_path)}\n(log: {log_path})"
         )
     return model
+
+
+def follow(artifacts: Path, *, machine_rank: int) -> None:
+    """What a machine that does not run the notebooks does: its part of every training that is announced.
+
+    Args:
+        artifacts: folder of the run, shared by all machines.
+    Returns: when the run has finished.
+    Raises: RuntimeError if the run failed.
+    """
+    path, seen = artifacts / ANNOUNCEMENT, None
+    while True:
+        announced = _read(path)
+        if announced.get("finished"):
+            if announced["exit_status"]:
+                raise RuntimeError(f"the main machine's run ended with status {announced['exit_status']}")
+            return
+        training = announced.get("training")
+        if training and training != seen:
+            seen = training
+            job = Path(training["job"])
+            parallel = preset_from(json.loads(job.read_text(encoding="utf8"))["values"]).parallel
+            with (job.parent / f"train.{machine_rank}.log").open("w", encoding="utf8") as log:
+                child = _start(job, parallel, machine_rank, training, stdout=log, stderr=log)
+                with _ended_together(child):
+                    # Until it has ended, or the main machine has given it up.
+                    while child.poll() is None and _read(path).get("training") == training:
+                        time.sleep(0.5)
+        time.sleep(0.5)
+
+
+def _read(announcement: Path) -> dict[str, Any]:
+    return json.loads(announcement.read_text(encoding="utf8")) if announcement.is_file() else {}
 
 
 def history(checkpoint: Path) -> list[dict[str, Any]]:
@@ -91,11 +136,91 @@ def history(checkpoint: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _watch(child: subprocess.Popen, title: str) -> None:
-    bar, seen, spent = None, 0, 0.0
+def _start(
+    job: Path, parallel: ParallelConfig, machine_rank: int, meeting_point: Mapping[str, Any] | None, **streams
+) -> subprocess.Popen:
+    """Starts a training's processes on this machine."""
+    per_machine = parallel.num_processes // parallel.num_machines
+    command = [sys.executable, "-m"]
+    threads = {}
+    if parallel.num_processes > 1 or parallel.strategy == "fsdp2":
+        # torchrun leaves its workers this long to save themselves.
+        command += ["torch.distributed.run", f"--shutdown-timeout={grace_seconds():.0f}"]
+        command += [f"--nproc-per-node={per_machine}"]
+        if meeting_point:
+            command += [f"--nnodes={parallel.num_machines}", f"--node-rank={machine_rank}"]
+            command += [f"--master-addr={meeting_point['host']}", f"--master-port={meeting_point['port']}"]
+        else:
+            command += ["--standalone"]
+        command += ["-m"]
+        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // per_machine))}
+    return subprocess.Popen(
+        [*command, "unmask.training.launch", str(job)],
+        text=True, env=KEEP_MEMORY | threads | os.environ | {"UNMASK_LAUNCHER": str(os.getpid())},
+        preexec_fn=partial(_die_with, os.getpid()),
+        **streams,
+    )  # fmt: skip
+
+
+@contextmanager
+def _announced(run: Run, job: Path) -> Iterator[dict[str, Any] | None]:
+    """Tells the other machines where to meet for a training; None if there are none."""
+    if run.config.parallel.num_machines == 1:
+        yield None
+        return
+    host = os.environ.get("UNMASK_MAIN_HOST") or socket.gethostname()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    training = {"job": str(job), "host": host, "port": port, "started": time.time()}
+    path = artifacts_root() / run.name / ANNOUNCEMENT
+    write_atomic(path, json.dumps({"training": training}))
+    try:
+        yield training
+    finally:
+        write_atomic(path, "{}")
+
+
+@contextmanager
+def _ended_together(child: subprocess.Popen) -> Iterator[list[int]]:
+    """Passes SIGTERM on to the child, and leaves none behind.
+
+    Yields: the signals that came.
+    """
+    received: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        received.append(number)
+        child.terminate()
+
+    in_main = threading.current_thread() is threading.main_thread()  # which alone may handle signals
+    before = signal.signal(signal.SIGTERM, handler) if in_main else None
+    try:
+        yield received
+    finally:
+        try:
+            if child.poll() is None:
+                child.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(grace_seconds())
+        finally:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+            if in_main:
+                signal.signal(signal.SIGTERM, before)
+
+
+def _watch(child: subprocess.Popen, title: str) -> dict[str, Any]:
+    """Draws the progress bar; returns the training's last words: "error" or "stopped", if any."""
+    bar, seen, spent, outcome = None, 0, 0.0, {}
     for line in child.stdout:
         row = json.loads(line)
-        if "total" in row:
+        if "error" in row or "stopped" in row:
+            outcome = outcome or row
+            if "error" in row:
+                child.kill()  # the other processes would wait for the one that failed
+        elif "total" in row:
             bar = tqdm(
                 total=row["total"],
                 initial=row["done"],
@@ -104,27 +229,57 @@ def _watch(child: subprocess.Popen, title: str) -> None:
                 mininterval=1,
                 file=sys.stdout,
             )
-            continue
-        seen, spent = seen + row["tokens"], spent + row["seconds"]
-        bar.set_postfix_str(f"loss {row['loss']:.3f}, {seen / spent:,.0f} tok/s", refresh=False)
-        bar.update()
+        else:
+            seen, spent = seen + row["tokens"], spent + row["seconds"]
+            bar.set_postfix_str(f"loss {row['loss']:.3f}, {seen / spent:,.0f} tok/s", refresh=False)
+            bar.update()
     if bar is not None:
         bar.close()
+    return outcome
 
 
-def _die_with_parent(parent: int) -> None:
-    """Runs in the child before exec: Linux kills it when its parent dies, however that happens."""
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf8").splitlines() if line.strip()]
+    return lines[-1] if lines else "it left no message"
+
+
+def _die_with(parent: int) -> None:
+    """Runs in a child: Linux kills it when its parent dies, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
 
 
+def _die_with_torchrun() -> None:
+    """The same in a worker, whose parent is torchrun, whose parent is the launching process."""
+    parent = psutil.Process().parent()
+    if parent is None or str(parent.ppid()) != os.environ["UNMASK_LAUNCHER"]:
+        os._exit(1)
+    _die_with(parent.pid)
+
+
 def main(path: str) -> None:
-    """The child: reads the job, trains, saves; standard output carries the metrics and nothing else."""
+    """A training process: reads the job, trains, saves; standard output carries the metrics and nothing
+    else."""
     metrics, sys.stdout = sys.stdout, sys.stderr
     job = json.loads(Path(path).read_text(encoding="utf8"))
-    run_job(job, lambda row: print(json.dumps(row), file=metrics, flush=True))
+    if "RANK" in os.environ:  # torchrun starts its workers as sessions of their own
+        _die_with_torchrun()
+        log = Path(path).with_name(f"rank-{os.environ['RANK']}.log").open("w", encoding="utf8")
+        os.dup2(log.fileno(), 2)
+
+    def say(row: dict[str, Any]) -> None:
+        print(json.dumps(row), file=metrics, flush=True)
+
+    try:
+        run_job(job, say)
+    except Preempted as stop:
+        say({"stopped": stop.step})
+        raise
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        raise
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from unmask.config import ContextualConfig, DiffusionConfig, PairConfig, PretrainConfig, TripletConfig
@@ -27,22 +27,52 @@ from unmask.losses import (
     triplet_loss,
 )
 from unmask.quantize import int8
-from unmask.training.cache import Context, cached_backward
+from unmask.training.cache import cached_backward
+from unmask.training.processes import Processes
 from unmask.training.schedule import cosine_ramp
 
 
 class Stage(Protocol):
-    """One training objective. `batch(step)` must not depend on anything but the seed and the step."""
+    """One training objective. `batch` and `samples` must not depend on anything but the seed and the step."""
 
-    def batch(self, step: int) -> Any: ...
+    def batch(self, step: int) -> Any:
+        """The global batch of a step, the same on every process."""
+        ...
 
-    def backward(self, model: PreTrainedModel, batch: Any, step: int, context: Context) -> dict[str, float]:
-        """Adds the batch's gradient to the parameters; returns metrics, "loss" and "tokens" among them."""
+    def samples(self, step: int) -> dict[str, Any]:
+        """Which data set and rows a step reads, for the report of a failure."""
+        ...
+
+    def module(self, model: PreTrainedModel) -> nn.Module:
+        """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them."""
+        ...
+
+    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
+        """Adds this process's share of the batch's gradient to the parameters.
+
+        Returns: metrics of the global batch, "loss" (a tensor) and "tokens" among them.
+        """
         ...
 
 
-class NextToken:
-    """Autoregressive pretraining on packed blocks: the stand-in for a ready base model."""
+class LanguageModel(nn.Module):
+    """A language model that ends in its loss: logits exist inside of the loss, at the paid positions only."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens_BL: Tensor, attention_mask: Tensor | None, loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        hidden_BLD = self.model.base_model(
+            input_ids=tokens_BL, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        return loss(hidden_BLD, self.model.get_output_embeddings().weight)
+
+
+class _Pretraining:
+    """What next-token and diffusion pretraining share: packed blocks, a few of them at a time."""
 
     def __init__(self, blocks_NL: np.ndarray, config: PretrainConfig):
         self._blocks, self._config = blocks_NL, config
@@ -50,24 +80,55 @@ class NextToken:
             {"text": np.arange(len(blocks_NL))}, batch=config.batch, steps=config.steps, seed=config.seed
         )
 
+    def samples(self, step: int) -> dict[str, Any]:
+        return _named(self._plan(step))
+
+    def module(self, model: PreTrainedModel) -> nn.Module:
+        return LanguageModel(model)
+
+    def _accumulate(
+        self,
+        module: nn.Module,
+        order: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        processes: Processes,
+    ) -> Tensor:
+        """Sums the gradients of `forward(rows)` over micro-batches of the rows in `order`."""
+        rows = max(1, self._config.token_budget // self._blocks.shape[1])
+        # Every process runs as many passes as the others; one without rows left repeats some for nothing.
+        parts = list(order.tensor_split(_ceil(_ceil(len(order), rows), processes.count) * processes.count))
+        own = processes.share(parts)
+        total = torch.zeros((), device=processes.device)
+        for number, part in enumerate(own, 1):
+            with processes.accumulating(module, last=number == len(own)):
+                with processes.autocast():
+                    loss = forward(part) if len(part) else 0 * forward(order[:1])
+                processes.backward(loss)
+            total += loss.detach()
+        return processes.sum(total)
+
+
+class NextToken(_Pretraining):
+    """Autoregressive pretraining on packed blocks: the stand-in for a ready base model."""
+
     def batch(self, step: int) -> Tensor:
         return torch.from_numpy(self._blocks[self._plan(step)[1]].astype(np.int64))
 
     def backward(
-        self, model: PreTrainedModel, tokens_BL: Tensor, step: int, context: Context
-    ) -> dict[str, float]:
-        total = 0.0
-        rows = max(1, self._config.token_budget // tokens_BL.shape[1])
+        self, module: nn.Module, tokens_BL: Tensor, step: int, processes: Processes
+    ) -> dict[str, Any]:
         predictable = tokens_BL.shape[0] * (tokens_BL.shape[1] - 1)
-        for part in tokens_BL.to(context.device).split(rows):
-            with context.autocast():
-                hidden_BLD = model.base_model(input_ids=part, use_cache=False).last_hidden_state
-                loss = next_token_loss(
-                    hidden_BLD, model.get_output_embeddings().weight, part, normalizer=predictable
-                )
-            context.backward(loss)
-            total += loss.item()
-        return {"loss": total, "tokens": tokens_BL.numel()}
+
+        def forward(rows: Tensor) -> Tensor:
+            tokens = tokens_BL[rows].to(processes.device)
+            return module(
+                tokens,
+                None,
+                lambda hidden, head: next_token_loss(hidden, head, tokens, normalizer=predictable),
+            )
+
+        loss = self._accumulate(module, torch.arange(len(tokens_BL)), forward, processes)
+        return {"loss": loss, "tokens": tokens_BL.numel()}
 
 
 @dataclass(frozen=True)
@@ -81,14 +142,12 @@ class Noised:
     valid_BL: Tensor
 
 
-class Diffusion:
+class Diffusion(_Pretraining):
     """Masked-diffusion continued pretraining (pplx-embed, section 2.1)."""
 
     def __init__(self, blocks_NL: np.ndarray, config: DiffusionConfig, mask_token_id: int):
-        self._blocks, self._config, self._mask_token_id = blocks_NL, config, mask_token_id
-        self._plan = BatchPlan(
-            {"text": np.arange(len(blocks_NL))}, batch=config.batch, steps=config.steps, seed=config.seed
-        )
+        super().__init__(blocks_NL, config)
+        self._mask_token_id = mask_token_id
 
     def batch(self, step: int) -> Noised:
         return noise(
@@ -97,34 +156,27 @@ class Diffusion:
             np.random.default_rng([self._config.seed, 2, step]),
         )
 
-    def backward(
-        self, model: PreTrainedModel, batch: Noised, step: int, context: Context
-    ) -> dict[str, float]:
-        total = 0.0
-        length = batch.tokens_BL.shape[1]
-        rows = max(1, self._config.token_budget // length)
+    def backward(self, module: nn.Module, batch: Noised, step: int, processes: Processes) -> dict[str, Any]:
         predictable = int((batch.valid_BL.sum(1) - 1).sum())
-        # Cut sequences go last, so that all other micro-batches need no attention mask.
-        order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
-        for part in order.split(rows):
+
+        def forward(rows: Tensor) -> Tensor:
+            whole = bool(batch.valid_BL[rows].all())
             tokens, masked, t, valid = (
-                x[part].to(context.device)
+                x[rows].to(processes.device, non_blocking=True)
                 for x in (batch.tokens_BL, batch.masked_BL, batch.t_B, batch.valid_BL)
             )
-            whole = bool(valid.all())
-            with context.autocast():
-                hidden_BLD = model.base_model(
-                    input_ids=tokens.masked_fill(masked, self._mask_token_id),
-                    attention_mask=None if whole else valid.long(),
-                    use_cache=False,
-                ).last_hidden_state
-                loss = diffusion_loss(
-                    hidden_BLD, model.get_output_embeddings().weight, tokens, masked, t,
-                    None if whole else valid, normalizer=predictable,
-                )  # fmt: skip
-            context.backward(loss)
-            total += loss.item()
-        return {"loss": total, "tokens": int(batch.valid_BL.sum())}
+            return module(
+                tokens.masked_fill(masked, self._mask_token_id),
+                None if whole else valid.long(),
+                lambda hidden, head: diffusion_loss(
+                    hidden, head, tokens, masked, t, None if whole else valid, normalizer=predictable
+                ),
+            )
+
+        # Cut sequences go last, so that all other micro-batches need no attention mask.
+        order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
+        loss = self._accumulate(module, order, forward, processes)
+        return {"loss": loss, "tokens": int(batch.valid_BL.sum())}
 
 
 def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generator) -> Noised:
@@ -153,7 +205,19 @@ class TokenPairs:
     negatives: list[list[np.ndarray]] | None = None
 
 
-class Pair:
+class _Contrastive:
+    """What the contrastive stages share: single-dataset batches, a model that is run as it is."""
+
+    _plan: BatchPlan
+
+    def samples(self, step: int) -> dict[str, Any]:
+        return _named(self._plan(step))
+
+    def module(self, model: PreTrainedModel) -> nn.Module:
+        return model
+
+
+class Pair(_Contrastive):
     """Contrastive pair training with INT8 from the first step (pplx-embed, section 2.3)."""
 
     def __init__(
@@ -174,22 +238,25 @@ class Pair:
         queries = [TokenSequence(pairs.queries[i]) for i in rows]
         return name, queries + [TokenSequence(pairs.documents[i]) for i in rows]
 
-    def backward(self, model: PreTrainedModel, batch, step: int, context: Context) -> dict[str, Any]:
+    def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
         name, sequences = batch
         config, n = self._config, len(batch[1]) // 2
 
         def loss_of_rows(rows_RD: Tensor) -> Tensor:
             codes_RD = int8(rows_RD)
-            return pair_loss(codes_RD[:n], codes_RD[n:], temperature=config.temperature, margin=config.margin)
+            return pair_loss(
+                codes_RD[:n], codes_RD[n:], temperature=config.temperature, margin=config.margin,
+                queries=processes.slice(n),
+            )  # fmt: skip
 
         loss = cached_backward(
-            model, sequences, loss_of_rows,
-            token_budget=config.token_budget, pooling=config.pooling, context=context,
+            module, sequences, loss_of_rows,
+            token_budget=config.token_budget, pooling=config.pooling, processes=processes,
         )  # fmt: skip
-        return {"loss": loss.item(), "tokens": sum(map(len, sequences)), "dataset": name}
+        return {"loss": loss, "tokens": sum(map(len, sequences)), "dataset": name}
 
 
-class Contextual:
+class Contextual(_Contrastive):
     """Late chunking with the dual objective, INT8 and Matryoshka (pplx-embed, section 2.4)."""
 
     def __init__(self, data: Mapping[str, list[TokenDocument]], config: ContextualConfig, separator_id: int):
@@ -206,7 +273,7 @@ class Contextual:
             rng=np.random.default_rng([self._config.seed, 3, step]),
         )
 
-    def backward(self, model: PreTrainedModel, batch, step: int, context: Context) -> dict[str, Any]:
+    def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
         name, batch = batch
         config = self._config
         beta = cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
@@ -218,19 +285,19 @@ class Contextual:
                 return contextual_loss(
                     q, chunks, documents, batch.document_N.to(q.device), batch.gold_N.to(q.device),
                     beta=beta, alpha=config.alpha, temperature=config.temperature, margin=config.margin,
-                    chunk_mask_MC=mask_MC,
+                    chunk_mask_MC=mask_MC, queries=processes.slice(len(q)),
                 )  # fmt: skip
 
             return matryoshka(loss, (int8(q_ND), int8(chunks_MCD), int8(documents_MD)), config.dimensions)
 
         loss = cached_backward(
-            model, batch.sequences, loss_of_rows,
-            token_budget=config.token_budget, context=context,
+            module, batch.sequences, loss_of_rows,
+            token_budget=config.token_budget, processes=processes,
         )  # fmt: skip
-        return {"loss": loss.item(), "tokens": sum(map(len, batch.sequences)), "dataset": name, "beta": beta}
+        return {"loss": loss, "tokens": sum(map(len, batch.sequences)), "dataset": name, "beta": beta}
 
 
-class Triplet:
+class Triplet(_Contrastive):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
 
     def __init__(self, data: Mapping[str, TokenPairs], config: TripletConfig):
@@ -249,24 +316,33 @@ class Triplet:
             batches.append((len(part), [TokenSequence(text) for text in texts]))
         return name, batches
 
-    def backward(self, model: PreTrainedModel, batch, step: int, context: Context) -> dict[str, Any]:
+    def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
         config = self._config
         name, parts = batch
-        total, tokens, count = 0.0, 0, sum(n for n, _ in parts)
-        for n, sequences in parts:
+        total, count = torch.zeros((), device=processes.device), sum(n for n, _ in parts)
+        for number, (n, sequences) in enumerate(parts, 1):
 
             def loss_of_rows(rows_RD: Tensor, n: int = n) -> Tensor:
                 codes_RD = int8(rows_RD)
                 hard_NKD = codes_RD[2 * n :].unflatten(0, (n, config.negatives))
                 loss = triplet_loss(
-                    codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=config.temperature
-                )
+                    codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=config.temperature,
+                    queries=processes.slice(n),
+                )  # fmt: skip
                 return loss * (n / count)
 
-            loss = cached_backward(
-                model, sequences, loss_of_rows,
-                token_budget=config.token_budget, context=context,
+            total += cached_backward(
+                module, sequences, loss_of_rows,
+                token_budget=config.token_budget, processes=processes, last=number == len(parts),
             )  # fmt: skip
-            total += loss.item()
-            tokens += sum(map(len, sequences))
+        tokens = sum(len(sequence) for _, sequences in parts for sequence in sequences)
         return {"loss": total, "tokens": tokens, "dataset": name}
+
+
+def _named(planned: tuple[str, np.ndarray]) -> dict[str, Any]:
+    name, rows = planned
+    return {"dataset": name, "rows": rows.tolist()}
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

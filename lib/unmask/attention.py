@@ -1,0 +1,165 @@
+"""Attention: sequences of different lengths without padding, the fastest kernels, and compiled layers.
+
+Shape suffixes: H heads · T tokens of all sequences, one after the other · D dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+VARLEN = "varlen"
+KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def unpadded(model: nn.Module) -> bool:
+    """Whether the model can read sequences of different lengths without padding, here and in this precision.
+
+    torch's kernel for it needs a GPU of the Ampere generation or a later one, and half precision, by autocast
+    or in the parameters. On a CPU, batches of similar lengths are faster.
+    """
+    parameter = next(model.parameters())
+    device = parameter.device.type
+    if device != "cuda" or torch.cuda.get_device_capability(parameter.device) < (8, 0):
+        return False
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+    return dtype in (torch.bfloat16, torch.float16) and _config(model)._attn_implementation in (
+        "sdpa",
+        VARLEN,
+    )
+
+
+def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device | str) -> dict[str, object]:
+    """The keyword arguments that tell the model where its one row of tokens is divided into sequences.
+
+    The model's attention becomes `varlen_attention`, for good, because gradient checkpointing looks it up
+    again in the backward pass; calls without these arguments compute what they did before.
+
+    Raises:
+        ValueError: the model's attention is not transformers' "sdpa", or has a window or dropout.
+    """
+    config = _config(model)
+    if not _supported(config):
+        raise ValueError(
+            "Sequences are read without padding by attention 'sdpa' only, over all tokens and without "
+            f"dropout; the model has attention {config._attn_implementation!r}: pad its batches."
+        )
+    config._attn_implementation = VARLEN
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    position_T = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(torch.tensor(lengths))
+    starts = ends.to(device, torch.int32, non_blocking=True)
+    longest = max(lengths)
+    return {
+        "position_ids": position_T[None].to(device, non_blocking=True),
+        # As the mask of every kind of layer: none, which keeps transformers from deriving one.
+        "attention_mask": dict.fromkeys(config.layer_types),
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def varlen_attention(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention within each of the sequences that lie one after the other in a single row.
+
+    It has the signature that transformers' `AttentionInterface` asks for, and the division into sequences has
+    the names of its flash attention. Without a division this is transformers' "sdpa".
+
+    Args:
+        cu_seq_lens_q: int32, where each sequence starts, and at the end the number of tokens.
+        max_length_q: the longest sequence's length.
+
+    Returns:
+        (1, T, H, D), and no attention weights.
+    """
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(
+            module, query_1HTD, key_1HTD, value_1HTD, attention_mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+    causal = module.is_causal if is_causal is None else is_causal
+    grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
+    device = query_1HTD.device.type
+    if device == "cuda":
+        # Autocast does not know this kernel, and Qwen3's norms return the query and the key in float32.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
+        query_THD, key_THD, value_THD = (
+            x[0].transpose(0, 1).to(dtype) for x in (query_1HTD, key_1HTD, value_1HTD)
+        )
+        out_THD = varlen_attn(
+            query_THD, key_THD, value_THD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+            scale=scaling, window_size=(-1, 0 if causal else -1), enable_gqa=grouped,
+        )  # fmt: skip
+        return out_THD[None], None
+    parts = [
+        F.scaled_dot_product_attention(
+            query_1HTD[:, :, start:end], key_1HTD[:, :, start:end], value_1HTD[:, :, start:end],
+            is_causal=causal, scale=scaling, enable_gqa=grouped,
+        )
+        for start, end in pairwise(cu_seq_lens_q.tolist())
+    ]  # fmt: skip
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
+AttentionMaskInterface.register(VARLEN, sdpa_mask)
+
+
+def fast_attention() -> AbstractContextManager:
+    """Prefers cuDNN's attention on Hopper and later GPUs, where torch's own choice is slower.
+
+    Changes nothing elsewhere. It must enclose the backward pass too, which may compute layers again.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        return sdpa_kernel(KERNELS, set_priority=True)
+    return nullcontext()
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compiles the Transformer's layers in place, at their first use; they share one graph for all lengths.
+
+    Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
+    shard the model afterwards.
+    """
+    for layer in model.base_model.layers:
+        layer.compile(dynamic=True)
+
+
+def _config(model: nn.Module) -> PreTrainedConfig:
+    return getattr(model, "module", model).config  # DDP hides the model
+
+
+def _supported(config: PreTrainedConfig) -> bool:
+    return (
+        config._attn_implementation in ("sdpa", VARLEN)
+        and set(getattr(config, "layer_types", ())) == {"full_attention"}
+        and not config.attention_dropout
+    )

@@ -1,0 +1,113 @@
+"""What several processes compute, for test_processes.py:  torchrun --nproc-per-node 2 worker.py STRATEGY OUT
+
+Every process writes OUT/<stage>-<rank>.safetensors (whole gradients) and OUT/<stage>-<rank>.json.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS.parent / "lib"), str(TESTS), str(TESTS / "training")]
+
+import tiny_stages  # noqa: E402
+
+from unmask import backbone  # noqa: E402
+from unmask.encoding import micro_batches  # noqa: E402
+from unmask.training import cache  # noqa: E402
+from unmask.training.engine import train  # noqa: E402
+from unmask.training.processes import ALONE, Processes  # noqa: E402
+
+STEP = 3
+REDUCE_SCATTER = dist.reduce_scatter_single  # what FSDP2 calls for every group of parameters
+# Odd numbers, so that nothing divides evenly; budgets that give every process more than two micro-batches.
+CASES = {
+    "ar": {"batch": 11, "token_budget": 16},
+    "diffusion": {"batch": 11, "token_budget": 16, "cut_fraction": 0.3},
+    "pair": {"batch": 9, "token_budget": 20},
+    "contextual": {"batch": 5, "token_budget": 20},
+    "triplet": {"batch": 7, "token_budget": 20, "accumulation": 2},
+    "one micro-batch": {"batch": 9, "token_budget": 10_000},
+    "too few": {"batch": 2, "token_budget": 10_000},
+}
+
+
+def compute(case, processes=ALONE):
+    """Metrics and whole gradients of one step, and how often each gradient was reduced."""
+    name = case if case in tiny_stages.STAGES else "pair"
+    stage = tiny_stages.stage(name, tiny_stages.config(name, **CASES[case]))
+    model = tiny_stages.model(name)
+    module = processes.parallel(stage.module(model), backbone.layers(model))
+    reductions = count_reductions(module)
+    row = stage.backward(module, stage.batch(STEP), STEP, processes)
+    gradients = {}
+    for key, parameter in model.named_parameters():
+        gradient = parameter.grad
+        gradients[key] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return {"loss": float(row["loss"]), "tokens": row["tokens"], "reductions": reductions}, gradients
+
+
+def count_reductions(module):
+    """A list that grows by one at every reduction of a group of gradients."""
+    seen = []
+    if hasattr(module, "register_comm_hook"):
+
+        def average(state, bucket):
+            seen.append(bucket.index())
+            future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+            return future.then(lambda done: done.value()[0])
+
+        module.register_comm_hook(None, average)
+    elif hasattr(module, "set_requires_gradient_sync"):
+
+        def counted(*args, **kwargs):
+            seen.append(len(seen))
+            return REDUCE_SCATTER(*args, **kwargs)
+
+        dist.reduce_scatter_single = counted
+    return seen
+
+
+def train_pair(folder, processes=ALONE, stop_after=-1):
+    """A training of eight steps; the model and what was reported first."""
+    seen = []
+
+    def report(row):
+        seen.append(row)
+        if row.get("step") == stop_after:
+            os._exit(1)
+
+    settings = tiny_stages.config("pair", **CASES["pair"])
+    stage, model = tiny_stages.stage("pair", settings), tiny_stages.model("pair")
+    train(stage, model, settings, folder, fingerprint="a", report=report, processes=processes)
+    return model, seen[0]
+
+
+def main(strategy, out, task="gradients"):
+    if task == "train":
+        train_pair(Path(out), Processes.start("fp32", strategy), stop_after=5)
+    processes = Processes.start("fp32", strategy)
+    passes = []
+
+    def seen(*args, **kwargs):
+        groups = micro_batches(*args, **kwargs)
+        passes.append(len(processes.share(groups)))
+        return groups
+
+    cache.micro_batches = seen
+    for case in CASES:
+        passes.clear()
+        facts, gradients = compute(case, processes)
+        name = f"{case}-{processes.rank}"
+        save_file(gradients, Path(out) / f"{name}.safetensors")
+        (Path(out) / f"{name}.json").write_text(json.dumps(facts | {"passes": passes}))
+    processes.wait()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
