@@ -1,0 +1,174 @@
+"""The paper presets hold the paper's numbers, and every preset describes the model it says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import yaml
+
+from unmask import backbone
+from unmask.config import load_preset, preset_names
+from unmask.plan import describe, parameters, trainings
+from unmask.workspace import repository
+
+PRESETS = repository() / "papermill_runs" / "presets"
+PAPER = ("paper-0.6b", "paper-4b")
+
+DIMENSIONS = (128, 256, 512, 1024, 2048, 2560)
+# key, value of the 0.6 B model, value of the 4 B model, where the paper says so
+NUMBERS = [
+    ("backbone.checkpoint", "Qwen/Qwen3-0.6B-Base", "Qwen/Qwen3-4B-Base", "section 2.1"),
+    ("diffusion.steps", 60_000, 60_000, "section 2.1"),
+    ("diffusion.batch", 1024, 1024, "section 2.1"),
+    ("diffusion.length", 4096, 4096, "section 2.1"),
+    ("diffusion.t_min", 0.001, 0.001, "section 2.1"),
+    ("diffusion.cut_fraction", 0.01, 0.01, "section 2.1"),
+    ("diffusion.lr", 5e-4, 3.16e-4, "section 2.1"),
+    ("diffusion.schedule", "wsd", "wsd", "section 2.1"),
+    ("diffusion.warmup", 6_000, 6_000, "appendix A"),
+    ("diffusion.decay", 12_000, 12_000, "appendix A"),
+    ("diffusion.beta1", 0.9, 0.9, "appendix A"),
+    ("diffusion.beta2", 0.98, 0.98, "appendix A"),
+    ("diffusion.weight_decay", 0.01, 0.01, "appendix A"),
+    ("diffusion.precision", "bf16", "bf16", "appendix A"),
+    ("pair.steps", 50_000, 50_000, "appendix B"),
+    ("pair.batch", 16_384, 16_384, "appendix B"),
+    ("pair.query_length", 256, 256, "appendix B"),
+    ("pair.document_length", 256, 256, "appendix B"),
+    ("pair.lr", 2e-4, 5e-5, "appendix B"),
+    ("pair.temperature", 0.02, 0.02, "appendix B"),
+    ("pair.margin", 0.1, 0.1, "section 2.3"),
+    ("pair.pooling", "mean", "mean", "section 2.2"),
+    ("contextual.steps", 7_000, 7_000, "appendix B"),
+    ("contextual.batch", 128, 16, "appendix B"),
+    ("contextual.chunk_length", 256, 256, "appendix B"),
+    ("contextual.chunks", 16, 16, "appendix B"),
+    ("contextual.dimensions", DIMENSIONS, DIMENSIONS, "appendix B"),
+    ("contextual.alpha", 0.2, 0.2, "section 2.4"),
+    ("contextual.beta_start", 0.2, 0.2, "section 2.4"),
+    ("contextual.beta_end", 0.5, 0.5, "section 2.4"),
+    ("contextual.lr", 1e-5, 1e-5, "appendix B"),
+    ("contextual.weight_decay", 0.1, 0.1, "appendix B"),
+    ("contextual.clip", 1.0, 1.0, "appendix B"),
+    ("contextual.temperature", 0.02, 0.02, "appendix B"),
+    ("contextual.margin", 0.1, 0.1, "appendix B"),
+    ("triplet.steps", 2_000, 2_000, "appendix B"),
+    ("triplet.batch", 512, 512, "appendix B"),
+    ("triplet.accumulation", 4, 4, "appendix B"),
+    ("triplet.query_length", 512, 512, "appendix B"),
+    ("triplet.document_length", 512, 512, "appendix B"),
+    ("triplet.negatives", 3, 3, "appendix B"),
+    ("triplet.temperature", 0.03, 0.03, "appendix B"),
+    ("triplet.lr", 5e-5, 1e-5, "appendix B"),
+    ("evaluation.query_length", 1024, 1024, "appendix C"),
+    ("evaluation.document_length", 1024, 1024, "appendix C"),
+    ("ablation.ema", 0.02, 0.02, "figure 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "small", "large", "where"), NUMBERS, ids=[row[0] for row in NUMBERS])
+def test_the_paper_presets_hold_the_papers_numbers(key, small, large, where):
+    section, name = key.split(".")
+    for preset, value in zip(PAPER, (small, large), strict=True):
+        assert getattr(getattr(load_preset(preset), section), name) == value, f"{preset}: {where}"
+
+
+@pytest.mark.parametrize("row", NUMBERS, ids=[row[0] for row in NUMBERS])
+def test_the_preset_names_the_same_place_in_the_paper(row):
+    key, _, _, where = row
+    section, name = key.split(".")
+    assert where in _comments("paper-0.6b")[section, name]
+
+
+def test_diffusion_pretraining_reads_250_billion_tokens():
+    for name in PAPER:
+        tokens = {t.stage: t.tokens for t in trainings(load_preset(name), 1)}["diffusion"]
+        assert tokens == 60_000 * 1_024 * 4_096 == pytest.approx(250e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [*PAPER, "hub-0.6b"])
+def test_every_value_has_a_source(name):
+    source = re.compile(r"paper, (section|appendix|figure) [0-9A-C]|choice: \w|Qwen3-\S+-Base|unused")
+    comments = _comments(name)
+    values = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf8"))
+    written = {
+        (section, key) for section in values if isinstance(values[section], dict) for key in values[section]
+    }
+    assert set(comments) == {pair for pair in written if pair[0] != "ar"}
+    for place, comment in comments.items():
+        assert source.match(comment), f"{name}: {place} has no source: {comment!r}"
+
+
+def test_the_base_preset_of_the_paper_stands_alone_and_the_others_write_what_differs():
+    base = yaml.safe_load((PRESETS / "paper-0.6b.yaml").read_text(encoding="utf8"))
+    assert "extends" not in base
+    for name in ("paper-4b", "hub-0.6b"):
+        own = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf8"))
+        assert own.pop("extends") == "paper-0.6b"
+        for section in own.keys() - {"about"}:
+            same = [key for key, value in own[section].items() if value == base[section][key]]
+            assert not same, f"{name}: {section} repeats {same}"
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [("paper-0.6b", 596e6), ("hub-0.6b", 596e6), ("paper-4b", 4.02e9), ("gpu", 100e6), ("cpu", 4e6)],
+)
+def test_the_stated_size_is_the_models(name, stated):
+    preset = load_preset(name)
+    with torch.device("meta"):
+        model = backbone.build(preset.backbone, Vocabulary(preset.data.vocab_size), seed=0)
+    everything = sum(p.numel() for p in model.parameters())
+    assert everything == pytest.approx(stated, rel=0.05 if name in ("gpu", "cpu") else 0.002)
+    embeddings = model.get_input_embeddings().weight.numel()
+    assert parameters(preset) == (everything, everything - embeddings)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_fits_the_machine_it_is_for(name):
+    parallel = load_preset(name).parallel
+    text = describe(load_preset(name), gpus=parallel.num_processes, machines=parallel.num_machines)
+    assert f"plan of preset {name!r}" in text
+
+
+def test_the_time_limits_of_the_presets_hold_in_the_estimate():
+    for name, hours in (("gpu", 20 / 60), ("hub-0.6b", 24)):
+        preset = load_preset(name)
+        gpus = preset.parallel.num_processes
+        assert sum(t.gpu_hours for t in trainings(preset, gpus)) / gpus <= hours
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_documents_and_texts_fit_the_positions(name):
+    preset = load_preset(name)
+    contextual = preset.contextual
+    document = contextual.chunks * contextual.chunk_length + contextual.chunks - 1
+    longest = max(
+        document, preset.diffusion.length, preset.pair.document_length, preset.evaluation.document_length
+    )
+    assert longest <= preset.backbone.max_length
+
+
+class Vocabulary:
+    """As much of a tokenizer as building a model asks for."""
+
+    pad_token_id = 0
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+
+def _comments(name: str) -> dict[tuple[str, str], str]:
+    """(section, key) → comment of every `  key: value` line of a preset file."""
+    comments, section = {}, ""
+    for line in (PRESETS / f"{name}.yaml").read_text(encoding="utf8").splitlines():
+        if match := re.match(r"(\w+):\s*(#.*)?$", line):
+            section = match[1]
+        elif match := re.match(r"  (\w+):\s*(?:\[.*?\]|[^#]*?)\s*(?:# (.*))?$", line):
+            comments[section, match[1]] = match[2] or ""
+    return comments
