@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unmask.pooling import last_token_pool, late_chunk_pool, mean_pool
+from unmask.pooling import last_token_pool, late_chunk_pool, mean_pool, segment_mean
 
 HIDDEN = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(0))
 LENGTHS = [7, 4, 1, 5]
@@ -44,6 +44,7 @@ def test_sums_of_bfloat16_run_in_float32(autocast):
             mean_pool(hidden),
             mean_pool(hidden, chunk == 0),
             late_chunk_pool(hidden, chunk, 1)[:, 0],
+            segment_mean(hidden[0], chunk[0], 1),
         ):
             assert pooled.dtype == torch.float32
             torch.testing.assert_close(pooled, hidden[:, 0].float(), rtol=1e-6, atol=0)
@@ -63,6 +64,17 @@ def test_late_chunking_is_the_loop():
     assert pooled[:, 3].eq(0).all()
 
 
+def test_the_mean_of_segments_is_the_loop():
+    hidden = HIDDEN.flatten(0, 1)
+    segment = torch.randint(-1, 4, (28,), generator=torch.Generator().manual_seed(4))
+    pooled = segment_mean(hidden.masked_fill(segment[:, None] < 0, torch.nan), segment, 5)
+    for index in range(4):
+        torch.testing.assert_close(pooled[index], hidden[segment == index].mean(0))
+    assert pooled.shape == (5, 5) and pooled[4].eq(0).all()
+    with pytest.raises(ValueError, match=r"segment_T must be \(28,\)"):
+        segment_mean(hidden, segment[1:], 5)
+
+
 def test_one_chunk_is_mean_pooling_and_outsiders_are_never_read():
     chunk = torch.where(RIGHT, 0, -1)
     poisoned = HIDDEN.masked_fill(~RIGHT[..., None], torch.nan)
@@ -75,6 +87,7 @@ def test_gradients_by_finite_differences():
     assert torch.autograd.gradcheck(lambda x: mean_pool(x, RIGHT), hidden)
     assert torch.autograd.gradcheck(lambda x: last_token_pool(x, RIGHT), hidden)
     assert torch.autograd.gradcheck(lambda x: late_chunk_pool(x, chunk, 3), hidden)
+    assert torch.autograd.gradcheck(lambda x: segment_mean(x.flatten(0, 1), chunk.flatten(), 3), hidden)
 
 
 @pytest.mark.parametrize("pool", [mean_pool, last_token_pool])

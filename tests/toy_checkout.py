@@ -73,27 +73,35 @@ class Checkout:
         environment = {key: value for key, value in os.environ.items() if key != "UNMASK_ARTIFACTS"}
         return environment | {"PYTHONPATH": str(self.root / "lib")}
 
-    def unmask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def unmask(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs the command line in this checkout and waits for it."""
         return subprocess.run(
             self.command(*arguments),
             cwd=self.root,
-            env=self.environment,
+            env=self.environment | environment,
             capture_output=True,
             text=True,
             timeout=120,
         )
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Starts the command line in this checkout."""
         return subprocess.Popen(
             self.command(*arguments),
             cwd=self.root,
-            env=self.environment,
+            env=self.environment | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def path_with(self, name: str, script: str) -> str:
+        """A PATH on which `name` is this shell script."""
+        tool = self.root / "tools" / name
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf8")
+        tool.chmod(0o755)
+        return os.pathsep.join([str(tool.parent), os.environ["PATH"]])
 
     def executed(self, name: str) -> dict[str, Any]:
         return json.loads((self.folders.executed / f"{name}.ipynb").read_text(encoding="utf8"))

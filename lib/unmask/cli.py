@@ -11,6 +11,7 @@ import fcntl
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,9 +21,9 @@ import yaml
 
 from unmask import __version__
 from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved
-from unmask.pipeline import graph
+from unmask.pipeline import graph, machines, signals
 from unmask.pipeline.graph import Due, Folders, PipelineError
-from unmask.workspace import require_checkpoint
+from unmask.workspace import GRACE, grace_seconds, require_checkpoint
 
 FREE_BYTES = 2**30  # of disk space; a cpu run needs less than this
 
@@ -30,7 +31,8 @@ FREE_BYTES = 2**30  # of disk space; a cpu run needs less than this
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Returns: exit status: 0 done, 1 a notebook failed, 2 the request is wrong, 128 + n stopped by signal n.
+    Returns: exit status: 0 done, 1 a notebook failed, 2 the request is wrong, 75 pre-empted by SIGTERM,
+        128 + n stopped by another signal n.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
@@ -49,7 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
     """`unmask run`: executes the selected notebooks that are due."""
+    with signals.on_signal(signals.interrupt):
+        return _run(options, arguments)
+
+
+def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     overrides = _overrides(options.set)
+    for key, value in (("num_processes", options.gpus), ("num_machines", options.machines)):
+        if value is not None:
+            overrides[f"parallel.{key}"] = value
     preset = load_preset(options.preset, overrides)
     if preset.backbone.checkpoint:
         require_checkpoint(preset.backbone.checkpoint)
@@ -59,18 +69,37 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     selected = graph.select(stages, options.start, options.only)
     marks = graph.expected(stages, resolved(preset), folders.library)
 
+    def plan() -> list[Due]:
+        return graph.plan(stages, selected, marks, folders, force=options.force)
+
     if options.dry_run:
-        due = graph.plan(stages, selected, marks, folders, force=options.force)
-        _print_plan(due, name, options.preset)
+        due = plan()
+        _print_plan(due, name, options.preset, options.jobs)
+        if due:
+            _print_cost(preset, options.gpus, options.gpu_memory, due)
         return 0
+    slots = machines.slots(
+        preset.parallel,
+        gpus=options.gpus,
+        jobs=options.jobs,
+        machine_rank=options.machine_rank,
+        main_host=options.main_host,
+    )
+    grace = grace_seconds()
+    if options.main_host:
+        os.environ["UNMASK_MAIN_HOST"] = options.main_host  # for the kernels and their trainings
     _check_space(folders.artifacts)
-    with _lock(folders, name):
-        due = graph.plan(stages, selected, marks, folders, force=options.force)
+    if options.machine_rank:
+        return _follow(plan(), folders, options.machine_rank, grace)
+    several = preset.parallel.num_machines > 1
+    with _lock(folders, name), machines.leading(folders) if several else contextlib.nullcontext():
+        due = plan()
         _note_stale_inputs(due, stages, marks, folders)
         _refresh_prose(selected, due, marks, folders)
         if due:
-            _print_plan(due, name, options.preset)
-            _execute(due, marks, folders, preset, overrides, name, shlex.join(["unmask", *arguments]))
+            _print_plan(due, name, options.preset, options.jobs)
+            command = shlex.join(["unmask", *arguments])
+            _execute(due, marks, folders, preset, overrides, name, command, slots, grace)
         else:
             which = "all stages are" if len(selected) > 1 else f"{selected[0].name} is"
             print(f"nothing to do: {which} up to date in run {name!r} (--force runs again)")
@@ -112,6 +141,8 @@ def _execute(
     overrides: dict[str, Any],
     name: str,
     command: str,
+    slots: Sequence[machines.Slot],
+    grace: float,
 ) -> None:
     from unmask.pipeline import execute, provenance  # papermill takes two seconds to import
 
@@ -124,7 +155,30 @@ def _execute(
         durations=provenance.durations(folders, Folders.of(preset.name)),
         # A run that builds everything here must not wait for a Hub that may be out of reach.
         offline=not preset.backbone.checkpoint and "hub" not in preset.data.source,
+        slots=slots,
+        grace=grace,
     )
+
+
+def _follow(due: Sequence[Due], folders: Folders, rank: int, grace: float) -> int:
+    """A machine that executes no notebook: its part of the trainings, until the first machine has ended."""
+    if not due:
+        print("nothing to do: all of it is up to date")
+        return 0
+    print(f"machine {rank}: waiting for the machine with rank 0", flush=True)
+    machines.wait_for_leader(folders)
+    from unmask.training.launch import follow
+
+    try:
+        with machines.following(folders):
+            follow(folders.artifacts, machine_rank=rank)
+    except RuntimeError:
+        if machines.told(folders).get("exit_status") == signals.PREEMPTED:
+            raise signals.Interrupted(signal.SIGTERM) from None
+        raise
+    finally:
+        signals.end_children(grace)
+    return 0
 
 
 def _refresh_prose(
@@ -149,7 +203,7 @@ def _note_stale_inputs(
             print(f"note: {stage.name} is out of date ({why}) and is used as it is")
 
 
-def _print_plan(due: Sequence[Due], name: str, preset: str) -> None:
+def _print_plan(due: Sequence[Due], name: str, preset: str, jobs: int) -> None:
     from unmask.pipeline import provenance
 
     known = provenance.durations(Folders.of(name), Folders.of(preset))
@@ -160,11 +214,28 @@ def _print_plan(due: Sequence[Due], name: str, preset: str) -> None:
     total = (
         f"about {graph.clock(sum(times))}" if None not in times else "time unknown: no earlier run to go by"
     )
+    if jobs > 1 and None not in times:
+        total += " one after the other"
     print(f"{len(due)} notebook{'s' if len(due) > 1 else ''} to run as {name!r}, {total}")
     rows = [("notebook", "why", "time")]
     for task, seconds in zip(due, times, strict=True):
         rows.append((task.stage.name, task.why, f"about {graph.clock(seconds)}" if seconds else "unknown"))
     _print_table(rows)
+
+
+def _print_cost(preset: Preset, gpus: int | None, gpu_memory: float, due: Sequence[Due]) -> None:
+    """What the trainings take, on as many GPUs as the preset has processes unless --gpus says otherwise.
+
+    Raises: ValueError if they cannot work; the message says what would.
+    """
+    from unmask.plan import describe
+
+    parallel = preset.parallel
+    if gpus is None:
+        gpus = parallel.num_processes if parallel.num_processes > 1 else 0
+    names = [task.stage.name for task in due]
+    machines = parallel.num_machines
+    print(describe(preset, gpus=gpus, machines=machines, stages=names, gpu_memory=gpu_memory * 1e9))
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -252,14 +323,59 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     one = commands.add_parser(
-        "run", parents=[shared], help="execute the notebooks that are due", description=run.__doc__
+        "run",
+        parents=[shared],
+        help="execute the notebooks that are due",
+        description=run.__doc__,
+        epilog=(
+            "SIGTERM and SIGINT let a training write a checkpoint before the run ends, with status 75 after "
+            "SIGTERM; a second one ends it at once. UNMASK_GRACE_SECONDS is the time that this may take "
+            f"(default {GRACE:.0f})."
+        ),
     )
     one.add_argument("--from", dest="start", metavar="NN", help="leave out the notebooks before this one")
     one.add_argument("--only", metavar="NN", help="this notebook only")
     one.add_argument(
         "--force", action="store_true", help="run the selected notebooks even if they are up to date"
     )
-    one.add_argument("--dry-run", action="store_true", help="say what would run and why, and run nothing")
+    one.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what would run, why, and what it takes, and run nothing; needs no GPU",
+    )
+    one.add_argument(
+        "--gpu-memory",
+        type=float,
+        default=80,
+        metavar="GB",
+        help="memory of a GPU that --dry-run plans with, default 80",
+    )
+    one.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of a training, over all machines; default: the preset's"
+    )
+    one.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="J",
+        help="run up to J independent notebooks side by side, each on its share of the GPUs; default 1",
+    )
+    one.add_argument(
+        "--machines",
+        type=int,
+        metavar="M",
+        help="machines that share the artifacts folder and are given the same command; default: the preset's",
+    )
+    one.add_argument(
+        "--machine-rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="which of them this is, from 0; machine 0 executes the notebooks, the others train along",
+    )
+    one.add_argument(
+        "--main-host", default="", metavar="HOST", help="name of machine 0 as the others reach it"
+    )
     one.set_defaults(command=run)
 
     two = commands.add_parser(

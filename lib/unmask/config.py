@@ -325,7 +325,7 @@ def _check(preset: Preset) -> None:
     if parallel.num_processes % parallel.num_machines:
         raise ConfigError(
             f"{where}: {parallel.num_processes} processes cannot be shared evenly by "
-            f"{parallel.num_machines} machines"
+            f"{parallel.num_machines} machines: change one of them (--gpus, --machines)"
         )
     if parallel.strategy not in ("ddp", "fsdp2"):
         raise ConfigError(f"{where}.strategy must be 'ddp' or 'fsdp2', got {parallel.strategy!r}")

@@ -3,7 +3,8 @@
 Sums run in float32 (float64 for float64 input), also under autocast and for bfloat16 hidden states, so that
 an embedding does not depend on how long the padding is.
 
-Shape suffixes: B sequences · L tokens · D dimensions · C chunks per document.
+Shape suffixes: B sequences · L tokens · D dimensions · C chunks per document · T tokens of all sequences · S
+segments.
 """
 
 import torch
@@ -96,6 +97,42 @@ def late_chunk_pool(hidden_BLD: Tensor, chunk_of_token_BL: Tensor, n_chunks: int
     with torch.autocast(hidden_BLD.device.type, enabled=False):
         total_BCD = member_BCL @ hidden_BLD
     return total_BCD / member_BCL.sum(dim=2, keepdim=True).clamp(min=1)
+
+
+def segment_mean(hidden_TD: Tensor, segment_T: Tensor, n_segments: int) -> Tensor:
+    """Mean over the tokens of each segment, where sequences lie one after the other without padding.
+
+    Args:
+        hidden_TD: token vectors of all sequences, after the final norm.
+        segment_T: index of each token's segment (a text, or a chunk of a document), in 0..n_segments−1; −1
+            for separators, which belong to none.
+        n_segments: S, how many there are.
+
+    Returns:
+        (S, D), float32 or better; zero for a segment without tokens.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+
+    Source: pplx-embed, sections 2.2 and 2.4; `mean_pool` and `late_chunk_pool` do it for padded batches.
+
+    Example:
+        >>> segment_mean(torch.tensor([[1.0], [3.0], [7.0], [9.0]]), torch.tensor([0, 0, -1, 1]), 2)
+        tensor([[2.],
+                [9.]])
+    """
+    if segment_T.shape != hidden_TD.shape[:1]:
+        raise ValueError(
+            f"segment_T must be {tuple(hidden_TD.shape[:1])}, like the hidden states; got "
+            f"{tuple(segment_T.shape)}."
+        )
+    # Separators are added up in one more row, which is dropped.
+    segment_T = segment_T.where(segment_T >= 0, n_segments)
+    hidden_TD = hidden_TD.to(_accumulator(hidden_TD))
+    total_SD = hidden_TD.new_zeros(n_segments + 1, hidden_TD.shape[1]).index_add(0, segment_T, hidden_TD)
+    ones_T = torch.ones_like(segment_T)
+    count_S = ones_T.new_zeros(n_segments + 1).index_add(0, segment_T, ones_T)
+    return (total_SD / count_S.clamp(min=1)[:, None])[:n_segments]
 
 
 def _accumulator(hidden_BLD: Tensor) -> torch.dtype:

@@ -7,7 +7,9 @@ results/<run>/               metrics as JSON, figures, report
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
     from unmask.config import Preset
 
+GRACE = 120.0  # seconds, see grace_seconds
+
 
 def repository() -> Path:
     """Top level of the checkout that the package runs from."""
@@ -27,6 +31,18 @@ def repository() -> Path:
 def artifacts_root() -> Path:
     """Folder of everything large and reproducible."""
     return Path(os.environ.get("UNMASK_ARTIFACTS") or repository() / "artifacts").resolve()
+
+
+def grace_seconds() -> float:
+    """Seconds that a training which is told to stop gets to finish its step and to write a checkpoint.
+
+    Raises: ValueError if UNMASK_GRACE_SECONDS, which changes them, is no number of seconds.
+    """
+    text = os.environ.get("UNMASK_GRACE_SECONDS") or str(GRACE)
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < math.inf:
+            return seconds
+    raise ValueError(f"UNMASK_GRACE_SECONDS={text}: give a number of seconds, for instance {GRACE:.0f}")
 
 
 def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:

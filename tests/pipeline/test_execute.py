@@ -17,6 +17,8 @@ import pytest
 
 from toy_checkout import Checkout
 from unmask.pipeline.graph import clock
+from unmask.pipeline.machines import cores
+from unmask.pipeline.signals import alive
 
 LOOK = """
 import json, os, sys
@@ -53,6 +55,11 @@ def wait_for(condition: Callable[[], Any]) -> None:
             return
         time.sleep(0.1)
     pytest.fail("waited half a minute in vain")
+
+
+def assert_ended(processes: list[psutil.Process]) -> None:
+    psutil.wait_procs(processes, timeout=10)
+    assert not alive(processes)
 
 
 def text_of(notebook: dict[str, Any], cell: int) -> dict[str, str]:
@@ -161,7 +168,7 @@ def test_a_failed_cell_stops_the_run_and_is_reported(checkout: Checkout) -> None
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_a_stopped_run_leaves_no_process_and_goes_on(
     checkout: Checkout, number: signal.Signals, status: int
@@ -185,10 +192,11 @@ def test_a_stopped_run_leaves_no_process_and_goes_on(
     finally:
         run.kill()
     assert run.returncode == status
-    said = f"unmask: stopped by {number.name}; the same command goes on from here\n"
-    assert errors == ("" if number == signal.SIGKILL else said)
-    alive = psutil.wait_procs([kernel, child], timeout=10)[1]
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    said = {signal.SIGINT: "stopped by SIGINT", signal.SIGTERM: "pre-empted (SIGTERM): everything is saved"}
+    assert errors == (
+        "" if number == signal.SIGKILL else f"unmask: {said[number]}; the same command goes on from here\n"
+    )
+    assert_ended([kernel, child])
     assert not (checkout.folders.artifacts / "01_hang" / "done.json").exists()
     assert not (checkout.folders.executed / "01_hang.ipynb").exists()
 
@@ -201,6 +209,154 @@ def test_a_stopped_run_leaves_no_process_and_goes_on(
         assert again.returncode == 0 and "[1/1] 01_hang · done" in again.stdout
         record = json.loads((checkout.folders.results / "provenance.json").read_text())
         assert record["stages"]["01_hang"]["resumed"] is True
+
+
+# What a training does at SIGTERM, with its number of SIGTERMs as the checkpoint: it takes longer than what a
+# notebook leaves behind at its end gets.
+TRAINING = """
+import pathlib, signal, time
+count = []
+signal.signal(signal.SIGTERM, lambda *_: count.append(1))
+pathlib.Path("../started").touch()
+while not count:
+    time.sleep(0.05)
+time.sleep(4)
+pathlib.Path("../checkpoint").write_text(str(len(count)))
+"""
+START = f"""
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {TRAINING!r}], start_new_session=True)
+"""
+FORWARD = """
+signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+child.wait()
+raise RuntimeError("the training was told to stop")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "watching"),
+    [(signal.SIGTERM, FORWARD), (signal.SIGINT, FORWARD), (signal.SIGTERM, "time.sleep(300)")],
+    ids=["SIGTERM", "SIGINT", "the kernel dies first"],
+)
+def test_a_stopped_training_gets_the_time_to_save_itself(
+    checkout: Checkout, number: signal.Signals, watching: str
+) -> None:
+    checkout.notebook("00_train", [START, watching])
+    run = checkout.start("run", "--preset", "smoke")
+    try:
+        wait_for(lambda: (checkout.root / "started").exists() or run.poll() is not None)
+        time.sleep(0.5)  # until the kernel waits for its child
+        started = psutil.Process(run.pid).children(recursive=True)
+        run.send_signal(number)
+        run.send_signal(number)  # as `timeout` does: to the process, and to its group
+        output, _ = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == (75 if number == signal.SIGTERM else 130)
+    assert (checkout.root / "checkpoint").read_text() == "1"
+    assert f"{number.name}: a training saves itself, 120 s at most" in output
+    assert "00_train · stopped after" in output
+    assert_ended(started)
+    assert (checkout.folders.logs / "00_train.partial.ipynb").exists()
+    assert not (checkout.folders.logs / "00_train.failed.ipynb").exists()
+
+
+DEAF = """
+import signal, subprocess, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the child inherits this
+subprocess.Popen(["sleep", "300"], start_new_session=True)
+Path("../started").touch()
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["time is up", "second signal"])
+def test_what_does_not_end_is_killed(checkout: Checkout, again: bool) -> None:
+    checkout.notebook("00_deaf", [DEAF])
+    run = checkout.start("run", "--preset", "smoke", UNMASK_GRACE_SECONDS="100" if again else "1.5")
+    try:
+        wait_for(lambda: (checkout.root / "started").exists() or run.poll() is not None)
+        started = psutil.Process(run.pid).children(recursive=True)
+        run.terminate()
+        if again:
+            time.sleep(1.5)  # within a second it would count as the same one
+            run.terminate()
+        _, errors = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 75
+    assert "00_deaf did not end in time and lost what came after the last checkpoint" in errors
+    assert_ended(started)
+
+
+def test_a_training_that_was_told_to_stop_ends_the_run_as_if_pre_empted(checkout: Checkout) -> None:
+    stopped = "class TrainingStopped(RuntimeError): pass\nraise TrainingStopped('after 3 steps')"
+    checkout.notebook("00_train", [stopped])
+    result = checkout.unmask("run", "--preset", "smoke")
+    assert result.returncode == 75 and "pre-empted" in result.stderr
+    assert "00_train · stopped after" in result.stdout
+
+
+MEET = """
+import json, os, time
+from pathlib import Path
+Path(f"../{me}.here").touch()
+for _ in range(300):
+    if Path(f"../{other}.here").exists():
+        break
+    time.sleep(0.1)
+else:
+    raise RuntimeError("the other one does not run")
+"""
+LOOK_AROUND = """
+print(json.dumps({"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "threads": os.environ["OMP_NUM_THREADS"],
+                  "folder": os.getcwd(), "overrides": overrides}))
+"""
+
+
+def meeting(me: str, other: str) -> list[str]:
+    return [f"me, other = {me!r}, {other!r}", MEET, LOOK_AROUND]
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_independent_notebooks_run_side_by_side(checkout: Checkout, gpus: int) -> None:
+    lines = "".join(f"GPU {index}: NVIDIA H200 (UUID: GPU-{index})\\n" for index in range(gpus))
+    path = checkout.path_with("nvidia-smi", f'printf "{lines}"' if gpus else "exit 9")
+    checkout.notebook("00_left", meeting("left", "right"))
+    checkout.notebook("01_right", meeting("right", "left"))
+    after = "from pathlib import Path\nassert Path('../artifacts/smoke/01_right/done.json').exists()"
+    checkout.notebook("02_join", [after], needs=["00_left", "01_right"])
+    arguments = ["--gpus", "4"] if gpus else []
+    environment = {"PATH": path, "CUDA_VISIBLE_DEVICES": "3,2,1,0", "OMP_NUM_THREADS": ""}
+    result = checkout.unmask("run", "--preset", "smoke", "--jobs", "2", *arguments, **environment)
+    assert result.returncode == 0, result.stderr
+    assert "[3/3] 02_join · done after" in result.stdout
+    seen = [json.loads(text_of(checkout.executed(name), 5)["stdout"]) for name in ("00_left", "01_right")]
+    assert [one["folder"] for one in seen] == ["./notebooks"] * 2
+    if gpus:
+        assert sorted(one["gpus"] for one in seen) == ["1,0", "3,2"]
+        assert [one["overrides"] for one in seen] == [{"parallel.num_processes": 2}] * 2
+    else:
+        assert [one["threads"] for one in seen] == [str(max(cores() // 2, 1))] * 2
+        assert [one["overrides"] for one in seen] == [{}] * 2
+    record = json.loads((checkout.folders.results / "provenance.json").read_text())
+    assert set(record["stages"]) == {"00_left", "01_right", "02_join"}
+
+
+def test_a_failure_lets_the_notebook_beside_it_finish(checkout: Checkout) -> None:
+    checkout.notebook("00_bad", [*meeting("bad", "good"), "1 / 0"])
+    checkout.notebook("01_good", [*meeting("good", "bad"), "time.sleep(3)"])
+    checkout.notebook("02_never", ["1"])
+    result = checkout.unmask("run", "--preset", "smoke", "--jobs", "2")
+    assert result.returncode == 1
+    assert "00_bad.ipynb failed in cell 6 of 6" in result.stderr
+    assert "01_good · done" in result.stdout and "02_never ·" not in result.stdout
+
+    checkout.notebook("01_good", [*meeting("good", "bad"), "[][0]"])
+    both = checkout.unmask("run", "--preset", "smoke", "--jobs", "2").stderr
+    assert "ZeroDivisionError" in both and "IndexError" in both and both.count("unmask:") == 1
 
 
 def test_clock() -> None:

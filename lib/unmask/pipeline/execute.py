@@ -12,6 +12,7 @@ import datetime
 import json
 import logging
 import os
+import queue
 import re
 import shutil
 import signal
@@ -19,9 +20,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 import nbformat
@@ -35,24 +36,21 @@ from papermill import PapermillExecutionError, execute_notebook
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, NotebookExecutionManager, papermill_engines
 
-from unmask.pipeline import provenance
+from unmask.pipeline import provenance, signals
 from unmask.pipeline.graph import Due, Folders, PipelineError, Stage, clock, seal
-from unmask.workspace import write_atomic
+from unmask.pipeline.machines import Slot
+from unmask.pipeline.signals import Interrupted, on_signal
+from unmask.workspace import GRACE, write_atomic
 
 logger = logging.getLogger("papermill")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LEFTOVERS = 3.0  # seconds for what a notebook started and did not end
+ECHO = (
+    1.0  # seconds in which a signal is the first one again: `timeout` sends it to the process and its group
+)
 
 
 class NotebookError(RuntimeError):
     """A cell failed or the kernel died; the message says which, why, and where the log is."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop. (asyncio lets only KeyboardInterrupt and SystemExit pass.)"""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_status = 128 + number
 
 
 def run_stages(
@@ -64,8 +62,13 @@ def run_stages(
     about: dict[str, Any],
     durations: dict[str, float],
     offline: bool,
+    slots: Sequence[Slot] = (Slot(),),
+    grace: float = GRACE,
 ) -> None:
-    """Executes the stages that are due, one after the other, and records each when it is done.
+    """Executes the stages that are due and records each when it is done.
+
+    A stage starts as soon as what it needs is there and a slot is free. The notebooks are watched from
+    threads, so that signals find the main thread waiting and never in the middle of something.
 
     Args:
         due: from `plan`, in running order.
@@ -74,18 +77,128 @@ def run_stages(
         about: from `provenance.describe`.
         durations: seconds per stage of an earlier run, for the estimate.
         offline: keep the Hugging Face libraries from calling the Hub.
+        slots: room for as many notebooks at once, from `machines.slots`.
+        grace: seconds that trainings get to save themselves when the run is stopped.
     Raises:
-        NotebookError: a notebook failed; those before it stay done.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came; the kernel and what it started have ended.
+        NotebookError: a notebook failed; those that ran beside it were finished, no other one was started.
+        Interrupted: SIGINT, SIGTERM or SIGHUP came, or a training got SIGTERM; the kernels and what they
+            started have ended. A second signal ends them at once.
     """
     for folder in (folders.artifacts, folders.executed, folders.results / "figures", folders.logs):
         folder.mkdir(parents=True, exist_ok=True)
-    with _interruptible():
-        for position, task in enumerate(due):
-            rest = [durations.get(later.stage.name) for later in due[position + 1 :]]
-            title = f"[{position + 1}/{len(due)}] {task.stage.name}"
-            with Progress(title, task.stage.cells, durations.get(task.stage.name), rest) as progress:
-                _run_stage(task.stage, marks[task.stage.name], folders, parameters, about, offline, progress)
+
+    def begin(task: Due, slot: Slot) -> Progress:
+        position, stage = due.index(task), task.stage
+        rest = [durations.get(later.stage.name) for later in due[position + 1 :]]
+        alone = len(slots) == 1
+        title = f"[{position + 1}/{len(due)}] {stage.name}"
+        return Progress(title, stage.cells, durations.get(stage.name), rest if alone else [], live=alone)
+
+    def work(task: Due, slot: Slot, progress: Progress) -> None:
+        own = parameters | {"overrides": parameters["overrides"] | slot.overrides}
+        environment = slot.environment | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+        with progress:
+            _run_stage(task.stage, marks[task.stage.name], folders, own, about, environment, progress)
+
+    _Crew(due, slots, grace).run(begin, work)
+
+
+class _Crew:
+    """The stages of a run: which wait, which run in a thread of their own, and how the run ends.
+
+    Args:
+        due: in running order.
+        slots: room for as many stages at once.
+        grace: seconds that trainings get to save themselves when the run is stopped.
+    """
+
+    def __init__(self, due: Sequence[Due], slots: Sequence[Slot], grace: float) -> None:
+        self.waiting, self.free, self.grace = list(due), list(slots), grace
+        self.running: dict[Future[None], tuple[Due, Slot, Progress]] = {}
+        self.failures: list[BaseException] = []
+        self.stopped: signal.Signals | None = None
+        self.stopped_at = 0.0
+        self.deadline: float | None = None  # when the stages of a stopped run are killed
+        self.unfinished = False  # whether that kept a stage from ending
+        self.killed: list[str] = []
+        # What the main thread waits for: stages that ended, and signals. Handlers may fill such a queue.
+        self.events: queue.SimpleQueue[Future[None] | signal.Signals] = queue.SimpleQueue()
+
+    def run(
+        self, begin: Callable[[Due, Slot], Progress], work: Callable[[Due, Slot, Progress], None]
+    ) -> None:
+        """Runs all stages, or as many as it can before a failure or a signal; raises what went wrong."""
+        with on_signal(self.events.put), ThreadPoolExecutor(len(self.free)) as pool:
+            try:
+                while True:
+                    while task := self._next():
+                        slot = self.free.pop(0)
+                        progress = begin(task, slot)
+                        future = pool.submit(work, task, slot, progress)
+                        self.running[future] = task, slot, progress
+                        future.add_done_callback(self.events.put)
+                    if not self.running:
+                        break
+                    self._handle(self._event())
+            finally:
+                self._kill()  # only something unforeseen leaves any
+        if self.stopped and (self.unfinished or self.waiting):
+            for failure in self.failures:
+                print(f"unmask: {failure}", file=sys.stderr)
+            raise Interrupted(self.stopped, self.killed)
+        if len(self.failures) > 1:
+            raise NotebookError("\n".join(map(str, self.failures)))
+        for failure in self.failures:
+            raise failure
+
+    def _next(self) -> Due | None:
+        """Takes the first waiting stage that may start now."""
+        if self.stopped or self.failures or not self.free:
+            return None
+        missing = {task.stage.name for task in self.waiting + [task for task, *_ in self.running.values()]}
+        for task in self.waiting:
+            if not missing.intersection(task.stage.needs):
+                self.waiting.remove(task)
+                return task
+        return None
+
+    def _event(self) -> Future[None] | signal.Signals | None:
+        """The next event; None when the deadline has come."""
+        try:
+            return self.events.get(timeout=self.deadline and max(self.deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            return None
+
+    def _handle(self, event: Future[None] | signal.Signals | None) -> None:
+        if isinstance(event, Future):
+            _, slot, progress = self.running.pop(event)
+            self.free.append(slot)
+            error = event.exception()
+            if isinstance(error, Interrupted) and not self.stopped:
+                self._stop(signal.SIGTERM)  # only its training was told
+            if progress.stopped or isinstance(error, Interrupted):
+                self.unfinished |= error is not None
+            elif error:
+                self.failures.append(error)
+        elif event and not self.stopped:
+            self._stop(event)
+        elif event is None or time.monotonic() > self.stopped_at + ECHO:  # the time is up, or a second signal
+            self.killed = self.killed or [task.stage.name for task, *_ in self.running.values()]
+            self._kill()
+
+    def _stop(self, number: signal.Signals) -> None:
+        self.stopped, self.stopped_at = number, time.monotonic()
+        self.deadline = self.stopped_at + self.grace
+        if sys.stdout.isatty():
+            _say("\n")  # the status line stays
+        _say(f"{number.name}: a training saves itself, {self.grace:.0f} s at most; again to stop at once\n")
+        for _, _, progress in self.running.values():
+            progress.stop(self.deadline)
+
+    def _kill(self) -> None:
+        self.deadline = None
+        for _, _, progress in self.running.values():
+            progress.kill()
 
 
 def refresh(stage: Stage, mark: dict[str, Any], folders: Folders) -> None:
@@ -112,21 +225,25 @@ def refresh(stage: Stage, mark: dict[str, Any], folders: Folders) -> None:
 
 
 class Progress(threading.Thread):
-    """The status line of the running stage, and the peak memory of everything it started.
+    """The status line of a running stage, the processes that it started, and their peak memory.
 
-    On a terminal the line is refreshed every second; elsewhere a new one is printed every thirty.
+    On a terminal, and when it is the only one, the line is refreshed every second; else a new one is printed
+    every thirty.
     """
 
-    def __init__(self, title: str, cells: int, estimate: float | None, rest: Sequence[float | None]) -> None:
+    def __init__(
+        self, title: str, cells: int, estimate: float | None, rest: Sequence[float | None], *, live: bool
+    ) -> None:
         super().__init__(daemon=True, name="progress")
         self.title, self.cells, self.estimate, self.rest = title, cells, estimate, rest
         self.cell, self.source = 0, ""  # number and first line of the code cell that runs
         self.peak = 0  # bytes
-        self.processes: set[psutil.Process] = set()
-        self._older = set(psutil.Process().children(recursive=True))
+        self.kernel: psutil.Process | None = None
+        self.processes: set[psutil.Process] = set()  # all that were seen, the kernel included
+        self.deadline: float | None = None  # on the monotonic clock: when a stopped stage is killed
         self.started = time.monotonic()
         self._ended = threading.Event()
-        self._tty = sys.stdout.isatty()
+        self._live = live and sys.stdout.isatty()
 
     def __enter__(self) -> Progress:
         self.start()
@@ -135,7 +252,7 @@ class Progress(threading.Thread):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         self.join()
-        word = "done" if kind is None else "stopped" if issubclass(kind, KeyboardInterrupt) else "failed"
+        word = "done" if kind is None else "stopped" if self.stopped or kind is Interrupted else "failed"
         self._show(
             f"{self.title} · {word} after {clock(self.elapsed)} · peak memory {self.peak / 2**30:.1f} GiB",
             end="\n",
@@ -145,12 +262,17 @@ class Progress(threading.Thread):
     def elapsed(self) -> float:
         return time.monotonic() - self.started
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the stage was asked to stop; what goes wrong from then on is no failure."""
+        return self.deadline is not None
+
     def run(self) -> None:
         ticks = 0
         while True:
             self._sample()
-            if self._tty or ticks % 30 == 0:
-                self._show(self.line(), end="" if self._tty else "\n")
+            if self._live or ticks % 30 == 0:
+                self._show(self.line(), end="" if self._live else "\n")
             ticks += 1
             if self._ended.wait(1.0):
                 return
@@ -176,33 +298,59 @@ class Progress(threading.Thread):
             parts.append(f"about {clock(left)} left{run}")
         return " · ".join(parts)
 
+    def watch(self, kernel: int) -> None:
+        """Says which process is the kernel, as soon as it runs."""
+        self.kernel = psutil.Process(kernel)
+        if self.stopped:
+            signals.send([self.kernel], signal.SIGTERM)
+
+    def stop(self, deadline: float) -> None:
+        """Asks the kernel to end. It hands this on to a training and waits for it; otherwise it ends at once.
+
+        Only the kernel is asked: a process that gets SIGTERM from two sides, as torchrun would, gives up.
+        """
+        self._sample()
+        self.deadline = deadline
+        if self.kernel:
+            signals.send([self.kernel], signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends everything at once."""
+        self._sample()
+        self.deadline = time.monotonic()
+        signals.send(signals.alive(self.processes.copy()), signal.SIGKILL)
+
     def stop_processes(self) -> None:
         """Ends every process that the stage started and that is still there."""
         self._sample()
-        alive = [process for process in self.processes.copy() if process.is_running()]
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        for process in psutil.wait_procs(alive, timeout=3)[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=3)
+        patience = time.monotonic() + LEFTOVERS
+        signals.end(
+            self.processes | self._session(), lambda: patience if self.deadline is None else self.deadline
+        )
 
     def _sample(self) -> None:
-        own = psutil.Process()
-        memory = own.memory_info().rss
-        for process in own.children(recursive=True):
-            if process not in self._older:
+        memory = psutil.Process().memory_info().rss
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [self.kernel, *self.kernel.children(recursive=True)] if self.kernel else []:
+                self.processes.add(process)
                 with contextlib.suppress(psutil.NoSuchProcess):
                     memory += process.memory_info().rss
-                    self.processes.add(process)
         self.peak = max(self.peak, memory)
 
+    def _session(self) -> set[psutil.Process]:
+        """Processes of the kernel's session, also those that lost their parent before they were seen."""
+        found = set()
+        for process in psutil.process_iter() if self.kernel else ():
+            with contextlib.suppress(OSError):
+                if os.getsid(process.pid) == self.kernel.pid:
+                    found.add(process)
+        return found
+
     def _show(self, line: str, end: str) -> None:
-        if self._tty:
+        if self._live:
             width = shutil.get_terminal_size().columns
             line = f"\r{line[: width - 1]}\x1b[K"
-        print(line, end=end, flush=True)
+        _say(line + end)
 
 
 def _run_stage(
@@ -211,7 +359,7 @@ def _run_stage(
     folders: Folders,
     parameters: dict[str, Any],
     about: dict[str, Any],
-    offline: bool,
+    environment: dict[str, str],
     progress: Progress,
 ) -> None:
     done = folders.artifacts / stage.name / "done.json"
@@ -242,9 +390,11 @@ def _run_stage(
         with log.open("a", encoding="utf8") as text:  # the kernel's own messages go there too
             print(f"=== {stage.name}, {started}", file=text, flush=True)
             try:
-                _execute(stage, partial, text, folders, parameters, offline, progress)
+                _execute(stage, partial, text, folders, parameters, environment, progress)
             except PapermillExecutionError as error:
                 print(_plain("\n".join(error.traceback)), file=text)
+                if error.ename == "TrainingStopped":
+                    raise Interrupted(signal.SIGTERM) from None
                 raise _failure(stage, error, progress, folders) from None
             except DeadKernelError:
                 raise NotebookError(
@@ -254,9 +404,9 @@ def _run_stage(
                 ) from None
             finally:
                 progress.stop_processes()
-    except Interrupted:
-        raise
     except Exception:
+        if progress.stopped:
+            raise
         keep(exit_status=1)
         if partial.exists():
             _write_clean(nbformat.read(partial, as_version=4), failed, folders)
@@ -282,11 +432,13 @@ def _execute(
     log: TextIO,
     folders: Folders,
     parameters: dict[str, Any],
-    offline: bool,
+    environment: dict[str, str],
     progress: Progress,
 ) -> None:
     package = str(folders.library.parent)
-    environment = os.environ | {
+    environment = {
+        **os.environ,
+        **environment,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
         "PYTHONHASHSEED": "0",
@@ -295,8 +447,6 @@ def _execute(
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # a warning of the debugger that nobody attaches here
     }
     environment.pop("MPLBACKEND", None)  # figures go into the notebook
-    if offline:
-        environment["HF_HUB_OFFLINE"] = "1"
     logger.setLevel(logging.CRITICAL)  # papermill reports every cell; the status line does that
     execute_notebook(
         str(stage.path),
@@ -306,7 +456,7 @@ def _execute(
         kernel_name="python3",
         language="python",
         progress_bar=False,
-        cwd=str(folders.notebooks),
+        folder=str(folders.notebooks),  # papermill's own `cwd` would move all threads of this process
         environment=environment,
         log=log,
         progress=progress,
@@ -333,6 +483,7 @@ class Engine(NBClientEngine):
         nb_man: NotebookExecutionManager,
         kernel_name: str,
         *,
+        folder: str,
         environment: dict[str, str],
         log: TextIO,
         progress: Progress,
@@ -355,7 +506,8 @@ class Engine(NBClientEngine):
         )
         try:
             # What is printed past the notebook goes to the log: crashes, warnings of native code.
-            client.start_new_kernel(env=environment, stdout=log, stderr=log)
+            client.start_new_kernel(env=environment, cwd=folder, stdout=log, stderr=log)
+            progress.watch(manager.provisioner.pid)
             with _watchdog(manager.provisioner.pgid):
                 client.execute()
                 for step in (manager.request_shutdown, manager.finish_shutdown, manager.cleanup_resources):
@@ -381,21 +533,10 @@ def _watchdog(group: int) -> Iterator[None]:
             watchdog.kill()
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Turns the signals that end a run into `Interrupted`, once: the clean-up is not interrupted."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        for one in SIGNALS:
-            signal.signal(one, signal.SIG_IGN)
-        raise Interrupted(number)
-
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+def _say(text: str) -> None:
+    """Prints in one piece, because several threads do; a terminal that is gone stops nothing."""
+    with contextlib.suppress(OSError):
+        print(text, end="", flush=True)
 
 
 def _failure(

@@ -227,7 +227,7 @@ def plan(
 def library_hash(library: Path) -> str:
     """Hash of what the library computes: its code without comments and docstrings, other files as they are.
 
-    The command line and the pipeline itself do not count: they compute nothing.
+    The command line, the plan and the pipeline itself do not count: they compute nothing.
     """
     digest = hashlib.sha256()
     for path in sorted(library.rglob("*")):
@@ -235,7 +235,7 @@ def library_hash(library: Path) -> str:
         if (
             not path.is_file()
             or "__pycache__" in name
-            or name.startswith(("pipeline/", "cli.py", "__main__.py"))
+            or name.startswith(("pipeline/", "cli.py", "plan.py", "__main__.py"))
         ):
             continue
         content = path.read_bytes()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from unmask.pipeline.graph import Folders
+from unmask.pipeline.machines import cores
 from unmask.workspace import write_atomic
+
+_recording = threading.Lock()  # notebooks that run side by side share the record
 
 REPORTED = (
     "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "mergekit",
@@ -62,10 +65,11 @@ def record(folders: Folders, about: dict[str, Any], stage: str, outcome: dict[st
 
     The hash of the corpus comes from the first notebook's metrics, where these hold one.
     """
-    stages = read(folders).get("stages", {}) | {stage: outcome}
-    document = about | {"corpus_hash": _corpus_hash(folders), "stages": dict(sorted(stages.items()))}
-    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
-    return write_atomic(folders.results / "provenance.json", text)
+    with _recording:
+        stages = read(folders).get("stages", {}) | {stage: outcome}
+        document = about | {"corpus_hash": _corpus_hash(folders), "stages": dict(sorted(stages.items()))}
+        text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+        return write_atomic(folders.results / "provenance.json", text)
 
 
 def durations(*runs: Folders) -> dict[str, float]:
@@ -94,7 +98,7 @@ def hardware() -> dict[str, Any]:
         cpu = platform.processor() or platform.machine()
     return {
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": _gpus(),
         "system": f"{platform.system()} {platform.machine()}",

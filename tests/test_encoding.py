@@ -1,0 +1,137 @@
+"""Micro-batches, and rows of packed batches against rows of padded ones."""
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from unmask import encoding
+from unmask.embedder import Embedder
+from unmask.encoding import TokenSequence, encode_rows, join_chunks, micro_batches
+
+MIXED = [3, 50, 7, 7, 20, 1, 120, 64, 2]
+
+
+def texts(count=7):
+    return [TokenSequence(s) for s in tiny.sequences(count, seed=3)]
+
+
+def documents_and_queries():
+    documents = [join_chunks(tiny.sequences(n, seed=n), 0) for n in (3, 1, 4)]
+    return [*texts(3), *documents, *texts(2)]
+
+
+def rows_and_gradients(model, sequences, **options):
+    model.zero_grad()
+    rows = encode_rows(model, sequences, **options)
+    (rows * torch.linspace(-1, 1, rows.numel()).view_as(rows)).sum().backward()
+    return rows.detach(), tiny.gradients(model)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(
+    ("sequences", "pooling"),
+    [(texts(), "mean"), (texts(), "last"), (documents_and_queries(), "mean")],
+    ids=["mean", "last", "late chunking"],
+)
+def test_packed_batches_give_the_rows_and_gradients_of_padded_ones(sequences, pooling, bidirectional):
+    model = tiny.model(bidirectional=bidirectional)
+    expected, gradients = rows_and_gradients(model, sequences, pooling=pooling)
+    found, packed_gradients = rows_and_gradients(model, sequences, pooling=pooling, packed=True)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert packed_gradients.keys() == gradients.keys()
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    for name, gradient in gradients.items():
+        assert (packed_gradients[name] - gradient).norm() <= 1e-5 * norm
+
+
+def test_packed_batches_hold_no_padding(monkeypatch):
+    model, sequences, shapes = tiny.model(), texts(), []
+    model.register_forward_pre_hook(
+        lambda module, _, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    encode_rows(model, sequences, packed=True)
+    monkeypatch.setattr(encoding, "unpadded", lambda model: True)
+    encode_rows(model, sequences)  # the default follows what model and machine can do
+    assert shapes == [(1, sum(map(len, sequences)))] * 2
+    encode_rows(model, [sequences[0]] * 3, packed=True)  # nothing to pad
+    assert shapes[-1] == (3, len(sequences[0]))
+
+
+def test_the_embedder_packs_where_it_can(monkeypatch):
+    texts = ["A file.", "Open the file and read all of its rows.", "Mean of an array along an axis."]
+    documents = [texts[:2], texts]
+
+    def embed():
+        embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
+        return [embedder.encode(texts, "float32"), *embedder.encode_documents(documents, "float32")]
+
+    padded = embed()
+    monkeypatch.setattr(encoding, "unpadded", lambda model: True)
+    monkeypatch.setattr("unmask.embedder.unpadded", lambda model: True)
+    for found, expected in zip(embed(), padded):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_autocast_keeps_the_pooling_in_float32():
+    model = tiny.model()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        packed, padded = (encode_rows(model, texts(), packed=packed) for packed in (True, False))
+    assert packed.dtype == padded.dtype == torch.float32
+    torch.testing.assert_close(packed, padded, atol=2e-2, rtol=2e-2)
+
+
+def test_a_wrapped_model_is_packed_too():
+    """DDP keeps the model in `module` and passes keyword arguments through."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, **kwargs):
+            return self.module(**kwargs)
+
+    with torch.no_grad():
+        expected = encode_rows(tiny.model(), texts())
+        found = encode_rows(Wrapper(tiny.model()), texts(), packed=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_cannot_be_pooled_at_their_last_token():
+    with pytest.raises(ValueError, match="has no late chunking"):
+        encode_rows(tiny.model(), documents_and_queries(), pooling="last")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("multiple_of", [1, 2, 3, 5, 9, 12])
+@pytest.mark.parametrize("budget", [60, 128, 10**6])
+def test_micro_batches_cover_everything_once_within_the_budget(budget, multiple_of, packed):
+    groups = micro_batches(MIXED, budget, multiple_of, packed=packed)
+    assert len(groups) % multiple_of == 0
+    assert sorted(i for group in groups for i in group) == list(range(len(MIXED)))
+    for group in groups:
+        lengths = [MIXED[i] for i in group]
+        assert lengths == sorted(lengths, reverse=True)
+        tokens = sum(lengths) if packed else len(lengths) * max(lengths, default=0)
+        assert len(group) <= 1 or tokens <= budget
+    firsts = [MIXED[group[0]] for group in groups if len(group)]
+    assert firsts == sorted(firsts, reverse=True)
+
+
+def test_packed_micro_batches_count_true_tokens():
+    assert [len(g) for g in micro_batches([10, 1, 1, 1, 1], 14)] == [1, 4]
+    assert [len(g) for g in micro_batches([10, 1, 1, 1, 1], 14, packed=True)] == [5]
+
+
+def test_the_group_with_most_tokens_is_halved():
+    assert [g.tolist() for g in micro_batches([8, 8, 4, 4, 4, 4], 17)] == [[0, 1], [2, 3, 4, 5]]
+    assert [g.tolist() for g in micro_batches([8, 8, 4, 4, 4, 4], 17, 3)] == [[0], [1], [2, 3, 4, 5]]
+    assert [g.tolist() for g in micro_batches([8, 8, 4, 4, 4, 4], 17, 4)] == [[0], [1], [2, 3], [4, 5]]
+
+
+def test_empty_groups_fill_up_where_sequences_run_out():
+    groups = micro_batches([5, 6], 100, 4)
+    assert [g.tolist() for g in groups] == [[1], [0], [], []]
+    assert all(np.issubdtype(g.dtype, np.integer) for g in groups)
