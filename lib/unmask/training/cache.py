@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unmask.attention import unpadded
 from unmask.encoding import TokenSequence, encode_rows, micro_batches, row_offsets, rows_of
 from unmask.training.processes import ALONE, Processes
 
@@ -38,7 +39,7 @@ def cached_backward(
             document's chunks one after the other.
         loss_of_rows: scalar loss of all rows (R, D), of which each process gives its part, so that the parts
             add up; quantisation belongs here.
-        token_budget: tokens per micro-batch, padding included.
+        token_budget: tokens per micro-batch, padding included where there is any.
         last: False if more gradients of the same step follow; the processes' gradients are reduced by the
             last call.
 
@@ -46,7 +47,9 @@ def cached_backward(
     backpropagation. Random numbers drawn by the model (dropout) are replayed, so cached and uncached
     gradients agree.
     """
-    groups = micro_batches([len(s) for s in sequences], token_budget, multiple_of=processes.count)
+    with processes.autocast():
+        packed = unpadded(model)
+    groups = micro_batches([len(s) for s in sequences], token_budget, processes.count, packed=packed)
     own, offsets = processes.share(groups), row_offsets(sequences)
 
     def embed(group: np.ndarray) -> Tensor:

@@ -33,21 +33,23 @@ from unmask.backbone import facts
 from unmask.config import ParallelConfig, preset_from, resolved
 from unmask.training.engine import Preempted
 from unmask.training.jobs import job_fingerprint, run_job
-from unmask.workspace import Run, artifacts_root, write_atomic
+from unmask.workspace import Run, artifacts_root, grace_seconds, write_atomic
 
-# glibc returns large blocks to the system at each free and faults them in again at the next step; keeping
-# them makes a step on the CPU about a fifth faster.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(2**28)}
+# For trainings on the CPU, unless the environment says otherwise.
+MEMORY = {
+    # glibc returns large blocks to the system at each free and faults them in again at the next step.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "-1",
+    "MALLOC_TOP_PAD_": str(2**28),
+    # oneDNN keeps what it made for the last 1,024 shapes; with another number of masked tokens in every
+    # micro-batch that grows by 30 MB a step, to gigabytes.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
 ANNOUNCEMENT = ".trainings.json"  # in the run's artifacts, for the other machines
 
 
 class TrainingStopped(RuntimeError):
     """The training was told to stop, and saved itself before it did."""
-
-
-def grace_seconds() -> float:
-    """How long a training that was told to stop may take to write its checkpoint."""
-    return float(os.environ.get("UNMASK_GRACE_SECONDS", "120"))
 
 
 def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: str = "") -> Path:
@@ -153,10 +155,11 @@ def _start(
         else:
             command += ["--standalone"]
         command += ["-m"]
-        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // per_machine))}
+        cores = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+        threads = {"OMP_NUM_THREADS": str(max(1, cores // per_machine))}
     return subprocess.Popen(
         [*command, "unmask.training.launch", str(job)],
-        text=True, env=KEEP_MEMORY | threads | os.environ | {"UNMASK_LAUNCHER": str(os.getpid())},
+        text=True, env=MEMORY | os.environ | threads | {"UNMASK_LAUNCHER": str(os.getpid())},
         preexec_fn=partial(_die_with, os.getpid()),
         **streams,
     )  # fmt: skip
@@ -191,7 +194,8 @@ def _ended_together(child: subprocess.Popen) -> Iterator[list[int]]:
 
     def handler(number: int, frame: object) -> None:
         received.append(number)
-        child.terminate()
+        if len(received) == 1:  # a second one would cut short torchrun's own orderly end
+            child.terminate()
 
     in_main = threading.current_thread() is threading.main_thread()  # which alone may handle signals
     before = signal.signal(signal.SIGTERM, handler) if in_main else None
@@ -200,7 +204,8 @@ def _ended_together(child: subprocess.Popen) -> Iterator[list[int]]:
     finally:
         try:
             if child.poll() is None:
-                child.terminate()
+                if not received:
+                    child.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(grace_seconds())
         finally:
