@@ -6,14 +6,16 @@ READY  := $(VENV)/.unmask-installed
 HALF   := $(VENV)/.unmask-installing
 
 .DEFAULT_GOAL := help
-.PHONY: help reproduce smoke test lint lab
+.PHONY: help reproduce smoke test test-faults lint lab bench
 
 help:
 	@echo "make reproduce  install, run the whole recipe on this machine (preset cpu), print where the report is"
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make test       ruff, then pytest"
+	@echo "make test-faults  kill trainings, merges and whole runs at random moments, in about ten minutes"
 	@echo "make lint       ruff only"
 	@echo "make lab        JupyterLab on the notebooks"
+	@echo "make bench      speed and memory against peers, in about twenty minutes: results/benchmarks"
 
 reproduce: $(READY)
 	@$(BIN)/unmask run --preset cpu
@@ -24,6 +26,10 @@ smoke: $(READY)
 test: lint
 	@$(BIN)/python -m pytest
 
+# Processes that are killed cannot give their semaphores back, which Python would remark at the end.
+test-faults: $(READY)
+	@UNMASK_FAULTS=1 PYTHONWARNINGS=ignore:resource_tracker:UserWarning $(BIN)/python -m pytest -s tests/faults
+
 lint: $(READY)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
@@ -31,6 +37,13 @@ lint: $(READY)
 lab: $(READY)
 	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (unmask)"
 	@$(BIN)/jupyter lab notebooks
+
+# GradCache stands outside of .venv: the training text is made of the installed packages. Offline it is left out.
+bench: $(READY)
+	@peers=$${UNMASK_ARTIFACTS:-artifacts}/benchmarks/peers; test -d $$peers/gradcache || \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$peers gradcache==0.0.1 || \
+	  echo "GradCache cannot be installed here, so it will be left out"
+	@$(BIN)/python tests/benchmarks/run.py
 
 # The marker HALF exists while pip works: finding it means that an installation was interrupted, so it starts afresh.
 $(READY): pyproject.toml requirements.lock

@@ -39,6 +39,9 @@ DRAWINGS = {
     "horizontal_bars": lambda: figures.horizontal_bars(
         {name: 10.0**i for i, name in enumerate(NAMES)}, xlabel="text (MB)", title="A title"
     ),
+    "ratios": lambda: figures.ratios(
+        dict(zip(NAMES, [2.0, 0.5, None, 30.0, 1.0])), xlabel="times better", title="A title"
+    ),
 }
 
 
@@ -78,4 +81,16 @@ def test_bars_stand_in_the_order_given_and_intervals_at_their_ends():
     assert [patch.get_height() for patch in axes.patches] == [0.5, 0.2]
     segments = axes.collections[0].get_segments()
     np.testing.assert_allclose([segment[:, 1] for segment in segments], [[0.4, 0.7], [0.1, 0.3]])
+    plt.close("all")
+
+
+def test_ratios_stand_right_of_one_where_we_are_better_and_say_what_was_not_run():
+    figure = figures.ratios({"speed": 2.0, "memory": 0.5, "gpu": None}, xlabel="times", title="A title")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["speed", "memory", "gpu"]
+    points = [line for line in axes.lines if line.get_marker() in ("o", "D")]
+    assert [(line.get_xdata()[0], line.get_marker()) for line in points] == [(2.0, "o"), (0.5, "D")]
+    assert len({line.get_color() for line in points}) == 2
+    assert [text.get_text() for text in axes.texts] == ["2×", "0.5×", "not run"]
+    assert axes.yaxis_inverted()
     plt.close("all")

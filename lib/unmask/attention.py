@@ -144,13 +144,14 @@ def fast_attention() -> AbstractContextManager:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compiles the Transformer's layers in place, at their first use; they share one graph for all lengths.
+    """Compiles the Transformer's layers in place, at their first use; all of them share a graph.
 
+    The first length gets a graph of its own, which is the fastest; a second length, one for all lengths.
     Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
     shard the model afterwards.
     """
     for layer in model.base_model.layers:
-        layer.compile(dynamic=True)
+        layer.compile()
 
 
 def _config(model: nn.Module) -> PreTrainedConfig:

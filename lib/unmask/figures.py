@@ -168,6 +168,40 @@ def horizontal_bars(values: Mapping[str, float], *, xlabel: str, title: str, fmt
     return figure
 
 
+def ratios(values: Mapping[str, float | None], *, xlabel: str, title: str) -> Figure:
+    """Comparisons as points on a logarithmic axis, from the line of equality at 1, in the order given.
+
+    Ratios above 1 and below 1 differ in colour and in marker. None stands for "not run", and is written so.
+    """
+    figure, ax = axes(figsize=(8.4, 0.22 * len(values) + 1.0))
+    known = [value for value in values.values() if value is not None] or [1.0]
+    for row, value in enumerate(values.values()):
+        better = value is None or value >= 1
+        color = COLORS[0] if better else COLORS[1]
+        ax.hlines(row, 1, value or 1, color=color, linewidth=2)
+        if value is not None:
+            ax.plot(value, row, marker="o" if better else "D", markersize=6, color=color)
+        ax.annotate(
+            "not run" if value is None else f"{value:.3g}×",
+            (value or 1, row),
+            textcoords="offset points",
+            xytext=(7 if better else -7, 0),
+            ha="left" if better else "right",
+            va="center",
+            fontsize=8,
+        )
+    ax.axvline(1, color="#444444", linewidth=1)
+    ax.set_xscale("log", base=2)
+    # Room for what is written beside the points at either end.
+    ax.set_xlim(min(0.7, 0.5 * min(known)), max(1.7, 2 * max(known)))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    ax.set_yticks(range(len(values)), list(values))
+    ax.set_ylim(len(values) - 0.4, -0.6)  # the first on top
+    ax.set(xlabel=xlabel, title=title)
+    ax.grid(axis="y", visible=False)
+    return figure
+
+
 def _references(ax: plt.Axes, reference: dict | None) -> None:
     for name, value in (reference or {}).items():
         ax.axhline(value, color="#444444", linestyle="--", linewidth=1)

@@ -121,8 +121,7 @@ def test_chunks_of_rows_change_neither_loss_nor_gradient(monkeypatch, autocast):
         return loss, *torch.autograd.grad(loss, inputs)
 
     whole = loss_and_gradients()
-    monkeypatch.setattr(diffusion, "CHUNK_ROWS", 5)
-    monkeypatch.setattr(diffusion, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(diffusion, "CPU_ROWS", 5)
     # bfloat16 rounds each chunk's share of the output matrix's gradient.
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {}
     for a, b in zip(loss_and_gradients(), whole):
@@ -130,31 +129,30 @@ def test_chunks_of_rows_change_neither_loss_nor_gradient(monkeypatch, autocast):
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("paid", [True, False])
-def test_the_fused_operation_of_gpus_gives_the_same_loss_and_gradient(monkeypatch, paid, autocast, chunk):
-    """torch's operation runs on a CPU too, only slowly: here it stands in for the plain one."""
-    hidden, unembedding, tokens, masked, t = problem(b=4, length=9, v=11, seed=16, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 17])
+def test_the_fused_operation_of_gpus_gives_the_same_loss_and_gradient(rows, dtype, chunk):
+    """torch's operation runs on a CPU too, only slowly."""
+    generator = torch.Generator().manual_seed(16)
+    hidden, unembedding = (torch.randn(n, 6, generator=generator, dtype=dtype) for n in (rows, 11))
+    targets, weights = torch.arange(rows) % 11, torch.rand(rows, generator=generator)
     inputs = [hidden.requires_grad_(), unembedding.requires_grad_()]
-
-    def loss_and_gradients():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            loss = diffusion_loss(hidden, unembedding, tokens, masked & paid, t.float())
-        return loss, *torch.autograd.grad(loss, inputs)
-
-    plain = loss_and_gradients()
-    calls = []
-
-    def fused(*x):
-        calls.append(x)
-        return diffusion._fused_cross_entropy(*x, chunk)
-
-    monkeypatch.setattr(diffusion, "_chunk_cross_entropy", fused)
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {}
-    for a, b in zip(loss_and_gradients(), plain):
-        assert a.dtype == torch.float32
+    fused = (weights * diffusion._fused_cross_entropy(hidden, unembedding, targets, chunk)).sum()
+    ours = diffusion._WeightedNats.apply(hidden, unembedding, targets, weights, True)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, fused, **tolerance)
+    for a, b in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(fused, inputs)):
         torch.testing.assert_close(a, b, **tolerance)
-    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_an_improbable_token_costs_what_it_should(scale):
+    """The loss is exact where the probability of the target is zero in floating point."""
+    hidden, unembedding = torch.tensor([[1.0], [-1.0]]), torch.tensor([[scale], [0.0]])
+    ours = diffusion._WeightedNats.apply(hidden, unembedding, torch.tensor([1, 1]), torch.ones(2), False)
+    exact = torch.nn.functional.cross_entropy(hidden @ unembedding.T, torch.tensor([1, 1]), reduction="sum")
+    torch.testing.assert_close(ours, exact)
 
 
 @pytest.mark.gpu

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
-from torch.utils.checkpoint import checkpoint
 
 # Logits exist for this many rows at a time, so that their memory does not grow with the batch: 2^26 logits
 # are 256 MiB in float32; but never fewer than 1,024 rows, which a GPU needs to multiply at full speed.
 CHUNK_LOGITS = 2**26
 CHUNK_ROWS = 1024
+CPU_ROWS = 256  # on the CPU: logits that stay near its caches
 
 
 def diffusion_loss(
@@ -71,8 +71,8 @@ def diffusion_loss(
         raise ValueError(f"The masking probability t must lie in (0, 1]; got {t_B.tolist()}.")
     paid_BL = predictable_BL & masked_BL[:, 1:].bool()
     weight_R = t_B.reciprocal()[:, None].expand(paid_BL.shape)[paid_BL]
-    nats_R = _cross_entropy(hidden_BLD, unembedding_VD, tokens_BL, paid_BL)
-    return (weight_R.to(nats_R.dtype) * nats_R).sum() / _positions(predictable_BL, normalizer)
+    nats = _weighted_nats(hidden_BLD, unembedding_VD, tokens_BL, paid_BL, weight_R)
+    return nats / _positions(predictable_BL, normalizer)
 
 
 def next_token_loss(
@@ -109,8 +109,8 @@ def next_token_loss(
         '2.3026'
     """
     predictable_BL = _predictable(hidden_BLD, unembedding_VD, tokens_BL, valid_BL)
-    nats_R = _cross_entropy(hidden_BLD, unembedding_VD, tokens_BL, predictable_BL)
-    return nats_R.sum() / _positions(predictable_BL, normalizer)
+    nats = _weighted_nats(hidden_BLD, unembedding_VD, tokens_BL, predictable_BL, None)
+    return nats / _positions(predictable_BL, normalizer)
 
 
 def _predictable(
@@ -142,30 +142,54 @@ def _positions(predictable_BL: Tensor, normalizer: float | None) -> Tensor | flo
     return positions
 
 
-def _cross_entropy(hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, paid_BL: Tensor) -> Tensor:
-    """−log p of the token after each paid position (R,), with the logits of one chunk of rows at a time."""
+def _weighted_nats(
+    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, paid_BL: Tensor, weight_R: Tensor | None
+) -> Tensor:
+    """Σ over the paid positions of weight · (−log p of the next token); no weights: all 1. Scalar."""
     rows_RD, targets_R = hidden_BLD[:, :-1][paid_BL], tokens_BL[:, 1:][paid_BL]
-    unembedding_VD = unembedding_VD.to(rows_RD.dtype)
-    size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
-    if rows_RD.is_cuda:
-        return _fused_cross_entropy(rows_RD, unembedding_VD, targets_R, size)
-    if len(rows_RD) <= size:
-        return _chunk_cross_entropy(rows_RD, unembedding_VD, targets_R)
-    chunks = [
-        # The backward pass recomputes a chunk's logits: a third more work in this layer, and memory for one
-        # chunk only.
-        checkpoint(
-            _chunk_cross_entropy, rows, unembedding_VD, targets, use_reentrant=False, preserve_rng_state=False
-        )
-        for rows, targets in zip(rows_RD.split(size), targets_R.split(size), strict=True)
-    ]
-    return torch.cat(chunks)
+    device = rows_RD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows_RD.dtype
+    rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
+    if weight_R is None:
+        weight_R = rows_RD.new_ones(len(rows_RD))
+    weight_R = weight_R.to(torch.promote_types(dtype, torch.float32))
+    with torch.autocast(device, enabled=False):
+        if rows_RD.is_cuda:
+            size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
+            return (weight_R * _fused_cross_entropy(rows_RD, unembedding_VD, targets_R, size)).sum()
+        return _WeightedNats.apply(rows_RD, unembedding_VD, targets_R, weight_R, torch.is_grad_enabled())
 
 
-def _chunk_cross_entropy(rows_RD: Tensor, unembedding_VD: Tensor, targets_R: Tensor) -> Tensor:
-    logits_RV = F.linear(rows_RD, unembedding_VD)
-    logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
-    return F.cross_entropy(logits_RV, targets_R, reduction="none")
+class _WeightedNats(torch.autograd.Function):
+    """Σ weight · (−log p(target)) on the CPU, with the logits of CPU_ROWS rows at a time.
+
+    The gradient, weight · (p − onehot(target)) at the logits, is made beside the loss: no logits are kept,
+    and none are computed twice. Products run in the precision of the rows, the softmax in float32 or better.
+    """
+
+    @staticmethod
+    def forward(ctx, rows_RD, unembedding_VD, targets_R, weight_R, with_gradient):
+        total = weight_R.new_zeros(())
+        d_rows_RD = torch.empty_like(rows_RD)
+        d_unembedding_VD = weight_R.new_zeros(unembedding_VD.shape)
+        for start in range(0, len(rows_RD), CPU_ROWS):
+            part = slice(start, start + CPU_ROWS)
+            rows, target, weight = rows_RD[part], targets_R[part, None], weight_R[part, None]
+            log_p = F.log_softmax(F.linear(rows, unembedding_VD).to(weight.dtype), dim=1)
+            total -= (weight * log_p.gather(1, target)).sum()
+            if with_gradient:
+                d_logits = log_p.exp_().scatter_add_(1, target, -torch.ones_like(weight)).mul_(weight)
+                d_logits = d_logits.to(rows.dtype)
+                d_rows_RD[part] = d_logits @ unembedding_VD
+                d_unembedding_VD += d_logits.T @ rows
+        if with_gradient:
+            ctx.save_for_backward(d_rows_RD, d_unembedding_VD.to(unembedding_VD.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        d_rows_RD, d_unembedding_VD = (d * gradient.to(d.dtype) for d in ctx.saved_tensors)
+        return d_rows_RD, d_unembedding_VD, None, None, None
 
 
 def _fused_cross_entropy(rows_RD: Tensor, unembedding_VD: Tensor, targets_R: Tensor, size: int) -> Tensor:
@@ -174,11 +198,6 @@ def _fused_cross_entropy(rows_RD: Tensor, unembedding_VD: Tensor, targets_R: Ten
     Its own choice of chunk is a few rows only, hence the size. It knows nothing of autocast, hence the cast.
     In half precision it rounds each row's loss, not its logits, to that precision.
     """
-    device = rows_RD.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
     options = LinearCrossEntropyOptions(batch_chunk_size=size)
-    with torch.autocast(device, enabled=False):
-        nats_R = F.linear_cross_entropy(rows_RD, unembedding_VD, targets_R, reduction="none", options=options)
+    nats_R = F.linear_cross_entropy(rows_RD, unembedding_VD, targets_R, reduction="none", options=options)
     return nats_R.to(torch.promote_types(nats_R.dtype, torch.float32))

@@ -1,0 +1,266 @@
+"""The cached contrastive step against sentence-transformers, GradCache and plain backpropagation.
+
+All programs share one model object, the tokens, the precision (bf16 autocast) and the threads, and compute
+the same loss: InfoNCE with query–query negatives, no margin, no quantisation. `agree` proves it in float32.
+
+sentence-transformers and GradCache get each column padded to its longest text, as their collators do it. What
+is counted are true tokens, padding excluded.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from measure import Case, Step
+from torch import Tensor, nn
+from transformers import AutoTokenizer, Qwen3Config, Qwen3Model
+
+from unmask.config import load_preset
+from unmask.data.sources import open_corpus
+from unmask.data.tokens import tokenize, train_tokenizer
+from unmask.encoding import TokenSequence
+from unmask.losses import pair_loss
+from unmask.pooling import mean_pool
+from unmask.training.cache import cached_backward
+from unmask.workspace import artifacts_root
+
+PRESET = load_preset("cpu")
+TEMPERATURE = 0.05  # at 0.02 the loss of an untrained model is so large that relative differences hide
+PAIRS, EQUAL_LENGTH, MIXED_LENGTH = 128, 64, 256  # 256: the paper's texts
+PEERS = artifacts_root() / "benchmarks" / "peers"  # packages that only `make bench` needs
+Columns = tuple[list[np.ndarray], list[np.ndarray]]  # token ids of the queries, of the documents
+
+
+def bidirectional(layers: int, vocabulary: int = PRESET.data.vocab_size) -> Qwen3Model:
+    """Preset cpu's Transformer with so many layers, untrained."""
+    torch.manual_seed(0)
+    shape = PRESET.backbone
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=shape.hidden_size, intermediate_size=shape.mlp_size,
+        num_hidden_layers=layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_size, is_causal=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return Qwen3Model(config).train()
+
+
+def equal_lengths(pairs: int) -> Columns:
+    """Random tokens: texts of one length, so nothing is padded by anybody."""
+    ids = np.random.default_rng(0).integers(4, PRESET.data.vocab_size, (2, pairs, EQUAL_LENGTH), np.int32)
+    return list(ids[0]), list(ids[1])
+
+
+def real_lengths(
+    pairs: int, query_length: int = MIXED_LENGTH, document_length: int = MIXED_LENGTH
+) -> Columns:
+    """Summary lines and the rest of their docstrings, from the training part of preset cpu's corpus."""
+    corpus = open_corpus(PRESET.data)
+    table = corpus.pairs("train")
+    english = np.flatnonzero(np.asarray(table["group"]) == "english")
+    order = np.random.default_rng(0).permutation(english)
+    rows = table.select(np.resize(order, pairs))  # more pairs than there are: again from the start
+    folder = artifacts_root() / "benchmarks" / f"tokenizer-{corpus.hash[:16]}"
+    if not (folder / "tokenizer.json").is_file():
+        texts = table.select(order)
+        train_tokenizer([*texts["query"], *texts["document"]], PRESET.data.vocab_size, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return (
+        tokenize(tokenizer, list(rows["query"]), query_length),
+        tokenize(tokenizer, list(rows["document"]), document_length),
+    )
+
+
+def ours(model: nn.Module, columns: Columns, token_budget: int) -> Tensor:
+    """Our step; like the others it leaves the gradient in the parameters and returns the loss."""
+    queries, documents = columns
+    n = len(queries)
+    return cached_backward(
+        model,
+        [TokenSequence(tokens) for tokens in (*queries, *documents)],
+        lambda rows_RD: pair_loss(rows_RD[:n], rows_RD[n:], temperature=TEMPERATURE, margin=math.inf),
+        token_budget=token_budget,
+    )
+
+
+class Pooled(nn.Module):
+    """Model and mean pooling with nothing around them: less overhead than the peers' own wrappers."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden_BLD = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        return mean_pool(hidden_BLD, attention_mask)
+
+
+class Module(Pooled):
+    """The same as a module of sentence-transformers."""
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return features | {
+            "sentence_embedding": super().forward(features["input_ids"], features["attention_mask"])
+        }
+
+
+def padded(texts: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """One column as a collator makes it: padded on the right to the longest text."""
+    tensors = [torch.from_numpy(tokens.astype(np.int64)) for tokens in texts]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return {"input_ids": pad(tensors), "attention_mask": pad([torch.ones_like(t) for t in tensors])}
+
+
+def sentence_transformers(
+    model: nn.Module, columns: Columns, mini_batch_size: int = 32, mini_batch_num_tokens: int | None = None
+) -> Callable[[], Tensor]:
+    """A step of CachedMultipleNegativesRankingLoss."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+
+    loss_of = CachedMultipleNegativesRankingLoss(
+        SentenceTransformer(modules=[Module(model)], device="cpu"),
+        scale=1 / TEMPERATURE,
+        mini_batch_size=mini_batch_size,
+        mini_batch_num_tokens=mini_batch_num_tokens,
+        directions=("query_to_doc", "query_to_query"),
+    )
+    features = [padded(column) for column in columns]
+
+    def step() -> Tensor:
+        loss = loss_of(features, labels=None)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def gradcache(model: nn.Module, columns: Columns, chunk: int) -> Callable[[], Tensor]:
+    """A step of GradCache (Gao et al. 2021); raises ImportError where it is not installed."""
+    sys.path.append(str(PEERS))
+    import gradcache
+
+    # Release 0.0.1 is packaged as `gradcache` and imports itself by its older name.
+    sys.modules.setdefault("grad_cache", gradcache)
+    from gradcache.grad_cache import GradCache
+
+    encoder = Pooled(model)
+    cache = GradCache([encoder, encoder], chunk, partial(pair_loss, temperature=TEMPERATURE, margin=math.inf))
+    features = [padded(column) for column in columns]
+    return lambda: cache(*features)
+
+
+def uncached(model: nn.Module, columns: Columns) -> Callable[[], Tensor]:
+    """Plain backpropagation: one forward pass per column, all activations kept."""
+    encoder, features = Pooled(model), [padded(column) for column in columns]
+
+    def step() -> Tensor:
+        q_ND, d_ND = (encoder(**column) for column in features)
+        loss = pair_loss(q_ND, d_ND, temperature=TEMPERATURE, margin=math.inf)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def programs(model: nn.Module, columns: Columns) -> tuple[dict[str, dict[str, Step]], dict[str, str]]:
+    """Every program with the settings to try, and why a program is missing."""
+    found: dict[str, dict[str, Step]] = {
+        "unmask": {
+            f"token_budget {budget}": partial(ours, model, columns, budget) for budget in (1024, 2048, 4096)
+        },
+        "sentence-transformers": {
+            f"mini_batch_size {size}": sentence_transformers(model, columns, size) for size in (16, 32, 64)
+        }
+        | {
+            f"mini_batch_num_tokens {size}": sentence_transformers(model, columns, 64, size)
+            for size in (2048, 4096, 8192)
+        },
+        "uncached": {"one pass per column": uncached(model, columns)},
+    }
+    try:
+        found["GradCache"] = {f"chunk {size}": gradcache(model, columns, size) for size in (16, 32, 64)}
+    except ImportError as error:
+        return found, {"GradCache": f"{error}; install it with `make bench`"}
+    return found, {}
+
+
+def agree(model: nn.Module, steps: dict[str, dict[str, Step]]) -> None:
+    """Raises AssertionError unless all programs give the same loss and the same gradient (in float32)."""
+    results = {}
+    for program, variants in steps.items():
+        for variant, step in variants.items():
+            model.zero_grad()
+            loss = float(step())
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+            results[f"{program}, {variant}"] = loss, gradient
+    model.zero_grad()
+    (first, (loss, gradient)), *others = results.items()
+    for name, (other_loss, other_gradient) in others:
+        difference = (other_gradient - gradient).norm() / gradient.norm()
+        assert abs(other_loss - loss) <= 1e-4 * abs(loss), f"loss: {first} {loss}, {name} {other_loss}"
+        assert difference <= 1e-3, f"gradient of {name} differs from that of {first} by {difference:.1e}"
+
+
+def in_bf16(step: Step) -> Step:
+    def cast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            step()
+
+    return cast
+
+
+def step_case(layers: int, columns_of: Callable[[int], Columns], lengths: str) -> Case:
+    """All programs on one batch; whether they agree is checked on a few of its pairs."""
+    model, columns = bidirectional(layers), columns_of(PAIRS)
+    found, missing = programs(model, columns)
+    timed = {
+        program: {name: in_bf16(step) for name, step in variants.items()}
+        for program, variants in found.items()
+    }
+    setting = f"{layers} layers, {PRESET.backbone.hidden_size}-d, {PAIRS} pairs {lengths}"
+    tokens = sum(len(tokens) for column in columns for tokens in column)
+
+    def check() -> None:
+        agree(model, programs(model, (columns[0][:8], columns[1][:8]))[0])
+
+    return Case(described(setting), "true tokens/s", tokens, timed, check, missing)
+
+
+def scaling_case(pairs: int) -> Case:
+    """Our step at preset cpu's lengths, budget and loss settings, on a global batch of so many pairs."""
+    config = PRESET.pair
+    model = bidirectional(PRESET.backbone.layers)
+    columns = real_lengths(pairs, config.query_length, config.document_length)
+    step = in_bf16(partial(ours, model, columns, config.token_budget))
+    tokens = sum(len(tokens) for column in columns for tokens in column)
+    return Case(scaling_setting(pairs), "true tokens/s", tokens, {"unmask": {"": step}}, lambda: None)
+
+
+def scaling_setting(pairs: int) -> str:
+    config, shape = PRESET.pair, PRESET.backbone
+    return described(
+        f"{shape.layers} layers, {shape.hidden_size}-d, {pairs} docstring pairs of up to "
+        f"{config.query_length} and {config.document_length} tokens, token_budget {config.token_budget}"
+    )
+
+
+def described(setting: str) -> str:
+    return f"{setting}; bf16, {torch.get_num_threads()} threads"
+
+
+SIZES = (256, 1024, 4096, 16384)
+EQUAL = f"of {EQUAL_LENGTH} tokens"
+MIXED = f"of docstrings of up to {MIXED_LENGTH} tokens"
+CASES: dict[str, Callable[[], Case]] = {
+    "contrastive-equal": lambda: step_case(PRESET.backbone.layers, equal_lengths, EQUAL),
+    "contrastive-mixed": lambda: step_case(PRESET.backbone.layers, real_lengths, MIXED),
+    "contrastive-equal-4-layers": lambda: step_case(4, equal_lengths, EQUAL),
+    "contrastive-mixed-4-layers": lambda: step_case(4, real_lengths, MIXED),
+    **{f"scaling-{pairs}": partial(scaling_case, pairs) for pairs in SIZES},
+}

@@ -1,0 +1,85 @@
+"""The diffusion step with logits at the masked positions only, against logits at all positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from contrastive import PRESET, bidirectional, described
+from measure import Case
+from torch import Tensor
+
+from unmask.losses import diffusion_loss
+
+VOCABULARY, BATCH, LENGTH = 32_768, 16, 512
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def full_logits(hidden_BLD, unembedding_VD, tokens_BL, masked_BL, t_B) -> Tensor:
+    """The same loss as it is commonly written: logits everywhere, cross-entropy, then the mask."""
+    logits_BLV = torch.nn.functional.linear(hidden_BLD[:, :-1], unembedding_VD).float()
+    nats = torch.nn.functional.cross_entropy(
+        logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten(), reduction="none"
+    )
+    weights = masked_BL[:, 1:] / t_B[:, None]
+    return (nats.view_as(weights) * weights).sum() / weights.numel()
+
+
+def diffusion_case(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Case:
+    """Whole steps: the model's forward pass, the loss, the backward pass of both."""
+    model = bidirectional(PRESET.backbone.layers, vocabulary)
+    unembedding = model.embed_tokens.weight
+    tokens, masked, t = noised(batch, length, vocabulary)
+
+    def hidden_states() -> Tensor:
+        return model(tokens.masked_fill(masked, 3), use_cache=False).last_hidden_state
+
+    setting = f"{PRESET.backbone.layers} layers, {sized(model.config.hidden_size, batch, length, vocabulary)}"
+    return both(hidden_states, (unembedding, tokens, masked, t), setting)
+
+
+def loss_case(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Case:
+    """The loss alone, forward and backward, on given hidden states."""
+    generator = torch.Generator().manual_seed(1)
+    width = PRESET.backbone.hidden_size
+    hidden = torch.randn(batch, length, width, generator=generator, requires_grad=True)
+    unembedding = torch.randn(vocabulary, width, generator=generator, requires_grad=True)
+    setting = f"no model, {sized(width, batch, length, vocabulary)}"
+    return both(lambda: hidden, (unembedding, *noised(batch, length, vocabulary)), setting)
+
+
+def noised(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, mask and t; t takes its distribution's values without the luck of a draw: half is masked."""
+    generator = torch.Generator().manual_seed(0)
+    t = torch.linspace(0.001, 1, batch)
+    tokens = torch.randint(vocabulary, (batch, length), generator=generator)
+    return tokens, torch.rand(batch, length, generator=generator) < t[:, None], t
+
+
+def sized(width: int, batch: int, length: int, vocabulary: int) -> str:
+    return f"{width}-d, {batch} × {length} tokens, vocabulary {vocabulary:,}"
+
+
+def both(hidden_states: Callable[[], Tensor], rest: tuple[Tensor, ...], setting: str) -> Case:
+    """The case of both losses; whether they agree is checked in float32, on a corner of the batch."""
+    unembedding, tokens, masked, t = rest
+
+    def check() -> None:
+        with torch.no_grad():
+            corner = hidden_states()[-2:, :32], unembedding, tokens[-2:, :32], masked[-2:, :32], t[-2:]
+        torch.testing.assert_close(diffusion_loss(*corner), full_logits(*corner))
+
+    def step(loss_of: Loss) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(hidden_states(), *rest)
+        loss.backward()
+        return loss.detach()
+
+    programs = {
+        "unmask": {"": lambda: step(diffusion_loss)},
+        "full logits": {"": lambda: step(full_logits)},
+    }
+    return Case(described(setting), "tokens/s", tokens.numel(), programs, check)
+
+
+CASES = {"diffusion": diffusion_case, "diffusion-loss": loss_case}

@@ -1,0 +1,135 @@
+"""Training steps of the 0.6B model on one GPU against the best model FLOPs utilisation that others report.
+
+Whole steps of `unmask.training.engine.train`: batch, forward, backward, clipping, optimiser, log. Weights are
+untrained and tokens random, all texts as long as the preset allows.
+
+MFU = FLOPs that the mathematics needs / time / the GPU's peak: attention counted in full, logits at the
+masked positions, nothing for what is computed twice (gradient caching, logits in chunks). That is per token
+of a text of L tokens 3 (2 P + 4 n A L), P parameters without embeddings, n layers, A width of the queries,
+and 6 V H per predicted token.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from measure import Row, child, not_run
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from unmask.config import Preset, load_preset
+from unmask.data.documents import TokenDocument
+from unmask.plan import PEAK, parameters
+from unmask.training.engine import train
+from unmask.training.stages import Contextual, Diffusion, Pair, Stage, TokenPairs
+
+BEST_MFU = 0.46  # nanochat; llm-foundry reports 0.36 to 0.42 for dense models of 0.8 to 3 B at 4,096 tokens
+WARM_UP, STEPS = 3, 8
+BATCH = {"diffusion": 16, "pair": 512, "contextual": 16}  # of a step; several micro-batches each
+
+
+@dataclass(frozen=True)
+class Work:
+    """A stage with its data, and the texts of one step as (number, tokens)."""
+
+    stage: Stage
+    texts: list[tuple[int, int]]
+
+
+def work_of(preset: Preset, name: str) -> Work:
+    config, rng = getattr(preset, name), np.random.default_rng(0)
+
+    def ids(*shape: int) -> np.ndarray:
+        return rng.integers(4, preset.data.vocab_size, shape, np.int32)
+
+    n = config.batch
+    if name == "diffusion":
+        return Work(Diffusion(ids(2 * n, config.length), config, mask_token_id=3), [(n, config.length)])
+    if name == "pair":
+        lengths = (config.query_length, config.document_length)
+        queries, documents = (list(ids(n, length)) for length in lengths)
+        pairs = TokenPairs(queries, documents, [str(i) for i in range(n)])
+        return Work(Pair({"random": pairs}, config), [(n, length) for length in lengths])
+    documents = [
+        TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
+        for _ in range(n)
+    ]
+    length = config.chunks * (config.chunk_length + 1) - 1  # separators
+    texts = [(n, config.query_length), (n, length)]
+    return Work(Contextual({"random": documents}, config, separator_id=0), texts)
+
+
+def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
+    """What the mathematics of one step needs; the formula stands at the top of this file."""
+    shape, (total, body) = preset.backbone, parameters(preset)
+    attention = 4 * shape.layers * shape.heads * shape.head_size
+    needed = sum(3 * number * length * (2 * body + attention * length) for number, length in texts)
+    if name == "diffusion":
+        paid = sum(number * length for number, length in texts) * (1 + preset.diffusion.t_min) / 2
+        needed += 6 * paid * (total - body)
+    return needed
+
+
+def measure(name: str, preset: Preset | None = None) -> dict:
+    """Trains for a few steps and returns the median rate, the MFU and the setting."""
+    preset = preset or load_preset("paper-0.6b")
+    changes = {"batch": BATCH[name], "steps": WARM_UP + STEPS, "warmup": 1, "decay": 0, "lr": 1e-5}
+    config = replace(
+        getattr(preset, name), **changes, explode=0.0, log_every=1, checkpoint_every=WARM_UP + STEPS
+    )
+    preset = replace(preset, **{name: config})
+    work, shape = work_of(preset, name), preset.backbone
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=preset.data.vocab_size, hidden_size=shape.hidden_size,
+            intermediate_size=shape.mlp_size, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads, head_dim=shape.head_size, tie_word_embeddings=True,
+            is_causal=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        )
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        trained = model if name == "diffusion" else model.model
+        train(work.stage, trained, config, Path(folder), fingerprint="benchmark")
+        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
+    rows = [json.loads(line) for line in lines][WARM_UP:]
+    rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
+    tokens = sum(number * length for number, length in work.texts)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "rate": rate,
+        "mfu": flops(preset, name, work.texts) / tokens * rate / PEAK[config.precision],
+        "setting": f"{device}; {BATCH[name]} rows per step, token_budget {config.token_budget}, "
+        f"compile {config.compile}, {config.precision}; peer: {BEST_MFU:.0%} MFU, the best reported",
+    }
+
+
+TITLES = {
+    "diffusion": "0.6B diffusion step at 4,096",
+    "pair": "0.6B pair step at 256",
+    "contextual": "0.6B contextual step at 4,096",
+}
+
+
+def rows(run: Callable[..., dict] = child) -> list[Row]:
+    found = []
+    for name, title in TITLES.items():
+        if not torch.cuda.is_available():
+            reason = "no GPU on this machine"
+            found += [
+                not_run(f"{title}: speed", "tokens/s", reason),
+                not_run(f"{title}: MFU", "share of the peak", reason),
+            ]
+            continue
+        result = run("gpu", name)
+        ratio, setting = result["mfu"] / BEST_MFU, result["setting"]
+        found += [
+            Row(f"{title}: speed", result["rate"], result["rate"] / ratio, ratio, "tokens/s", setting),
+            Row(f"{title}: MFU", result["mfu"], BEST_MFU, ratio, "share of the peak", setting),
+        ]
+    return found

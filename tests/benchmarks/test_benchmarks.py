@@ -1,0 +1,136 @@
+"""The benchmarks compare like with like, and say in their file what they found."""
+
+from __future__ import annotations
+
+import json
+
+import contrastive
+import diffusion
+import gpu
+import measure
+import numpy as np
+import pytest
+import run
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel
+
+from unmask.config import load_preset
+
+FIELDS = ["name", "ours", "peer", "ratio", "unit", "setting", "command", "commit"]
+
+
+def columns(seed: int = 0) -> contrastive.Columns:
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(4, 90, length).astype(np.int32) for length in rng.integers(2, 20, 12)]
+    return ids[:6], ids[6:]
+
+
+def test_all_programs_compute_the_same_loss_and_gradient():
+    model = contrastive.bidirectional(1, vocabulary=90)
+    programs, missing = contrastive.programs(model, columns())
+    assert set(programs) | set(missing) == {"unmask", "sentence-transformers", "GradCache", "uncached"}
+    programs["unmask"]["small"] = lambda: contrastive.ours(model, columns(), 20)
+    programs["sentence-transformers"]["small"] = contrastive.sentence_transformers(model, columns(), 2)
+    contrastive.agree(model, programs)
+    with pytest.raises(AssertionError, match=r"loss: unmask.*uncached, other"):
+        contrastive.agree(
+            model,
+            {"unmask": programs["unmask"], "uncached": {"other": contrastive.uncached(model, columns(1))}},
+        )
+
+
+@pytest.mark.parametrize("make", diffusion.CASES.values())
+def test_the_diffusion_cases_compare_equal_losses(make):
+    case = make(batch=3, length=40, vocabulary=50)
+    case.check()
+    ours, full = (program[""]() for program in case.programs.values())
+    torch.testing.assert_close(ours, full, rtol=2e-2, atol=0)
+    assert case.work == 120
+
+
+def test_speeds_takes_the_fastest_variants_and_the_median_of_ratios(monkeypatch):
+    times = {"a": 2.0, "slow": 9.0, "fast": 4.0}
+    monkeypatch.setattr(measure, "seconds", lambda step: times[step()])
+    programs = {
+        "unmask": {"only": lambda: "a"},
+        "peer": {"slow": lambda: "slow", "fast": lambda: "fast"},
+    }
+    found = measure.speeds(
+        measure.Case("", "tokens/s", 100.0, programs, check=lambda: times.update(checked=1))
+    )
+    assert "checked" in times
+    assert found["unmask"] == {"variant": "only", "rate": 50.0, "ratio": 1.0}
+    assert found["peer"] == {"variant": "fast", "rate": 25.0, "ratio": 2.0}
+
+
+def test_the_peak_is_what_a_step_needs_at_once():
+    np.ones(2**25).sum()  # what was taken before and freed does not count
+    found = measure.peak(lambda: np.ones(2**24).sum(), 2)  # 128 MiB, freed and taken again
+    assert 120 * 2**20 < found["bytes"] < 200 * 2**20
+
+
+def test_a_failing_measurement_says_why():
+    with pytest.raises(RuntimeError, match="speeds no-such-case: KeyError: 'no-such-case'"):
+        measure.child("speeds", "no-such-case")
+
+
+def test_rows_are_written_kept_and_measured_again_on_demand(tmp_path, monkeypatch):
+    calls = []
+
+    def subject() -> list[measure.Row]:
+        calls.append(1)
+        return [
+            measure.Row("speed", 2.0, 1.0, 2.0, "tokens/s", "a setting"),
+            measure.not_run("other", "tokens/s", "no GPU on this machine"),
+        ]
+
+    version = "abc1234"
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "SUBJECTS", {"first": subject, "second": subject})
+    monkeypatch.setattr(run, "commit", lambda: version)
+    run.main(["--only", "first"])
+    run.main([])  # only the second is new
+    assert len(calls) == 2
+    rows = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert [row["name"] for row in rows] == ["speed", "other"] * 2
+    assert all(list(row) == FIELDS for row in rows)
+    assert rows[0]["command"] == "python tests/benchmarks/run.py --only first"
+    assert rows[1] | {"setting": "not run: no GPU on this machine", "ratio": None, "ours": None} == rows[1]
+    assert (tmp_path / "benchmarks.png").stat().st_size <= 200_000
+    run.main(["--force"])
+    assert len(calls) == 4
+    version = "def5678"
+    run.main([])
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("name", gpu.TITLES)
+def test_the_gpu_measurement_runs_anywhere_on_a_small_model(name, monkeypatch):
+    monkeypatch.setattr(gpu, "BATCH", dict.fromkeys(gpu.BATCH, 4))
+    found = gpu.measure(name, load_preset("smoke"))
+    assert found["rate"] > 0 and found["mfu"] > 0
+
+
+def test_the_flops_of_a_step_are_those_that_torch_counts():
+    preset = contrastive.PRESET
+    config = contrastive.bidirectional(preset.backbone.layers).config
+    model = AutoModel.from_config(config, attn_implementation="eager")  # the counter sees all its products
+    with FlopCounterMode(display=False) as counter:
+        tokens = torch.zeros(3, 50, dtype=torch.long)
+        model(tokens, use_cache=False).last_hidden_state.sum().backward()
+    assert gpu.flops(preset, "pair", [(3, 50)]) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_gpu_rows_are_measured():
+    rows = gpu.rows()
+    assert len(rows) == 6 and all(row.ratio > 0 for row in rows)
+
+
+def test_without_a_gpu_its_rows_say_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = gpu.rows()
+    assert len(rows) == 6 and {row.setting for row in rows} == {"not run: no GPU on this machine"}
+    assert {(row.ours, row.peer, row.ratio) for row in rows} == {(None, None, None)}

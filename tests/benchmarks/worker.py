@@ -1,0 +1,34 @@
+"""One measurement in a process of its own; its last line of output is JSON.
+
+worker.py speeds CASE                          all programs, in turn
+worker.py peak CASE PROGRAM VARIANT STEPS      one program alone: its memory
+worker.py gpu STAGE                            a training stage on a GPU
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import contrastive
+import diffusion
+import gpu
+import measure
+import search
+
+CASES = contrastive.CASES | diffusion.CASES | search.CASES
+
+
+def main(kind: str, name: str, *rest: str) -> dict:
+    if kind == "gpu":
+        return gpu.measure(name)
+    case = CASES[name]()
+    if kind == "speeds":
+        facts = {"setting": case.setting, "unit": case.unit, "missing": case.missing}
+        return {"facts": facts, "speeds": measure.speeds(case)}
+    program, variant, steps = rest
+    return measure.peak(case.programs[program][variant], int(steps)) | {"work": case.work, "unit": case.unit}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))
