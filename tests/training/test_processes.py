@@ -9,6 +9,7 @@ from itertools import chain
 import pytest
 import torch
 import worker
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from unmask.training.processes import ALONE, Processes
@@ -93,3 +94,19 @@ def test_a_training_begun_by_two_processes_is_finished_by_one(tmp_path, strategy
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     for one, two in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 0.1)])
+@pytest.mark.parametrize("case", worker.CASES)
+def test_the_gpu_gives_the_loss_and_gradient_of_the_cpu(case, precision, tolerance):
+    """In bf16 with its own kernels: sequences without padding, fused cross-entropy."""
+    expected, gradients = worker.compute(case)
+    try:
+        facts, found = worker.compute(case, Processes.start(precision))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert facts["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    error = torch.stack([(found[key] - gradients[key]).norm() for key in gradients]).norm()
+    assert error <= tolerance * norm

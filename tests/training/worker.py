@@ -47,7 +47,7 @@ def compute(case, processes=ALONE):
     gradients = {}
     for key, parameter in model.named_parameters():
         gradient = parameter.grad
-        gradients[key] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        gradients[key] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).cpu()
     return {"loss": float(row["loss"]), "tokens": row["tokens"], "reductions": reductions}, gradients
 
 
