@@ -110,7 +110,7 @@ def save(
     `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
     unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         model.save_pretrained(temporary, state_dict=weights)
@@ -125,7 +125,8 @@ def save(
 def replace_directory(temporary: Path, path: Path) -> None:
     """Puts a finished directory in the place of an older one."""
     if path.exists():
-        old = path.with_name(f".{path.name}.{os.getpid()}.old")
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)  # left by a kill
         os.replace(path, old)
         os.replace(temporary, path)
         shutil.rmtree(old)

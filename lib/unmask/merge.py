@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -31,7 +30,7 @@ def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
     for parent in (base, other):
         require_checkpoint(parent)
     base, other = base.resolve(), other.resolve()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     recipe = MergeConfiguration.model_validate(
         {

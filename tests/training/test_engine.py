@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState
 
 import tiny
 from unmask.training import engine
-from unmask.training.engine import Preempted, exploding, finish, parameter_groups, train
+from unmask.training.engine import Preempted, exploding, finish, parameter_groups, stop_signals, train
 
 
 class Interrupted(Exception):
@@ -24,7 +24,9 @@ def _precision_is_free():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def fit(folder, name="pair", *, fingerprint="a", objective=None, report=lambda row: None, **changes):
+def fit(
+    folder, name="pair", *, fingerprint="a", objective=None, report=lambda row: None, signals=(), **changes
+):
     settings = tiny_stages.config(name, **changes)
     return train(
         objective or tiny_stages.stage(name, settings),
@@ -33,6 +35,7 @@ def fit(folder, name="pair", *, fingerprint="a", objective=None, report=lambda r
         folder,
         fingerprint=fingerprint,
         report=report,
+        signals=signals,
     )
 
 
@@ -207,8 +210,8 @@ def test_told_to_stop_a_training_finishes_its_step_and_saves_itself(tmp_path, nu
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    with pytest.raises(Preempted) as stopped:
-        fit(tmp_path / "parts", checkpoint_every=100, report=stop)
+    with stop_signals() as signals, pytest.raises(Preempted) as stopped:
+        fit(tmp_path / "parts", checkpoint_every=100, report=stop, signals=signals)
     assert (stopped.value.code, stopped.value.step) == (75, 6)  # the step under way is finished, then saved
     assert signal.getsignal(number) is before
     seen = []

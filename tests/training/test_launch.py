@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import tiny
+import tiny_corpus
 from unmask import backbone
 from unmask.config import resolved
 from unmask.data import sources
@@ -22,18 +21,6 @@ from unmask.training.launch import ANNOUNCEMENT, TrainingStopped, follow, histor
 from unmask.workspace import Run, write_atomic
 
 LIB = Path(backbone.__file__).parents[1]
-PAIRS = [
-    {
-        "query": f"How is number {i} written?",
-        "document": f"Number {i} is written with {len(str(i))} digits. " * (1 + i % 3),
-        "key": str(i),
-        "dataset": "docs",
-        "group": "english",
-        "language": "en",
-        "package": "numbers",
-    }
-    for i in range(40)
-]
 STEPS = 100
 OVERRIDES = {
     "pair.steps": STEPS,
@@ -44,21 +31,12 @@ OVERRIDES = {
 }
 
 
-def write_corpus(config, packages, path, languages):
-    path.mkdir()
-    for kind, schema in sources.SCHEMAS.items():
-        for split in sources.SPLITS:
-            rows = PAIRS if kind == "pairs" else []
-            pq.write_table(pa.Table.from_pylist(rows, schema=schema), path / f"{kind}-{split}.parquet")
-    (path / "card.json").write_text(json.dumps({"hash": "tiny"}))
-
-
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """A checkpoint to start from, in a workspace whose corpus is already there."""
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(LIB))
-    monkeypatch.setattr(sources, "build", write_corpus)
+    monkeypatch.setattr(sources, "build", tiny_corpus.build)
     return backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
 
 

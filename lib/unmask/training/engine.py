@@ -27,7 +27,7 @@ from unmask.training.stages import Stage
 from unmask.workspace import write_atomic
 
 PREEMPTED = 75  # exit status of a training that was asked to stop and saved itself; EX_TEMPFAIL: try again
-EXPLOSION_WINDOW = 20  # steps over which the loss is averaged before it is called exploding
+EXPLOSION_WINDOW = 20  # logged steps over which the loss is averaged before it is called exploding
 
 
 class Preempted(SystemExit):
@@ -47,6 +47,7 @@ def train(
     fingerprint: str,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
     processes: Processes | None = None,
+    signals: Sequence[int] = (),
 ) -> PreTrainedModel:
     """Trains `model` in place for `config.steps` steps and returns it.
 
@@ -63,10 +64,12 @@ def train(
         report: called once with "total" and "done" steps, then with each step's metrics, for progress
             displays; on the main process only.
         processes: this process and its peers; default: alone.
+        signals: from `stop_signals`; once there is one, on any process, the step is finished, a checkpoint
+            written and the training stopped.
     Raises:
         FloatingPointError: the loss or the gradient is not finite, or the loss explodes.
         OSError: a checkpoint cannot be written.
-        Preempted: SIGTERM or SIGINT came.
+        Preempted: a signal came.
     """
     processes = processes or Processes.start(config.precision)
     torch.manual_seed(config.seed)
@@ -107,7 +110,6 @@ def train(
         )
 
     with (
-        _stop_signals() as signals,
         fast_attention(),
         log.open("a", encoding="utf8") if processes.main else nullcontext() as lines,
         ThreadPoolExecutor(1) as loader,
@@ -131,7 +133,10 @@ def train(
             for what, value in (("loss", row["loss"]), ("gradient norm", norm)):
                 if not math.isfinite(value):
                     raise stop(f"{what} is {value}", step)
-            losses.append(row["loss"])
+            finished = step + 1 == config.steps
+            logged = finished or step % config.log_every == 0
+            if logged:  # the others are not known after a restart
+                losses.append(row["loss"])
             if exploding(losses, config.explode):
                 raise stop(f"the loss is {config.explode:g} times what it was at the start", step)
             optimizer.step()
@@ -143,10 +148,9 @@ def train(
                 "grad_norm": norm,
                 "seconds": time.perf_counter() - started,
             }
-            finished = step + 1 == config.steps
             if processes.main:
                 report(row)
-                if step % config.log_every == 0 or finished or asked:
+                if logged:
                     lines.write(json.dumps(row) + "\n")
             if not finished and (asked or (step + 1) % config.checkpoint_every == 0):
                 if processes.main:
@@ -160,9 +164,36 @@ def train(
     return model.eval()
 
 
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT instead of dying of them.
+
+    SIGTERM may come several times, from torchrun, the notebook and the batch system; whoever cannot wait
+    sends SIGKILL. A second SIGINT has its usual effect.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield received
+        return
+    before = {}
+
+    def handler(number: int, frame: object) -> None:
+        received.append(number)
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 def finish(folder: Path) -> None:
-    """Removes the checkpoints of a training whose result is saved."""
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    """Removes what a training needs no more once its result is saved."""
+    for name in ("checkpoints", "torchrun"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def exploding(losses: Sequence[float], factor: float) -> bool:
@@ -188,32 +219,6 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 def _clip(model: torch.nn.Module, threshold: float) -> torch.Tensor:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), threshold)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2 leaves it in parts
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying of them.
-
-    SIGTERM may come several times, from torchrun, the notebook and the batch system; whoever cannot wait
-    sends SIGKILL. A second SIGINT has its usual effect.
-    """
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield received
-        return
-    before = {}
-
-    def handler(number: int, frame: object) -> None:
-        received.append(number)
-        if number == signal.SIGINT:
-            signal.signal(number, before[number])
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _keep_rows(log: Path, done: int, *, write: bool) -> list[float]:

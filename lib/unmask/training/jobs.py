@@ -21,7 +21,7 @@ from unmask.data.documents import TokenDocument
 from unmask.data.pairs import curriculum
 from unmask.data.sources import Corpus, open_corpus
 from unmask.data.tokens import END_OF_TEXT, pack, tokenize
-from unmask.training.engine import finish, train
+from unmask.training.engine import finish, stop_signals, train
 from unmask.training.processes import Processes, full_weights
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, TokenPairs, Triplet
 
@@ -61,20 +61,21 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
     else:
         model = backbone.load(job["start"])
         objective = _contrastive(stage, config, job, corpus, tokenizer)
-    train(
-        objective, model, config, folder,
-        fingerprint=job["fingerprint"], report=report, processes=processes,
-    )  # fmt: skip
     path = folder / "model"
-    weights = full_weights(model)
-    if processes.main:
-        backbone.save(
-            model, tokenizer, path,
-            weights=weights, stage=stage, pooling=getattr(config, "pooling", "mean"),
-            fingerprint=job["fingerprint"],
+    with stop_signals() as signals:  # until the model is saved, which is too late to stop
+        train(
+            objective, model, config, folder,
+            fingerprint=job["fingerprint"], report=report, processes=processes, signals=signals,
         )  # fmt: skip
-        finish(folder)
-    processes.wait()
+        weights = full_weights(model)
+        if processes.main:
+            backbone.save(
+                model, tokenizer, path,
+                weights=weights, stage=stage, pooling=getattr(config, "pooling", "mean"),
+                fingerprint=job["fingerprint"],
+            )  # fmt: skip
+            finish(folder)
+        processes.wait()
     return path
 
 

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from unmask.backbone import facts
 from unmask.config import ParallelConfig, preset_from, resolved
-from unmask.training.engine import Preempted
+from unmask.training.engine import Preempted, finish
 from unmask.training.jobs import job_fingerprint, run_job
 from unmask.workspace import Run, artifacts_root, grace_seconds, write_atomic
 
@@ -80,6 +80,7 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
     specification["fingerprint"] = job_fingerprint(specification)
     model = folder / "model"
     if facts(model).get("fingerprint") == specification["fingerprint"]:
+        finish(folder)  # a kill may have come in between
         print(f"{run.stage}/{name}: already trained")
         return model
     path = write_atomic(folder / "job.json", json.dumps(specification, indent=1))
@@ -89,9 +90,9 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
         with _ended_together(child) as told_to_stop:
             outcome = _watch(child, f"{run.stage}/{name}")
             child.wait()
-    if "stopped" in outcome or (told_to_stop and child.returncode):
-        kept = f"after {outcome['stopped']} steps" if "stopped" in outcome else "before its first step"
-        raise TrainingStopped(f"training {name} was told to stop {kept}; what it did is kept, run it again")
+    if "stopped" in outcome or told_to_stop:  # even if it had just finished: the notebook is to end
+        when = f" after {outcome['stopped']} steps" if "stopped" in outcome else ""
+        raise TrainingStopped(f"training {name} was told to stop{when}; what it did is kept, run it again")
     if child.returncode:
         raise RuntimeError(
             f"training {name} failed: {outcome.get('error') or _last_line(log_path)}\n(log: {log_path})"
@@ -148,7 +149,7 @@ def _start(
     if parallel.num_processes > 1 or parallel.strategy == "fsdp2":
         # torchrun leaves its workers this long to save themselves.
         command += ["torch.distributed.run", f"--shutdown-timeout={grace_seconds():.0f}"]
-        command += [f"--nproc-per-node={per_machine}"]
+        command += [f"--nproc-per-node={per_machine}", f"--log-dir={job.parent / 'torchrun'}"]
         if meeting_point:
             command += [f"--nnodes={parallel.num_machines}", f"--node-rank={machine_rank}"]
             command += [f"--master-addr={meeting_point['host']}", f"--master-port={meeting_point['port']}"]
@@ -267,12 +268,14 @@ def _die_with_torchrun() -> None:
 def main(path: str) -> None:
     """A training process: reads the job, trains, saves; standard output carries the metrics and nothing
     else."""
-    metrics, sys.stdout = sys.stdout, sys.stderr
+    # Buffered, even under torchrun's `python -u`: a row is one write, so two processes' rows do not mingle.
+    metrics = os.fdopen(os.dup(1), "w", encoding="utf8")
     job = json.loads(Path(path).read_text(encoding="utf8"))
     if "RANK" in os.environ:  # torchrun starts its workers as sessions of their own
         _die_with_torchrun()
         log = Path(path).with_name(f"rank-{os.environ['RANK']}.log").open("w", encoding="utf8")
         os.dup2(log.fileno(), 2)
+    os.dup2(2, 1)  # what native code prints, too
 
     def say(row: dict[str, Any]) -> None:
         print(json.dumps(row), file=metrics, flush=True)
