@@ -22,10 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mirror = os.environ.get("UNMASK_MIRROR")
     offline = os.environ["HF_HUB_OFFLINE"] == "1"
+    wanted = os.environ.get("UNMASK_FAULTS") == "1"
     reasons = {
         "gpu": None if shutil.which("nvidia-smi") else "no NVIDIA GPU on this machine",
         "hub": "no Hub: set HF_HUB_OFFLINE=0 where it can be reached" if offline else None,
         "mirror": None if mirror and Path(mirror).is_dir() else "no mirror: UNMASK_MIRROR names no directory",
+        "faults": None if wanted else "fault injection: make test-faults",
     }
     for item in items:
         for name, reason in reasons.items():
