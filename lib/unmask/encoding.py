@@ -167,4 +167,6 @@ def row_offsets(sequences: SequenceOf[TokenSequence]) -> np.ndarray:
 
 def rows_of(offsets: np.ndarray, group: np.ndarray) -> np.ndarray:
     """Row indices of the sequences of a micro-batch, in the order in which `encode_rows` returns them."""
-    return np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in group])
+    first, count = offsets[group], offsets[group + 1] - offsets[group]
+    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(first, count) + within

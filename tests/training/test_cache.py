@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -6,6 +7,7 @@ from unmask.data.documents import TokenDocument, contextual_batch, split_rows
 from unmask.encoding import TokenSequence, encode_rows, join_chunks, micro_batches
 from unmask.losses import contextual_loss, pair_loss, triplet_loss
 from unmask.quantize import int8
+from unmask.training import cache
 from unmask.training.cache import cached_backward
 
 
@@ -37,8 +39,6 @@ def case(name):
             )
             for chunks in (2, 5, 3, 4)
         ]
-        import numpy as np
-
         batch = contextual_batch(
             documents, separator_id=0, queries_per_document=2, rng=np.random.default_rng(0)
         )
@@ -64,6 +64,29 @@ def test_cached_gradients_equal_plain_backpropagation(name, pooling):
     norm = torch.stack([g.norm() for g in expected.values()]).norm()
     for name_, gradient in expected.items():
         assert (found[name_] - gradient).norm() <= 1e-5 * norm
+
+
+@pytest.mark.parametrize("name", ["pair", "contextual"])
+def test_a_process_without_a_sequence_takes_part_all_the_same(monkeypatch, name):
+    """With fewer sequences than processes, a group is empty: it is run forward and adds nothing."""
+    items, loss_of_rows = case(name)
+    results = []
+    for places in ((), (0,), (2, -1)):
+
+        def with_empty_groups(*arguments, places=places, **options):
+            groups = micro_batches(*arguments, **options)
+            for place in places:
+                groups.insert(place if place >= 0 else len(groups), np.array([], int))
+            return groups
+
+        monkeypatch.setattr(cache, "micro_batches", with_empty_groups)
+        model = tiny.model()
+        loss = cached_backward(model, items, loss_of_rows, token_budget=60)
+        results.append((loss, tiny.gradients(model)))
+    for loss, gradients in results[1:]:
+        torch.testing.assert_close(loss, results[0][0])
+        for key, gradient in results[0][1].items():
+            torch.testing.assert_close(gradients[key], gradient)
 
 
 def test_dropout_is_replayed():
@@ -114,8 +137,6 @@ def test_late_chunking_pools_each_chunks_own_tokens():
 
 
 def test_a_documents_vector_is_the_mean_over_all_its_chunk_tokens():
-    import numpy as np
-
     documents = [TokenDocument(tiny.sequences(n, seed=n), tiny.sequences(1), [0]) for n in (2, 4)]
     batch = contextual_batch(documents, separator_id=0, queries_per_document=1, rng=np.random.default_rng(0))
     model = tiny.model()

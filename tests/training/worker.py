@@ -31,15 +31,17 @@ CASES = {
     "pair": {"batch": 9, "token_budget": 20},
     "contextual": {"batch": 5, "token_budget": 20},
     "triplet": {"batch": 7, "token_budget": 20, "accumulation": 2},
-    "one micro-batch": {"batch": 9, "token_budget": 10_000},
-    "too few": {"batch": 2, "token_budget": 10_000},
+    "one block": {"stage": "diffusion", "batch": 1, "token_budget": 16},
+    "one micro-batch": {"stage": "pair", "batch": 9, "token_budget": 10_000},
+    "too few": {"stage": "pair", "batch": 2, "token_budget": 10_000},
 }
 
 
 def compute(case, processes=ALONE):
     """Metrics and whole gradients of one step, and how often each gradient was reduced."""
-    name = case if case in tiny_stages.STAGES else "pair"
-    stage = tiny_stages.stage(name, tiny_stages.config(name, **CASES[case]))
+    settings = dict(CASES[case])
+    name = settings.pop("stage", case)
+    stage = tiny_stages.stage(name, tiny_stages.config(name, **settings))
     model = tiny_stages.model(name)
     module = processes.parallel(stage.module(model), backbone.layers(model))
     reductions = count_reductions(module)
