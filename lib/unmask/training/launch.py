@@ -37,9 +37,10 @@ from unmask.workspace import Run, artifacts_root, grace_seconds, write_atomic
 
 # For trainings on the CPU, unless the environment says otherwise.
 MEMORY = {
-    # glibc returns large blocks to the system at each free and faults them in again at the next step.
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "-1",
+    # glibc returns blocks to the system at each free and faults them in again at the next step: keep all but
+    # the largest, whose changing sizes would leave holes.
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_TOP_PAD_": str(2**28),
     # oneDNN keeps what it made for the last 1,024 shapes; with another number of masked tokens in every
     # micro-batch that grows by 30 MB a step, to gigabytes.
