@@ -122,9 +122,11 @@ def child(*arguments: str, environment: Mapping[str, str] = MEMORY) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(case: str, title: str, *, memory: bool = True) -> list[Row]:
+def compare(
+    case: str, title: str, *, memory: bool = True, environment: Mapping[str, str] = MEMORY
+) -> list[Row]:
     """Rows of a case: our speed and peak memory against every other program's, at their fastest variants."""
-    found = child("speeds", case)
+    found = child("speeds", case, environment=environment)
     facts, results = found["facts"], found["speeds"]
     peaks = {}
     if memory:

@@ -30,6 +30,7 @@ from unmask.training.launch import MEMORY
 from unmask.workspace import repository, write_atomic
 
 RESULTS = repository() / "results" / "benchmarks"
+NOTHING_RETURNED = MEMORY | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 LIMIT = 4096.0  # MiB that a global batch of 16,384 pairs may take on two cores
 
 
@@ -75,6 +76,10 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     ),
     "scaling": scaling,
     "diffusion": lambda: compare("diffusion", "diffusion step"),
+    # Kinder to the peer, whose logits would otherwise be faulted in anew at every step.
+    "diffusion-all-kept": lambda: compare(
+        "diffusion", "diffusion step, no memory returned", memory=False, environment=NOTHING_RETURNED
+    ),
     "diffusion-loss": lambda: compare("diffusion-loss", "diffusion loss alone"),
     "kept-memory": kept_memory,
     "integer-search": lambda: compare("integer-search", "exact INT8 search", memory=False),
