@@ -56,6 +56,7 @@ STRATEGIES = {
 }
 # When a training that is told to stop saves itself.
 LOSSLESS = ("training", "writing a checkpoint")
+SAVING = "saving the model"
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def faults(rng: random.Random, strategy: str) -> list[tuple[signal.Signals, str,
     moments = ["starting", "training", "training", "writing a checkpoint", "writing a checkpoint"]
     rng.shuffle(pairs)
     rng.shuffle(moments)
-    return [(*pair, moment) for pair, moment in zip(pairs, [*moments, "saving the model"], strict=True)]
+    return [(*pair, moment) for pair, moment in zip(pairs, [*moments, SAVING], strict=True)]
 
 
 def processes(pid: int) -> dict[str, list[psutil.Process]]:
@@ -136,7 +137,7 @@ def inject(
         until(lambda: newest_step(folder) >= done + steps, f"step {done + steps}")
         time.sleep(rng.uniform(0, 0.1))
         return hit()
-    saving = moment == "saving the model"
+    saving = moment == SAVING
     first = STEPS - 3 * EVERY if saving else done + EVERY
     until(lambda: newest_step(folder) >= first, f"step {first}")
     writers = processes(pid)["training"] or processes(pid)["worker"]
@@ -177,6 +178,8 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(workspace, strategy):
         status = process.exitcode
         assert_no_process_left(workspace, there)
         assert status in statuses(number, target, moment), (workspace / "processes.log").read_text()
+        if moment == SAVING and number == signal.SIGTERM:
+            assert (folder / "model").exists()
         if not (folder / "model").exists():  # written between the signal and the end
             check_newest_checkpoint(folder, saved=number == signal.SIGTERM and moment in LOSSLESS)
 
@@ -204,7 +207,9 @@ def statuses(number: signal.Signals, target: str, moment: str) -> set[int]:
         return {-signal.SIGKILL} if target == "notebook" else {1}
     if moment in LOSSLESS:
         return {PREEMPTED}
-    return {PREEMPTED, 1, -signal.SIGTERM}  # before the first step or after the last one nothing is saved
+    if moment == SAVING:
+        return {PREEMPTED} if target == "notebook" else {0, PREEMPTED, 1}  # it is too late to stop
+    return {PREEMPTED, 1, -signal.SIGTERM}  # before the first step nothing is saved
 
 
 def check_newest_checkpoint(folder: Path, *, saved: bool) -> None:
