@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in reasons.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _precision_is_free() -> Iterator[None]:
+    """accelerate allows one precision per process, which is all that a training needs; tests need several."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import signal
 import pytest
 import tiny_stages
 import torch
-from accelerate.state import AcceleratorState
 
 import tiny
 from unmask.training import engine
@@ -15,13 +14,6 @@ from unmask.training.engine import Preempted, exploding, finish, parameter_group
 
 class Interrupted(Exception):
     pass
-
-
-@pytest.fixture(autouse=True)
-def _precision_is_free():
-    """accelerate allows one precision per process, which is what a training child has."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def fit(
