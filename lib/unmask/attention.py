@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from unmask import backbone
+
 VARLEN = "varlen"
 KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -37,10 +39,7 @@ def unpadded(model: nn.Module) -> bool:
     if device != "cuda" or torch.cuda.get_device_capability(parameter.device) < (8, 0):
         return False
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
-    return dtype in (torch.bfloat16, torch.float16) and _config(model)._attn_implementation in (
-        "sdpa",
-        VARLEN,
-    )
+    return dtype in (torch.bfloat16, torch.float16) and _supported(_config(model))
 
 
 def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device | str) -> dict[str, object]:
@@ -150,7 +149,7 @@ def compile_layers(model: nn.Module) -> None:
     Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
     shard the model afterwards.
     """
-    for layer in model.base_model.layers:
+    for layer in backbone.layers(model):
         layer.compile()
 
 

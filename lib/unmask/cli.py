@@ -23,7 +23,7 @@ from unmask import __version__
 from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved
 from unmask.pipeline import graph, machines, signals
 from unmask.pipeline.graph import Due, Folders, PipelineError
-from unmask.workspace import GRACE, grace_seconds, require_checkpoint
+from unmask.workspace import GRACE, PREEMPTED, grace_seconds, require_checkpoint
 
 FREE_BYTES = 2**30  # of disk space; a cpu run needs less than this
 
@@ -173,7 +173,7 @@ def _follow(due: Sequence[Due], folders: Folders, rank: int, grace: float) -> in
         with machines.following(folders):
             follow(folders.artifacts, machine_rank=rank)
     except RuntimeError:
-        if machines.told(folders).get("exit_status") == signals.PREEMPTED:
+        if machines.told(folders).get("exit_status") == PREEMPTED:
             raise signals.Interrupted(signal.SIGTERM) from None
         raise
     finally:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from unmask.config import Preset
 
 GRACE = 120.0  # seconds, see grace_seconds
+PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
+ANNOUNCEMENT = ".trainings.json"  # in a run's artifacts: what the first machine tells the others
 
 
 def repository() -> Path:

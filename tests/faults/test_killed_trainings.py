@@ -35,9 +35,8 @@ from unmask.config import load_preset
 from unmask.data import sources
 from unmask.pipeline.signals import alive
 from unmask.training.checkpoint import MOMENTS, latest_checkpoint
-from unmask.training.engine import PREEMPTED
 from unmask.training.launch import TrainingStopped, history, launch
-from unmask.workspace import Run
+from unmask.workspace import PREEMPTED, Run
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
 

@@ -17,8 +17,8 @@ from unmask import backbone
 from unmask.config import resolved
 from unmask.data import sources
 from unmask.training.jobs import run_job
-from unmask.training.launch import ANNOUNCEMENT, TrainingStopped, follow, history, launch
-from unmask.workspace import Run, write_atomic
+from unmask.training.launch import TrainingStopped, follow, history, launch
+from unmask.workspace import ANNOUNCEMENT, Run, write_atomic
 
 LIB = Path(backbone.__file__).parents[1]
 STEPS = 100

@@ -23,7 +23,7 @@ from typing import Any
 from unmask.config import ParallelConfig
 from unmask.pipeline.graph import Folders, PipelineError
 from unmask.pipeline.signals import Interrupted, on_signal
-from unmask.workspace import write_atomic
+from unmask.workspace import ANNOUNCEMENT, write_atomic
 
 HEARTBEAT = 5.0  # seconds
 PATIENCE = 600.0  # seconds that a machine waits for the first one to start
@@ -211,7 +211,7 @@ def told(folders: Folders) -> dict[str, Any]:
 
 
 def _file(folders: Folders) -> Path:
-    return folders.artifacts / ".trainings.json"
+    return folders.artifacts / ANNOUNCEMENT
 
 
 def _modified(folders: Folders) -> int | None:

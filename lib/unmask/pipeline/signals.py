@@ -10,8 +10,9 @@ from types import FrameType
 
 import psutil
 
+from unmask.workspace import PREEMPTED
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PREEMPTED = 75  # exit status after SIGTERM: "temporary failure, try again" in sysexits.h
 
 
 class Interrupted(KeyboardInterrupt):

@@ -24,9 +24,8 @@ from unmask.training.checkpoint import latest_checkpoint, load_checkpoint, save_
 from unmask.training.processes import Processes
 from unmask.training.schedule import lr_factor
 from unmask.training.stages import Stage
-from unmask.workspace import write_atomic
+from unmask.workspace import PREEMPTED, write_atomic
 
-PREEMPTED = 75  # exit status of a training that was asked to stop and saved itself; EX_TEMPFAIL: try again
 EXPLOSION_WINDOW = 20  # logged steps over which the loss is averaged before it is called exploding
 
 

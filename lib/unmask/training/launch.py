@@ -33,7 +33,7 @@ from unmask.backbone import facts
 from unmask.config import ParallelConfig, preset_from, resolved
 from unmask.training.engine import Preempted, finish
 from unmask.training.jobs import job_fingerprint, run_job
-from unmask.workspace import Run, artifacts_root, grace_seconds, write_atomic
+from unmask.workspace import ANNOUNCEMENT, Run, artifacts_root, grace_seconds, write_atomic
 
 # For trainings on the CPU, unless the environment says otherwise.
 MEMORY = {
@@ -46,7 +46,6 @@ MEMORY = {
     # micro-batch that grows by 30 MB a step, to gigabytes.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
-ANNOUNCEMENT = ".trainings.json"  # in the run's artifacts, for the other machines
 
 
 class TrainingStopped(RuntimeError):
