@@ -31,7 +31,7 @@ class ConfigError(ValueError):
 class DataConfig:
     """The corpus: where text, pairs and documents come from."""
 
-    source: str  # kind of source, see `unmask.data.sources`
+    source: str  # "environment", a registry in papermill_runs/sources, or the path of one (*.yaml)
     seed: int
     vocab_size: int  # of the tokenizer trained on the training part; ignored with a ready checkpoint
     dev_packages: tuple[str, ...]  # held out, for choices
@@ -148,7 +148,32 @@ class TripletConfig(TrainConfig):
     negatives: int  # per query
     margin: float  # candidates this much better than the positive are left out
     rank_window: int  # negatives are drawn from this many best candidates
+    search: str  # "exact", or "faiss": approximate, for millions of documents
+    groups: tuple[str, ...]  # of the pairs that negatives are mined for
     max_pairs: int  # training pairs that negatives are mined for
+
+
+@dataclass(frozen=True)
+class SynthesisConfig:
+    """Queries written by a language model behind an OpenAI-compatible endpoint."""
+
+    endpoint: str  # for instance http://localhost:8000/v1; empty: nothing is synthesised
+    model: str  # as the endpoint calls it
+    api_key_env: str  # name of the environment variable that holds the key; the key itself is stored nowhere
+    passages: int  # that get a query each
+    documents: int  # that get queries for their chunks
+    queries_per_document: int
+    personas: int  # most relevant ones, of which the model picks the character
+    concurrency: int  # requests under way at a time
+    timeout: float  # seconds of one request
+    retries: int  # of one request, with growing pauses
+    temperature: float
+    max_tokens: int  # of one answer
+    min_similarity: float  # cosine of query and passage below which a pair is dropped
+    languages: tuple[str, ...]  # of the queries, drawn in turn
+    price_in: float  # per million tokens of prompts; 0: the estimate names no price
+    price_out: float  # per million tokens of answers
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -184,6 +209,7 @@ class AblationConfig:
     """The 2 × 2 ablation: backbone × pooling. Everything else is the pair stage's."""
 
     steps: int
+    groups: tuple[str, ...]  # of the pairs to train on
     ema: float  # smoothing of the loss curve
 
 
@@ -199,6 +225,7 @@ class Preset:
     ar: PretrainConfig
     diffusion: DiffusionConfig
     pair: PairConfig
+    synthesis: SynthesisConfig
     contextual: ContextualConfig
     triplet: TripletConfig
     merge: MergeConfig
@@ -207,6 +234,7 @@ class Preset:
     ablation: AblationConfig
 
 
+GROUPS = ("english", "cross-lingual", "multilingual", "code")  # of pairs: the steps of the curriculum
 SECTIONS = tuple(f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "about"))
 
 
@@ -225,7 +253,7 @@ def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
     for key, value in (overrides or {}).items():
         section, _, field = key.partition(".")
         if section not in SECTIONS or not field:
-            raise ConfigError(f"unknown key {key!r}: write section.key{_nearest(section, SECTIONS)}")
+            raise ConfigError(f"unknown key {key!r}: write section.key{nearest(section, SECTIONS)}")
         values.setdefault(section, {})[field] = value
     preset = _build(Preset, values | {"name": name}, where=f"preset {name}")
     _check(preset)
@@ -255,7 +283,7 @@ def _directory() -> Path:
 def _read(name: str) -> dict[str, Any]:
     path = _directory() / f"{name}.yaml"
     if not path.is_file():
-        raise ConfigError(f"unknown preset {name!r}{_nearest(name, preset_names())}")
+        raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf8")) or {}
     except yaml.YAMLError as error:
@@ -276,7 +304,7 @@ def _build(kind: type, values: Any, where: str) -> Any:
     hints = typing.get_type_hints(kind)
     for key in values:
         if key not in hints:
-            raise ConfigError(f"{where}: unknown key {key!r}{_nearest(key, list(hints))}")
+            raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, list(hints))}")
     missing = [key for key in hints if key not in values]
     if missing:
         raise ConfigError(f"{where}: missing {', '.join(missing)}")
@@ -333,6 +361,16 @@ def _check(preset: Preset) -> None:
         raise ConfigError(
             f"preset {preset.name}: pair.pooling must be 'mean' or 'last', got {preset.pair.pooling!r}"
         )
+    if preset.triplet.search not in ("exact", "faiss"):
+        raise ConfigError(
+            f"preset {preset.name}: triplet.search must be 'exact' or 'faiss', got {preset.triplet.search!r}"
+        )
+    for section in ("triplet", "ablation"):
+        for group in getattr(preset, section).groups:
+            if group not in GROUPS:
+                raise ConfigError(
+                    f"preset {preset.name}: {section}.groups: unknown group {group!r}{nearest(group, GROUPS)}"
+                )
     for name, low in (("pair", 2), ("contextual", 2), ("triplet", 2)):
         if getattr(preset, name).batch < low:
             raise ConfigError(
@@ -341,7 +379,8 @@ def _check(preset: Preset) -> None:
             )
 
 
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

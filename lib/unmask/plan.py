@@ -40,7 +40,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from unmask.config import BackboneConfig, ContextualConfig, DiffusionConfig, PairConfig, Preset, TripletConfig
-from unmask.data.sources import SOURCES
 from unmask.losses.contrastive import TILE_SCORES
 from unmask.losses.diffusion import CHUNK_LOGITS, CHUNK_ROWS
 
@@ -407,11 +406,6 @@ def _notes(preset: Preset, planned: Sequence[Training], gpus: int) -> Iterator[s
                     f"note: {stage} has too few texts in a step for {gpus} GPUs: "
                     f"{1 - busy:.0%} of their time is idle"
                 )
-    if preset.data.source not in SOURCES:
-        yield (
-            f"note: data.source {preset.data.source!r} cannot be read yet (there is: {', '.join(SOURCES)}); "
-            "this plan stands, a run would be refused"
-        )
 
 
 def _duration(hours: float) -> str:

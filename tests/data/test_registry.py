@@ -1,0 +1,489 @@
+"""Registries: what ours hold, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from unmask.config import ConfigError
+from unmask.data.languages import check_language, short_code
+from unmask.data.registry import (
+    GROUPS,
+    ROLES,
+    Source,
+    load_registry,
+    own_files,
+    registry_names,
+    split_of,
+)
+from unmask.workspace import artifacts_root
+
+SCHEMAS = yaml.safe_load(Path(__file__).with_name("documented_schemas.yaml").read_text(encoding="utf8"))
+
+# Table 10 of the paper, in percent; it sums to 100.03.
+TABLE_10 = """
+eng_Latn FineWeb-Edu 50.00, rus_Cyrl FineWeb2-HQ 9.22, cmn_Hani FineWeb2-HQ 8.51, jpn_Jpan FineWeb2-HQ 5.19,
+deu_Latn FineWeb2-HQ 4.11, spa_Latn FineWeb2-HQ 4.10, fra_Latn FineWeb2-HQ 3.46, ita_Latn FineWeb2-HQ 2.18,
+por_Latn FineWeb2-HQ 1.72, nld_Latn FineWeb2-HQ 1.17, pol_Latn FineWeb2-HQ 1.15, ind_Latn FineWeb2-HQ 0.94,
+vie_Latn FineWeb2-HQ 0.80, kor_Hang FineWeb2 0.76, tur_Latn FineWeb2-HQ 0.66, fas_Arab FineWeb2-HQ 0.62,
+ces_Latn FineWeb2-HQ 0.56, swe_Latn FineWeb2-HQ 0.56, ron_Latn FineWeb2 0.55, arb_Arab FineWeb2-HQ 0.51,
+nob_Latn FineWeb2 0.50, hun_Latn FineWeb2-HQ 0.48, dan_Latn FineWeb2-HQ 0.44, ukr_Cyrl FineWeb2 0.40,
+tha_Thai FineWeb2 0.39, ell_Grek FineWeb2-HQ 0.36, fin_Latn FineWeb2 0.32, hin_Deva FineWeb2 0.18,
+ben_Beng FineWeb2 0.10, zsm_Latn FineWeb2 0.09"""
+REPOSITORIES = {
+    "FineWeb-Edu": "HuggingFaceFW/fineweb-edu",
+    "FineWeb2-HQ": "epfml/FineWeb2-HQ",
+    "FineWeb2": "HuggingFaceFW/fineweb-2",
+}
+
+PAIRS = {
+    "kind": "hub",
+    "role": "pairs",
+    "group": "english",
+    "repo": "some/set",
+    "language": "eng",
+    "licence": "MIT",
+    "columns": {"query": "question", "document": "answer"},
+}
+TEXT = {"kind": "hub", "role": "text", "repo": "some/set", "licence": "MIT", "columns": {"text": "text"}}
+
+
+def write(folder: Path, sources: dict[str, Any], **rest: Any) -> str:
+    path = folder / "some.yaml"
+    path.write_text(yaml.safe_dump({"sources": sources, **rest}, sort_keys=False), encoding="utf8")
+    return str(path)
+
+
+# ---- our registries
+
+
+def test_the_registries_at_hand() -> None:
+    assert registry_names() == ["mirror", "own", "paper"]
+
+
+@pytest.mark.parametrize("name", registry_names())
+def test_a_registry_trains_every_stage(name: str) -> None:
+    sources = load_registry(name)
+    assert {source.role for source in sources} >= {"text", "pairs", "documents"}
+    assert all(source.role in ROLES and source.licence for source in sources)
+    assert all(source.group in GROUPS for source in sources if source.role in ("pairs", "triplets"))
+    assert any(source.hold_out for source in sources if source.role == "pairs")
+    assert any(source.hold_out for source in sources if source.role == "documents")
+
+
+def test_the_text_of_the_paper_is_table_10() -> None:
+    lines = [line.split() for line in TABLE_10.split(",")]
+    table = {(REPOSITORIES[source], language): float(share) for language, source, share in lines}
+    assert len(table) == 30 and sum(table.values()) == pytest.approx(100.03)
+    ours = {
+        (source.repo, source.language): source.share
+        for source in load_registry("paper")
+        if source.role == "text"
+    }
+    assert ours == pytest.approx(table, abs=0.05)  # English takes what rounding left
+    assert sum(ours.values()) == pytest.approx(100, abs=1e-9)
+    assert {key: share for key, share in ours.items() if key[1] != "eng_Latn"} == {
+        key: share for key, share in table.items() if key[1] != "eng_Latn"
+    }
+
+
+def test_the_pairs_of_the_paper_are_of_four_groups_and_60_languages() -> None:
+    pairs = [s for s in load_registry("paper") if s.role == "pairs" and not s.optional]
+    languages = {group: {s.language for s in pairs if s.group == group} for group in GROUPS}
+    assert len(languages["multilingual"]) == 60
+    assert languages["english"] == {"eng"} and languages["code"] == {"code"}
+    assert all(language.endswith("-eng") for language in languages["cross-lingual"])
+    rows = Counter({group: sum(s.rows or 0 for s in pairs if s.group == group) for group in GROUPS})
+    assert rows["english"] == pytest.approx(112.3e6, rel=0.001) and rows["code"] == pytest.approx(
+        1.4e6, rel=0.02
+    )
+
+
+def test_the_triplets_of_the_paper_are_in_16_languages() -> None:
+    triplets = [s for s in load_registry("paper") if s.role == "triplets"]
+    assert len({s.language for s in triplets if s.group == "multilingual"}) == 15
+    assert {s.language for s in triplets if s.group == "english"} == {"eng"}
+
+
+def test_synthetic_data_join_once_they_exist() -> None:
+    optional = [source for source in load_registry("paper") if source.optional]
+    assert {source.role for source in optional} == {"pairs", "documents"}
+    for source in optional:
+        assert source.kind == "files" and str(artifacts_root()) in source.files[0]
+
+
+def test_own_data_are_as_their_registry_says() -> None:
+    sources = {source.role: source for source in load_registry("own")}
+    pairs, documents = (
+        [json.loads(line) for line in own_files(sources[role])[0].read_text(encoding="utf8").splitlines()]
+        for role in ("pairs", "documents")
+    )
+    assert len(pairs) == sources["pairs"].rows and len(documents) == sources["documents"].rows
+    assert all(row["query"].strip() and row["document"].strip() for row in pairs)
+    for row in documents:
+        assert 3 <= len(row["chunks"]) <= 10 and len(set(row["chunks"])) == len(row["chunks"])
+        assert len(row["queries"]) == len(row["golds"]) and max(row["golds"]) < len(row["chunks"])
+    for role, rows in (("pairs", pairs), ("documents", documents)):
+        splits = Counter(split_of(sources[role], row["topic"]) for row in rows)
+        assert min(splits["train"], splits["dev"], splits["test"]) > 0
+    assert sum(own_files(sources[role])[0].stat().st_size for role in ("pairs", "documents")) < 200_000
+
+
+# ---- columns, as documented
+
+
+def type_of(columns: Any, path: str) -> Any:
+    """What is documented at a path such as "answers.text.0"; None where there is nothing."""
+    value = columns
+    for step in path.split("."):
+        if isinstance(value, list):
+            value = value[0] if step.isdigit() else [value[0].get(step)]
+        else:
+            value = value.get(step)
+    return value
+
+
+def config_of(source: Source, column: str) -> str:
+    """The configuration that a column is in."""
+    of_queries = source.queries_config and column in ("query", "query_chunk_id")
+    return source.queries_config if of_queries else source.config
+
+
+def documented(source: Source) -> list[tuple[str, Any, str]]:
+    """(our name, its type as documented, their path) of each column of a Hub source."""
+    found = []
+    for name, paths in source.columns.items():
+        records = [
+            record
+            for record in SCHEMAS.get(source.repo, ())
+            if any(fnmatch.fnmatchcase(config_of(source, name), pattern) for pattern in record["configs"])
+        ]
+        assert len(records) == 1, f"{source.name}: {len(records)} records of {name} in {source.repo}"
+        found += [(name, type_of(records[0]["columns"], path.strip()), path) for path in paths.split(",")]
+    return found
+
+
+@pytest.mark.parametrize("name", registry_names())
+def test_columns_are_those_that_the_sets_document(name: str) -> None:
+    for source in load_registry(name):
+        if source.kind == "hub":
+            assert source.documented, source.name
+            for column, kind, path in documented(source):
+                wanted = (["string"], "string") if column == "negatives" else ("string",)
+                assert kind in wanted, f"{source.name}: {path!r} is {kind}, for {column}"
+
+
+def test_every_documented_set_is_used() -> None:
+    used = {source.repo for name in registry_names() for source in load_registry(name)}
+    assert set(SCHEMAS) <= used
+
+
+@pytest.mark.hub
+@pytest.mark.slow
+@pytest.mark.parametrize("repo", sorted(SCHEMAS))
+def test_columns_are_those_of_the_hub(repo: str) -> None:
+    from datasets import load_dataset
+
+    source = next(source for source in load_registry("paper") if source.repo == repo)
+    for name, paths in source.columns.items():
+        config = config_of(source, name) or None
+        rows = load_dataset(repo, config, revision=source.revision, split=source.split, streaming=True)
+        roots = {path.strip().split(".")[0] for path in paths.split(",")}
+        assert roots <= set(next(iter(rows))), name
+
+
+@pytest.mark.mirror
+def test_columns_are_those_of_the_mirror() -> None:
+    from pyarrow import parquet
+
+    root = Path(os.environ["UNMASK_MIRROR"])
+    used: dict[str, set[str]] = {}
+    for source in load_registry("mirror"):
+        used.setdefault(source.repo, set()).add(source.config or "default")
+        card = (root / source.repo / "README.md").read_text(encoding="utf8").split("---")[1]
+        configs = {
+            config["config_name"]: config["data_files"][0] for config in yaml.safe_load(card)["configs"]
+        }
+        files = configs[source.config or "default"]
+        assert files["split"] == source.split
+        columns = parquet.read_schema(root / source.repo / files["path"]).names
+        assert set(source.columns.values()) <= set(columns), source.name
+    for repo, configs in used.items():  # nothing is forgotten
+        assert configs == {folder.name for folder in (root / repo).iterdir() if folder.is_dir()}
+
+
+@pytest.mark.mirror
+def test_the_same_articles_are_held_out_in_every_language() -> None:
+    from pyarrow import parquet
+
+    root, held_out = Path(os.environ["UNMASK_MIRROR"]), {}
+    for source in load_registry("mirror"):
+        if source.repo == "google/xquad":
+            file = next((root / source.repo / source.config).glob("*.parquet"))
+            titles = parquet.read_table(file, columns=["title"])["title"].unique().to_pylist()
+            held_out[source.name] = {title: split_of(source, title) for title in titles}
+    assert len(held_out) == 24
+    first = next(iter(held_out.values()))
+    assert all(splits == first for splits in held_out.values())
+    assert Counter(first.values()) == {"train": 34, "dev": 4, "test": 10}
+
+
+# ---- reading a registry
+
+
+def test_an_entry(tmp_path: Path) -> None:
+    (source,) = load_registry(write(tmp_path, {"some": PAIRS}))
+    assert source == Source(name="some", task="some", **PAIRS)
+    assert (source.revision, source.split, source.bad_rows, source.optional) == (
+        "main",
+        "train",
+        "drop",
+        False,
+    )
+
+
+def test_languages_make_an_entry_each(tmp_path: Path) -> None:
+    entry = TEXT | {
+        "config": "{language}",
+        "revision": "{short}",
+        "languages": {"deu_Latn": 40, "cmn_Hani": 60.0},
+    }
+    german, chinese = load_registry(write(tmp_path, {"web": entry}))
+    assert (german.name, german.language, german.config, german.revision) == (
+        "web/deu_Latn",
+        "deu_Latn",
+        "deu_Latn",
+        "de",
+    )
+    assert (chinese.name, chinese.revision, chinese.share, chinese.task) == (
+        "web/cmn_Hani",
+        "zh",
+        60.0,
+        "web/cmn_Hani",
+    )
+
+
+def test_language_pairs(tmp_path: Path) -> None:
+    entry = {key: value for key, value in PAIRS.items() if key != "language"} | {
+        "group": "cross-lingual",
+        "config": "{language}-eng",
+        "language": "{language}-eng",
+        "task": "all of them",
+        "columns": {"query": "text.{short}", "document": "text.en"},
+        "languages": ["deu", "gsw"],
+    }
+    german, swiss = load_registry(write(tmp_path, {"bitext": entry}))
+    assert (german.name, german.config, german.language) == ("bitext/deu", "deu-eng", "deu-eng")
+    assert (german.columns["query"], swiss.columns["query"]) == ("text.de", "text.gsw")
+    assert german.task == swiss.task == "all of them"
+
+
+def test_defaults_hold_unless_an_entry_differs(tmp_path: Path) -> None:
+    entry = {key: value for key, value in PAIRS.items() if key != "kind"}
+    path = write(
+        tmp_path, {"a": entry, "b": entry | {"kind": "hub"}}, defaults={"kind": "mirror", "hold_out": 0.1}
+    )
+    assert [(source.kind, source.hold_out) for source in load_registry(path)] == [
+        ("mirror", 0.1),
+        ("hub", 0.1),
+    ]
+
+
+def test_files_start_at_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b.jsonl", "a.jsonl"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "out"))
+    entry = PAIRS | {"kind": "files", "files": "*.jsonl"}
+    later = entry | {"files": ["${UNMASK_ARTIFACTS}/x.jsonl"], "optional": True, "bad_rows": "drop"}
+    here, absent = load_registry(write(tmp_path, {"here": entry, "absent": later}))
+    assert here.files == (str(tmp_path / "*.jsonl"),) and here.bad_rows == "stop"
+    assert own_files(here) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert absent.files == (str(tmp_path / "out" / "x.jsonl"),) and own_files(absent) == []
+    assert absent.bad_rows == "drop"
+
+
+def test_the_kind_is_the_only_key_to_change(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    entry = PAIRS | {"files": ["rows.jsonl"]}
+    hub, mirror, files = (
+        load_registry(write(tmp_path, {"some": entry | {"kind": kind}}))[0]
+        for kind in ("hub", "mirror", "files")
+    )
+    assert dataclasses.replace(mirror, kind="hub") == hub
+    assert dataclasses.replace(files, kind="hub", bad_rows="drop") == hub
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": ({"kolumns": {}}, "unknown key 'kolumns'; did you mean 'columns'"),
+    "unknown kind": ({"kind": "hab"}, "kind: unknown name 'hab'; did you mean 'hub'"),
+    "unknown role": ({"role": "pair"}, "role: unknown name 'pair'; did you mean 'pairs'"),
+    "unknown group": ({"group": "multi-lingual"}, "did you mean 'multilingual'"),
+    "no group": ({"group": ""}, "group: unknown name ''"),
+    "unknown column": (
+        {"columns": {"querry": "q", "document": "d"}},
+        "columns: unknown name 'querry'; did you mean 'query'",
+    ),
+    "missing column": ({"columns": {"query": "q"}}, "pairs need query, document; got query"),
+    "no columns": ({"columns": {}}, "pairs need query, document; got none"),
+    "mixed layouts": (
+        {"role": "documents", "columns": {"chunks": "c", "query": "q"}},
+        "documents need chunks, queries, golds, or title, chunk, query, or chunk_id",
+    ),
+    "joined without queries_config": (
+        {
+            "role": "documents",
+            "columns": {"chunk_id": "i", "chunk": "c", "query": "q", "query_chunk_id": "i"},
+        },
+        "queries_config goes with the columns",
+    ),
+    "no repository": ({"repo": ""}, "repo must be organisation/name, got ''"),
+    "repository without organisation": ({"kind": "mirror", "repo": "some"}, "repo must be organisation/name"),
+    "no files": ({"kind": "files"}, "files: none given"),
+    "missing files": ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl: there is no such file"),
+    "unknown language": ({"language": "dxu"}, "language: unknown language 'dxu'; near: "),
+    "two letters": ({"language": "de"}, "unknown language 'de': write an ISO 639-3 code"),
+    "unknown script": ({"language": "deu_Latin"}, "unknown language 'deu_Latin'"),
+    "Norway": ({"language": False}, "language must be text (in quotes), got False"),
+    "hold_out": ({"hold_out": 0.6}, "hold_out must be between 0 and 0.5, got 0.6"),
+    "share of pairs": ({"share": 10}, "share is for text"),
+    "wrong type": ({"rows": "many"}, "rows must be int, got 'many'"),
+    "a number for text": ({"revision": 1.0}, "revision must be text (in quotes), got 1.0"),
+    "bad_rows": ({"bad_rows": "skip"}, "bad_rows: unknown name 'skip'"),
+    "placeholder": ({"languages": ["deu"], "config": "{lang}"}, "cannot fill in '{lang}'"),
+    "languages": ({"languages": "deu"}, "languages must be a list of codes"),
+    "unknown among languages": ({"languages": ["deu", "qqq"]}, "languages: unknown language 'qqq'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    path = write(tmp_path, {"fine": PAIRS, "wrong": PAIRS | change})
+    with pytest.raises(ConfigError) as error:
+        load_registry(path)
+    assert str(error.value).startswith(f"{path}: wrong") and message in str(error.value)
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"some: missing role, licence$"):
+        load_registry(
+            write(tmp_path, {"some": {k: v for k, v in PAIRS.items() if k not in ("role", "licence")}})
+        )
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ((50.0, 49.0), "sum to 99.00 percent, not to 100"),
+        ((50.0, None), "either all text has a share or none; b have none"),
+    ],
+)
+def test_shares_are_of_all_text(shares: tuple[float, float | None], message: str, tmp_path: Path) -> None:
+    sources = {name: TEXT | {"language": "eng", "share": share} for name, share in zip("ab", shares)}
+    sources = {name: {k: v for k, v in entry.items() if v is not None} for name, entry in sources.items()}
+    with pytest.raises(ConfigError, match=message):
+        load_registry(write(tmp_path, sources))
+
+
+def test_an_optional_source_has_no_share(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="share is for text that is not optional"):
+        load_registry(write(tmp_path, {"a": TEXT | {"language": "eng", "share": 100.0, "optional": True}}))
+
+
+def test_names_are_unique(tmp_path: Path) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text("sources:\n  a: {}\n  a: {}\n", encoding="utf8")
+    with pytest.raises(ConfigError, match="'a' twice"):
+        load_registry(str(path))
+    with pytest.raises(ConfigError, match="two sources are called 'a/deu'"):
+        load_registry(write(tmp_path, {"a/deu": PAIRS, "a": PAIRS | {"languages": ["deu"]}}))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sources: [", "is not valid YAML"),
+        ("sources: []", "sources: expected lines of key: value"),
+        ("about: nothing", "sources: expected lines of key: value"),
+        ("source: {}", "unknown key 'source'; did you mean 'sources'"),
+        ("sources: {some: text}", "some: expected lines of key: value"),
+    ],
+)
+def test_files_that_are_no_registry(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.yaml"
+    path.write_text(text, encoding="utf8")
+    with pytest.raises(ConfigError, match=message):
+        load_registry(str(path))
+
+
+def test_unknown_registries() -> None:
+    with pytest.raises(ConfigError, match="unknown registry 'papr'; did you mean 'paper'"):
+        load_registry("papr")
+    with pytest.raises(ConfigError, match=r"there is no .*/nowhere\.yaml"):
+        load_registry("nowhere.yaml")
+
+
+# ---- splits and languages
+
+
+def test_a_split_is_a_function_of_key_and_hold_out() -> None:
+    one, other = (Source(name=name, licence="", **_bare(0.1)) for name in ("one", "other"))
+    keys = [f"key {k}" for k in range(3000)]
+    splits = [split_of(one, key) for key in keys]
+    assert splits == [split_of(other, key) for key in keys]
+    counts = Counter(splits)
+    assert counts["test"] / 3000 == pytest.approx(0.1, abs=0.02)
+    assert counts["dev"] / 3000 == pytest.approx(0.1 / 3, abs=0.01)
+    # The same on every machine and in every version: changing it would leak what was held out.
+    held_out = {key: split for key, split in zip(keys[:60], splits) if split != "train"}
+    assert [key for key, split in held_out.items() if split == "test"] == [
+        f"key {k}" for k in (1, 42, 52, 54, 56)
+    ]
+    assert [key for key, split in held_out.items() if split == "dev"] == ["key 8", "key 39"]
+
+
+def test_more_held_out_holds_out_the_same_and_more() -> None:
+    little, much = (Source(name="some", licence="", **_bare(hold_out)) for hold_out in (0.1, 0.3))
+    keys = [f"key {k}" for k in range(1000)]
+    assert all(split_of(much, key) == "test" for key in keys if split_of(little, key) == "test")
+    assert {split_of(Source(name="some", licence="", **_bare(0.0)), key) for key in keys} == {"train"}
+
+
+def _bare(hold_out: float) -> dict[str, Any]:
+    return {"kind": "hub", "role": "text", "language": "eng", "hold_out": hold_out}
+
+
+@pytest.mark.parametrize(
+    "code", ["deu", "rus_Cyrl", "cmn_Hani", "deu-eng", "zsm_Latn", "mul", "ber", "orv", "python", "code"]
+)
+def test_known_languages(code: str) -> None:
+    check_language(code)
+
+
+@pytest.mark.parametrize(
+    "code", ["", "deu_", "DEU", "deu_latn", "deu_Xxxx", "deu-", "qqq-eng", "english", "Python"]
+)
+def test_unknown_languages(code: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown (language|script)"):
+        check_language(code)
+
+
+def test_short_codes() -> None:
+    codes = {
+        "deu": "de",
+        "cmn_Hani": "zh",
+        "arb": "ar",
+        "fas_Arab": "fa",
+        "swh": "sw",
+        "gsw": "gsw",
+        "eng": "en",
+    }
+    assert {code: short_code(code) for code in codes} == codes
