@@ -4,7 +4,7 @@ import pytest
 
 from unmask import workspace
 from unmask.config import ConfigError
-from unmask.workspace import Run, artifacts_root, repository, write_atomic
+from unmask.workspace import Run, artifacts_root, repository, require_checkpoint, write_atomic
 
 
 @pytest.fixture
@@ -80,3 +80,17 @@ def test_metrics_are_saved_as_json_and_a_stage_that_did_not_run_has_none(run):
     with pytest.raises(ValueError, match="not JSON compliant"):
         run.save({"ndcg": float("nan")})
     assert run.load("02_pair")["ndcg"] == 0.5
+
+
+def test_a_hub_name_is_found_in_the_mirror(tmp_path, monkeypatch):
+    folder = tmp_path / "org" / "model"
+    folder.mkdir(parents=True)
+    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
+    assert require_checkpoint("org/model") == "org/model"
+    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
+    assert require_checkpoint("org/other") == "org/other"
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        require_checkpoint("org/model")
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    assert require_checkpoint("org/model") == str(folder)

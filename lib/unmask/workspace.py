@@ -50,6 +50,8 @@ def grace_seconds() -> float:
 def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
 
+    A Hub name that UNMASK_MIRROR holds is the folder there.
+
     Raises: ValueError that says what is missing.
     """
     folder = Path(path)
@@ -57,7 +59,11 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
         isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
     )
     if not looks_local:
-        return str(path)
+        from unmask import mirror
+
+        folder = mirror.local(str(path))
+        if folder is None:
+            return str(path)
     if not folder.is_dir():
         raise ValueError(f"{path} is no checkpoint: there is no such directory")
     wanted = ["config.json"] if weights else ["tokenizer.json"]
@@ -107,9 +113,10 @@ class Run:
             path.mkdir(parents=True, exist_ok=True)
         elif not path.is_dir():
             named = "" if self.name == self.config.name else f" --run {self.name}"
+            number = stage.partition("_")[0]
             raise FileNotFoundError(
                 f"{self.stage} needs the output of {stage}: run the earlier notebooks first, "
-                f"for instance with `unmask run --preset {self.config.name} --only {stage[:2]}{named}`"
+                f"for instance with `unmask run --preset {self.config.name} --only {number}{named}`"
             )
         return path
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unmask.data import sources
+from unmask.data import installed, sources
+from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.environment import (
     Package,
     clean,
@@ -84,12 +85,12 @@ def make_config(**changes) -> SimpleNamespace:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> sources.Corpus:
+def corpus(tmp_path_factory) -> Corpus:
     root = tmp_path_factory.mktemp("corpus")
-    return sources.build(make_config(), make_packages(root / "site"), root / "built", LANGUAGES)
+    return installed.build(make_config(), make_packages(root / "site"), root / "built", LANGUAGES)
 
 
-def texts_of(corpus: sources.Corpus, split: str) -> dict[str, set[int]]:
+def texts_of(corpus: Corpus, split: str) -> dict[str, set[int]]:
     pairs, documents = corpus.pairs(split), corpus.documents(split)
     return {
         "queries": {digest(text) for text in pairs["query"]},
@@ -99,9 +100,9 @@ def texts_of(corpus: sources.Corpus, split: str) -> dict[str, set[int]]:
 
 
 def test_columns(corpus):
-    for split in sources.SPLITS:
+    for split in SPLITS:
         assert corpus.texts(split).column_names == ["text", "package", "kind", "language"]
-        assert corpus.pairs(split).column_names == sources.SCHEMAS["pairs"].names
+        assert corpus.pairs(split).column_names == SCHEMAS["pairs"].names
         for row in corpus.documents(split):
             assert len(row["queries"]) == len(row["golds"]) > 0
             assert all(0 < gold < len(row["chunks"]) for gold in row["golds"])
@@ -125,7 +126,7 @@ def test_packages_and_entities_are_held_out_whole(corpus):
     for read in (corpus.pairs, corpus.documents, corpus.texts):
         for split, package in (("train", "alpha"), ("dev", "beta"), ("test", "gamma")):
             assert set(read(split)["package"]) <= {package, "cldr"}
-    keys = {split: set(corpus.pairs(split)["key"]) for split in sources.SPLITS}
+    keys = {split: set(corpus.pairs(split)["key"]) for split in SPLITS}
     ids = {split: {i.rsplit("/", 1)[0] for i in corpus.documents(split)["document_id"]} for split in keys}
     for a, b in (("train", "dev"), ("train", "test"), ("dev", "test")):
         assert not keys[a] & keys[b]
@@ -133,7 +134,7 @@ def test_packages_and_entities_are_held_out_whole(corpus):
 
 
 def test_no_text_is_in_two_splits(corpus):
-    held = {split: texts_of(corpus, split) for split in sources.SPLITS}
+    held = {split: texts_of(corpus, split) for split in SPLITS}
     for a, b in (("train", "dev"), ("train", "test"), ("dev", "test")):
         for kind in held[a]:
             assert not held[a][kind] & held[b][kind]
@@ -158,20 +159,20 @@ def test_only_the_heading_names_the_owner(corpus):
 
 def test_nothing_is_executed(corpus):
     assert "UNMASK_IMPORTED" not in os.environ
-    assert corpus.card["dropped"]["files: unreadable"] == 3
+    assert corpus.card["dropped"]["environment"]["files: unreadable"] == 3
 
 
 def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path):
-    again = sources.build(make_config(), make_packages(tmp_path / "site"), tmp_path / "again", LANGUAGES)
+    again = installed.build(make_config(), make_packages(tmp_path / "site"), tmp_path / "again", LANGUAGES)
     assert again.hash == corpus.hash
-    other = sources.build(make_config(seed=1), make_packages(tmp_path / "x"), tmp_path / "other", LANGUAGES)
+    other = installed.build(make_config(seed=1), make_packages(tmp_path / "x"), tmp_path / "other", LANGUAGES)
     assert other.hash != corpus.hash
     program = (
         "import sys; from pathlib import Path; from test_environment import *\n"
         f"packages = make_packages(Path({str(tmp_path)!r}) / 'child')\n"
-        f"print(sources.build(make_config(), packages, Path({str(tmp_path)!r}) / 'third', LANGUAGES).hash)"
+        f"print(installed.build(make_config(), packages, Path({str(tmp_path)!r}) / 'third', LANGUAGES).hash)"
     )
-    folders = [str(Path(__file__).parent), str(Path(sources.__file__).parents[2])]
+    folders = [str(Path(__file__).parent), str(Path(installed.__file__).parents[2])]
     environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(folders)}
     result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert result.stdout.strip() == corpus.hash, result.stderr
@@ -180,23 +181,25 @@ def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path):
 def test_card(corpus):
     card = corpus.card
     assert json.dumps(card)
-    assert [(p["name"], p["version"], p["licence"], p["split"]) for p in card["packages"]] == [
-        ("alpha", "1.0", "MIT", "train"),
-        ("beta", "1.0", "MIT", "dev"),
-        ("gamma", "1.0", "MIT", "test"),
+    assert [(p["name"], p["licence"], p["split"]) for p in card["origins"]] == [
+        ("alpha 1.0", "MIT", "train"),
+        ("beta 1.0", "MIT", "dev"),
+        ("gamma 1.0", "MIT", "test"),
     ]
     assert card["languages"] == ["de", "en", "fr"]
-    assert card["sizes"]["pairs"]["train"]["docs"]["rows"] >= 1
-    assert "documents/modules" in card["examples"]
+    assert card["sizes"]["pairs"]["docs"]["train"]["rows"] == len(corpus.pairs("train", "docs")) >= 1
+    sizes = card["sizes"]["documents"]["modules"]["test"]
+    assert sizes["chunks"] == sum(len(row["chunks"]) for row in corpus.documents("test", "modules"))
 
 
 def test_interrupted_build_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sources, "_card", interrupt)
+    monkeypatch.setattr(installed, "_card", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        sources.build(make_config(), make_packages(tmp_path / "site"), tmp_path / "data" / "built", LANGUAGES)
+        packages = make_packages(tmp_path / "site")
+        installed.build(make_config(), packages, tmp_path / "data" / "built", LANGUAGES)
     assert list((tmp_path / "data").iterdir()) == []
 
 
@@ -206,14 +209,14 @@ def test_open_corpus_builds_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sources.environment, "installed_packages", lambda: packages)
     monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "1.0"})
     first = sources.open_corpus(make_config())
-    monkeypatch.setattr(sources, "build", None)  # the second time there is nothing to build
+    monkeypatch.setattr(installed, "build", None)  # the second time there is nothing to build
     assert sources.open_corpus(make_config(vocab_size=1024)).hash == first.hash
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "enviroment"}, "take one of: environment"),
+        ({"source": "enviroment"}, "did you mean 'environment'"),
         ({"test_packages": ("gama",)}, "nearest installed one is 'gamma'"),
         ({"dev_packages": ("gamma",)}, "test_packages and data.dev_packages"),
         ({"dev_packages": ()}, "No package is left for 'dev'"),
@@ -234,7 +237,7 @@ def test_undocumented_packages_are_refused(tmp_path):
     packages = make_packages(tmp_path / "site")
     (packages[2].root / "gamma" / "tools.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="no texts for 'test' after reading 3 packages; raise"):
-        sources.build(make_config(), packages, tmp_path / "built", LANGUAGES)
+        installed.build(make_config(), packages, tmp_path / "built", LANGUAGES)
     assert not (tmp_path / "built").exists()
 
 
@@ -242,7 +245,7 @@ def test_slice_takes_rich_and_quick_packages_first(tmp_path):
     sizes = {"huge": 9_000_000, "rich": 1_500_000, "poor": 1_000, "held": 5_000}
     packages = [Package(name, "1", "MIT", tmp_path, (), size) for name, size in sizes.items()]
     config = make_config(dev_packages=("poor",), test_packages=("held",), max_packages=3)
-    assert sources.assign_splits(config, packages) == {"held": "test", "poor": "dev", "rich": "train"}
+    assert installed.assign_splits(config, packages) == {"held": "test", "poor": "dev", "rich": "train"}
 
 
 def test_larger_classes_become_several_documents(tmp_path):

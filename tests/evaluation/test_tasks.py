@@ -19,12 +19,13 @@ from unmask.evaluation.tasks import (
 )
 
 CONFIG = replace(load_preset("smoke").evaluation, max_queries=50, max_documents=50)
-PLAIN = [name for name, family in FAMILIES.items() if family != "contextual"]
-CONTEXTUAL = [name for name, family in FAMILIES.items() if family == "contextual"]
+PLAIN = {"docs": "english", "code": "code", "cross": "cross-lingual", "multi": "multilingual"}
+CONTEXTUAL = ["modules", "statistics"]
 
 
 def pair(name, query, document, key):
-    return {"dataset": name, "query": query, "document": document, "key": key}
+    row = {"dataset": name, "query": query, "document": document, "key": key}
+    return row | {"group": PLAIN[name], "task": name}
 
 
 def pair_rows(name):
@@ -41,6 +42,7 @@ def document_rows(name):
     return [
         {
             "dataset": name,
+            "task": name,
             "document_id": f"{name}-{d}",
             "chunks": [f"{name} {d} chunk {c}" for c in range(2 + d % 3)],
             "queries": [f"{name} {d} query {q}" for q in range(2)],
@@ -51,10 +53,14 @@ def document_rows(name):
 
 
 def corpus(order=1):
-    pairs = [row for name in PLAIN for row in pair_rows(name)][::order]
-    documents = [row for name in CONTEXTUAL for row in document_rows(name)][::order]
+    rows = {
+        "pairs": {name: pair_rows(name)[::order] for name in PLAIN},
+        "documents": {name: document_rows(name)[::order] for name in CONTEXTUAL},
+    }
     return SimpleNamespace(
-        pairs=lambda split: Dataset.from_list(pairs), documents=lambda split: Dataset.from_list(documents)
+        datasets=lambda kind, split: list(rows[kind])[::order],
+        pairs=lambda split, name: Dataset.from_list(rows["pairs"][name]),
+        documents=lambda split, name: Dataset.from_list(rows["documents"][name]),
     )
 
 
@@ -64,9 +70,22 @@ def tasks():
 
 
 def test_there_is_a_task_for_each_data_set_in_order(tasks):
-    assert {task.name: task.family for task in tasks} == FAMILIES
-    assert [task.name for task in tasks] == list(FAMILIES)
+    assert {task.name: task.family for task in tasks if not task.contextual} == PLAIN
+    assert [task.family for task in tasks] == sorted((t.family for t in tasks), key=FAMILIES.index)
+    assert tasks == build_tasks(corpus(order=-1), "test", CONFIG)
     assert {task.name for task in tasks if task.contextual} == set(CONTEXTUAL)
+
+
+def test_a_task_joins_the_data_sets_that_name_it():
+    rows = {name: [row | {"task": "both", "group": "english"} for row in pair_rows(name)] for name in PLAIN}
+    joined = SimpleNamespace(
+        datasets=lambda kind, split: list(rows) if kind == "pairs" else [],
+        pairs=lambda split, name: Dataset.from_list(rows[name]),
+    )
+    (task,) = build_tasks(joined, "test", replace(CONFIG, max_queries=500, max_documents=500))
+    assert (task.name, task.family, len(task.queries)) == ("both", "english", 15 * len(PLAIN))
+    with pytest.raises(ValueError, match="holds nothing out for 'test'"):
+        build_tasks(SimpleNamespace(datasets=lambda kind, split: []), "test", CONFIG)
 
 
 def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(tasks):

@@ -10,19 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from unmask.config import EvaluationConfig
-from unmask.data.sources import Corpus
+from unmask.data.corpus import Corpus
 from unmask.embedder import Embedder, quantized
-from unmask.evaluation.ranking import bm25_scores, paired_bootstrap, retrieval_metrics, similarity
+from unmask.evaluation.ranking import bm25_scores, paired_bootstrap, retrieval_metrics
+from unmask.similarity import similarity
 
-# The family of a data set: what a stage of the recipe is meant to improve, reported together.
-FAMILIES = {
-    "docs": "english",
-    "code": "code",
-    "cldr-cross": "cross-lingual",
-    "cldr-multi": "multilingual",
-    "modules": "contextual",
-    "statistics": "contextual",
-}
+# What a stage of the recipe is meant to improve, reported together: the groups of pairs, and documents.
+FAMILIES = ("english", "code", "cross-lingual", "multilingual", "contextual")
 
 
 @dataclass(frozen=True)
@@ -56,25 +50,37 @@ class Vectors:
 
 
 def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Task]:
-    """All tasks of a held-out split ("dev" for choices, "test" for reports), in the order of FAMILIES.
+    """All tasks of a held-out split ("dev" for choices, "test" for reports), by family, then by name.
 
-    Rows are drawn by the hash of their text, so a corpus that grows a little changes a task a little.
+    A task joins the data sets that name it. Rows are drawn by the hash of their text, so a corpus that grows
+    a little changes a task a little.
+
+    Raises: ValueError if the split holds no task at all, or one whose first document is too large.
     """
-    tables = {True: corpus.documents(split), False: corpus.pairs(split)}
+    rows: dict[tuple[str, str], list[dict]] = {}
+    for name in corpus.datasets("pairs", split):
+        for row in corpus.pairs(split, name):
+            rows.setdefault((row["group"], row["task"]), []).append(row)
+    for name in corpus.datasets("documents", split):
+        for row in corpus.documents(split, name):
+            rows.setdefault(("contextual", row["task"]), []).append(row)
     tasks = []
-    for name, family in FAMILIES.items():
-        contextual = family == "contextual"
-        rows = [row for row in tables[contextual] if row["dataset"] == name]
-        if contextual:
-            task = _document_task(name, family, _by_hash(rows, "document_id"), config)
+    for family, name in sorted(rows, key=lambda key: (FAMILIES.index(key[0]), key[1])):
+        if family == "contextual":
+            task = _document_task(name, family, _by_hash(rows[family, name], "document_id"), config)
         else:
-            task = _pair_task(name, family, _by_hash(rows, "query", "document"), config)
+            task = _pair_task(name, family, _by_hash(rows[family, name], "query", "document"), config)
         if not task.queries:
             raise ValueError(
                 f"the {split} split gives no task {name!r} of at most {config.max_documents} chunks: "
-                f"hold out more packages (data.{split}_packages) or raise evaluation.max_documents"
+                "raise evaluation.max_documents"
             )
         tasks.append(task)
+    if not tasks:
+        raise ValueError(
+            f"the corpus holds nothing out for {split!r}: set hold_out in the registry of its sources, or "
+            f"name data.{split}_packages"
+        )
     return tasks
 
 

@@ -1,0 +1,125 @@
+"""A prepared corpus on disk: memory-mapped tables of text, pairs, triplets and documents, by data set and
+split."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from unmask.data.registry import Source
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+SPLITS = ("train", "dev", "test")
+
+_text, _number = pa.string(), pa.int32()
+_pair = dict.fromkeys(("query", "document", "key", "dataset", "task", "group", "language", "package"), _text)
+SCHEMAS = {
+    "texts": pa.schema(dict.fromkeys(("text", "package", "kind", "language"), _text)),
+    "pairs": pa.schema(_pair),
+    "triplets": pa.schema(_pair | {"negatives": pa.list_(_text)}),
+    "documents": pa.schema(
+        dict.fromkeys(("document_id", "dataset", "task", "package", "language"), _text)
+        | {"chunks": pa.list_(_text), "queries": pa.list_(_text), "golds": pa.list_(_number)}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tables of four kinds in three splits ("train", "dev", "test"), and a card that describes them.
+
+    texts: text, package, kind ("prose", "code", "cldr" or "text"), language; "package" is where a
+        text is from.
+    pairs: query, document, key, dataset, task, group, language, package; rows of one key are the same thing,
+        never negatives. A batch holds one data set, a held-out task may join several.
+    triplets: as pairs, with negatives.
+    documents: document_id, dataset, task, package, language, chunks, queries, golds (index of each query's
+        gold chunk).
+    """
+
+    path: Path
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """Sizes, languages, origins with version and licence, and what was dropped and why."""
+        return json.loads((self.path / "card.json").read_text(encoding="utf8"))
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all rows."""
+        return self.card["hash"]
+
+    def identity(self, kind: str, dataset: str) -> str:
+        """Names the rows of one data set, whatever else a corpus holds: another name for other rows."""
+        return os.path.normpath(f"{self.path.name}/{self.card['folders'][kind][dataset]}")
+
+    def text_sources(self) -> list[Source]:
+        """What pretraining reads: text, too much of it perhaps for a table."""
+        return [
+            Source(**values | {"files": tuple(str(self.path / file) for file in values["files"])})
+            for values in self.card["text_sources"]
+        ]
+
+    def datasets(self, kind: str, split: str) -> list[str]:
+        """Names of the data sets that have rows of a kind in a split."""
+        return sorted(name for name, sizes in self.card["sizes"][kind].items() if sizes[split]["rows"])
+
+    def texts(self, split: str) -> Dataset:
+        """Text for pretraining. Of a source that is larger than a table should be, a sample."""
+        return self._read("texts", split, None)
+
+    def pairs(self, split: str, dataset: str | None = None) -> Dataset:
+        """Queries with the document that answers each, of one data set or of all."""
+        return self._read("pairs", split, dataset)
+
+    def triplets(self, split: str, dataset: str | None = None) -> Dataset:
+        """Pairs that came with hard negatives, of one data set or of all."""
+        return self._read("triplets", split, dataset)
+
+    def documents(self, split: str, dataset: str | None = None) -> Dataset:
+        """Documents in chunks, with the queries that one of the chunks answers, of one data set or of all."""
+        return self._read("documents", split, dataset)
+
+    def _read(self, kind: str, split: str, dataset: str | None) -> Dataset:
+        # Slow to import, and workers that read source files do not need it.
+        from datasets import Dataset, concatenate_datasets
+
+        if split not in SPLITS:
+            raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
+        names = self.datasets(kind, split)
+        if dataset is not None:
+            if dataset not in names:
+                raise ValueError(f"The corpus has no {kind} {dataset!r} in {split!r}; it has {names}.")
+            names = [dataset]
+        if not names:
+            return Dataset(SCHEMAS[kind].empty_table())
+        folders = self.card["folders"][kind]
+        parts = [Dataset.from_file(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
+        return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
+    """Rows as an Arrow file that `datasets` maps into memory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for start in range(0, len(rows), 10_000):
+            writer.write_table(pa.Table.from_pylist(rows[start : start + 10_000], schema=schema))
+
+
+def measure(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Rows of a table, and what is in them: characters of text, chunks and queries of documents."""
+    size = {"rows": len(rows)}
+    if kind == "texts":
+        size["characters"] = sum(len(row["text"]) for row in rows)
+    elif kind == "documents":
+        size |= {part: sum(len(row[part]) for row in rows) for part in ("chunks", "queries")}
+    return size
