@@ -2,11 +2,10 @@
 real child processes."""
 
 import json
+from dataclasses import asdict
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from unmask.data import sources
+from unmask.data.corpus import SCHEMAS, SPLITS, measure, write_table
+from unmask.data.registry import Source
 
 PAIRS = [
     {
@@ -14,18 +13,54 @@ PAIRS = [
         "document": f"Number {i} is written with {len(str(i))} digits. " * (1 + i % 3),
         "key": str(i),
         "dataset": "docs",
+        "task": "docs",
         "group": "english",
         "language": "en",
         "package": "numbers",
     }
     for i in range(60)
 ]
+TEXTS = [
+    {
+        "text": f"{i} and {i + 1} make {2 * i + 1}. " * 8,
+        "package": "numbers",
+        "kind": "prose",
+        "language": "en",
+    }
+    for i in range(60)
+]
+DOCUMENTS = [
+    {
+        "document_id": str(i),
+        "dataset": "counting",
+        "task": "counting",
+        "package": "numbers",
+        "language": "en",
+        "chunks": [f"Number {i} comes first.", f"Then comes {i + 1}.", f"The last one is {i + 2}."],
+        "queries": [f"What comes after {i}?", f"Where does {i} end?"],
+        "golds": [1, 2],
+    }
+    for i in range(30)
+]
+ROWS = {"texts": ("environment", TEXTS), "pairs": ("docs", PAIRS), "documents": ("counting", DOCUMENTS)}
 
 
 def build(config, packages, path, languages):
-    path.mkdir()
-    for kind, schema in sources.SCHEMAS.items():
-        for split in sources.SPLITS:
-            rows = PAIRS if kind == "pairs" else []
-            pq.write_table(pa.Table.from_pylist(rows, schema=schema), path / f"{kind}-{split}.parquet")
-    (path / "card.json").write_text(json.dumps({"hash": "tiny"}))
+    """The same rows in every split."""
+    path.mkdir(parents=True)
+    for kind, (name, rows) in ROWS.items():
+        for split in SPLITS:
+            write_table(path / kind / name / f"{split}.arrow", rows, SCHEMAS[kind])
+    text = Source(
+        name="environment", kind="files", role="text", language="mul", licence="",
+        files=("texts/environment/train.arrow",), columns={"text": "text"},
+    )  # fmt: skip
+    card = {
+        "hash": "tiny",
+        "text_sources": [asdict(text)],
+        "sizes": {kind: {} for kind in SCHEMAS}
+        | {k: {name: dict.fromkeys(SPLITS, measure(k, rows))} for k, (name, rows) in ROWS.items()},
+        "folders": {kind: {} for kind in SCHEMAS}
+        | {k: {name: f"{k}/{name}"} for k, (name, _) in ROWS.items()},
+    }
+    (path / "card.json").write_text(json.dumps(card))

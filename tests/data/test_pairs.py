@@ -55,3 +55,41 @@ def test_one_pair_only_is_refused():
 def test_no_data_set_at_all_is_refused():
     with pytest.raises(ValueError, match="no training data"):
         BatchPlan({}, batch=4, steps=1, seed=0)
+
+
+def test_a_number_stands_for_so_many_different_rows():
+    one = BatchPlan({"x": 10**12, "y": 10**11}, batch=16, steps=50, seed=0)
+    rows = {step: one(step) for step in range(50)}
+    assert all(len(found) == 16 for _, found in rows.values())
+    assert len({int(row) for name, found in rows.values() if name == "x" for row in found}) % 16 == 0
+
+
+def test_keys_are_read_from_a_file_that_is_mapped(tmp_path):
+    (np.arange(5000, dtype=np.uint64) // 2).tofile(tmp_path / "keys")
+    keys = np.memmap(tmp_path / "keys", np.uint64, "r")
+    one = BatchPlan({"x": keys}, batch=1000, steps=5, seed=0)
+    for step in range(5):
+        rows = one(step)[1]
+        assert len(np.unique(keys[rows])) == len(rows) > 850
+
+
+def test_a_batch_goes_on_to_other_rows_when_all_are_the_same_thing():
+    keys = ["a"] * 97 + ["b"]
+    one = BatchPlan({"x": keys}, batch=2, steps=49, seed=0)
+    for step in range(49):
+        rows = one(step)[1]
+        assert sorted(keys[row] for row in rows) == ["a", "b"]
+
+
+def test_a_second_key_is_found_far_behind():
+    with pytest.raises(ValueError, match="100000 usable"):
+        BatchPlan({"x": np.zeros(100_000, np.uint64)}, batch=4, steps=1, seed=0)
+    keys = np.zeros(100_000, np.uint64)
+    keys[-1] = 1
+    assert len(BatchPlan({"x": keys}, batch=4, steps=1, seed=0)(0)[1]) == 2
+
+
+def test_data_without_english_begin_with_the_next_step():
+    allowed = curriculum({"a": "multilingual", "b": "cross-lingual"}, (0.5, 0.25, 0.25), 100)
+    assert [allowed(step) for step in (0, 60, 99)] == [{"b"}, {"b"}, {"a", "b"}]
+    assert curriculum({"a": "code"}, (0.5, 0.25, 0.25), 100)(0) == {"a"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from unmask.data.tokens import MASK, SPECIAL_TOKENS, pack, tokenize, train_tokenizer
+from unmask.data.tokens import MASK, SPECIAL_TOKENS, StoredTokenizer, pack, tokenize, train_tokenizer
 
 TEXTS = [
     "Returns the sum of two numbers, it's 1,234.5 or so.\n\n    def add(a, b):\n        return a + b",
@@ -79,6 +79,17 @@ def test_pack(tokenizer):
     assert (blocks.ravel() == stream[: blocks.size]).all()
     with pytest.raises(ValueError, match="not one block of 4096"):
         pack(tokenizer, TEXTS, 4_096)
+
+
+def test_a_stored_tokenizer_cuts_nothing_whatever_its_caller_did(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+    one, other = (AutoTokenizer.from_pretrained(path) for _ in range(2))
+    other(TEXTS, truncation=True, max_length=2, padding="max_length")  # leaves both set
+    stored = [StoredTokenizer.of(tokenizer) for tokenizer in (one, other)]
+    assert stored[0] == stored[1]
+    assert (stored[0].dtype, stored[0].end) == ("uint16", 0)
+    for text, ids in zip(TEXTS, tokenize(one, TEXTS, 1_000), strict=True):
+        assert stored[0].load().encode(text, add_special_tokens=False).ids == ids.tolist()
 
 
 @pytest.mark.parametrize(("size", "message"), [(100, "below 260"), (50_000, r"not data.vocab_size = 50000")])

@@ -1,69 +1,113 @@
+"""Jobs: the stages' data from a corpus of a few sentences, and trainings on it."""
+
+import json
 from types import SimpleNamespace
 
+import pytest
 from datasets import Dataset
 
 import tiny
+import tiny_corpus
+from unmask import backbone
+from unmask.config import load_preset, resolved
+from unmask.data import installed
+from unmask.data.sources import open_corpus
 from unmask.data.tokens import tokenize
-from unmask.training.jobs import by_dataset, single_chunks, token_documents, token_pairs
+from unmask.training.jobs import by_dataset, data_report, prepare_data, run_job
 
-LENGTHS = SimpleNamespace(
-    query_length=8, document_length=12, chunk_length=12, chunks=2, single=2, negatives=2
-)
-PAIRS = Dataset.from_dict(
-    {
-        "query": ["Read a table", "Read a file", "Compute the mean"],
-        "document": ["from a file", "from a file again", "of an array"],
-        "key": ["read", "read", "mean"],
-        "dataset": ["b", "a", "b"],
+TINY = {
+    "steps": 2,
+    "batch": 4,
+    "precision": "fp32",
+    "compile": False,
+    "checkpoint_every": 10,
+    "warmup": 0,
+    "decay": 0,
+}
+OWN = {
+    "diffusion": {"length": 16},
+    "pair": {"query_length": 6, "document_length": 16, "curriculum": [1.0, 0.0, 0.0]},
+    "contextual": {"query_length": 6, "chunk_length": 8, "chunks": 2, "single": 5},
+    "triplet": {"query_length": 6, "document_length": 16, "negatives": 2, "accumulation": 1},
+}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+    monkeypatch.setattr(installed, "build", tiny_corpus.build)
+    model = tiny.model(head=True)
+    return backbone.save(model, tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
+
+
+def job(stage, start, tmp_path, **more):
+    changes = {f"{stage}.{key}": value for key, value in (TINY | OWN[stage]).items()}
+    values = resolved(load_preset("smoke", changes))
+    return {
+        "values": values,
+        "stage": stage,
+        "folder": str(tmp_path / stage),
+        "fingerprint": "x",
+        "start": str(start),
+        **more,
     }
-)
 
 
-def tokens(texts, length):
-    return [t.tolist() for t in tokenize(tiny.tokenizer(), texts, length)]
+@pytest.mark.parametrize("stage", ["diffusion", "pair", "contextual"])
+def test_a_stage_trains_and_says_what_it_read(stage, start, tmp_path):
+    rows = []
+    model = run_job(job(stage, start, tmp_path), rows.append)
+    assert [row["step"] for row in rows if "step" in row] == [0, 1]
+    report = data_report(model)
+    assert report == json.loads((tmp_path / stage / "data.json").read_text())
+    if stage == "diffusion":
+        (text,) = report
+        assert (text["source"], text["blocks"], text["texts"]) == ("environment", 8, len(tiny_corpus.TEXTS))
+    else:
+        by_name = {row["data set"]: row for row in report}
+        queries = [row["query"] for row in tiny_corpus.PAIRS]
+        cut = sum(len(ids) > 6 for ids in tokenize(tiny.tokenizer(), queries, 99))
+        if stage == "pair":
+            assert by_name["docs"]["rows"] == 60 and by_name["docs"]["texts cut"] >= cut > 0
+        else:
+            assert by_name["docs"]["rows"] == 5
+            assert by_name["counting"]["rows"] == 60  # every document has three chunks, in windows of two
 
 
-def lists(arrays):
-    return [array.tolist() for array in arrays]
+def test_triplets_are_mined_ones_and_those_of_the_corpus(start, tmp_path):
+    mined = [row | {"negatives": ["Number 7", "Number 8", "Number 9"]} for row in tiny_corpus.PAIRS]
+    path = tmp_path / "negatives.parquet"
+    Dataset.from_list(mined).to_parquet(path)
+    rows = []
+    model = run_job(job("triplet", start, tmp_path, negatives=str(path)), rows.append)
+    assert {row["dataset"] for row in rows if "step" in row} == {"docs"}
+    assert [(row["data set"], row["rows"]) for row in data_report(model)] == [("docs", 60)]
 
 
-def test_a_long_document_becomes_windows_that_keep_their_own_queries():
-    rows = Dataset.from_dict(
-        {
-            "chunks": [["one", "two", "three", "four", "five"]],
-            "queries": [["first", "fourth", "fifth"]],
-            "golds": [[0, 3, 4]],
-        }
-    )
-    documents = token_documents(rows, tiny.tokenizer(), LENGTHS)
-    assert [lists(d.chunks) for d in documents] == [
-        tokens(["one", "two"], 12),
-        tokens(["three", "four"], 12),
-        tokens(["five"], 12),
-    ]
-    assert [lists(d.queries) for d in documents] == [tokens([q], 8) for q in ("first", "fourth", "fifth")]
-    assert [d.golds for d in documents] == [[0], [1], [0]]
+def test_what_was_prepared_before_is_not_tokenised_again(start, tmp_path):
+    one = job("pair", start, tmp_path)
+    report = prepare_data(one)
+    prepared = tmp_path / "data" / "prepared"
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*.bin")}
+    assert before
+    assert data_report(run_job(one, lambda row: None)) == report
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*.bin")} == before
 
 
-def test_single_chunks_never_hold_two_pairs_of_one_key():
-    documents = single_chunks(PAIRS, tiny.tokenizer(), LENGTHS)
-    assert [lists(d.chunks) for d in documents] == [tokens(["from a file"], 12), tokens(["of an array"], 12)]
-    assert [lists(d.queries) for d in documents] == [
-        tokens(["Read a table"], 8),
-        tokens(["Compute the mean"], 8),
-    ]
-    assert [d.golds for d in documents] == [[0], [0]]
-
-
-def test_pairs_keep_their_negatives_in_order():
-    mined = PAIRS.add_column("negatives", [["x", "y"], ["y", "z"], ["z", "x"]])
-    pairs = token_pairs(mined, tiny.tokenizer(), LENGTHS)
-    assert [lists(row) for row in pairs.negatives] == [tokens(list(n), 12) for n in ("xy", "yz", "zx")]
-    assert pairs.keys == ["read", "read", "mean"]
+def test_one_group_of_pairs_only(start, tmp_path):
+    with pytest.raises(ValueError, match="no training data"):
+        run_job(job("pair", start, tmp_path, groups=["code"]), lambda row: None)
 
 
 def test_rows_are_split_by_their_data_set():
-    assert {name: rows["query"][:] for name, rows in by_dataset(PAIRS).items()} == {
-        "a": ["Read a file"],
-        "b": ["Read a table", "Compute the mean"],
+    rows = Dataset.from_dict({"query": ["x", "y", "z"], "dataset": ["b", "a", "b"]})
+    assert {name: rows["query"][:] for name, rows in by_dataset(rows).items()} == {
+        "a": ["y"],
+        "b": ["x", "z"],
     }
+
+
+def test_the_tiny_corpus_is_one(start):
+    corpus = open_corpus(SimpleNamespace(**vars(load_preset("smoke").data)))
+    assert corpus.datasets("pairs", "train") == ["docs"]
+    assert [source.name for source in corpus.text_sources()] == ["environment"]

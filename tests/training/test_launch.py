@@ -15,7 +15,7 @@ import tiny
 import tiny_corpus
 from unmask import backbone
 from unmask.config import resolved
-from unmask.data import sources
+from unmask.data import installed
 from unmask.training.jobs import run_job
 from unmask.training.launch import TrainingStopped, follow, history, launch
 from unmask.workspace import ANNOUNCEMENT, Run, write_atomic
@@ -36,7 +36,7 @@ def start(tmp_path, monkeypatch):
     """A checkpoint to start from, in a workspace whose corpus is already there."""
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(LIB))
-    monkeypatch.setattr(sources, "build", tiny_corpus.build)
+    monkeypatch.setattr(installed, "build", tiny_corpus.build)
     return backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
 
 
@@ -111,7 +111,8 @@ def test_a_start_that_is_no_checkpoint_is_refused_by_the_training(start, tmp_pat
     assert not (tmp_path / "f").exists()
 
 
-TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40}
+# At a low rate: rounding to INT8 amplifies what two processes round otherwise.
+TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-4}
 
 
 def processes_of(folder):

@@ -6,8 +6,8 @@ import numpy as np
 
 import tiny
 from unmask.config import load_preset
-from unmask.data.documents import TokenDocument
-from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, TokenPairs, Triplet
+from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Triplet
 
 STAGES = ("ar", "diffusion", "pair", "contextual", "triplet")
 MASK_ID = 3

@@ -8,16 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unmask.data.tokenized import TokenDocument
 from unmask.encoding import TokenSequence, join_chunks
-
-
-@dataclass(frozen=True)
-class TokenDocument:
-    """A tokenised document with its queries."""
-
-    chunks: list[np.ndarray]
-    queries: list[np.ndarray]
-    golds: list[int]
 
 
 @dataclass(frozen=True)

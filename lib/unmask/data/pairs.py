@@ -7,15 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from unmask.data.order import permuted
+
+LOOK = 65_536  # keys read at a time in search of a second one
+
 
 class BatchPlan:
     """Single-dataset batches: each step draws one data set with probability proportional to its size, then
     the next slice of that data set's current epoch (pplx-embed, appendix B).
 
+    No list of rows is held or permuted, so a data set may have billions of them.
+
     Args:
-        keys: for each data set, one key per row. Rows with the same key are the same thing (one document,
-            one entity under two names); a batch keeps the first and drops the others, since they must not be
-            each other's negatives.
+        keys: for each data set, one key per row (any array that np.unique takes, memory-mapped ones too), or
+            the number of rows where all are different. Rows with the same key are the same thing (one
+            document, one entity under two names); a batch keeps the first and drops the others, since they
+            must not be each other's negatives.
         batch: rows per step; a smaller data set gives smaller batches.
         allowed: names of the data sets that may be drawn at a step (a curriculum); default: all, always.
     Raises: ValueError if no data set is left, or one cannot give two distinct rows.
@@ -23,26 +30,25 @@ class BatchPlan:
 
     def __init__(
         self,
-        keys: Mapping[str, Sequence],
+        keys: Mapping[str, Sequence | np.ndarray | int],
         *,
         batch: int,
         steps: int,
         seed: int,
         allowed: Callable[[int], set[str]] | None = None,
-        at_least: int = 2,
     ):
         self.names = sorted(keys)
         if not self.names:
             raise ValueError("no training data: the corpus holds no data set for this stage")
-        self._keys = {name: np.unique(np.asarray(keys[name]), return_inverse=True)[1] for name in self.names}
-        for name, inverse in self._keys.items():
-            if len(set(inverse.tolist())) < at_least:
+        self._keys = {name: own if isinstance(own, int) else np.asarray(own) for name, own in keys.items()}
+        for name, own in self._keys.items():
+            if not _two_distinct(own):
                 raise ValueError(
-                    f"data set {name!r} has {len(inverse)} usable row(s): a contrastive batch needs at least "
-                    f"{at_least} distinct ones; add data or leave the set out"
+                    f"data set {name!r} has {_size(own)} usable row(s): a batch needs at least 2 distinct "
+                    "ones; add data or leave the set out"
                 )
-        self._batch, self._seed, self._at_least = batch, seed, at_least
-        sizes = np.array([len(self._keys[name]) for name in self.names], dtype=np.float64)
+        self._batch, self._seed = batch, seed
+        sizes = np.array([_size(self._keys[name]) for name in self.names], dtype=np.float64)
         rng = np.random.default_rng([seed, 0])
         self._draws, self._slots, seen = [], [], dict.fromkeys(self.names, 0)
         for step in range(steps):
@@ -58,23 +64,37 @@ class BatchPlan:
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
         name = self._draws[step]
-        inverse = self._keys[name]
-        size = min(self._batch, len(inverse))
-        epoch, slot = divmod(self._slots[step], len(inverse) // size)
-        order = np.random.default_rng([self._seed, 1, self.names.index(name), epoch]).permutation(
-            len(inverse)
-        )
-        rows = order[slot * size : (slot + 1) * size]
-        first = np.unique(inverse[rows], return_index=True)[1]
-        if len(first) < self._at_least:  # all the same thing: go on in the epoch's order to other ones
-            rows = np.roll(order, -slot * size)
-            first = np.sort(np.unique(inverse[rows], return_index=True)[1])[:size]
-        return name, rows[np.sort(first)]
+        keys = self._keys[name]
+        count = _size(keys)
+        size = min(self._batch, count)
+        epoch, slot = divmod(self._slots[step], count // size)
+        seed = [self._seed, 1, self.names.index(name), epoch]
+        width = size
+        while True:
+            places = (slot * size + np.arange(width)) % count
+            rows = permuted(places, count, seed)
+            if isinstance(keys, int):
+                return name, rows
+            first = np.sort(np.unique(keys[rows], return_index=True)[1])[:size]
+            if len(first) >= min(2, size) or width == count:
+                return name, rows[first]
+            width = min(2 * width, count)  # all the same thing: go on in the epoch's order to other ones
+
+
+def _size(keys: np.ndarray | int) -> int:
+    return keys if isinstance(keys, int) else len(keys)
+
+
+def _two_distinct(keys: np.ndarray | int) -> bool:
+    """Whether there are two different keys; reads no further than to the second one."""
+    if isinstance(keys, int):
+        return keys >= 2
+    return any((keys[start : start + LOOK] != keys[0]).any() for start in range(0, len(keys), LOOK))
 
 
 def curriculum(groups: Mapping[str, str], shares: Sequence[float], steps: int) -> Callable[[int], set[str]]:
     """The three steps of pair training: English; English and cross-lingual; everything (pplx-embed, section
-    2.3).
+    2.3). Data without pairs of a step's groups begin with the next step.
 
     Args:
         groups: data set -> "english", "cross-lingual", "multilingual" or "code".
@@ -85,6 +105,7 @@ def curriculum(groups: Mapping[str, str], shares: Sequence[float], steps: int) -
 
     def allowed(step: int) -> set[str]:
         stage = int(np.searchsorted(bounds[:2], step, side="right"))
-        return {name for name, group in groups.items() if group in stages[stage]}
+        found = ({name for name, group in groups.items() if group in wanted} for wanted in stages[stage:])
+        return next(filter(None, found), set())
 
     return allowed

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from unmask.workspace import artifacts_root, write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -22,7 +27,7 @@ SPLIT = (
 END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
-ENCODE_BATCH = 4_096
+BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
 
 def train_tokenizer(
@@ -87,7 +92,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: i
     Returns: one int32 array of 1 to max_length ids per text.
     Raises: ValueError naming the first text that has no token at all.
     """
-    arrays = [array[:max_length] for array in _encode(tokenizer, texts)]
+    arrays = [array[:max_length] for array in encode(tokenizer.backend_tokenizer, texts, np.int32)]
     for index, array in enumerate(arrays):
         if not len(array):
             raise ValueError(
@@ -107,7 +112,8 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
     Raises: ValueError if the texts do not fill a single block.
     """
     end = np.array([tokenizer.convert_tokens_to_ids(END_OF_TEXT)], dtype=np.int32)
-    parts = [part for array in _encode(tokenizer, texts) if len(array) for part in (array, end)]
+    arrays = encode(tokenizer.backend_tokenizer, texts, np.int32)
+    parts = [part for array in arrays if len(array) for part in (array, end)]
     tokens = np.concatenate(parts) if parts else end[:0]
     blocks = len(tokens) // length
     if blocks == 0:
@@ -117,9 +123,54 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
     return tokens[: blocks * length].reshape(blocks, length)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Encode in batches with the Rust tokenizer itself: several times faster than through the wrapper."""
-    remaining = iter(texts)
-    while batch := list(islice(remaining, ENCODE_BATCH)):
-        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            yield np.array(encoding.ids, dtype=np.int32)
+@dataclass(frozen=True)
+class StoredTokenizer:
+    """A tokenizer in a file of its own, for processes that need no more of it than this."""
+
+    path: Path
+    hash: str
+    dtype: str  # of its ids: uint16 where they fit
+    end: int  # `<|endoftext|>`
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> StoredTokenizer:
+        """Kept under artifacts/data by its content; truncation and padding that a caller set are left out."""
+        plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        plain.no_truncation()
+        plain.no_padding()
+        content = plain.to_str()
+        key = hashlib.sha256(content.encode()).hexdigest()
+        path = artifacts_root() / "data" / "prepared" / f"tokenizer-{key[:16]}.json"
+        if not path.is_file():
+            write_atomic(path, content)
+        fits = max(plain.get_vocab(with_added_tokens=True).values()) < 2**16
+        return cls(path, key, "uint16" if fits else "uint32", plain.token_to_id(END_OF_TEXT))
+
+    def load(self) -> Tokenizer:
+        """The tokenizer, read once per process."""
+        return _load(self.path)
+
+
+@cache
+def _load(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
+
+
+def encode(tokenizer: Tokenizer, texts: Iterable[str], dtype: type[np.integer]) -> Iterator[np.ndarray]:
+    """Token ids of each text, whole and without special tokens, in bounded memory.
+
+    The library's own tokenizer is several times faster than through the wrapper of transformers.
+    """
+    batch, characters = [], 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield from _encoded(tokenizer, batch, dtype)
+            batch, characters = [], 0
+    yield from _encoded(tokenizer, batch, dtype)
+
+
+def _encoded(tokenizer: Tokenizer, texts: list[str], dtype: type[np.integer]) -> Iterator[np.ndarray]:
+    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
+        yield np.array(encoding.ids, dtype=dtype)

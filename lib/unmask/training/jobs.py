@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +15,21 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from unmask import backbone
-from unmask.config import Preset, TrainConfig, fingerprint, preset_from
-from unmask.data.documents import TokenDocument
+from unmask.config import GROUPS, Preset, TrainConfig, fingerprint, preset_from
+from unmask.data.blocks import Blocks, open_blocks
+from unmask.data.corpus import Corpus
 from unmask.data.pairs import curriculum
-from unmask.data.sources import Corpus, open_corpus
-from unmask.data.tokens import END_OF_TEXT, pack, tokenize
+from unmask.data.sources import open_corpus
+from unmask.data.tokenized import TokenDocuments, TokenPairs, single_chunks, token_documents, token_pairs
+from unmask.data.tokens import END_OF_TEXT, StoredTokenizer
 from unmask.training.engine import finish, stop_signals, train
 from unmask.training.processes import Processes, full_weights
-from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, TokenPairs, Triplet
+from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, Triplet
+from unmask.workspace import write_atomic
 
 # What a checkpoint depends on: a change anywhere else does not train again.
 _CODE = ("losses", "data", "training", "backbone.py", "encoding.py", "pooling.py", "quantize.py")
+DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 
 
 def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) -> Path:
@@ -44,23 +47,16 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
     processes = Processes.start(config.precision, preset.parallel.strategy)
     corpus = open_corpus(preset.data)
     tokenizer = backbone.load_tokenizer(job.get("start") or job["tokenizer"])
-    if stage in ("ar", "diffusion"):
-        model = (
-            backbone.load(job["start"], head=True)
-            if job.get("start")
-            else backbone.build(preset.backbone, tokenizer, seed=config.seed)
-        )
-        blocks_NL = pretraining_blocks(
-            corpus, tokenizer, config.length, config.steps * config.batch, config.seed
-        )
-        if stage == "diffusion":
-            backbone.make_bidirectional(model, tokenizer, preset.backbone.mask_token)
-            objective: Stage = Diffusion(blocks_NL, config, model.config.mask_token_id)
-        else:
-            objective = NextToken(blocks_NL, config)
+    data, losses = _data(job, config, corpus, tokenizer)
+    if processes.main:
+        write_atomic(folder / DATA_REPORT, json.dumps(losses, indent=1, ensure_ascii=False) + "\n")
+    if job.get("start"):
+        model = backbone.load(job["start"], head=stage in ("ar", "diffusion"))
     else:
-        model = backbone.load(job["start"])
-        objective = _contrastive(stage, config, job, corpus, tokenizer)
+        model = backbone.build(preset.backbone, tokenizer, seed=config.seed)
+    if stage == "diffusion":
+        backbone.make_bidirectional(model, tokenizer, preset.backbone.mask_token)
+    objective = _objective(job, config, corpus, tokenizer, data, model.config)
     path = folder / "model"
     with stop_signals() as signals:  # until the model is saved, which is too late to stop
         train(
@@ -119,111 +115,117 @@ def code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def pretraining_blocks(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, length: int, wanted: int, seed: int
-) -> np.ndarray:
-    """Up to `wanted` packed blocks of the training texts, drawn in a random order; kept beside the corpus."""
-    key = fingerprint(length, wanted, seed, json.loads(tokenizer.backend_tokenizer.to_str())["model"])
-    file = corpus.path / f"blocks-{key}.npy"
-    if file.is_file():
-        return np.load(file, mmap_mode="r")
-    texts = corpus.texts("train").shuffle(seed=seed)["text"]
-    parts, have, start = [], 0, 0
-    while have < wanted and start < len(texts):
-        part = pack(tokenizer, list(texts[start : start + 2000]), length)
-        parts.append(part)
-        have, start = have + len(part), start + 2000
-    blocks_NL = np.concatenate(parts)[:wanted]
-    if len(blocks_NL) < 2:
-        raise ValueError(
-            f"the corpus gives {len(blocks_NL)} blocks of {length} tokens: add text or shorten the blocks"
-        )
-    temporary = file.with_suffix(f".{os.getpid()}.npy")  # several processes may be at it
-    np.save(temporary, blocks_NL)
-    temporary.replace(file)
-    return blocks_NL
+def prepare_data(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tokenises what a job will read, with a progress bar, in as many processes as there are cores.
+
+    A training does the same where it was not done before, with its GPUs waiting.
+
+    Returns: see `data_report`.
+    """
+    preset, config = stage_config(job)
+    tokenizer = backbone.load_tokenizer(job.get("start") or job["tokenizer"])
+    return _data(job, config, open_corpus(preset.data), tokenizer)[1]
 
 
-def _contrastive(
-    stage: str, config, job: Mapping[str, Any], corpus: Corpus, tokenizer: PreTrainedTokenizerBase
-) -> Stage:
+def data_report(checkpoint: Path) -> list[dict[str, Any]]:
+    """What the training that made a checkpoint read: a row per data set or text source with what was cut,
+    left out and repeated."""
+    return json.loads((checkpoint.parent / DATA_REPORT).read_text(encoding="utf8"))
+
+
+def _data(
+    job: Mapping[str, Any], config, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Blocks | dict[str, Any], list[dict[str, Any]]]:
+    """What a stage trains on, prepared by the process that comes first, and its report."""
+    stage = job["stage"]
+    if stage in ("ar", "diffusion"):
+        wanted = config.steps * config.batch
+        sources = corpus.text_sources()
+        blocks_NL = open_blocks(sources, tokenizer, length=config.length, wanted=wanted, seed=config.seed)
+        return blocks_NL, blocks_NL.report()
+    stored = StoredTokenizer.of(tokenizer)
     if stage == "pair":
-        pairs = corpus.pairs("train")
-        groups = dict(zip(pairs["dataset"], pairs["group"], strict=True))
-        if job.get("groups"):
-            groups = {name: group for name, group in groups.items() if group in job["groups"]}
         data = {
-            name: token_pairs(rows, tokenizer, config)
-            for name, rows in by_dataset(pairs).items()
-            if name in groups
+            name: _pairs(corpus.pairs("train", name), corpus.identity("pairs", name), name, stored, config)
+            for name in _groups(job, corpus)
         }
-        allowed = None if job.get("groups") else curriculum(groups, config.curriculum, config.steps)
+    elif stage == "contextual":
+        data = _documents(corpus, stored, config)
+    elif stage == "triplet":
+        data = _triplets(job, corpus, stored, config)
+    else:
+        raise ValueError(f"unknown stage {stage!r}")
+    return data, [{"data set": name, **rows.counters} for name, rows in data.items()]
+
+
+def _objective(job: Mapping[str, Any], config, corpus: Corpus, tokenizer, data, model) -> Stage:
+    stage = job["stage"]
+    if stage == "ar":
+        return NextToken(data, config)
+    if stage == "diffusion":
+        return Diffusion(data, config, model.mask_token_id)
+    if stage == "pair":
+        named = job.get("groups")  # which are trained on from the first step to the last
+        allowed = None if named else curriculum(_groups(job, corpus), config.curriculum, config.steps)
         return Pair(data, config, allowed)
     if stage == "contextual":
-        data = {
-            name: token_documents(rows, tokenizer, config)
-            for name, rows in by_dataset(corpus.documents("train")).items()
-        }
-        if config.single:
-            pairs = by_dataset(corpus.pairs("train").shuffle(seed=config.seed))
-            data |= {name: single_chunks(rows, tokenizer, config) for name, rows in pairs.items()}
         return Contextual(data, config, tokenizer.convert_tokens_to_ids(END_OF_TEXT))
-    if stage == "triplet":
-        mined = Dataset.from_parquet(job["negatives"], cache_dir=str(Path(job["folder"]) / "cache"))
-        return Triplet(
-            {name: token_pairs(rows, tokenizer, config) for name, rows in by_dataset(mined).items()}, config
+    return Triplet(data, config)
+
+
+def _groups(job: Mapping[str, Any], corpus: Corpus) -> dict[str, str]:
+    """Data sets of pairs that the job trains on → their groups."""
+    groups = {name: corpus.pairs("train", name)[0]["group"] for name in corpus.datasets("pairs", "train")}
+    return {name: group for name, group in groups.items() if group in (job.get("groups") or GROUPS)}
+
+
+def _documents(corpus: Corpus, stored: StoredTokenizer, config) -> dict[str, TokenDocuments]:
+    data = {}
+    for name in corpus.datasets("documents", "train"):
+        data[name] = token_documents(
+            corpus.documents("train", name), stored, name=name, identity=corpus.identity("documents", name),
+            query_length=config.query_length, chunk_length=config.chunk_length, chunks=config.chunks,
+        )  # fmt: skip
+    for name in corpus.datasets("pairs", "train") if config.single else ():
+        data[name] = single_chunks(
+            corpus.pairs("train", name), stored, name=name, identity=corpus.identity("pairs", name),
+            count=config.single,
+            seed=config.seed, query_length=config.query_length, document_length=config.chunk_length,
+        )  # fmt: skip
+    return data
+
+
+def _triplets(
+    job: Mapping[str, Any], corpus: Corpus, stored: StoredTokenizer, config
+) -> dict[str, TokenPairs]:
+    """Triplets of the corpus and mined ones."""
+    data = {
+        name: _pairs(
+            corpus.triplets("train", name),
+            corpus.identity("triplets", name),
+            name,
+            stored,
+            config,
+            config.negatives,
         )
-    raise ValueError(f"unknown stage {stage!r}")
+        for name in corpus.datasets("triplets", "train")
+    }
+    if job.get("negatives"):
+        path = Path(job["negatives"])
+        mined = by_dataset(Dataset.from_parquet(str(path), cache_dir=str(Path(job["folder"]) / "cache")))
+        for name, rows in mined.items():
+            data[name] = _pairs(rows, identity(path), name, stored, config, config.negatives)
+    return data
+
+
+def _pairs(
+    rows: Dataset, file: str, name: str, stored: StoredTokenizer, config, negatives: int = 0
+) -> TokenPairs:
+    lengths = {"query_length": config.query_length, "document_length": config.document_length}
+    return token_pairs(rows, stored, name=name, identity=file, negatives=negatives, **lengths)
 
 
 def by_dataset(rows: Dataset) -> dict[str, Dataset]:
     """Splits a table by its `dataset` column, in alphabetical order."""
     names = np.asarray(rows["dataset"])
     return {str(name): rows.select(np.flatnonzero(names == name)) for name in np.unique(names)}
-
-
-def token_pairs(rows: Dataset, tokenizer: PreTrainedTokenizerBase, config) -> TokenPairs:
-    """A data set of pairs, tokenised and truncated to the stage's lengths."""
-    negatives = None
-    if "negatives" in rows.column_names:
-        flat = [text for texts in rows["negatives"] for text in texts]
-        tokens = tokenize(tokenizer, flat, config.document_length)
-        count = config.negatives
-        negatives = [tokens[i : i + count] for i in range(0, len(tokens), count)]
-    return TokenPairs(
-        tokenize(tokenizer, list(rows["query"]), config.query_length),
-        tokenize(tokenizer, list(rows["document"]), config.document_length),
-        list(rows["key"]),
-        negatives,
-    )
-
-
-def single_chunks(rows: Dataset, tokenizer: PreTrainedTokenizerBase, config) -> list[TokenDocument]:
-    """The first `config.single` pairs of a data set, no two of one key, as documents of one chunk."""
-    first = np.sort(np.unique(np.asarray(rows["key"]), return_index=True)[1])[: config.single]
-    rows = rows.select(first)
-    queries = tokenize(tokenizer, list(rows["query"]), config.query_length)
-    chunks = tokenize(tokenizer, list(rows["document"]), config.chunk_length)
-    return [TokenDocument([chunk], [query], [0]) for query, chunk in zip(queries, chunks, strict=True)]
-
-
-def token_documents(rows: Dataset, tokenizer: PreTrainedTokenizerBase, config) -> list[TokenDocument]:
-    """Documents with their queries, tokenised; a document of more than `config.chunks` chunks becomes
-    several."""
-    chunks = iter(tokenize(tokenizer, [c for chunks in rows["chunks"] for c in chunks], config.chunk_length))
-    queries = iter(
-        tokenize(tokenizer, [q for queries in rows["queries"] for q in queries], config.query_length)
-    )
-    documents = []
-    for texts, asked, golds in zip(rows["chunks"], rows["queries"], rows["golds"], strict=True):
-        own = [next(chunks) for _ in texts]
-        pairs = [(next(queries), gold) for _, gold in zip(asked, golds, strict=True)]
-        for start in range(0, len(own), config.chunks):
-            window = [(q, gold - start) for q, gold in pairs if start <= gold < start + config.chunks]
-            if window:
-                documents.append(
-                    TokenDocument(
-                        own[start : start + config.chunks], [q for q, _ in window], [g for _, g in window]
-                    )
-                )
-    return documents

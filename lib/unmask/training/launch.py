@@ -32,7 +32,7 @@ from tqdm import tqdm
 from unmask.backbone import facts
 from unmask.config import ParallelConfig, preset_from, resolved
 from unmask.training.engine import Preempted, finish
-from unmask.training.jobs import job_fingerprint, run_job
+from unmask.training.jobs import job_fingerprint, prepare_data, run_job
 from unmask.workspace import ANNOUNCEMENT, Run, artifacts_root, grace_seconds, write_atomic
 
 # For trainings on the CPU, unless the environment says otherwise.
@@ -83,6 +83,7 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
         finish(folder)  # a kill may have come in between
         print(f"{run.stage}/{name}: already trained")
         return model
+    prepare_data(specification)  # here, where its progress shows and no GPU waits for it
     path = write_atomic(folder / "job.json", json.dumps(specification, indent=1))
     log_path = folder / "train.log"
     with log_path.open("w", encoding="utf8") as log, _announced(run, path) as meeting_point:

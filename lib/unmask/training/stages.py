@@ -5,7 +5,7 @@ The loop (`engine.train`) knows stages only through `batch` and `backward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from unmask.config import ContextualConfig, DiffusionConfig, PairConfig, PretrainConfig, TripletConfig
-from unmask.data.documents import TokenDocument, contextual_batch, split_rows
+from unmask.data.blocks import Blocks
+from unmask.data.documents import contextual_batch, split_rows
 from unmask.data.pairs import BatchPlan
+from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.encoding import TokenSequence
 from unmask.losses import (
     contextual_loss,
@@ -74,10 +76,10 @@ class LanguageModel(nn.Module):
 class _Pretraining:
     """What next-token and diffusion pretraining share: packed blocks, a few of them at a time."""
 
-    def __init__(self, blocks_NL: np.ndarray, config: PretrainConfig):
+    def __init__(self, blocks_NL: np.ndarray | Blocks, config: PretrainConfig):
         self._blocks, self._config = blocks_NL, config
         self._plan = BatchPlan(
-            {"text": np.arange(len(blocks_NL))}, batch=config.batch, steps=config.steps, seed=config.seed
+            {"text": len(blocks_NL)}, batch=config.batch, steps=config.steps, seed=config.seed
         )
 
     def samples(self, step: int) -> dict[str, Any]:
@@ -145,7 +147,7 @@ class Noised:
 class Diffusion(_Pretraining):
     """Masked-diffusion continued pretraining (pplx-embed, section 2.1)."""
 
-    def __init__(self, blocks_NL: np.ndarray, config: DiffusionConfig, mask_token_id: int):
+    def __init__(self, blocks_NL: np.ndarray | Blocks, config: DiffusionConfig, mask_token_id: int):
         super().__init__(blocks_NL, config)
         self._mask_token_id = mask_token_id
 
@@ -193,16 +195,6 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
         torch.from_numpy(t_B.astype(np.float32)),
         torch.from_numpy(valid_BL),
     )
-
-
-@dataclass(frozen=True)
-class TokenPairs:
-    """A tokenised data set of pairs; `negatives` hold mined documents per query where there are any."""
-
-    queries: list[np.ndarray]
-    documents: list[np.ndarray]
-    keys: list[str]
-    negatives: list[list[np.ndarray]] | None = None
 
 
 class _Contrastive:
@@ -253,16 +245,18 @@ class Pair(_Contrastive):
             module, sequences, loss_of_rows,
             token_budget=config.token_budget, pooling=config.pooling, processes=processes,
         )  # fmt: skip
-        return {"loss": loss, "tokens": sum(map(len, sequences)), "dataset": name}
+        return {"loss": loss, "tokens": sum(map(len, sequences)), "dataset": name, "pairs": n}
 
 
 class Contextual(_Contrastive):
     """Late chunking with the dual objective, INT8 and Matryoshka (pplx-embed, section 2.4)."""
 
-    def __init__(self, data: Mapping[str, list[TokenDocument]], config: ContextualConfig, separator_id: int):
+    def __init__(
+        self, data: Mapping[str, Sequence[TokenDocument]], config: ContextualConfig, separator_id: int
+    ):
         self._data, self._config, self._separator_id = data, config, separator_id
-        keys = {name: np.arange(len(documents)) for name, documents in data.items()}
-        self._plan = BatchPlan(keys, batch=config.batch, steps=config.steps, seed=config.seed)
+        sizes = {name: len(documents) for name, documents in data.items()}
+        self._plan = BatchPlan(sizes, batch=config.batch, steps=config.steps, seed=config.seed)
 
     def batch(self, step: int):
         name, rows = self._plan(step)
@@ -336,7 +330,7 @@ class Triplet(_Contrastive):
                 token_budget=config.token_budget, processes=processes, last=number == len(parts),
             )  # fmt: skip
         tokens = sum(len(sequence) for _, sequences in parts for sequence in sequences)
-        return {"loss": total, "tokens": tokens, "dataset": name}
+        return {"loss": total, "tokens": tokens, "dataset": name, "pairs": count}
 
 
 def _named(planned: tuple[str, np.ndarray]) -> dict[str, Any]:
