@@ -1,58 +1,136 @@
+import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+import tiny
 from unmask.config import load_preset
-from unmask.data.mining import mine
-from unmask.evaluation.ranking import similarity
+from unmask.data import mining, negatives
+from unmask.data.corpus import SCHEMAS, Corpus, write_table
+from unmask.data.mining import draw, mine, mine_to
+from unmask.embedder import Embedder
+from unmask.similarity import similarity
 
-CONFIG = replace(load_preset("smoke").triplet, negatives=3, margin=0.05, rank_window=10, seed=0)
+CONFIG = replace(
+    load_preset("smoke").triplet, negatives=3, margin=0.05, rank_window=10, seed=0, search="exact"
+)
+MARGINS, WINDOWS = (-2.5, 0.0, 0.05, 0.3, 2.5), (1, 10, 1000)
 
 
 class Stub:
     """An embedder that looks its answers up."""
 
     def __init__(self, vectors):
-        self._vectors, self.lengths = vectors, []
+        self.vectors, self.lengths, self.seen = vectors, [], []
 
     def encode(self, texts, *, max_length):
         self.lengths.append(max_length)
-        return np.stack([self._vectors[text] for text in texts])
+        self.seen += texts
+        return np.stack([self.vectors[text] for text in texts])
 
 
-def case(count=40, *, keys=None, seed=0, spread=60):
-    """Queries near their documents, documents near one another: several come within the margin."""
+class Plain(Stub):
+    """An embedder of another library: no lengths, and floats of any size."""
+
+    def encode(self, texts):
+        return 3.0 * super().encode(texts, max_length=None).astype(np.float32)
+
+
+def case(count=40, *, keys=None, queries=None, documents=None, seed=0, spread=60, kind=Stub):
+    """Queries near their documents, documents near one another: several come within the margin.
+
+    keys, queries, documents: number of each row's; default: its own.
+    """
     rng = np.random.default_rng(seed)
     centre = rng.integers(-90, 91, 16)
-    documents = np.clip(centre + rng.integers(-spread, spread + 1, (count, 16)), -127, 127).astype(np.int8)
-    queries = np.clip(documents + rng.integers(-30, 31, (count, 16)), -127, 127).astype(np.int8)
-    vectors = {f"q{i}": queries[i] for i in range(count)} | {f"d{i}": documents[i] for i in range(count)}
-    pairs = Dataset.from_dict(
-        {
-            "query": [f"q{i}" for i in range(count)],
-            "document": [f"d{i}" for i in range(count)],
-            "key": keys or [str(i) for i in range(count)],
-        }
+    d_ND = np.clip(centre + rng.integers(-spread, spread + 1, (count, 16)), -127, 127).astype(np.int8)
+    q_ND = np.clip(d_ND + rng.integers(-30, 31, (count, 16)), -127, 127).astype(np.int8)
+    vectors = {f"q{i}": q_ND[i] for i in range(count)} | {f"d{i}": d_ND[i] for i in range(count)}
+    keys, queries, documents = ([*(part or range(count))] for part in (keys, queries, documents))
+    pairs = {
+        "query": [f"q{i}" for i in queries],
+        "document": [f"d{i}" for i in documents],
+        "key": [str(i) for i in keys],
+    }
+    scores_NN = similarity(q_ND[queries], d_ND[documents]).numpy()
+    return kind(vectors), Dataset.from_dict(pairs), scores_NN
+
+
+def linked(count=60):
+    """Rows that share a key, a query or a document, and documents that share their vectors."""
+    numbers = range(count)
+    embedder, pairs, scores_NN = case(
+        count,
+        keys=[i // 2 if i < 20 else i for i in numbers],
+        queries=[i // 3 * 3 if 20 <= i < 32 else i for i in numbers],
+        documents=[i - 5 if 40 <= i < 45 else i for i in numbers],
     )
-    return Stub(vectors), pairs, similarity(queries, documents).numpy()
+    for i in range(50, 55):  # equal vectors: equal scores, to be taken in order of appearance
+        embedder.vectors[f"d{i}"] = embedder.vectors["d33"]
+        scores_NN[:, i] = scores_NN[:, 33]
+    return embedder, pairs, scores_NN
 
 
 def columns(mined):
     return [[int(text[1:]) for text in texts] for texts in mined["negatives"]]
 
 
-@pytest.mark.parametrize("margin", [0.0, 0.05, 0.3, 2.5])
-@pytest.mark.parametrize("window", [1, 10, 1000])
-def test_every_pair_gets_its_number_of_distinct_negatives_and_never_its_own_thing(margin, window):
-    keys = [str(i // 2) for i in range(40)]
-    embedder, pairs, _ = case(keys=keys)
+def naive(pairs, scores_NN, config):
+    """The rule, row by row, from the matrix of all scores: the negatives of each row and what was skipped."""
+    query, document, key = pairs["query"][:], pairs["document"][:], pairs["key"][:]
+    candidates = sorted({document.index(text) for text in document})
+    window = min(max(config.rank_window, config.negatives), len(candidates))
+    lottery_NW = np.random.default_rng(config.seed).random((len(pairs), window))
+    negatives, own_seen, unsafe_seen, ranks = [], 0, 0, []
+    for i, score_N in enumerate(scores_NN):
+        like = [j for j in range(len(pairs)) if key[j] == key[i] or query[j] == query[i]]
+        own = {document[j] for j in like} | {document[i]}
+        ranked = sorted(candidates, key=lambda j, s=score_N: (-s[j], j))
+        others = [j for j in ranked if document[j] not in own]
+        safe = [j for j in others if score_N[j] <= score_N[i] + np.float32(config.margin)]
+        top = others[:window]
+        chosen = sorted(set(top) & set(safe), key=lambda j, n=i, t=top: lottery_NW[n, t.index(j)])
+        if len(chosen) < config.negatives:
+            chosen = safe
+        if len(chosen) < config.negatives:
+            chosen = sorted(others, key=lambda j, s=score_N: (s[j], j))
+        negatives.append(chosen[: config.negatives])
+        own_seen += ranked.index(top[-1]) + 1 - len(top)
+        unsafe_seen += len(set(top) - set(safe))
+        ranks.append([min(others.index(j), window) + 1 for j in negatives[-1]])
+    return [[int(document[j][1:]) for j in row] for row in negatives], own_seen, unsafe_seen, ranks
+
+
+@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("block", [7, 4096])
+def test_mining_equals_the_rule_written_row_by_row(margin, window, block, monkeypatch):
+    monkeypatch.setattr(negatives, "ROWS", block)
+    monkeypatch.setattr(negatives, "SPARE", 1)  # so that searches go deeper
+    monkeypatch.setattr(negatives, "SCORES", 64)
+    embedder, pairs, scores_NN = linked()
+    config = replace(CONFIG, margin=margin, rank_window=window)
+    mined, found = mine(embedder, pairs, config)
+    expected, own, unsafe, ranks = naive(pairs, scores_NN, config)
+    assert columns(mined) == expected
+    assert (found.own, found.unsafe) == (own, unsafe)
+    assert found.negative_rank.tolist() == ranks
+
+
+@pytest.mark.parametrize("margin", MARGINS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_every_pair_gets_its_number_of_distinct_negatives_and_none_is_its_own(margin, window):
+    embedder, pairs, _ = linked()
     mined, _ = mine(embedder, pairs, replace(CONFIG, margin=margin, rank_window=window))
     assert mined["query"][:] == pairs["query"][:]
-    for i, chosen in enumerate(columns(mined)):
+    rows = list(pairs)
+    for row, chosen in zip(rows, mined["negatives"], strict=True):
         assert len(chosen) == len(set(chosen)) == 3
-        assert not {j for j in chosen if keys[j] == keys[i]}
+        like = [other for other in rows if row["key"] == other["key"] or row["query"] == other["query"]]
+        assert not set(chosen) & {other["document"] for other in like}
 
 
 @pytest.mark.parametrize("window", [2, 5, 1000])
@@ -71,21 +149,11 @@ def test_the_margin_is_kept_wherever_there_are_enough_other_documents(window):
 
 def test_where_too_few_are_safe_the_least_similar_fill_up():
     embedder, pairs, scores = case(8)
-    mined, statistics = mine(embedder, pairs, replace(CONFIG, margin=-2.5, rank_window=1000))
-    assert statistics["skipped"] == 1
+    mined, found = mine(embedder, pairs, replace(CONFIG, margin=-2.5, rank_window=1000))
+    assert found.last_resort == 24 and found.shares()["last resort"] == 1
     for i, chosen in enumerate(columns(mined)):
         others = sorted(scores[i, j] for j in range(8) if j != i)
         np.testing.assert_allclose(sorted(scores[i, chosen]), others[:3])
-
-
-def test_negatives_come_from_the_window_of_the_most_similar():
-    embedder, pairs, scores = case()
-    mined, _ = mine(embedder, pairs, replace(CONFIG, margin=0.0, rank_window=12))
-    for i, chosen in enumerate(columns(mined)):
-        ranked = [j for j in np.argsort(-scores[i], kind="stable") if j != i]
-        safe = [j for j in ranked[:12] if scores[i, j] <= scores[i, i]]
-        if len(safe) >= 3:
-            assert set(chosen) <= set(safe)
 
 
 def test_mining_is_deterministic_and_its_seed_matters():
@@ -95,18 +163,154 @@ def test_mining_is_deterministic_and_its_seed_matters():
     assert columns(mine(embedder, pairs, replace(CONFIG, seed=1))[0]) != first
 
 
+def test_texts_are_embedded_once_in_blocks_and_the_blocks_change_nothing(monkeypatch):
+    embedder, pairs, _ = linked()
+    expected = columns(mine(embedder, pairs, CONFIG)[0])
+    monkeypatch.setattr(mining, "TEXTS", 7)
+    embedder.seen.clear()
+    assert columns(mine(embedder, pairs, CONFIG)[0]) == expected
+    assert sorted(embedder.seen) == sorted({*pairs["query"], *pairs["document"]})
+
+
+def test_an_embedder_without_lengths_that_returns_floats_mines_the_same():
+    (codes, pairs, _), (floats, _, _) = case(), case(kind=Plain)
+    (mined, found), (other, other_found) = mine(codes, pairs, CONFIG), mine(floats, pairs, CONFIG)
+    assert columns(mined) == columns(other)
+    np.testing.assert_allclose(other_found.negative_similarity, found.negative_similarity, atol=1e-3)
+
+
+@pytest.mark.parametrize("library", ["unmask", "sentence-transformers"])
+def test_real_embedders_mine(library):
+    if library == "unmask":
+        embedder = Embedder(tiny.model(), tiny.tokenizer())
+    else:
+        sentence_transformers = pytest.importorskip("sentence_transformers")
+        static = pytest.importorskip("sentence_transformers.models").StaticEmbedding(
+            tiny.tokenizer(), embedding_dim=8
+        )
+        embedder = sentence_transformers.SentenceTransformer(modules=[static], device="cpu")
+    texts = sorted(set(tiny.TEXTS))
+    pairs = Dataset.from_dict(
+        {
+            "query": [text[:20] for text in texts],
+            "document": texts,
+            "key": [str(i) for i in range(len(texts))],
+        }
+    )
+    mined, _ = mine(embedder, pairs, CONFIG)
+    for document, chosen in zip(mined["document"], mined["negatives"], strict=True):
+        assert len(set(chosen)) == 3 and set(chosen) <= set(texts) - {document}
+
+
+def test_faiss_mines_nearly_the_same_where_it_looks_into_all_lists():
+    embedder, pairs, _ = case(100)
+    mined, other = (mine(embedder, pairs, replace(CONFIG, search=name))[0] for name in ("exact", "faiss"))
+    # Half precision swaps a few neighbours in rank.
+    assert np.equal(columns(mined), columns(other)).mean() > 0.95
+
+
 def test_statistics_and_lengths():
     embedder, pairs, scores = case()
-    mined, statistics = mine(embedder, pairs, replace(CONFIG, query_length=7, document_length=9))
+    mined, found = mine(embedder, pairs, replace(CONFIG, query_length=7, document_length=9))
     assert embedder.lengths == [7, 9]
-    assert statistics["pairs"] == 40
-    assert 0 <= statistics["skipped"] <= 1
-    np.testing.assert_allclose(statistics["positive_similarity"], np.diag(scores), rtol=1e-6)
-    expected = [scores[i, j] for i, chosen in enumerate(columns(mined)) for j in chosen]
-    np.testing.assert_allclose(statistics["negative_similarity"], expected, rtol=1e-6)
+    assert (found.pairs, found.documents, found.window) == (40, 40, 10)
+    np.testing.assert_allclose(found.positive_similarity, np.diag(scores), rtol=1e-6)
+    expected = [[scores[i, j] for j in chosen] for i, chosen in enumerate(columns(mined))]
+    np.testing.assert_allclose(found.negative_similarity, expected, rtol=1e-6)
+    above = [(np.delete(row, i) > row[i]).sum() for i, row in enumerate(scores)]
+    assert found.positive_rank.tolist() == [min(count, 10) + 1 for count in above]
+    shares = found.shares()
+    assert shares["skipped: own"] == found.own / found.looked_at and found.looked_at == 400 + found.own
+    assert shares["from below the window"] == (found.negative_rank == 11).mean()
 
 
-def test_a_data_set_that_is_too_small_is_refused():
-    embedder, pairs, _ = case(4, keys=["a", "a", "b", "c"])
-    with pytest.raises(ValueError, match="too few distinct documents"):
+@pytest.mark.parametrize(
+    ("columns", "left"),
+    [({"keys": [0, 0, 2, 3]}, 2), ({"queries": [0, 0, 0, 3]}, 1), ({"documents": [0] * 4}, 0)],
+)
+def test_a_data_set_that_is_too_small_is_refused_before_anything_is_embedded(columns, left):
+    embedder, pairs, _ = case(4, **columns)
+    with pytest.raises(ValueError, match=f"too few distinct documents for 3 negatives.*row 0 leaves {left} "):
         mine(embedder, pairs, CONFIG)
+    assert not embedder.seen
+
+
+def test_an_embedder_that_answers_wrongly_is_refused():
+    class Wrong(Stub):
+        def encode(self, texts):
+            return self.vectors[: len(texts)]
+
+    pairs, config = case()[1], CONFIG
+    with pytest.raises(ValueError, match=r"int8 values of shape \(39, 4\) for 40 query texts: .* one row"):
+        mine(Wrong(np.zeros((39, 4), np.int8)), pairs, config)
+    with pytest.raises(ValueError, match=r"uint8 values .* floats or int8 codes"):
+        mine(Wrong(np.zeros((40, 4), np.uint8)), pairs, config)
+    floats = np.zeros((40, 4), np.float32)
+    floats[7, 2] = np.nan
+    with pytest.raises(ValueError, match="not finite for the query of row 7, 'q7'"):
+        mine(Wrong(floats), pairs, config)
+
+
+def write_corpus(path, sizes):
+    """A corpus of pairs; sizes: data set -> (group, rows)."""
+    for name, (group, size) in sizes.items():
+        common = {"dataset": name, "task": name, "group": group, "language": "eng_Latn", "package": ""}
+        rows = [{"query": f"q{i}", "document": f"d{i}", "key": str(i)} | common for i in range(size)]
+        write_table(path / name / "train.arrow", rows, SCHEMAS["pairs"])
+    card = {
+        "sizes": {"pairs": {name: {"train": {"rows": size}} for name, (_, size) in sizes.items()}},
+        "folders": {"pairs": {name: name for name in sizes}},
+    }
+    (path / "card.json").write_text(json.dumps(card))
+    return Corpus(path)
+
+
+SIZES = {"a": ("english", 3000), "b": ("code", 1000), "tiny": ("english", 80), "other": ("multilingual", 500)}
+
+
+def test_pairs_are_drawn_from_the_wanted_groups_in_proportion(tmp_path):
+    corpus = write_corpus(tmp_path, SIZES)
+    drawn = draw(corpus, ("english", "code"), 1020, seed=0)
+    assert {name: len(rows) for name, rows in drawn.items()} == {"a": 750, "b": 250, "tiny": 64}
+    assert len(set(drawn["a"]["query"])) == 750
+    again, other = (draw(corpus, ("english",), 1020, seed=seed)["a"]["query"][:] for seed in (0, 1))
+    assert again == draw(corpus, ("english",), 1020, seed=0)["a"]["query"][:] != other
+    everything = draw(corpus, ("english", "code"), 10_000, seed=0)
+    assert {name: len(rows) for name, rows in everything.items()} == {"a": 3000, "b": 1000, "tiny": 80}
+
+
+def test_groups_that_the_corpus_does_not_have_are_named(tmp_path):
+    corpus = write_corpus(tmp_path, {"other": ("multilingual", 5)})
+    with pytest.raises(ValueError, match=r"no training pairs of the groups english.*has multilingual"):
+        draw(corpus, ("english",), 10, seed=0)
+
+
+def test_all_data_sets_go_into_one_file_and_nothing_else_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(mining, "TEXTS", 16)
+    corpus = write_corpus(tmp_path / "corpus", {"a": ("english", 40), "b": ("code", 30)})
+    slices, embedder = draw(corpus, ("english", "code"), 100, seed=0), case()[0]
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "negatives.parquet"
+    statistics = mine_to(path, embedder, slices, CONFIG)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    rows = pq.read_table(path).to_pylist()
+    assert [row["dataset"] for row in rows] == ["a"] * 40 + ["b"] * 30
+    for name, table in slices.items():
+        expected, found = mine(embedder, table, CONFIG)
+        assert [row for row in rows if row["dataset"] == name] == list(expected)
+        np.testing.assert_array_equal(statistics[name].negative_rank, found.negative_rank)
+
+
+def test_a_data_set_that_is_too_small_is_named_before_anything_is_embedded(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus", {"a": ("english", 40), "b": ("english", 2)})
+    slices, embedder = draw(corpus, ("english",), 100, seed=0), case()[0]
+    with pytest.raises(ValueError, match="data set 'b': too few distinct documents"):
+        mine_to(tmp_path / "negatives.parquet", embedder, slices, CONFIG)
+    assert not embedder.seen
+
+
+def test_no_file_is_left_of_mining_that_fails(tmp_path):
+    slices = draw(write_corpus(tmp_path / "corpus", {"a": ("english", 60)}), ("english",), 100, seed=0)
+    with pytest.raises(KeyError, match="q40"):
+        mine_to(tmp_path / "out.parquet", case(40)[0], slices, CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]

@@ -74,7 +74,7 @@ def test_tiles_change_nothing(monkeypatch):
     whole = retrieval_metrics(scores_NM, relevant)
     codes = torch.from_numpy(rng.integers(-127, 128, (20, 24)).astype(np.int8))
     product = similarity(codes, codes)
-    monkeypatch.setattr(ranking, "TILE", 64)
+    monkeypatch.setattr("unmask.similarity.TILE", 64)
     monkeypatch.setattr(ranking, "CACHED", 64)
     assert retrieval_metrics(scores_NM, relevant) == whole
     assert torch.equal(similarity(codes, codes), product)

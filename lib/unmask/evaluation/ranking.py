@@ -16,9 +16,7 @@ from torch import Tensor
 WORD = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]|[\p{L}\p{M}\p{N}_]+"
 )
-TILE = 2**25  # similarities computed at once: 256 MiB in float64
 CACHED = 2**18  # scores ranked at once: their keys stay in a core's cache, which halves the time
-EXACT_WIDTH = 1024  # 1024 · 127² < 2²⁴: float32 sums of so many INT8 products are exact in any order
 
 
 def retrieval_metrics(
@@ -115,57 +113,6 @@ def paired_bootstrap(
     return float(difference_N.mean()), float(low), float(high)
 
 
-def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> Tensor:
-    """Cosine similarity of every query with every document, for every precision an embedding comes in.
-
-    - int8 codes: the dot product is exact, so equal codes always tie;
-    - uint8: packed binary, most significant bit first, compared as ±1 (cosine = 1 − 2 · Hamming / D);
-    - floats: in float32, or float64 if both are.
-
-    The two sides may differ in precision. A zero vector has similarity 0 to everything.
-
-    Args:
-        queries: (N, D), or (N, D/8) if uint8.
-        documents: (M, D), or (M, D/8) if uint8; on the queries' device.
-
-    Returns:
-        (N, M), float32 (float64 for two float64 inputs).
-
-    Raises:
-        ValueError: they are not matrices, or D differs.
-
-    Example:
-        >>> codes = torch.tensor([[3, 4], [6, 8], [-4, 3]], dtype=torch.int8)
-        >>> similarity(codes[:1], codes[1:])
-        tensor([[1., 0.]])
-    """
-    q_ND, d_MD = _values(queries), _values(documents)
-    if q_ND.ndim != 2 or d_MD.ndim != 2 or q_ND.shape[1] != d_MD.shape[1]:
-        raise ValueError(
-            f"similarity needs (N, D) and (M, D) embeddings; got {tuple(q_ND.shape)} and "
-            f"{tuple(d_MD.shape)} after unpacking."
-        )
-    if q_ND.is_floating_point() or d_MD.is_floating_point():
-        dtype = torch.promote_types(torch.promote_types(q_ND.dtype, d_MD.dtype), torch.float32)
-        q_ND, d_MD = q_ND.to(dtype), d_MD.to(dtype)
-        return (q_ND / _norms(q_ND)) @ (d_MD / _norms(d_MD)).T
-    q_norm_N1, d_norm_M1 = _norms(q_ND.float()), _norms(d_MD.float())
-    scores_NM = torch.empty(len(q_ND), len(d_MD), device=q_ND.device)
-    rows = max(1, TILE // max(1, len(d_MD)))
-    for first in range(0, len(q_ND), rows):
-        tile = slice(first, first + rows)
-        scores_NM[tile] = _integer_dot(q_ND[tile], d_MD).double() / q_norm_N1[tile] / d_norm_M1.T
-    return scores_NM
-
-
-def _integer_dot(q_ND: Tensor, d_MD: Tensor) -> Tensor:
-    """Exact dot products of int8 matrices."""
-    if q_ND.dtype == d_MD.dtype == torch.int8 and q_ND.device.type == "cpu":
-        return torch._int_mm(q_ND.contiguous(), d_MD.contiguous().T)  # VNNI: the fastest exact search here
-    parts = zip(q_ND.float().split(EXACT_WIDTH, dim=1), d_MD.float().split(EXACT_WIDTH, dim=1), strict=True)
-    return sum((q_NX @ d_MX.T).double() for q_NX, d_MX in parts)
-
-
 def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> np.ndarray:
     """BM25 (Lucene's variant, k1 = 1.5, b = 0.75) of every query with every document: the lexical baseline.
 
@@ -249,19 +196,3 @@ def _check_ranking(
     # A sum that is a number rules NaN out at a tenth of the cost of looking at every score.
     if scores_NM.sum().isnan() and scores_NM.isnan().any():
         raise ValueError(f"The scores of query {int(scores_NM.isnan().any(1).nonzero()[0])} contain NaN.")
-
-
-def _values(embeddings: Tensor | np.ndarray) -> Tensor:
-    """Embeddings as a tensor of values: packed bits (uint8) become ±1, everything else stays."""
-    embeddings = torch.as_tensor(embeddings)
-    if embeddings.dtype != torch.uint8:
-        return embeddings
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=embeddings.device)
-    bits = (embeddings[..., None] >> shifts) & 1
-    return (2 * bits.to(torch.int8) - 1).flatten(-2)
-
-
-def _norms(x_XD: Tensor) -> Tensor:
-    """Euclidean norms (X, 1); infinite for zero vectors, so that dividing by them gives zero."""
-    norm_X1 = torch.linalg.vector_norm(x_XD, dim=-1, keepdim=True)
-    return norm_X1.masked_fill(norm_X1 == 0, torch.inf)
