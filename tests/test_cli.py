@@ -35,6 +35,30 @@ def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
     assert sorted(two.root.rglob("*.json")) == before and not (two.root / "artifacts").exists()
 
 
+def test_a_run_may_end_before_the_last_notebook(two: Checkout) -> None:
+    result = two.unmask("run", "--preset", "smoke", "--to", "00", "--dry-run")
+    assert result.returncode == 0 and result.stdout.startswith("1 notebook to run as 'smoke'")
+
+
+REGISTRY = """
+sources:
+  answers: {kind: hub, role: pairs, group: english, repo: org/answers, language: eng, licence: mit,
+            columns: {query: q, document: a}}
+"""
+
+
+def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
+    (two.root / "hub.yaml").write_text(REGISTRY)
+    asked = ("--preset", "smoke", "--set", f"data.source={two.root / 'hub.yaml'}")
+    # Nothing listens on port 9.
+    for question in (("run", "--dry-run"), ("status",)):
+        result = two.unmask(*question, *asked, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+        assert result.returncode == 0 and result.stderr == ""
+        assert "note: whether the data have changed was not looked at: they are on the Hub" in result.stdout
+    gone = two.unmask("status", "--preset", "smoke", "--set", "data.source=nowhere")
+    assert gone.returncode == 2 and "'nowhere'" in gone.stderr
+
+
 def test_a_dry_run_plans_machines_that_are_elsewhere(two: Checkout) -> None:
     arguments = ("--gpus", "8", "--machines", "2", "--machine-rank", "1", "--dry-run")
     result = two.unmask("run", "--preset", "smoke", *arguments)
@@ -59,6 +83,7 @@ def test_status_of_a_run_that_never_was(two: Checkout) -> None:
         (["--set", "pair.steps=[1"], "the value is not valid YAML"),
         (["--only", "1_pair"], "no notebook '1_pair'; did you mean '01_pair'?"),
         (["--from", "00", "--only", "01"], "--from and --only exclude each other"),
+        (["--from", "01", "--to", "00"], "--to 00: 00_backbone comes before 01_pair, where --from 01 begins"),
         (["--only", "01"], "01_pair needs the output of 00_backbone, which never ran"),
         (["--run", "../elsewhere"], "take one without '/'"),
         (["--gpus", "3", "--machines", "2"], "3 processes cannot be shared evenly by 2 machines"),
@@ -196,7 +221,7 @@ def test_a_full_disk_is_noticed_at_the_start(
 def test_questions_are_answered_without_loading_anything_heavy(two: Checkout) -> None:
     code = (
         "import sys; from unmask.cli import main; main(['status', '--preset', 'smoke']); "
-        "print({'torch', 'transformers', 'papermill', 'nbformat', 'numpy'} & sys.modules.keys())"
+        "print({'torch', 'transformers', 'papermill', 'nbformat', 'datasets'} & sys.modules.keys())"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], env=two.environment, capture_output=True, text=True, check=True

@@ -1,4 +1,5 @@
-"""The command line: `unmask run` executes the notebooks that are due, `unmask status` says which are.
+"""The command line: `unmask run` executes the notebooks that are due, `unmask status` says which are, and
+`unmask mirror` brings what they read to hosts without internet.
 
 Nothing here imports torch or papermill before there is something to run: a question is answered at once.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from unmask import __version__
+from unmask import __version__, manifest, mirror
 from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved
 from unmask.pipeline import graph, machines, signals
 from unmask.pipeline.graph import Due, Folders, PipelineError
@@ -66,8 +67,11 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     name = _run_name(options)
     folders = Folders.of(name)
     stages = graph.discover(folders.notebooks, SECTIONS)
-    selected = graph.select(stages, options.start, options.only)
-    marks = graph.expected(stages, resolved(preset), folders.library)
+    selected = graph.select(stages, options.start, options.only, options.stop)
+    if not options.dry_run:
+        mirror.require(preset)
+    data = _identity(preset, folders, stages, sure=not options.dry_run)
+    marks = graph.expected(stages, resolved(preset), folders.library, data)
 
     def plan() -> list[Due]:
         return graph.plan(stages, selected, marks, folders, force=options.force)
@@ -116,7 +120,8 @@ def status(options: argparse.Namespace, arguments: list[str]) -> int:
     name = _run_name(options)
     folders = Folders.of(name)
     stages = graph.discover(folders.notebooks, SECTIONS)
-    marks = graph.expected(stages, resolved(preset), folders.library)
+    data = _identity(preset, folders, stages, sure=False)
+    marks = graph.expected(stages, resolved(preset), folders.library, data)
     rows = [("stage", "state", "finished (UTC)", "took")]
     for stage in stages:
         state, finished, took = graph.why_due(stage, marks[stage.name], folders), "", ""
@@ -131,6 +136,72 @@ def status(options: argparse.Namespace, arguments: list[str]) -> int:
     print(f"run {name!r}, preset {options.preset!r}")
     _print_table(rows)
     return 0
+
+
+def mirror_pull(options: argparse.Namespace, arguments: list[str]) -> int:
+    """`unmask mirror pull`: fetches the models and the data that a preset reads, on a host with internet.
+
+    The files are laid out as on the Hub, DIR/<organisation>/<name>/…, and their checksums are compared; of a
+    text source only as much is fetched as data.max_text_mb needs. The same command goes on with what was
+    interrupted. UNMASK_MIRROR=DIR then serves hosts without internet.
+    """
+    from unmask.pull import pull
+
+    pull(load_preset(options.preset, _overrides(options.set)), options.to, jobs=options.jobs)
+    return 0
+
+
+def mirror_check(options: argparse.Namespace, arguments: list[str]) -> int:
+    """`unmask mirror check`: says what of a preset's models and data is missing, how large it is, and whether
+    the checksums of the rest are right. Exit status 1 if anything is missing or wrong."""
+    if options.source:
+        os.environ["UNMASK_MIRROR"] = str(options.source)
+    preset = load_preset(options.preset, _overrides(options.set))
+    needed = mirror.needs(preset)
+    if not needed:
+        print(f"preset {preset.name!r} reads nothing from the Hub or a mirror")
+        return 0
+    if not (folder := mirror.root()) or not folder.is_dir():
+        raise ValueError(f"no mirror{f' at {folder}' if folder else ''}: name one by --from or UNMASK_MIRROR")
+    gaps = mirror.missing(preset)
+    files = mirror.finished([need.repo for need in needed])
+    if files and not options.quick:
+        from tqdm.auto import tqdm
+
+        total = sum(fact["size"] for _, fact in files)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="checksums", leave=False) as bar:
+            for path, size in manifest.verify(files, jobs=options.jobs, progress=bar.update):
+                gaps.append(mirror.Gap(str(path), "wrong checksum: delete it and pull again", size))
+    where, wanted = f"mirror {folder}", f"all that preset {preset.name!r} needs"
+    if not gaps:
+        compared = "sizes" if options.quick else "checksums"
+        print(f"{where}: {wanted} is there, {compared} of {len(files)} pulled files are right")
+        return 0
+    sizes = ["unknown" if gap.bytes is None else manifest.readable(gap.bytes) for gap in gaps]
+    rows = [(gap.what, gap.why, size) for gap, size in zip(gaps, sizes, strict=True)]
+    _print_table([("missing or wrong", "why", "size"), *rows])
+    known = manifest.readable(sum(gap.bytes or 0 for gap in gaps))
+    more = " and what is unknown" if "unknown" in sizes else ""
+    print(f"{where}: not {wanted}, {known}{more} to fetch: {mirror.how(preset)}")
+    return 1
+
+
+def _identity(preset: Preset, folders: Folders, stages: Sequence[graph.Stage], *, sure: bool) -> str:
+    """What the corpus is made of. A question neither waits for the Hub nor fails for missing data: unless
+    `sure`, what the last run recorded is taken for it."""
+    from unmask.data.sources import identity
+
+    why = "they are on the Hub" if not sure and mirror.data_on_hub(preset) else ""
+    try:
+        if not why:
+            return identity(preset.data)
+    except ValueError as error:
+        if sure:
+            raise
+        why = str(error)
+    print(f"note: whether the data have changed was not looked at: {why}")
+    recorded = [done.get("data") for stage in stages if (done := folders.done(stage.name))]
+    return next(filter(None, recorded), "")
 
 
 def _execute(
@@ -153,8 +224,8 @@ def _execute(
         parameters={"preset": preset.name, "overrides": overrides, "run": name},
         about=provenance.describe(folders, resolved(preset), overrides, name, command),
         durations=provenance.durations(folders, Folders.of(preset.name)),
-        # A run that builds everything here must not wait for a Hub that may be out of reach.
-        offline=not preset.backbone.checkpoint and "hub" not in preset.data.source,
+        # A run that has everything here must not wait for a Hub that may be out of reach.
+        offline=mirror.offline(preset),
         slots=slots,
         grace=grace,
     )
@@ -283,9 +354,9 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
             overrides[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise PipelineError(f"--set {setting}: the value is not valid YAML") from None
-    checkpoint = overrides.get("backbone.checkpoint")
-    if isinstance(checkpoint, str) and Path(checkpoint).is_dir():
-        overrides["backbone.checkpoint"] = str(Path(checkpoint).resolve())  # kernels run in notebooks/
+    for key, is_local in {"backbone.checkpoint": Path.is_dir, "data.source": Path.is_file}.items():
+        if isinstance(path := overrides.get(key), str) and is_local(Path(path)):
+            overrides[key] = str(Path(path).resolve())  # kernels run in notebooks/
     return overrides
 
 
@@ -298,6 +369,12 @@ def _run_name(options: argparse.Namespace) -> str:
     return name
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text!r}")
+    return int(text)
+
+
 def _shown(path: Path) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -307,19 +384,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument(
+    preset = argparse.ArgumentParser(add_help=False)
+    preset.add_argument(
         "--preset", default="cpu", metavar="NAME", help=f"default cpu; there are: {', '.join(preset_names())}"
     )
-    shared.add_argument(
-        "--run", default="", metavar="NAME", help="name of the run's folders; default: the preset's"
-    )
-    shared.add_argument(
+    preset.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="change a value of the preset, for instance pair.steps=50; may be repeated",
+    )
+    shared = argparse.ArgumentParser(add_help=False, parents=[preset])
+    shared.add_argument(
+        "--run", default="", metavar="NAME", help="name of the run's folders; default: the preset's"
     )
 
     one = commands.add_parser(
@@ -334,6 +412,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     one.add_argument("--from", dest="start", metavar="NN", help="leave out the notebooks before this one")
+    one.add_argument("--to", dest="stop", metavar="NN", help="leave out the notebooks after this one")
     one.add_argument("--only", metavar="NN", help="this notebook only")
     one.add_argument(
         "--force", action="store_true", help="run the selected notebooks even if they are up to date"
@@ -382,4 +461,28 @@ def _parser() -> argparse.ArgumentParser:
         "status", parents=[shared], help="what is done, and what is due", description=status.__doc__
     )
     two.set_defaults(command=status)
+
+    three = commands.add_parser("mirror", help="models and data for hosts without internet")
+    actions = three.add_subparsers(required=True, metavar="action")
+    pull = actions.add_parser(
+        "pull",
+        parents=[preset],
+        help="fetch what a preset reads from the Hub, or go on with that",
+        description=mirror_pull.__doc__,
+    )
+    pull.add_argument("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
+    pull.set_defaults(command=mirror_pull)
+    check = actions.add_parser(
+        "check",
+        parents=[preset],
+        help="say what is missing in a mirror, and verify the rest",
+        description=mirror_check.__doc__,
+    )
+    check.add_argument(
+        "--from", dest="source", type=Path, metavar="DIR", help="the mirror; default: UNMASK_MIRROR"
+    )
+    check.add_argument("--quick", action="store_true", help="compare sizes only, not checksums")
+    check.set_defaults(command=mirror_check)
+    for action in (pull, check):
+        action.add_argument("--jobs", type=_count, default=4, metavar="N", help="files at a time, default 4")
     return parser

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from toy_checkout import Checkout
+from unmask.data.workers import cores
 from unmask.pipeline.graph import clock
-from unmask.pipeline.machines import cores
 from unmask.pipeline.signals import alive
 
 LOOK = """

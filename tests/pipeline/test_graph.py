@@ -116,8 +116,13 @@ def test_selection(diamond: Checkout) -> None:
         assert [s.name for s in select(stages, only=text)] == ["03_join"]
     with pytest.raises(PipelineError, match="no notebook '03_joi'; did you mean '03_join'"):
         select(stages, only="03_joi")
-    with pytest.raises(PipelineError, match="exclude each other"):
-        select(stages, start="00", only="01")
+    assert [s.name for s in select(stages, stop="right")] == [s.name for s in stages[:3]]
+    assert [s.name for s in select(stages, start="02", stop="03")] == ["02_right", "03_join"]
+    for both in ({"start": "00"}, {"stop": "03"}):
+        with pytest.raises(PipelineError, match="exclude each other"):
+            select(stages, only="01", **both)
+    with pytest.raises(PipelineError, match="--to 01: 01_left comes before 02_right, where --from 02 begins"):
+        select(stages, start="02", stop="01")
 
 
 def test_every_stage_is_due_until_it_ran(diamond: Checkout) -> None:

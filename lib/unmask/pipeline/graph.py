@@ -27,6 +27,8 @@ from unmask.config import fingerprint
 from unmask.workspace import artifacts_root, repository
 
 INJECTED = ("preset", "overrides", "run")  # what the pipeline sets in every notebook
+# Of the library: what computes nothing.
+ASIDE = ("pipeline/", "cli.py", "plan.py", "mirror.py", "manifest.py", "hub.py", "pull.py", "__main__.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 
 
@@ -99,7 +101,7 @@ def discover(notebooks: Path, sections: Iterable[str] | None = None) -> list[Sta
     Raises:
         PipelineError: no notebook, missing metadata or parameters, unknown need or section, or a cycle.
     """
-    stages = {path.stem: _read(path) for path in sorted(notebooks.glob("[0-9][0-9]_*.ipynb"))}
+    stages = {path.stem: _read(path) for path in sorted(notebooks.glob("[0-9][0-9]*_*.ipynb"))}
     if not stages:
         raise PipelineError(f"no notebook named NN_*.ipynb in {notebooks}")
     for stage in stages.values():
@@ -123,28 +125,40 @@ def discover(notebooks: Path, sections: Iterable[str] | None = None) -> list[Sta
     return order
 
 
-def select(stages: Sequence[Stage], start: str | None = None, only: str | None = None) -> list[Stage]:
-    """The stages from `start` on, or `only` one; both are given as number ("03") or name ("03_contextual").
+def select(
+    stages: Sequence[Stage], start: str | None = None, only: str | None = None, stop: str | None = None
+) -> list[Stage]:
+    """The stages from `start` on and up to `stop`, or `only` one, given as number ("03") or name
+    ("03_contextual").
 
     Raises:
-        PipelineError: no notebook of that name, or both are given.
+        PipelineError: no notebook of that name, `only` together with another, or `stop` before `start`.
     """
-    if start and only:
-        raise PipelineError("--from and --only exclude each other")
+    if only and (start or stop):
+        raise PipelineError(f"--{'from' if start else 'to'} and --only exclude each other")
     if only:
         return [_find(stages, only)]
-    return list(stages[stages.index(_find(stages, start)) :]) if start else list(stages)
+    first = stages.index(_find(stages, start)) if start else 0
+    last = stages.index(_find(stages, stop)) if stop else len(stages) - 1
+    if last < first:
+        raise PipelineError(
+            f"--to {stop}: {stages[last].name} comes before {stages[first].name}, where --from {start} begins"
+        )
+    return list(stages[first : last + 1])
 
 
-def expected(stages: Sequence[Stage], preset: dict[str, Any], library: Path) -> dict[str, dict[str, Any]]:
+def expected(
+    stages: Sequence[Stage], preset: dict[str, Any], library: Path, data: str = ""
+) -> dict[str, dict[str, Any]]:
     """What `done.json` of every stage would say if the stage ran now.
 
     Args:
         stages: all stages in running order.
         preset: the resolved preset: section → values.
         library: the package's folder.
-    Returns: stage → {"notebook", "preset", "library", "versions", "inputs", "prose", "hash"}, where the hash
-        covers all but the prose.
+        data: what the corpus is made of, see `unmask.data.sources.identity`; counts for stages that read it.
+    Returns: stage → {"notebook", "preset", "data", "library", "versions", "inputs", "prose", "hash"}, where
+        the hash covers all but the prose.
     """
     code, versions = library_hash(library), {name: importlib.metadata.version(name) for name in PACKAGES}
     marks: dict[str, dict[str, Any]] = {}
@@ -153,6 +167,7 @@ def expected(stages: Sequence[Stage], preset: dict[str, Any], library: Path) -> 
             {
                 "notebook": stage.code,
                 "preset": {section: fingerprint(preset.get(section)) for section in stage.reads},
+                "data": data if "data" in stage.reads else "",
                 "library": code,
                 "versions": versions,
                 "inputs": {need: marks[need]["hash"] for need in stage.needs},
@@ -180,6 +195,8 @@ def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
     if done["notebook"] != mark["notebook"]:
         reasons.append("notebook changed")
     reasons += [f"preset section {name} changed" for name in _differing(done["preset"], mark["preset"])]
+    if done.get("data") != mark["data"]:
+        reasons.append("its data changed")
     if done["library"] != mark["library"]:
         reasons.append("library changed")
     reasons += [f"{name} is another version" for name in _differing(done["versions"], mark["versions"])]
@@ -227,16 +244,12 @@ def plan(
 def library_hash(library: Path) -> str:
     """Hash of what the library computes: its code without comments and docstrings, other files as they are.
 
-    The command line, the plan and the pipeline itself do not count: they compute nothing.
+    The command line, the plan, the mirror and the pipeline itself do not count: they compute nothing.
     """
     digest = hashlib.sha256()
     for path in sorted(library.rglob("*")):
         name = path.relative_to(library).as_posix()
-        if (
-            not path.is_file()
-            or "__pycache__" in name
-            or name.startswith(("pipeline/", "cli.py", "plan.py", "__main__.py"))
-        ):
+        if not path.is_file() or "__pycache__" in name or name.startswith(ASIDE):
             continue
         content = path.read_bytes()
         digest.update(f"\0{name}\0".encode())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from unmask.config import ParallelConfig
+from unmask.data.workers import cores
 from unmask.pipeline.graph import Folders, PipelineError
 from unmask.pipeline.signals import Interrupted, on_signal
 from unmask.workspace import ANNOUNCEMENT, write_atomic
@@ -115,11 +116,6 @@ def visible_gpus() -> list[str]:
             break  # CUDA does not read on either
         gpus.append(name)
     return gpus
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
+from unmask.data.workers import cores
 from unmask.pipeline.graph import Folders
-from unmask.pipeline.machines import cores
 from unmask.workspace import write_atomic
 
 _recording = threading.Lock()  # notebooks that run side by side share the record
