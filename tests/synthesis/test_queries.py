@@ -1,0 +1,500 @@
+"""Queries by a language model, over the wire: real HTTP, faults of every kind, kills, and a real model's
+garbage."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import yaml
+from chat_servers import ChatServer, Words, config, good, many_pairs, passage, passage_of
+
+import tiny
+from unmask import Embedder, backbone
+from unmask.data import reading
+from unmask.data.registry import Source
+from unmask.synthesis import chat
+from unmask.synthesis import plan as synthesis_plan
+from unmask.synthesis.chat import Answer, EndpointError, Journal
+from unmask.synthesis.plan import (
+    estimate,
+    nearest_personas,
+    personas,
+    plan_documents,
+    plan_pairs,
+    sample,
+)
+from unmask.synthesis.prompts import Invalid, Task, query_from, scripts_of, words
+from unmask.synthesis.queries import synthesize_documents, synthesize_pairs
+
+PASSAGES = [passage(number) for number in range(24)]
+DOCUMENTS = [[passage(100 * d + c) for c in range(6)] for d in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(chat, "FIRST_PAUSE", 0.01)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
+
+
+def test_pairs_from_passages(tmp_path):
+    with ChatServer(delay=0.01) as server:
+        result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
+    assert result.outcomes == {"kept": len(PASSAGES)}
+    rows = lines(result.path)
+    assert rows == result.rows
+    assert {row["document"] for row in rows} == set(PASSAGES)
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert all(row["persona"] in personas() and row["similarity"] >= 0.1 for row in rows)
+    assert rows[0].keys() == {
+        "id", "query", "document", "language", "persona", "type", "difficulty", "similarity",
+    }  # fmt: skip
+    assert len(result.similarities) == len(rows) and result.structured
+    assert result.traffic["sent"] == result.traffic["answered"] == 2 * len(PASSAGES)
+    assert result.traffic["answer tokens"] == 7 * 2 * len(PASSAGES)
+    assert 1 < server.most <= 4
+    schemas = [body["response_format"]["json_schema"]["schema"] for body in server.bodies]
+    assert Counter(frozenset(schema["properties"]) for schema in schemas) == {
+        frozenset({"character", "type", "difficulty"}): len(PASSAGES),
+        frozenset({"query"}): len(PASSAGES),
+    }
+
+
+def test_a_finished_synthesis_needs_no_server(tmp_path):
+    with ChatServer() as server:
+        settings = config(server)
+        first = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
+    again = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
+    assert again.rows == first.rows and again.traffic == {"resumed": 2 * len(PASSAGES)}
+    assert again.structured is None
+
+
+def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
+    with ChatServer() as server:
+        result = synthesize_documents(DOCUMENTS, Words(), config(server), tmp_path)
+    assert result.outcomes == {"kept": 3 * len(DOCUMENTS)}
+    rows = lines(result.path)
+    assert sorted(row["chunks"] for row in rows) == sorted(DOCUMENTS)
+    for row in rows:
+        assert row.keys() == {"document_id", "chunks", "queries", "golds"}
+        assert len(row["queries"]) == len(row["golds"]) == len(set(row["golds"])) == 3
+        for query, gold in zip(row["queries"], row["golds"]):
+            prompts = [p for p in server.prompts if passage_of(p) == row["chunks"][gold]]
+            assert len(prompts) == 2
+            assert query in {json.loads(good(p)).get("query") for p in prompts}
+            for neighbour in row["chunks"][max(0, gold - 2) : gold + 3]:
+                assert all(neighbour in prompt for prompt in prompts)
+            assert all(chunk not in p for chunk in row["chunks"][gold + 3 :] for p in prompts)
+
+
+def test_a_registry_reads_what_was_written(tmp_path):
+    with ChatServer() as server:
+        pairs = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
+        documents = synthesize_documents(DOCUMENTS, Words(), config(server), tmp_path)
+    columns = {
+        "pairs": {"query": "query", "document": "document", "id": "id"},
+        "documents": {"chunks": "chunks", "queries": "queries", "golds": "golds", "id": "document_id"},
+    }
+    for result, role in ((pairs, "pairs"), (documents, "documents")):
+        source = Source(
+            role, "files", role, "eng", "", group="english", files=(str(result.path),), columns=columns[role],
+            bad_rows="stop",
+        )  # fmt: skip
+        read = [row for unit in reading.units(source) for row in reading.read(source, unit, Counter())]
+        for name in columns[role]:
+            if name != "id":
+                assert [row[name] for row in read] == [row[columns[role][name]] for row in result.rows]
+        assert {row["split"] for row in read} == {"train"}
+
+
+@pytest.mark.parametrize("fault", ["malformed", "half", "cut", "500", "429", "503", "no completion"])
+def test_what_fails_once_is_tried_again(tmp_path, fault):
+    with ChatServer(lambda prompt, before: fault if before == 0 else None) as server:
+        settings = config(server, passages=6)
+        result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
+    assert result.outcomes == {"kept": 6}
+    assert set(server.prompts.values()) == {2}
+    problem = {
+        "malformed": "broken body",
+        "no completion": "broken body",
+        "half": "connection",
+        "cut": "connection",
+    }.get(fault, f"HTTP {fault}")
+    assert result.traffic[f"retried: {problem}"] == 12
+    if fault in ("429", "503"):  # came with Retry-After: 0.3
+        assert all(second - first >= 0.3 for first, second in server.times.values())
+
+
+def test_a_request_that_hangs_is_given_up_and_tried_again(tmp_path):
+    with ChatServer(lambda prompt, before: "hang" if before == 0 else None) as server:
+        settings = config(server, passages=3, timeout=0.5)
+        result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
+    assert result.outcomes == {"kept": 3}
+    assert result.traffic["retried: time-out"] == 6
+
+
+def test_a_request_without_answer_is_counted_and_asked_again_next_time(tmp_path):
+    lost = {text for text in PASSAGES if "otter" in text}
+    faulty = lambda prompt, before: "500" if passage_of(prompt) in lost else None  # noqa: E731
+    with ChatServer(faulty) as server:
+        settings = config(server)
+        result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
+        assert result.outcomes == {"kept": len(PASSAGES) - len(lost), "failed": len(lost)}
+        assert Counter(server.prompts.values()) == {1: 2 * (len(PASSAGES) - len(lost)), 3: len(lost)}
+        server.fault, server.prompts = (lambda prompt, before: None), Counter()
+        again = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
+    assert again.outcomes == {"kept": len(PASSAGES)}
+    assert {passage_of(prompt) for prompt in server.prompts} == lost
+    assert again.traffic["resumed"] == 2 * (len(PASSAGES) - len(lost))
+
+
+BAD = {
+    "not JSON": "I would rather not.",
+    "empty answer": "",
+    "not by the schema": '{"question": "Why?"}',
+    "other language": '{"query": "Где живёт выдра у реки?"}',
+    "too long": json.dumps({"query": "why " * 200}),
+    "no words": '{"query": " ?! "}',
+    "broken characters": '{"query": "Why is \\ud800 here?"}',
+}
+
+
+def test_answers_that_will_not_do_are_counted_by_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthesis_plan, "LENGTHS", (20,))
+    reasons = [*BAD, "copy of the passage"]
+    wrong = dict(zip(PASSAGES, reasons, strict=False))
+
+    def write(prompt: str) -> str:
+        reason = wrong.get(passage_of(prompt))
+        if reason is None or '"character"' in prompt:
+            return good(prompt)
+        return BAD[reason] if reason in BAD else json.dumps({"query": passage_of(prompt).partition(".")[0]})
+
+    with ChatServer(write=write) as server:
+        result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
+        assert result.outcomes == {"kept": len(PASSAGES) - len(reasons)} | {
+            f"invalid query: {reason}": 1 for reason in reasons
+        }
+        server.write = lambda prompt: '{"character": 77, "type": "knowledge", "difficulty": "school"}'
+        other = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
+    assert other.outcomes == {"invalid choice: not by the schema": len(PASSAGES)}
+    assert other.path.read_text() == ""
+
+
+def test_json_in_a_fence_after_thoughts_will_do(tmp_path):
+    write = lambda prompt: f"<think>{{hm}}</think>Here it is:\n```json\n{good(prompt)}\n```"  # noqa: E731
+    with ChatServer(write=write) as server:
+        result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
+    assert result.outcomes == {"kept": len(PASSAGES)}
+
+
+def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):
+    def write(prompt: str) -> str:
+        if '"character"' in prompt:
+            return good(prompt)
+        if "lynx" in passage_of(prompt):
+            return '{"query": "Why does the OTTER rest at dusk?"}'
+        if "heron" in passage_of(prompt):
+            return '{"query": "completely unrelated stuff"}'
+        return good(prompt)
+
+    with ChatServer(write=write) as server:
+        result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
+    # Of four equal queries each, one is new.
+    assert result.outcomes == {"kept": 17, "duplicate": 6, "dissimilar": 1}
+    assert len(result.similarities) == 18 and (result.similarities < 0.1).sum() == 1
+
+
+def test_an_endpoint_without_json_schema_is_prompted_plainly(tmp_path):
+    with ChatServer(structured=False) as server, pytest.warns(UserWarning, match="no JSON schema"):
+        result = synthesize_pairs(PASSAGES, Words(), config(server, concurrency=1), tmp_path)
+    assert result.outcomes == {"kept": len(PASSAGES)}
+    assert result.structured is False
+    assert sum("response_format" in body for body in server.bodies) == 1
+
+
+def test_a_request_that_is_refused_is_not_the_end_of_json_schema(tmp_path):
+    long = PASSAGES[3]
+    with ChatServer(lambda prompt, before: "400" if passage_of(prompt) == long else None) as server:
+        result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
+    assert result.outcomes == {"kept": len(PASSAGES) - 1, "failed": 1}
+    assert result.structured
+
+
+def test_failures_here_and_there_are_no_outage(tmp_path):
+    def fault(prompt, before):
+        return "500" if "otter" in passage_of(prompt) or "lynx" in passage_of(prompt) else None
+
+    with ChatServer(fault) as server:
+        result = many_pairs(server.url, tmp_path)
+    assert result.outcomes == {"kept": 40, "failed": 20}
+    assert result.traffic["failed"] > chat.OUTAGE
+
+
+def test_an_outage_stops_the_run_and_loses_nothing(tmp_path):
+    many = [passage(number) for number in range(60)]
+    alive = {"answers": 30}
+
+    def fault(prompt, before):
+        alive["answers"] -= 1
+        return "500" if alive["answers"] < 0 else None
+
+    with ChatServer(fault) as server:
+        settings = config(server, passages=60, retries=1)
+        with pytest.raises(EndpointError, match="10 requests failed in a row; the last: HTTP 500") as error:
+            synthesize_pairs(many, Words(), settings, tmp_path)
+        assert server.url in str(error.value) and "same call goes on" in str(error.value)
+        assert not (tmp_path / "pairs.jsonl").exists()
+        answered = len((tmp_path / "pairs.journal").read_text().splitlines())
+        assert answered == server.answered == 30
+        server.fault, server.prompts = (lambda prompt, before: None), Counter()
+        result = synthesize_pairs(many, Words(), settings, tmp_path)
+    assert result.outcomes == {"kept": 60}
+    assert server.prompts.total() == 2 * 60 - answered
+
+
+def test_nobody_there(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    with pytest.raises(EndpointError, match=r"no request was answered; the last: connection \("):
+        synthesize_pairs(PASSAGES[:4], Words(), config(url, retries=0), tmp_path)
+
+
+def test_a_key_is_sent_and_written_nowhere(tmp_path, monkeypatch):
+    with ChatServer(key="secret-42") as server:
+        monkeypatch.setenv("UNMASK_TEST_KEY", "secret-42")
+        assert synthesize_pairs(PASSAGES, Words(), config(server), tmp_path).outcomes["kept"]
+        assert all(b"secret" not in path.read_bytes() for path in tmp_path.iterdir())
+        monkeypatch.setenv("UNMASK_TEST_KEY", "secret-43")
+        with pytest.raises(EndpointError, match=r"HTTP 401, the key is wrong.*UNMASK_TEST_KEY") as error:
+            synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
+    assert "secret" not in str(error.value)
+
+
+def test_a_wrong_path_says_so(tmp_path):
+    with ChatServer() as server, pytest.raises(EndpointError, match=r"HTTP 404.*synthesis.endpoint ends"):
+        synthesize_pairs(PASSAGES, Words(), config(server.url.removesuffix("/v1")), tmp_path)
+
+
+def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
+    with ChatServer(delay=0.05) as server:
+        child = multiprocessing.get_context("spawn").Process(target=many_pairs, args=(server.url, tmp_path))
+        child.start()
+        end = time.monotonic() + 60
+        while server.answered < 20:
+            assert child.is_alive() and time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        while server.current:
+            time.sleep(0.01)
+        journal = tmp_path / "pairs.journal"
+        kept = journal.read_bytes().count(b"\n")
+        assert 20 - 4 <= kept < 120
+        with journal.open("a") as file:
+            file.write('["cut by a ki')
+        before, server.delay = server.prompts.total(), 0.0
+        result = many_pairs(server.url, tmp_path)
+        assert result.outcomes == {"kept": 60}
+        assert result.traffic["resumed"] == kept
+        assert server.prompts.total() - before == 120 - kept
+        whole = many_pairs(server.url, tmp_path / "whole")
+    assert whole.path.read_bytes() == result.path.read_bytes()
+    assert len({key for key, _ in lines(journal)}) == len(lines(journal)) == 120
+
+
+def test_inside_a_running_loop_as_in_jupyter(tmp_path):
+    async def cell(url):
+        return synthesize_pairs(PASSAGES, Words(), config(url), tmp_path)
+
+    with ChatServer() as server:
+        assert asyncio.run(cell(server.url)).outcomes == {"kept": len(PASSAGES)}
+
+
+def test_an_interrupted_cell_stops_at_once_and_loses_nothing(tmp_path):
+    async def cell(url):
+        return many_pairs(url, tmp_path)
+
+    with ChatServer(delay=0.05) as server:
+
+        def interrupt():
+            while server.answered < 10:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        loop = asyncio.new_event_loop()  # like a kernel's, it leaves SIGINT to Python
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(cell(server.url))
+        loop.close()
+        assert 10 - 4 <= len(lines(tmp_path / "pairs.journal")) < 120  # four may still be on their way
+        server.delay = 0.0
+        assert many_pairs(server.url, tmp_path).outcomes == {"kept": 60}
+
+
+def test_a_journal_has_one_writer(tmp_path):
+    with ChatServer() as server, Journal(tmp_path / "pairs.journal"):
+        with pytest.raises(ValueError, match="being written by another process"):
+            synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
+        assert not server.prompts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"endpoint": ""}, "synthesis.endpoint is empty"),
+        ({"model": ""}, "synthesis.model is empty"),
+        ({"endpoint": "localhost:8000/v1"}, "must begin with http"),
+        ({"languages": ("Germn",)}, "unknown language 'Germn'; did you mean 'German'"),
+        ({"concurrency": 0}, "synthesis.concurrency must be at least 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        synthesize_pairs(PASSAGES, Words(), config("http://127.0.0.1:9/v1", **changes), tmp_path)
+    with pytest.raises(ValueError, match="at least 80 characters"):
+        plan_pairs(["short"], Words(), config("http://127.0.0.1:9/v1"))
+
+
+def test_a_sample_does_not_depend_on_the_order_and_grows():
+    assert sample(PASSAGES, 5, 0) == sample(PASSAGES[::-1] * 2, 5, 0) == sample(PASSAGES, 9, 0)[:5]
+    assert sample(PASSAGES, 5, 0) != sample(PASSAGES, 5, 1)
+    many = [str(number) for number in range(5000)]
+    assert sample(many, 7, 0) == sample(many[::-1], 7, 0)
+    assert sorted(sample(PASSAGES, 99, 0)) == sorted(PASSAGES)
+
+
+def test_plans_repeat_and_languages_take_turns():
+    settings = config("", languages=("English", "German", "Japanese"))
+    tasks = plan_pairs(PASSAGES, Words(), settings)
+    assert tasks == plan_pairs(PASSAGES[::-1], Words(), settings)
+    assert Counter(task.language for task in tasks) == {"English": 8, "German": 8, "Japanese": 8}
+    doubled = [passage(901), passage(901), passage(902)]
+    drawn, tasks = plan_documents(
+        [*DOCUMENTS, ["one chunk only"], doubled], Words(), replace(settings, documents=9)
+    )
+    assert sorted(drawn) == sorted([*DOCUMENTS, doubled])
+    assert passage(901) not in {task.passage for task in tasks}
+    assert all(drawn[task.document][task.gold] == task.passage for task in tasks)
+
+
+def test_the_estimate_is_what_is_then_sent(tmp_path):
+    tokenizer = tiny.tokenizer()
+    with ChatServer() as server:
+        settings = config(server)
+        cost = estimate(plan_pairs(PASSAGES, Words(), settings), tokenizer, settings)
+        synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
+    assert cost.requests == server.prompts.total()
+    sent = [message["content"] for body in server.bodies for message in body["messages"]]
+    tokens = sum(len(ids) for ids in tokenizer(sent)["input_ids"])
+    assert cost.prompt_tokens == pytest.approx(tokens, rel=0.05)  # the choice is not known in advance
+    assert cost.price == pytest.approx((cost.prompt_tokens + 2 * cost.answer_tokens) / 1e6)
+
+
+def test_personas_are_many_distinct_and_near():
+    names = personas()
+    assert 60 <= len(names) == len(set(names))
+    assert yaml.safe_dump(names)
+    near = nearest_personas(["A gardener grows vegetables and fruit varieties"], Words(), 3)
+    assert near[0][0].startswith("A gardener") and len(near[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("language", "right", "wrong"),
+    [
+        ("English", "how do rivers freeze", "как замерзают реки"),
+        ("Japanese", "川はどのように凍りますか", "how do rivers freeze"),
+        ("Korean", "강은 어떻게 얼어요", "川はどのように凍りますか"),
+        ("Simplified Chinese", "河流如何结冰", "강은 어떻게 얼어요"),
+        ("Serbian", "како се реке леде", "how do rivers freeze"),
+        ("Hindi", "नदियाँ कैसे जमती हैं", "how do rivers freeze"),
+    ],
+)
+def test_languages_are_told_by_their_scripts(language, right, wrong):
+    task = Task("x", PASSAGES[0], language, 10, ("A pilot",))
+    answer = lambda query: Answer(json.dumps({"query": query}), "stop", 0, 0)  # noqa: E731
+    assert query_from(answer(f" {right}\n"), task) == right
+    with pytest.raises(Invalid, match="other language"):
+        query_from(answer(wrong), task)
+    assert scripts_of(language).match(right)
+
+
+def test_words_are_counted_where_none_are_written_apart():
+    assert words("how do rivers freeze") == 4
+    assert words("河流如何结冰") == 2
+    assert words("GPU 冰川 test 冰") == 3
+
+
+def test_what_a_server_may_ask_to_wait():
+    assert chat._asked_to_wait("7") == 7
+    assert chat._asked_to_wait(None) == chat._asked_to_wait("soon") == chat._asked_to_wait("nan") == 0
+    assert chat._asked_to_wait("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert chat._asked_to_wait("Fri, 21 Oct 2125 07:28:00 GMT") > 1e6
+
+
+@contextmanager
+def transformers_serve(folder):
+    """The server of transformers, with a model that lies on disk."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu",
+        "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+    with (folder / "serve.log").open("w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        end = time.monotonic() + 120
+        while True:
+            assert server.poll() is None and time.monotonic() < end, (folder / "serve.log").read_text()
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.kill()
+        server.wait()
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.slow
+def test_the_garbage_of_a_real_model_is_counted_as_invalid(tmp_path):
+    model, tokenizer = tiny.model(bidirectional=False, head=True), tiny.tokenizer()
+    folder = backbone.save(model, tokenizer, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    embedder = Embedder(tiny.model(), tokenizer, device="cpu")
+    with transformers_serve(folder) as url:
+        changes = {"model": str(folder), "passages": 3, "documents": 2, "max_tokens": 12, "timeout": 60.0}
+        wanted = replace(config(url), **changes)
+        pairs = synthesize_pairs(PASSAGES, embedder, wanted, tmp_path)
+        documents = synthesize_documents(DOCUMENTS, embedder, wanted, tmp_path)
+        again = synthesize_pairs(PASSAGES, embedder, wanted, tmp_path)
+    for result, count in ((pairs, 3), (documents, 6)):
+        assert sum(result.outcomes.values()) == count
+        assert all(outcome.startswith("invalid choice: ") for outcome in result.outcomes), result.outcomes
+        assert result.traffic["answered"] == count and result.traffic["answer tokens"] > 0
+    assert again.outcomes == pairs.outcomes and again.traffic == {"resumed": 3}
