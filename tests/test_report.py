@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from unmask.report import VERDICTS, claim, claims_table, judge, markdown_table, not_run, points
+from unmask.report import VERDICTS, added_up, claim, claims_table, judge, markdown_table, not_run, points
 
 CLAIM = {
     "source": "table 1",
@@ -83,3 +83,14 @@ def test_the_table_of_claims_has_paper_ours_and_verdict():
     assert lines[0] == "| claim | paper | ours | verdict | notebook |"
     assert lines[2] == "| It works. | +3 (table 1) | +2 [+1, +3] | **reproduced** | 02_pair |"
     assert "**not run**" in lines[3]
+
+
+def test_what_was_read_is_added_up_by_data_set():
+    rows = [
+        {"source": "text/deu", "language": "deu", "share": 10.0, "blocks": 2, "epochs": 1.5, "held out": 3},
+        {"source": "text/fra", "language": "fra", "share": 20.0, "blocks": 4, "epochs": 1.0, "dropped": 1},
+        {"source": "web", "language": "eng", "share": 70.0, "blocks": 14, "epochs": 1.0},
+    ]
+    both = {"source": "text", "share": 30.0, "blocks": 6, "epochs": 1.5, "held out": 3, "dropped": 1}
+    web = {"source": "web", "share": 70.0, "blocks": 14, "epochs": 1.0, "held out": 0, "dropped": 0}
+    assert added_up(rows) == [both, web]

@@ -87,6 +87,22 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str
     return "\n".join(lines)
 
 
+def added_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a training read (`unmask.training.jobs.data_report`), the languages of a data set added up.
+
+    The first column names the data set or source, "name/language"; of "epochs" the largest counts.
+    """
+    label, totals = next(iter(rows[0])), {}
+    for row in rows:
+        name = row[label].partition("/")[0]
+        total = totals.setdefault(name, {label: name})
+        for key, value in row.items():
+            if not isinstance(value, str):
+                total[key] = max(total.get(key, 0), value) if key == "epochs" else total.get(key, 0) + value
+    columns = list(dict.fromkeys(key for total in totals.values() for key in total))
+    return [{column: total.get(column, 0) for column in columns} for total in totals.values()]
+
+
 def render(
     preset: Preset,
     run: str,
