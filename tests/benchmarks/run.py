@@ -21,6 +21,7 @@ from typing import Any
 import contrastive
 import gpu
 import matplotlib.pyplot as plt
+import preparation
 from contrastive import SIZES
 from measure import Row, child, compare
 from tqdm import tqdm
@@ -83,6 +84,9 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "diffusion-loss": lambda: compare("diffusion-loss", "diffusion loss alone"),
     "kept-memory": kept_memory,
     "integer-search": lambda: compare("integer-search", "exact INT8 search", memory=False),
+    "mining": lambda: compare("mining", "hard-negative mining"),
+    "preparation": lambda: compare("preparation", "tokenising text into files", memory=False, environment={}),
+    "preparation-memory": preparation.memory,
     "gpu": gpu.rows,
 }
 

@@ -8,6 +8,7 @@ import contrastive
 import diffusion
 import gpu
 import measure
+import mining
 import numpy as np
 import pytest
 import run
@@ -47,6 +48,10 @@ def test_the_diffusion_cases_compare_equal_losses(make):
     ours, full = (program[""]() for program in case.programs.values())
     torch.testing.assert_close(ours, full, rtol=2e-2, atol=0)
     assert case.work == 120
+
+
+def test_both_ways_of_mining_take_the_same_documents():
+    mining.mining_case(500).check()
 
 
 def test_speeds_takes_the_fastest_variants_and_the_median_of_ratios(monkeypatch):

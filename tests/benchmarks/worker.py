@@ -14,9 +14,11 @@ import contrastive
 import diffusion
 import gpu
 import measure
+import mining
+import preparation
 import search
 
-CASES = contrastive.CASES | diffusion.CASES | search.CASES
+CASES = contrastive.CASES | diffusion.CASES | mining.CASES | preparation.CASES | search.CASES
 
 
 def main(kind: str, name: str, *rest: str) -> dict:
