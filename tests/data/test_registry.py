@@ -398,6 +398,12 @@ def test_an_optional_source_has_no_share(tmp_path: Path) -> None:
         load_registry(write(tmp_path, {"a": TEXT | {"language": "eng", "share": 100.0, "optional": True}}))
 
 
+def test_a_task_is_of_one_group(tmp_path: Path) -> None:
+    other = PAIRS | {"group": "code", "task": "some"}
+    with pytest.raises(ConfigError, match="b: task 'some' has sources of english and of code"):
+        load_registry(write(tmp_path, {"some": PAIRS | {"group": "english"}, "b": other}))
+
+
 def test_names_are_unique(tmp_path: Path) -> None:
     path = tmp_path / "some.yaml"
     path.write_text("sources:\n  a: {}\n  a: {}\n", encoding="utf8")

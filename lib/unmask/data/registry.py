@@ -274,6 +274,15 @@ def _check_together(sources: Sequence[Source], path: Path) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: two sources are called {name!r}")
+    groups: dict[str, str] = {}
+    for source in sources:
+        if source.role in ("pairs", "documents") and source.kind != "environment":
+            group = source.group or "documents"
+            if groups.setdefault(source.task, group) != group:
+                raise ConfigError(
+                    f"{path}: {source.name}: task {source.task!r} has sources of {groups[source.task]} and of "
+                    f"{group}; a task is one of them, so give it another name"
+                )
     shares = {source.name: source.share for source in sources if source.role == "text"}
     without = [name for name, share in shares.items() if share is None]
     if 0 < len(without) < len(shares):
