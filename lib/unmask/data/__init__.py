@@ -1,1 +1,1 @@
-"""Where the text comes from: corpora (`sources`), their harvest (`environment`, `cldr`) and `tokens`."""
+"""From files to batches: registries of sources, checked rows, corpora, tokens, and which rows a step reads."""
