@@ -393,6 +393,12 @@ def test_shares_are_of_all_text(shares: tuple[float, float | None], message: str
         load_registry(write(tmp_path, sources))
 
 
+def test_max_rows_is_for_rows_that_are_stored(tmp_path: Path) -> None:
+    for entry in (TEXT | {"language": "eng", "max_rows": 10}, PAIRS | {"max_rows": 1}):
+        with pytest.raises(ConfigError, match="a: max_rows is for pairs, triplets and documents"):
+            load_registry(write(tmp_path, {"a": entry}))
+
+
 def test_an_optional_source_has_no_share(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="share is for text that is not optional"):
         load_registry(write(tmp_path, {"a": TEXT | {"language": "eng", "share": 100.0, "optional": True}}))

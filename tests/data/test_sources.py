@@ -41,7 +41,7 @@ sources:
   synthetic:
     kind: files
     role: pairs
-    group: multilingual
+    group: english
     task: questions
     language: deu
     licence: own
@@ -128,6 +128,17 @@ def test_an_optional_source_joins_once_it_is_there(config):
     assert identity(config) != before
     assert corpus.datasets("pairs", "train") == ["questions", "synthetic"]
     assert corpus.pairs("train", "synthetic").unique("task") == ["questions"]
+
+
+def test_max_rows_keeps_the_first_training_rows(config):
+    whole = open_corpus(config).pairs("train", "questions")["query"]
+    path = config.folder / "own.yaml"
+    path.write_text(
+        REGISTRY.replace("    files: questions.jsonl\n", "    files: questions.jsonl\n    max_rows: 9\n")
+    )
+    corpus = open_corpus(config)
+    assert list(corpus.pairs("train", "questions")["query"]) == list(whole)[:9]
+    assert corpus.datasets("pairs", "test") == ["questions"]
 
 
 def test_the_installed_packages_can_join(config, tmp_path, monkeypatch):

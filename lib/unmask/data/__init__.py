@@ -1,1 +1,1 @@
-"""From files to batches: registries of sources, checked rows, corpora, tokens, and which rows a step reads."""
+"""From files to batches: registries of sources, checked rows, corpora, tokens, and what a step reads."""

@@ -62,6 +62,7 @@ class Source:
     # Our name → theirs; "answers.text.0" reaches into structs and lists, "neg_1, neg_2" makes a list of two.
     columns: Mapping[str, str] = field(default_factory=dict)
     share: float | None = None  # text: percent of the packed blocks
+    max_rows: int | None = None  # no more training rows than these, the first ones; not for text
     hold_out: float = 0.0  # share of the keys held out for testing; a third as many for development
     rows: int | None = None  # documented size
     bytes: int | None = None  # documented size, of the text rather than of the compressed files
@@ -239,6 +240,8 @@ def _check(source: Source, where: str) -> None:
         raise ConfigError(f"{where}: hold_out must be between 0 and 0.5, got {source.hold_out}")
     if source.share is not None and (source.role != "text" or source.optional or source.share <= 0):
         raise ConfigError(f"{where}: share is for text that is not optional, and above 0 percent")
+    if source.max_rows is not None and (source.role == "text" or source.max_rows < 2):
+        raise ConfigError(f"{where}: max_rows is for pairs, triplets and documents, and at least 2")
     if source.kind == "environment":  # its own columns and groups
         return
     if source.kind in ("hub", "mirror") and source.repo.count("/") != 1:
@@ -280,8 +283,8 @@ def _check_together(sources: Sequence[Source], path: Path) -> None:
             group = source.group or "documents"
             if groups.setdefault(source.task, group) != group:
                 raise ConfigError(
-                    f"{path}: {source.name}: task {source.task!r} has sources of {groups[source.task]} and of "
-                    f"{group}; a task is one of them, so give it another name"
+                    f"{path}: {source.name}: task {source.task!r} has sources of {groups[source.task]} "
+                    f"and of {group}; a task is one of them, so give it another name"
                 )
     shares = {source.name: source.share for source in sources if source.role == "text"}
     without = [name for name, share in shares.items() if share is None]

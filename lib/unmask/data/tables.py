@@ -105,6 +105,8 @@ class _Tables:
         """Appends rows that `_table` made."""
         for split in SPLITS:
             part = rows.filter(pc.equal(rows["split"], split))
+            if split == "train" and self.source.max_rows is not None:
+                part = part.slice(0, self.source.max_rows - self.sizes[split]["rows"])
             if not part.num_rows:
                 continue
             self._hashes[split].update(b"".join(part["digest"].to_pylist()))
@@ -114,6 +116,11 @@ class _Tables:
             if split == "train":
                 wanted = EXAMPLES - len(self.examples)
                 self.examples += [_example(row) for row in part.slice(0, wanted).to_pylist()]
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many training rows as the source may have."""
+        return self.source.max_rows is not None and self.sizes["train"]["rows"] >= self.source.max_rows
 
     def update_hash(self, what: str) -> None:
         """Has the hash depend on more than the rows, where these are a sample."""
@@ -215,6 +222,8 @@ def _fill(tables: _Tables, source: Source, dropped: Counter[str], workers: int) 
             dropped.update(counted)
             has_id = "id" in source.columns
             tables.write(_distinct(source, rows, i, pieces, seen, dropped) if has_id else rows)
+            if tables.full:  # the rest is neither trained on nor held out
+                return False
     return True
 
 
