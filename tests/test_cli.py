@@ -52,7 +52,9 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
     asked = ("--preset", "smoke", "--set", f"data.source={two.root / 'hub.yaml'}")
     # Nothing listens on port 9.
     for question in (("run", "--dry-run"), ("status",)):
-        result = two.unmask(*question, *asked, HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9")
+        result = two.unmask(
+            *question, *asked, UNMASK_MIRROR="", HF_HUB_OFFLINE="0", HF_ENDPOINT="http://127.0.0.1:9"
+        )
         assert result.returncode == 0 and result.stderr == ""
         assert "note: whether the data have changed was not looked at: they are on the Hub" in result.stdout
     gone = two.unmask("status", "--preset", "smoke", "--set", "data.source=nowhere")
