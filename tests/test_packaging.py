@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
-DECLARED = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+DECLARED = [*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())]
 LOCKED = {
     canonicalize_name(name): version
     for line in (ROOT / "requirements.lock").read_text(encoding="utf8").splitlines()
