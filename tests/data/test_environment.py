@@ -188,6 +188,8 @@ def test_card(corpus):
     ]
     assert card["languages"] == ["de", "en", "fr"]
     assert card["sizes"]["pairs"]["docs"]["train"]["rows"] == len(corpus.pairs("train", "docs")) >= 1
+    texts = card["sizes"]["texts"]["environment"]["test"]
+    assert texts["characters"] == sum(len(row["text"]) for row in corpus.texts("test")) > 0
     sizes = card["sizes"]["documents"]["modules"]["test"]
     assert sizes["chunks"] == sum(len(row["chunks"]) for row in corpus.documents("test", "modules"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from unmask.data.registry import Source
 
@@ -107,19 +109,26 @@ class Corpus:
         return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
-    """Rows as an Arrow file that `datasets` maps into memory."""
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> dict[str, int]:
+    """Writes rows as an Arrow file that `datasets` maps into memory, and returns their size (`measured`)."""
+    size = Counter(measured(schema.empty_table()))
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for start in range(0, len(rows), 10_000):
-            writer.write_table(pa.Table.from_pylist(rows[start : start + 10_000], schema=schema))
+            part = pa.Table.from_pylist(rows[start : start + 10_000], schema=schema)
+            writer.write_table(part)
+            size.update(measured(part))
+    return dict(size)
 
 
-def measure(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Rows of a table, and what is in them: characters of text, chunks and queries of documents."""
-    size = {"rows": len(rows)}
-    if kind == "texts":
-        size["characters"] = sum(len(row["text"]) for row in rows)
-    elif kind == "documents":
-        size |= {part: sum(len(row[part]) for row in rows) for part in ("chunks", "queries")}
+def measured(rows: pa.Table) -> dict[str, int]:
+    """Rows of a table and characters of their text; chunks, queries and negatives where there are some."""
+    size = {"rows": rows.num_rows, "characters": 0}
+    for name in ("text", "query", "document", "negatives", "chunks", "queries"):
+        if name in rows.schema.names:
+            texts = rows[name]
+            if pa.types.is_list(texts.type):
+                texts = pc.list_flatten(texts)
+                size[name] = len(texts)
+            size["characters"] += pc.sum(pc.utf8_length(texts)).as_py() or 0
     return size

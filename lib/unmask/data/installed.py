@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unmask.data import cldr, environment
-from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, measure, write_table
+from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
 from unmask.data.environment import FileHarvest, Package, digest
 from unmask.data.registry import Source
 
@@ -59,9 +59,11 @@ def build(
         sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
         for kind in KINDS:
             for name, parts in _by_dataset(kind, rows[kind]).items():
-                sizes[kind][name] = {split: measure(kind, part) for split, part in parts.items()}
-                for split, part in parts.items():
-                    write_table(partial / kind / name / f"{split}.arrow", part, SCHEMAS[kind])
+                folder = partial / kind / name
+                sizes[kind][name] = {
+                    split: write_table(folder / f"{split}.arrow", part, SCHEMAS[kind])
+                    for split, part in parts.items()
+                }
         card = _card(config, chosen, split_of, rows, dropped, sizes)
         (partial / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
         partial.rename(path)

@@ -29,6 +29,7 @@ from unmask.data import (
 )
 from unmask.data.corpus import SCHEMAS, Corpus
 from unmask.data.registry import Source, load_registry, own_files
+from unmask.data.workers import cores
 from unmask.workspace import artifacts_root, write_atomic
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def identity(config: DataConfig) -> str:
     if config.source == ENVIRONMENT:
         return _environment(config).name
     present, absent = _present(load_registry(config.source))
-    return _key([[_folder(source, config).name for source in present], absent], [__file__])
+    return _identity(_folders(present, config), absent)
 
 
 def _open_environment(config: DataConfig) -> Corpus:
@@ -82,8 +83,8 @@ def _environment(config: DataConfig) -> Path:
 def _open_registry(config: DataConfig) -> Corpus:
     """A corpus that refers to its sources' own folders, so that a changed source is read anew alone."""
     present, absent = _present(load_registry(config.source))
-    folders = {source.name: _folder(source, config) for source in present}
-    path = artifacts_root() / "data" / f"{Path(config.source).stem}-{identity(config)}"
+    folders = _folders(present, config)
+    path = artifacts_root() / "data" / f"{Path(config.source).stem}-{_identity(folders, absent)}"
     if (path / "card.json").is_file():
         return Corpus(path)
     (artifacts_root() / "data" / "sources").mkdir(parents=True, exist_ok=True)
@@ -106,6 +107,14 @@ def _present(sources: Sequence[Source]) -> tuple[list[Source], list[str]]:
     return present, absent
 
 
+def _folders(sources: Sequence[Source], config: DataConfig) -> dict[str, Path]:
+    return {source.name: _folder(source, config) for source in sources}
+
+
+def _identity(folders: dict[str, Path], absent: Sequence[str]) -> str:
+    return _key([[folder.name for folder in folders.values()], absent], [__file__])
+
+
 def _folder(source: Source, config: DataConfig) -> Path:
     """Where the tables of a source are kept, by everything that decides their content."""
     if source.kind == ENVIRONMENT:
@@ -121,7 +130,7 @@ def _collected(source: Source, config: DataConfig, folder: Path) -> dict[str, An
     with FileLock(folder.with_suffix(".lock")):
         if (folder / "card.json").is_file():
             return json.loads((folder / "card.json").read_text(encoding="utf8"))
-        return tables.collect(source, folder, workers=len(os.sched_getaffinity(0)))
+        return tables.collect(source, folder, workers=cores())
 
 
 def _compose(

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
-from unmask.data.corpus import SCHEMAS, SPLITS
+from unmask.data.corpus import SCHEMAS, SPLITS, measured
 from unmask.data.formats import shortened
 from unmask.data.gathering import gather_flat, gather_joined, refuse_duplicate
 from unmask.data.reading import Unit, files_of, layout_of, numbered, units
@@ -62,22 +62,22 @@ def collect(source: Source, folder: Path, *, workers: int = 1) -> dict[str, Any]
         dropped (reason → rows), examples, hash of the rows, and complete (False for a sample).
     Raises: ValueError for bad rows (`reading.read`), an id that two rows have, or if no row is left.
     """
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    partial.mkdir(parents=True)
+    unfinished = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
+    unfinished.mkdir(parents=True)
     try:
         dropped: Counter[str] = Counter()
-        with _Tables(partial, source) as tables:
+        with _Tables(unfinished, source) as tables:
             complete = _fill(tables, source, dropped, workers)
         card = tables.card() | {"dropped": dict(dropped.most_common()), "complete": complete}
         if not any(size["rows"] for size in card["sizes"].values()):
             reasons = ", ".join(f"{reason}: {rows:,}" for reason, rows in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
-        (partial / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
+        (unfinished / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
         shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        unfinished.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return card
 
 
@@ -86,7 +86,7 @@ class _Tables:
 
     def __init__(self, folder: Path, source: Source) -> None:
         self.source, self.schema = source, SCHEMAS[KIND[source.role]]
-        self.sizes = {split: Counter(_measured(self.schema.empty_table())) for split in SPLITS}
+        self.sizes = {split: Counter(measured(self.schema.empty_table())) for split in SPLITS}
         self.examples: list[dict[str, Any]] = []
         self._hashes = {split: hashlib.sha256() for split in SPLITS}
         self._folder, self._stack = folder, ExitStack()
@@ -112,7 +112,7 @@ class _Tables:
             self._hashes[split].update(b"".join(part["digest"].to_pylist()))
             part = part.select(self.schema.names)
             self._writers[split].write_table(part)
-            self.sizes[split].update(_measured(part))
+            self.sizes[split].update(measured(part))
             if split == "train":
                 wanted = EXAMPLES - len(self.examples)
                 self.examples += [_example(row) for row in part.slice(0, wanted).to_pylist()]
@@ -131,18 +131,6 @@ class _Tables:
         sizes = {split: dict(size) for split, size in self.sizes.items()}
         digest = hashlib.sha256(b"".join(self._hashes[split].digest() for split in SPLITS)).hexdigest()
         return described | {"sizes": sizes, "examples": self.examples, "hash": digest}
-
-
-def _measured(rows: pa.Table) -> dict[str, int]:
-    size = {"rows": rows.num_rows, "characters": 0}
-    for name in ("text", "query", "document", "negatives", "chunks", "queries"):
-        if name in rows.schema.names:
-            texts = rows[name]
-            if pa.types.is_list(texts.type):
-                texts = pc.list_flatten(texts)
-                size[name] = len(texts)
-            size["characters"] += pc.sum(pc.utf8_length(texts)).as_py() or 0
-    return size
 
 
 def _example(row: Mapping[str, Any]) -> dict[str, Any]:

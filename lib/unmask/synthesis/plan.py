@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 
 from unmask.config import SynthesisConfig
+from unmask.search import unit
 from unmask.synthesis.prompts import (
     DIFFICULTIES,
     LENGTHS,
@@ -134,12 +135,6 @@ def estimate(tasks: Sequence[Task], tokenizer: Any, config: SynthesisConfig) -> 
     requests = 2 * len(tasks)
     price = (sum(sizes) * config.price_in + requests * ANSWER_TOKENS * config.price_out) / 1e6
     return Estimate(requests, sum(sizes), requests * ANSWER_TOKENS, price)
-
-
-def unit(rows_ND: np.ndarray) -> np.ndarray:
-    """Rows of length one, whose products are cosines."""
-    rows_ND = np.asarray(rows_ND, np.float32)
-    return rows_ND / np.maximum(np.linalg.norm(rows_ND, axis=1, keepdims=True), 1e-12)
 
 
 def _check(config: SynthesisConfig) -> None:

@@ -21,8 +21,9 @@ import numpy as np
 from tqdm import tqdm
 
 from unmask.config import SynthesisConfig
+from unmask.search import unit
 from unmask.synthesis.chat import Chat, Journal, RequestFailed, check_endpoint
-from unmask.synthesis.plan import Encoder, plan_documents, plan_pairs, unit
+from unmask.synthesis.plan import Encoder, plan_documents, plan_pairs
 from unmask.synthesis.prompts import (
     QUERY_SCHEMA,
     Choice,
