@@ -5,8 +5,16 @@ import pytest
 import pytrec_eval
 import torch
 
-from unmask.evaluation import bm25_scores, paired_bootstrap, ranking, retrieval_metrics, similarity
+from unmask.evaluation import (
+    bm25_scores,
+    paired_bootstrap,
+    ranking,
+    ranking_metrics,
+    retrieval_metrics,
+    similarity,
+)
 from unmask.quantize import binary, int8_codes, pack_binary
+from unmask.similarity import _padded
 
 KS = (1, 3, 10, 100)
 IDS = {
@@ -68,6 +76,46 @@ def test_metrics_equal_trec_eval(ids, scores, shape):
         assert metrics[name] == pytest.approx(values.mean(), abs=1e-9) and isinstance(metrics[name], float)
 
 
+@pytest.mark.parametrize("scores", ["distinct", "heavily tied"])
+def test_a_ranking_has_the_metrics_of_its_scores(scores):
+    """Also where it is shorter than a cut-off, or filled up with −1."""
+    rng, (queries, documents) = np.random.default_rng(5), (17, 60)
+    scores_NM = SCORES[scores](rng, (queries, documents))
+    relevant = [set(rng.choice(documents, 1 + i % 9, replace=False).tolist()) for i in range(queries)]
+    ids = [f"{99 - j}" for j in range(documents)]  # so that the order of ids is that of the numbers
+    ids_NM = np.argsort(-scores_NM, axis=1, kind="stable")
+    expected = trec_eval(scores_NM, relevant, ids, KS)
+    filled_NX = np.concatenate([ids_NM, np.full((queries, 5), -1)], axis=1)
+    for ids_NK in (ids_NM, filled_NX):
+        per_query = ranking_metrics(ids_NK, relevant, KS, per_query=True)
+        assert per_query.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(per_query[name], values, rtol=0, atol=1e-9, err_msg=name)
+    short = ranking_metrics(ids_NM[:, :3], relevant, KS)
+    assert short["ndcg@3"] == pytest.approx(expected["ndcg@3"].mean(), abs=1e-9)
+    nothing = ranking_metrics(np.full((queries, 2), -1), relevant, KS)
+    assert set(nothing.values()) == {0}
+
+
+def test_relevant_documents_may_have_numbers_beyond_those_ranked():
+    assert ranking_metrics(np.array([[1, 0], [0, 1]]), [{10**6}, {0, 7}], (2,))["recall@2"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.array([[0, 1], [2, 2]]), [{0}, {1}]), "ranking of query 1 holds a document twice"),
+        ((np.array([[0, 1]]), [{0}, {1}]), "one row per query"),
+        ((np.array([[0, 1]]), [{-1}]), "below 0"),
+        ((np.array([[0, 1]]), [set()]), "Query 0 has no relevant document"),
+        ((np.array([[0, 1]]), [{0}], (0,)), "Cut-offs must be 1 or more"),
+    ],
+)
+def test_rankings_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ranking_metrics(*arguments)
+
+
 def test_tiles_change_nothing(monkeypatch):
     rng = np.random.default_rng(1)
     scores_NM, relevant = rng.integers(0, 5, (20, 30)), [{int(i), 3} for i in rng.integers(0, 30, 20)]
@@ -126,6 +174,14 @@ def test_similarity_of_int8_codes_is_exact(dimensions, as_numpy):
     # Equal codes tie exactly, wherever they stand.
     repeated = similarity(q, np.concatenate([d, d[::-1]]))
     assert torch.equal(repeated[:, :40], repeated[:, 40:].flip(1))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (17, 1024), (24, 8), (33, 30)])
+def test_what_a_gpu_multiplies_is_padded_with_zeros(rows, size):
+    x = torch.randint(-127, 128, (rows, size), dtype=torch.int8)
+    padded = _padded(x)
+    assert len(padded) >= 17 and len(padded) % 8 == padded.shape[1] % 8 == 0
+    assert torch.equal(padded[:rows, :size], x) and padded.int().abs().sum() == x.int().abs().sum()
 
 
 def test_similarity_of_floats_bits_and_mixtures():

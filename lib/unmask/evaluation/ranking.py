@@ -11,12 +11,14 @@ import regex
 import torch
 from torch import Tensor
 
+from unmask.search import GROUP, LAST, best_keys, filled
+
 # A word is a run of letters, digits, underscores and the combining marks that Indic scripts write vowels
 # with; scripts that put no spaces between words count sign by sign.
 WORD = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]|[\p{L}\p{M}\p{N}_]+"
 )
-CACHED = 2**18  # scores ranked at once: their keys stay in a core's cache, which halves the time
+CACHED = 2**18  # scores ranked at once: they stay in a core's cache
 
 
 def retrieval_metrics(
@@ -55,26 +57,63 @@ def retrieval_metrics(
         '0.3155 0.5'
     """
     scores_NM = torch.as_tensor(scores_NM).detach().float()
-    _check_ranking(scores_NM, relevant, ks, document_ids)
+    _check_scores(scores_NM, relevant, document_ids)
+    _check_cut_offs(ks)
     documents = scores_NM.shape[1]
     ids = document_ids if document_ids is not None else [str(column) for column in range(documents)]
     top_NK = _top(scores_NM, ids, min(max(ks), documents))
+    return ranking_metrics(top_NK, relevant, ks, per_query=per_query)
+
+
+def ranking_metrics(
+    ids_NK: np.ndarray, relevant: Sequence[Set[int]], ks: Sequence[int] = (10,), *, per_query: bool = False
+) -> dict:
+    """The metrics of `retrieval_metrics` from rankings, for corpora too large for a matrix of scores.
+
+    The order is taken as it is. That of `unmask.search` has equal scores by ascending document number, while
+    trec_eval and `retrieval_metrics` have them by descending document id: with many ties, as binary
+    embeddings have them, the two metrics differ a little.
+
+    Args:
+        ids_NK: numbers of each query's best documents, best first; −1 where there are no more. Beyond K, a
+            ranking is taken to hold nothing relevant, so K should be the largest cut-off, or the corpus.
+        relevant: for each query the set of numbers of its relevant documents (binary relevance).
+        ks, per_query: as for `retrieval_metrics`.
+
+    Returns:
+        As `retrieval_metrics`.
+
+    Raises:
+        ValueError: a query without relevant documents, a document that is ranked twice, or a k below 1.
+
+    Example:
+        >>> ranking_metrics(np.array([[7, 3, 5], [2, 0, 1]]), [{3}, {2, 9}], ks=(3,))["mrr@3"]
+        0.75
+    """
+    ids_NK = np.asarray(ids_NK)
+    _check_relevant(ids_NK, relevant)
+    _check_cut_offs(ks)
+    ordered_NK = np.sort(ids_NK, axis=1)
+    twice_N = ((ordered_NK[:, 1:] == ordered_NK[:, :-1]) & (ordered_NK[:, 1:] >= 0)).any(axis=1)
+    if twice_N.any():
+        raise ValueError(f"The ranking of query {int(twice_N.argmax())} holds a document twice.")
 
     count_N = np.array([len(columns) for columns in relevant])
-    pairs = [query * documents + column for query, columns in enumerate(relevant) for column in columns]
-    hit_NK = np.isin(np.arange(len(relevant))[:, None] * documents + top_NK, pairs)
+    size = 1 + max(int(ids_NK.max(initial=0)), max(map(max, relevant)))
+    pairs = [query * size + column for query, columns in enumerate(relevant) for column in columns]
+    hit_NK = np.isin(np.arange(len(relevant))[:, None] * size + ids_NK, pairs) & (ids_NK >= 0)
     rank_K = np.arange(1, hit_NK.shape[1] + 1)
     discount_K = 1 / np.log2(rank_K + 1)
-    ideal = np.concatenate([[0], np.cumsum(discount_K)])  # DCG of so many relevant documents at the top
+    ideal = np.cumsum(1 / np.log2(np.arange(max(ks)) + 2))  # DCG of relevant documents at all ranks so far
     precision_NK = np.cumsum(hit_NK, axis=1) / rank_K
     metrics = {}
     for k in ks:
         hit_Nk = hit_NK[:, :k]
         metrics |= {
-            f"ndcg@{k}": hit_Nk @ discount_K[:k] / ideal[np.minimum(count_N, k)],
+            f"ndcg@{k}": hit_Nk @ discount_K[:k] / ideal[np.minimum(count_N, k) - 1],
             f"recall@{k}": hit_Nk.sum(axis=1) / count_N,
             f"map@{k}": (hit_Nk * precision_NK[:, :k]).sum(axis=1) / count_N,
-            f"mrr@{k}": (hit_Nk / rank_K[:k]).max(axis=1),
+            f"mrr@{k}": (hit_Nk / rank_K[:k]).max(axis=1, initial=0),
             f"precision@{k}": hit_Nk.sum(axis=1) / k,
         }
     return metrics if per_query else {name: float(values.mean()) for name, values in metrics.items()}
@@ -151,46 +190,51 @@ def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> np.ndarray:
 
 
 def _top(scores_NM: Tensor, document_ids: Sequence[str], k: int) -> np.ndarray:
-    """Columns (N, k) of each query's best documents in trec_eval's order.
-
-    A score's bits, read as a whole number, sort like the score once those of negative numbers are turned
-    round. Put above the document's place among the ids, they make keys without ties, so that the fast but
-    unstable top-k is exact.
-    """
+    """Columns (N, k) of each query's best documents in trec_eval's order."""
     # Python compares strings by code point, which is the byte order of UTF-8 that trec_eval's strcmp sees.
     ascending_M = torch.tensor(sorted(range(len(document_ids)), key=document_ids.__getitem__))
     place_M = torch.empty_like(ascending_M)
     place_M[ascending_M] = torch.arange(len(ascending_M))
-    place_M = place_M.to(scores_NM.device)
+    place_TG = filled(place_M.to(scores_NM.device), -1).view(GROUP, -1)
+
+    def places(group_QC: Tensor) -> Tensor:
+        return place_TG[:, group_QC].transpose(0, 1)
+
     keys = []
-    for scores_tM in scores_NM.split(max(1, CACHED // len(place_M))):
-        bits_tM = (scores_tM + 0.0).view(torch.int32)  # adding zero turns −0.0, which equals 0.0, into it
-        bits_tM ^= (bits_tM >> 31) & 0x7FFFFFFF
-        keys.append(torch.add(place_M, bits_tM, alpha=2**32).topk(k).values)
-    return ascending_M[torch.cat(keys).cpu() & 0xFFFFFFFF].numpy()
+    for scores_QM in scores_NM.split(max(1, CACHED // len(place_M))):
+        scores_QTG = filled(scores_QM, -torch.inf).view(-1, *place_TG.shape)
+        keys.append(best_keys(scores_QTG, scores_QTG.amax(dim=1), places, k))
+    return ascending_M[torch.cat(keys).cpu() & LAST].numpy()
 
 
-def _check_ranking(
-    scores_NM: Tensor,
-    relevant: Sequence[Set[int]],
-    ks: Sequence[int],
-    document_ids: Sequence[str] | None,
-) -> None:
-    if scores_NM.ndim != 2 or len(scores_NM) != len(relevant) or not len(relevant):
+def _check_relevant(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]]) -> None:
+    if rows.ndim != 2 or len(rows) != len(relevant) or not len(relevant):
         raise ValueError(
-            "Scores must be (queries, documents) with one row per query, and there must be a query; got "
-            f"{tuple(scores_NM.shape)} for {len(relevant)} queries."
+            "There must be one row per query, and there must be a query; got "
+            f"{tuple(rows.shape)} for {len(relevant)} queries."
         )
-    documents = scores_NM.shape[1]
     for query, columns in enumerate(relevant):
         if not columns:
             raise ValueError(f"Query {query} has no relevant document; leave it out of the evaluation.")
-        if not 0 <= min(columns) <= max(columns) < documents:
+        if min(columns) < 0:
+            raise ValueError(f"Query {query} has a relevant document below 0: {sorted(columns)}.")
+
+
+def _check_cut_offs(ks: Sequence[int]) -> None:
+    if not ks or min(ks) < 1:
+        raise ValueError(f"Cut-offs must be 1 or more; got {list(ks)}.")
+
+
+def _check_scores(
+    scores_NM: Tensor, relevant: Sequence[Set[int]], document_ids: Sequence[str] | None
+) -> None:
+    _check_relevant(scores_NM, relevant)
+    documents = scores_NM.shape[1]
+    for query, columns in enumerate(relevant):
+        if max(columns) >= documents:
             raise ValueError(
                 f"Query {query} has a relevant document outside 0..{documents - 1}: {sorted(columns)}."
             )
-    if not ks or min(ks) < 1:
-        raise ValueError(f"Cut-offs must be 1 or more; got {list(ks)}.")
     if document_ids is not None and not len(set(document_ids)) == len(document_ids) == documents:
         raise ValueError(f"document_ids must name the {documents} columns, each differently.")
     # A sum that is a number rules NaN out at a tenth of the cost of looking at every score.
