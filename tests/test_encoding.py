@@ -7,7 +7,7 @@ import torch
 import tiny
 from unmask import encoding
 from unmask.embedder import Embedder
-from unmask.encoding import TokenSequence, encode_rows, join_chunks, micro_batches
+from unmask.encoding import TokenSequence, context_windows, encode_rows, join_chunks, micro_batches
 
 MIXED = [3, 50, 7, 7, 20, 1, 120, 64, 2]
 
@@ -59,19 +59,26 @@ def test_packed_batches_hold_no_padding(monkeypatch):
     assert shapes[-1] == (3, len(sequences[0]))
 
 
-def test_the_embedder_packs_where_it_can(monkeypatch):
+def test_the_embedder_gives_the_same_with_and_without_padding(monkeypatch):
     texts = ["A file.", "Open the file and read all of its rows.", "Mean of an array along an axis."]
     documents = [texts[:2], texts]
+    masks = []
 
     def embed():
-        embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
-        return [embedder.encode(texts, "float32"), *embedder.encode_documents(documents, "float32")]
+        model = tiny.model()
+        model.register_forward_pre_hook(
+            lambda module, _, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+        embedder = Embedder(model, tiny.tokenizer(), device="cpu")
+        tokens = [*embedder.encode_tokens(texts), *embedder.encode_document_tokens(documents)[1]]
+        return [embedder.encode(texts, "float32"), *embedder.encode_documents(documents, "float32"), *tokens]
 
-    padded = embed()
-    monkeypatch.setattr(encoding, "unpadded", lambda model: True)
-    monkeypatch.setattr("unmask.embedder.unpadded", lambda model: True)
-    for found, expected in zip(embed(), padded):
+    packed = embed()
+    assert len(masks) == 4 and all(isinstance(mask, dict) for mask in masks)  # varlen: no padding mask
+    monkeypatch.setattr("unmask.embedder.unpadded", lambda model, inference: False)
+    for found, expected in zip(embed(), packed, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert all(isinstance(mask, torch.Tensor) for mask in masks[4:])
 
 
 def test_autocast_keeps_the_pooling_in_float32():
@@ -135,3 +142,34 @@ def test_empty_groups_fill_up_where_sequences_run_out():
     groups = micro_batches([5, 6], 100, 4)
     assert [g.tolist() for g in groups] == [[1], [0], [], []]
     assert all(np.issubdtype(g.dtype, np.integer) for g in groups)
+
+
+def test_windows_of_a_document_that_fits_are_one():
+    ((start, stop, chunks),) = context_windows([3, 4, 1], 10, 35)
+    assert (start, stop, chunks.tolist()) == (0, 3, [0, 1, 2])
+
+
+def test_a_chunk_belongs_to_the_window_where_it_has_most_context():
+    # Windows 0-4, 3-7, 6-8 of ten tokens with separators; chunk 3 has 6 tokens before it in the first one and
+    # 2 after it, none before it in the second; 4 has none after it, then 2 before it.
+    found = [(start, stop, chunks.tolist()) for start, stop, chunks in context_windows([1] * 9, 10, 2)]
+    assert found == [(0, 5, [0, 1, 2, 3]), (3, 8, [4, 5, 6]), (6, 9, [7, 8])]
+
+
+def test_fewer_chunks_overlap_where_a_window_holds_fewer():
+    # Beside the large chunk there is room for two.
+    spans = [(start, stop) for start, stop, _ in context_windows([1, 1, 1, 6, 1, 1, 1], 10, 3)]
+    assert spans == [(0, 3), (1, 4), (2, 5), (3, 6), (4, 7)]
+    assert [(a, b) for a, b, _ in context_windows([5, 5, 5], 5, 3)] == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3, 35])
+def test_every_chunk_belongs_to_one_window_and_windows_keep_their_size(overlap):
+    rng = np.random.default_rng(overlap)
+    for _ in range(50):
+        lengths = rng.integers(1, 12, rng.integers(1, 60))
+        windows = context_windows(lengths, 30, overlap)
+        assert sorted(chunk for *_, chunks in windows for chunk in chunks) == list(range(len(lengths)))
+        for start, stop, chunks in windows:
+            assert lengths[start:stop].sum() + stop - start - 1 <= 30
+            assert ((chunks >= start) & (chunks < stop)).all() and (np.diff(chunks) > 0).all()

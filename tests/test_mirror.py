@@ -84,6 +84,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
             "config.json": b"{}",
             "model.safetensors": b"W" * 25_000_000,
             "pytorch_model.bin": b"X" * 5000,
+            "1_Pooling/config.json": b"{}",
         }
         hub.add(
             "model",
@@ -185,6 +186,7 @@ DATA = {
 }
 MODEL = {
     "org/base/config.json",
+    "org/base/1_Pooling/config.json",
     "org/base/model.safetensors",
     "org/base/tokenizer.json",
     "org/base/added_tokens.json",
@@ -207,11 +209,11 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(
     asked = len(hub.requests)
     again = to.pull(checkpoint)
     assert again.returncode == 0 and again.stdout.count("all there") == 3
-    for path in ("train.jsonl", "config.json", "model.safetensors", "eng/train-00001.parquet"):
+    for path in ("train.jsonl", "tokenizer.json", "model.safetensors", "eng/train-00001.parquet"):
         assert hub.fetched(path) == hub.fetched(path)[:1] and not hub.fetched(path, since=asked), path
 
     checked = to.check(settings=(checkpoint,))
-    assert checked.returncode == 0 and "checksums of 10 pulled files are right" in checked.stdout, checked
+    assert checked.returncode == 0 and "checksums of 11 pulled files are right" in checked.stdout, checked
 
     monkeypatch.setenv("UNMASK_MIRROR", str(to.folder))
     preset = load_preset("smoke", {"data.source": str(to.registry), "backbone.checkpoint": "org/base"})
@@ -259,7 +261,7 @@ def test_a_stopped_pull_goes_on_where_it_was(hub: FakeHub, to: Mirror, how: sign
         assert first.wait(timeout=20) == (-9 if how == signal.SIGKILL else 130)
     assert not (to.folder / "org/base/model.safetensors").exists()
     checked = to.check(settings=(checkpoint,))
-    assert checked.returncode == 1 and "org/base 1 of 4 files not there 25.0 MB" in table(checked)
+    assert checked.returncode == 1 and "org/base 1 of 5 files not there 25.0 MB" in table(checked)
 
     done = len(hub.requests)
     assert to.pull(checkpoint).returncode == 0
@@ -310,7 +312,7 @@ def test_check_finds_what_is_missing_short_or_altered(hub: FakeHub, to: Mirror) 
     second.write_bytes(b"X" + second.read_bytes()[1:])
     quick = to.check("--quick", settings=checkpoint)
     assert quick.returncode == 1 and "wrong checksum" not in quick.stdout
-    assert "org/base 1 of 4 files not there 2 B" in table(quick)
+    assert "org/base 1 of 5 files not there 2 B" in table(quick)
     assert "org/web eng/train 1 of 5 files not there" in table(quick)
     checked = to.check(settings=checkpoint)
     assert checked.returncode == 1 and f"{second}" in checked.stdout

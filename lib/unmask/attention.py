@@ -1,12 +1,13 @@
 """Attention: sequences of different lengths without padding, the fastest kernels, and compiled layers.
 
-Shape suffixes: H heads · T tokens of all sequences, one after the other · D dimensions of a head.
+Shape suffixes: H heads · T tokens of all sequences, one after the other · D dimensions of a head · N
+sequences of one length L.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,16 @@ KERNELS = [
 ]
 
 
-def unpadded(model: nn.Module) -> bool:
-    """Whether the model can read sequences of different lengths without padding, here and in this precision.
+def unpadded(model: nn.Module, *, inference: bool = False) -> bool:
+    """Whether sequences of different lengths are best read without padding, here and in this precision.
 
     torch's kernel for it needs a GPU of the Ampere generation or a later one, and half precision, by autocast
-    or in the parameters. On a CPU, batches of similar lengths are faster.
+    or in the parameters. On a CPU it pays off in inference; trainings pad batches of similar lengths there.
     """
     parameter = next(model.parameters())
     device = parameter.device.type
+    if device == "cpu" and inference:
+        return _supported(_config(model))
     if device != "cuda" or torch.cuda.get_device_capability(parameter.device) < (8, 0):
         return False
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
@@ -118,14 +121,19 @@ def varlen_attention(
             scale=scaling, window_size=(-1, 0 if causal else -1), enable_gqa=grouped,
         )  # fmt: skip
         return out_THD[None], None
-    parts = [
-        F.scaled_dot_product_attention(
-            query_1HTD[:, :, start:end], key_1HTD[:, :, start:end], value_1HTD[:, :, start:end],
-            is_causal=causal, scale=scaling, enable_gqa=grouped,
+    parts, start = [], 0
+    for length, run in groupby(cu_seq_lens_q.diff().tolist()):  # neighbours of one length at a time
+        stop = start + length * len(list(run))
+        query_NHLD, key_NHLD, value_NHLD = (
+            x[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1)
+            for x in (query_1HTD, key_1HTD, value_1HTD)
         )
-        for start, end in pairwise(cu_seq_lens_q.tolist())
-    ]  # fmt: skip
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+        out_NHLD = F.scaled_dot_product_attention(
+            query_NHLD, key_NHLD, value_NHLD, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+        parts.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+        start = stop
+    return torch.cat(parts)[None], None
 
 
 AttentionInterface.register(VARLEN, varlen_attention)

@@ -7,9 +7,11 @@ remote code.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -105,21 +107,40 @@ def save(
     weights: dict[str, torch.Tensor] | None = None,
     **facts: object,
 ) -> Path:
-    """Writes weights (safetensors), configuration and tokenizer to a temporary name, then renames it.
+    """Writes a checkpoint to a temporary name, then renames it; arguments as for `write`."""
+    with new_directory(path) as folder:
+        write(model, tokenizer, folder, weights=weights, **facts)
+    return path
+
+
+def write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    weights: dict[str, torch.Tensor] | None = None,
+    **facts: object,
+) -> None:
+    """Writes weights (safetensors), configuration and tokenizer into a folder.
 
     `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
     unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
     """
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+    (folder / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A temporary directory to fill; it then replaces `path`, which after an error is as it was."""
     temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        model.save_pretrained(temporary, state_dict=weights)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
+        yield temporary
         replace_directory(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return path
 
 
 def replace_directory(temporary: Path, path: Path) -> None:

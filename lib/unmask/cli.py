@@ -1,5 +1,6 @@
-"""The command line: `unmask run` executes the notebooks that are due, `unmask status` says which are, and
-`unmask mirror` brings what they read to hosts without internet.
+"""The command line: `unmask run` executes the notebooks that are due, `unmask status` says which are,
+`unmask encode` embeds a file of texts, and `unmask mirror` brings what is read from the Hub to hosts without
+internet.
 
 Nothing here imports torch or papermill before there is something to run: a question is answered at once.
 """
@@ -135,6 +136,25 @@ def status(options: argparse.Namespace, arguments: list[str]) -> int:
         rows.append((stage.name, state, finished, took))
     print(f"run {name!r}, preset {options.preset!r}")
     _print_table(rows)
+    return 0
+
+
+def encode(options: argparse.Namespace, arguments: list[str]) -> int:
+    """`unmask encode`: embeds the texts of a file with a trained model, on all GPUs of this machine.
+
+    The embeddings are a NumPy array with a row for each text, in their order. The same command goes on with
+    what was interrupted.
+    """
+    from unmask.file_job import encode_file
+
+    encode_file(
+        options.model,
+        options.input,
+        options.output,
+        column=options.column,
+        precision=options.precision,
+        dimensions=options.dimensions,
+    )
     return 0
 
 
@@ -461,6 +481,27 @@ def _parser() -> argparse.ArgumentParser:
         "status", parents=[shared], help="what is done, and what is due", description=status.__doc__
     )
     two.set_defaults(command=status)
+
+    texts = commands.add_parser("encode", help="embed a file of texts", description=encode.__doc__)
+    texts.add_argument("model", metavar="MODEL", help="a checkpoint directory, or a name on the Hub")
+    texts.add_argument(
+        "input",
+        type=Path,
+        metavar="INPUT",
+        help=".parquet, .jsonl, .csv and the like, or .txt with a text in each line",
+    )
+    texts.add_argument("output", type=Path, metavar="OUTPUT", help="the array, an .npy file")
+    texts.add_argument(
+        "--precision",
+        default="int8",
+        choices=("float32", "int8", "binary", "ubinary"),
+        help="numbers of an embedding, default int8",
+    )
+    texts.add_argument(
+        "--dimensions", type=_count, metavar="N", help="keep only the first N; default: all of them"
+    )
+    texts.add_argument("--column", default="text", metavar="NAME", help="where the texts are, default text")
+    texts.set_defaults(command=encode)
 
     three = commands.add_parser("mirror", help="models and data for hosts without internet")
     actions = three.add_subparsers(required=True, metavar="action")

@@ -1,7 +1,7 @@
 """From token sequences to pooled vectors, in length-sorted micro-batches under a token budget.
 
 Training and inference share this module: what is trained is what is served. Legend: B sequences, L tokens, D
-dimensions, R rows (one per sequence, or one per chunk of a document), T tokens of all sequences.
+dimensions, C chunks of a document, R rows (one per sequence, or one per chunk), T tokens of all sequences.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from unmask.attention import unpadded, unpadded_inputs
-from unmask.pooling import last_token_pool, late_chunk_pool, mean_pool, segment_mean
+from unmask.pooling import last_token_pool, mean_pool, segment_mean
 
 
 @dataclass(frozen=True)
 class TokenSequence:
     """Tokens of one forward pass. For a document, `chunk_L` says which chunk each token belongs to (-1: a
-    separator)."""
+    separator, or context only)."""
 
     tokens_L: np.ndarray
     chunk_L: np.ndarray | None = None
@@ -31,11 +31,23 @@ class TokenSequence:
         return len(self.tokens_L)
 
 
-def join_chunks(chunks: SequenceOf[np.ndarray], separator_id: int) -> TokenSequence:
+def join_chunks(
+    chunks: SequenceOf[np.ndarray],
+    separator_id: int,
+    around: tuple[SequenceOf[int], SequenceOf[int]] = ((), ()),
+) -> TokenSequence:
     """One sequence for a document of chunks, with a separator token between them (pplx-embed, section 2.4).
 
     Separators are read by the model and belong to no chunk.
+
+    Args:
+        around: special tokens before and after the document; they belong to its first and to its last chunk,
+            so that a document of one chunk is a text.
     """
+    before, after = around
+    chunks = list(chunks)
+    chunks[0] = np.concatenate([before, chunks[0]])
+    chunks[-1] = np.concatenate([chunks[-1], after])
     tokens, owner = [], []
     for index, chunk in enumerate(chunks):
         if index:
@@ -46,6 +58,58 @@ def join_chunks(chunks: SequenceOf[np.ndarray], separator_id: int) -> TokenSeque
     return TokenSequence(
         np.concatenate(tokens).astype(np.int32), np.concatenate(owner).astype(np.int32), len(chunks)
     )
+
+
+def context_windows(lengths: SequenceOf[int], window: int, overlap: int) -> list[tuple[int, int, np.ndarray]]:
+    """Windows of whole chunks over a document, and which window each chunk takes its vector from.
+
+    A window is as many chunks as fit; the next one starts `overlap` chunks before its end, or later, where it
+    would otherwise not reach a further chunk. A chunk belongs to the window in which it has most context: in
+    which the smaller one of the numbers of tokens before and after it is largest, the earliest of several.
+    Where the document itself starts or ends, nothing is missing: that side counts as unlimited.
+
+    Args:
+        lengths: tokens of each chunk, at most `window`; a separator comes between two chunks.
+        window: tokens of a window at most, separators included.
+        overlap: chunks that neighbouring windows share at most.
+    Returns: (start, stop, chunks) of each window that a chunk belongs to: it reads chunks start to stop − 1
+        of the document, and those of them in `chunks`, ascending, belong to it.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    ends_C = np.cumsum(lengths + 1)  # each with the separator that follows it
+    starts_C = ends_C - lengths - 1
+    best_C, owner_C = np.full(len(lengths), -1.0), np.zeros(len(lengths), int)
+    spans, start, stop = [], 0, 0
+    while stop < len(lengths):
+        if spans:
+            start = max(stop - overlap, int(np.searchsorted(starts_C, ends_C[stop] - 1 - window)))
+        stop = int(np.searchsorted(ends_C, starts_C[start] + window + 1, side="right"))
+        before = starts_C[start:stop] - starts_C[start] if start else np.inf
+        after = ends_C[stop - 1] - ends_C[start:stop] if stop < len(lengths) else np.inf
+        context = np.broadcast_to(np.minimum(before, after), stop - start)
+        better = start + np.flatnonzero(context > best_C[start:stop])
+        best_C[better], owner_C[better] = context[better - start], len(spans)
+        spans.append((start, stop))
+    owned = np.split(
+        np.argsort(owner_C, kind="stable"), np.cumsum(np.bincount(owner_C, minlength=len(spans)))
+    )
+    return [(*span, chunks) for span, chunks in zip(spans, owned) if len(chunks)]
+
+
+def only_chunks(sequence: TokenSequence, chunks: np.ndarray) -> TokenSequence:
+    """The sequence as it is, with vectors for these of its chunks only; the others are context."""
+    if len(chunks) == sequence.rows:
+        return sequence
+    number_C = np.full(sequence.rows + 1, -1, np.int32)  # the last one for separators
+    number_C[chunks] = np.arange(len(chunks))
+    return TokenSequence(sequence.tokens_L, number_C[sequence.chunk_L], len(chunks))
+
+
+def only_tokens(sequence: TokenSequence) -> TokenSequence:
+    """The sequence as it is, with a vector for each token of its chunks rather than for each chunk."""
+    belongs_L = np.ones(len(sequence), bool) if sequence.chunk_L is None else sequence.chunk_L >= 0
+    number_L = np.where(belongs_L, belongs_L.cumsum() - 1, -1).astype(np.int32)
+    return TokenSequence(sequence.tokens_L, number_L, int(belongs_L.sum()))
 
 
 def micro_batches(
@@ -127,13 +191,8 @@ def _encode_packed(
     ).last_hidden_state[0]
     if pooling == "last":
         return hidden_TD[torch.tensor(lengths).cumsum(0).to(device) - 1].float()
-    offsets = row_offsets(sequences)
-    segments = [
-        np.full(len(s), first) if s.chunk_L is None else np.where(s.chunk_L < 0, -1, first + s.chunk_L)
-        for s, first in zip(sequences, offsets[:-1], strict=True)
-    ]
-    segment_T = torch.from_numpy(np.concatenate(segments)).to(device, non_blocking=True)
-    return segment_mean(hidden_TD, segment_T, int(offsets[-1])).float()
+    segment_T = torch.from_numpy(np.concatenate(_segments(sequences))).to(device, non_blocking=True)
+    return segment_mean(hidden_TD, segment_T, int(row_offsets(sequences)[-1])).float()
 
 
 def _encode_padded(
@@ -151,13 +210,19 @@ def _encode_padded(
     hidden_BLD = model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
     if all(s.chunk_L is None for s in sequences):
         return (last_token_pool if pooling == "last" else mean_pool)(hidden_BLD, mask).float()
-    n_chunks = max(s.rows for s in sequences)
-    chunk_BL = np.full((len(sequences), length), -1, np.int64)
-    for row, sequence in enumerate(sequences):
-        chunk_BL[row, : len(sequence)] = 0 if sequence.chunk_L is None else sequence.chunk_L
-    chunks_BCD = late_chunk_pool(hidden_BLD, torch.from_numpy(chunk_BL).to(device), n_chunks)
-    real_BC = torch.arange(n_chunks) < torch.tensor([s.rows for s in sequences])[:, None]
-    return chunks_BCD.float()[real_BC.to(device)]
+    segment_BL = np.full((len(sequences), length), -1, np.int64)
+    for row, segment in enumerate(_segments(sequences)):
+        segment_BL[row, : len(segment)] = segment
+    segment_T = torch.from_numpy(segment_BL.ravel()).to(device, non_blocking=True)
+    return segment_mean(hidden_BLD.flatten(0, 1), segment_T, int(row_offsets(sequences)[-1])).float()
+
+
+def _segments(sequences: SequenceOf[TokenSequence]) -> list[np.ndarray]:
+    """For each token of each sequence the row that it is averaged into, -1 for none."""
+    return [
+        np.full(len(s), first) if s.chunk_L is None else np.where(s.chunk_L < 0, -1, first + s.chunk_L)
+        for s, first in zip(sequences, row_offsets(sequences)[:-1], strict=True)
+    ]
 
 
 def row_offsets(sequences: SequenceOf[TokenSequence]) -> np.ndarray:

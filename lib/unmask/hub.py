@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from unmask.mirror import Need
 
 # Of a model: what transformers loads, and its licence. Other formats of the weights stay on the Hub.
 MODEL_FILES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".md", "LICENSE")
+MODULE = re.compile(r"\d+_\w+/config\.json")  # of a module of sentence-transformers, its pooling for instance
 BATCH = 500  # paths of one question to the Hub
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each new attempt at what may have been bad luck
 # Text for each byte of a file, on the low side, where no footer says it: compressed and plain JSON lines.
@@ -92,10 +94,15 @@ def _open(need: Need, folder: Path) -> Repository:
 
 def _model_files(need: Need, repository: Repository) -> Selection:
     def tree() -> list[RepoFile]:
-        entries = HfApi().list_repo_tree(need.repo, revision=repository.revision, repo_type="model")
+        entries = HfApi().list_repo_tree(
+            need.repo, revision=repository.revision, repo_type="model", recursive=True
+        )
         return [entry for entry in entries if isinstance(entry, RepoFile)]
 
-    entries = [entry for entry in patiently(tree) if entry.path.endswith(MODEL_FILES)]
+    def wanted(path: str) -> bool:
+        return MODULE.fullmatch(path) is not None if "/" in path else path.endswith(MODEL_FILES)
+
+    entries = [entry for entry in patiently(tree) if wanted(entry.path)]
     if not any(entry.path.endswith(".safetensors") for entry in entries):
         raise ValueError(f"{need.repo} has no weights as *.safetensors, and no other format is loaded")
     return _selection(entries, repository)

@@ -58,7 +58,7 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     looks_local = (
         isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
     )
-    if not looks_local:
+    if not looks_local and str(path).count("/") <= 1:
         from unmask import mirror
 
         folder = mirror.local(str(path))

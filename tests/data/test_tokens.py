@@ -1,10 +1,21 @@
 """The tokenizer, encoding and packing."""
 
+import copy
+
 import numpy as np
 import pytest
+from tokenizers import processors
 from transformers import AutoTokenizer
 
-from unmask.data.tokens import MASK, SPECIAL_TOKENS, StoredTokenizer, pack, tokenize, train_tokenizer
+from unmask.data.tokens import (
+    MASK,
+    SPECIAL_TOKENS,
+    StoredTokenizer,
+    pack,
+    special_tokens_around,
+    tokenize,
+    train_tokenizer,
+)
 
 TEXTS = [
     "Returns the sum of two numbers, it's 1,234.5 or so.\n\n    def add(a, b):\n        return a + b",
@@ -69,6 +80,21 @@ def test_truncation_and_empty_text(tokenizer):
     assert [len(ids) for ids in tokenize(tokenizer, TEXTS, 5)] == [5] * len(TEXTS)
     with pytest.raises(ValueError, match=r"Text 1 of 3 has no tokens: ''"):
         tokenize(tokenizer, ["a", "", "b"], 8)
+
+
+def test_a_cut_text_does_not_hold_on_to_all_of_its_tokens(tokenizer):
+    (ids,) = tokenize(tokenizer, [TEXTS[0] * 1_000], 5)
+    assert ids.base is None and ids.tolist() == tokenizer(TEXTS[0])["input_ids"][:5]
+
+
+def test_special_tokens_around_a_text(tokenizer):
+    assert [ids.tolist() for ids in special_tokens_around(tokenizer)] == [[], []]
+    other = copy.deepcopy(tokenizer)
+    other.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{SPECIAL_TOKENS[1]} $A {SPECIAL_TOKENS[2]} {SPECIAL_TOKENS[0]}",
+        special_tokens=[(token, number) for number, token in enumerate(SPECIAL_TOKENS)],
+    )
+    assert [ids.tolist() for ids in special_tokens_around(other)] == [[1], [2, 0]]
 
 
 def test_pack(tokenizer):

@@ -92,13 +92,27 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: i
     Returns: one int32 array of 1 to max_length ids per text.
     Raises: ValueError naming the first text that has no token at all.
     """
-    arrays = [array[:max_length] for array in encode(tokenizer.backend_tokenizer, texts, np.int32)]
+    arrays = list(encode(tokenizer.backend_tokenizer, texts, np.int32, max_length))
     for index, array in enumerate(arrays):
         if not len(array):
             raise ValueError(
                 f"Text {index} of {len(texts)} has no tokens: {texts[index]!r}. Remove or fill it."
             )
     return arrays
+
+
+def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """The ids that the tokenizer's post-processor puts before and after a text, [CLS] and [SEP] for instance.
+
+    Raises: ValueError if it does anything else to a text.
+    """
+    backend = tokenizer.backend_tokenizer
+    plain, whole = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            around = whole[:start], whole[start + len(plain) :]
+            return tuple(np.array(ids, np.int32) for ids in around)
+    raise ValueError("the tokenizer's post-processor changes the tokens of a text: it cannot be used here")
 
 
 def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> np.ndarray:
@@ -156,9 +170,12 @@ def _load(path: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def encode(tokenizer: Tokenizer, texts: Iterable[str], dtype: type[np.integer]) -> Iterator[np.ndarray]:
-    """Token ids of each text, whole and without special tokens, in bounded memory.
+def encode(
+    tokenizer: Tokenizer, texts: Iterable[str], dtype: type[np.integer], max_length: int | None = None
+) -> Iterator[np.ndarray]:
+    """Token ids of each text without special tokens, whole or the first `max_length`, in bounded memory.
 
+    A text is tokenised to its end also where it is cut: where a token ends may depend on what follows.
     The library's own tokenizer is several times faster than through the wrapper of transformers.
     """
     batch, characters = [], 0
@@ -166,11 +183,15 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str], dtype: type[np.integer]) 
         batch.append(text)
         characters += len(text)
         if characters >= BATCH_CHARACTERS:
-            yield from _encoded(tokenizer, batch, dtype)
+            yield from _encoded(tokenizer, batch, dtype, max_length)
             batch, characters = [], 0
-    yield from _encoded(tokenizer, batch, dtype)
+    yield from _encoded(tokenizer, batch, dtype, max_length)
 
 
-def _encoded(tokenizer: Tokenizer, texts: list[str], dtype: type[np.integer]) -> Iterator[np.ndarray]:
+def _encoded(
+    tokenizer: Tokenizer, texts: list[str], dtype: type[np.integer], max_length: int | None
+) -> Iterator[np.ndarray]:
+    tokenizer.no_truncation()  # both may be set in its file, and by whoever used it before
+    tokenizer.no_padding()
     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        yield np.array(encoding.ids, dtype=dtype)
+        yield np.array(encoding.ids[:max_length], dtype=dtype)
