@@ -11,16 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from unmask import paper
 from unmask.data import blocks
 from unmask.data.blocks import TextWork, largest_remainder, open_blocks, prepare_text
 from unmask.data.registry import Source
 from unmask.data.tokens import StoredTokenizer, pack
 
-# pplx-embed, table 10: percent of the pretraining data by language.
-TABLE_10 = (
-    *(50.00, 9.22, 8.51, 5.19, 4.11, 4.10, 3.46, 2.18, 1.72, 1.17, 1.15, 0.94, 0.80, 0.76, 0.66),
-    *(0.62, 0.56, 0.56, 0.55, 0.51, 0.50, 0.48, 0.44, 0.40, 0.39, 0.36, 0.32, 0.18, 0.10, 0.09),
-)
+TABLE_10 = [row["Prevalence"] for row in paper.table(10)]  # percent of the pretraining data by language
 TEXTS = ["Read a table from a file.", "Die Datei wird gelesen.", "Compute the mean of an array, ignoring it."]
 
 

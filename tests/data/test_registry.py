@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from unmask import paper
 from unmask.config import ConfigError
 from unmask.data.languages import check_language, short_code
 from unmask.data.registry import (
@@ -28,16 +29,6 @@ from unmask.workspace import artifacts_root
 
 SCHEMAS = yaml.safe_load(Path(__file__).with_name("documented_schemas.yaml").read_text(encoding="utf8"))
 
-# Table 10 of the paper, in percent; it sums to 100.03.
-TABLE_10 = """
-eng_Latn FineWeb-Edu 50.00, rus_Cyrl FineWeb2-HQ 9.22, cmn_Hani FineWeb2-HQ 8.51, jpn_Jpan FineWeb2-HQ 5.19,
-deu_Latn FineWeb2-HQ 4.11, spa_Latn FineWeb2-HQ 4.10, fra_Latn FineWeb2-HQ 3.46, ita_Latn FineWeb2-HQ 2.18,
-por_Latn FineWeb2-HQ 1.72, nld_Latn FineWeb2-HQ 1.17, pol_Latn FineWeb2-HQ 1.15, ind_Latn FineWeb2-HQ 0.94,
-vie_Latn FineWeb2-HQ 0.80, kor_Hang FineWeb2 0.76, tur_Latn FineWeb2-HQ 0.66, fas_Arab FineWeb2-HQ 0.62,
-ces_Latn FineWeb2-HQ 0.56, swe_Latn FineWeb2-HQ 0.56, ron_Latn FineWeb2 0.55, arb_Arab FineWeb2-HQ 0.51,
-nob_Latn FineWeb2 0.50, hun_Latn FineWeb2-HQ 0.48, dan_Latn FineWeb2-HQ 0.44, ukr_Cyrl FineWeb2 0.40,
-tha_Thai FineWeb2 0.39, ell_Grek FineWeb2-HQ 0.36, fin_Latn FineWeb2 0.32, hin_Deva FineWeb2 0.18,
-ben_Beng FineWeb2 0.10, zsm_Latn FineWeb2 0.09"""
 REPOSITORIES = {
     "FineWeb-Edu": "HuggingFaceFW/fineweb-edu",
     "FineWeb2-HQ": "epfml/FineWeb2-HQ",
@@ -80,9 +71,7 @@ def test_a_registry_trains_every_stage(name: str) -> None:
 
 
 def test_the_text_of_the_paper_is_table_10() -> None:
-    lines = [line.split() for line in TABLE_10.split(",")]
-    table = {(REPOSITORIES[source], language): float(share) for language, source, share in lines}
-    assert len(table) == 30 and sum(table.values()) == pytest.approx(100.03)
+    table = {(REPOSITORIES[row["Source"]], row["language"]): row["Prevalence"] for row in paper.table(10)}
     ours = {
         (source.repo, source.language): source.share
         for source in load_registry("paper")
