@@ -16,9 +16,10 @@ from functools import partial
 
 import numpy as np
 import torch
+from datasets import Dataset
 from measure import Case, Step
 from torch import Tensor, nn
-from transformers import AutoTokenizer, Qwen3Config, Qwen3Model
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3Model
 
 from unmask.config import load_preset
 from unmask.data.sources import open_corpus
@@ -54,20 +55,26 @@ def equal_lengths(pairs: int) -> Columns:
     return list(ids[0]), list(ids[1])
 
 
-def real_lengths(
-    pairs: int, query_length: int = MIXED_LENGTH, document_length: int = MIXED_LENGTH
-) -> Columns:
-    """Summary lines and the rest of their docstrings, from the training part of preset cpu's corpus."""
+def docstrings() -> tuple[PreTrainedTokenizerBase, Dataset, np.ndarray]:
+    """The English pairs of the training part of preset cpu's corpus, summary line and rest of a docstring: a
+    tokenizer of theirs, the table that holds them, and their rows in random order."""
     corpus = open_corpus(PRESET.data)
     table = corpus.pairs("train")
     english = np.flatnonzero(np.asarray(table["group"]) == "english")
     order = np.random.default_rng(0).permutation(english)
-    rows = table.select(np.resize(order, pairs))  # more pairs than there are: again from the start
     folder = artifacts_root() / "benchmarks" / f"tokenizer-{corpus.hash[:16]}"
     if not (folder / "tokenizer.json").is_file():
         texts = table.select(order)
         train_tokenizer([*texts["query"], *texts["document"]], PRESET.data.vocab_size, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder), table, order
+
+
+def real_lengths(
+    pairs: int, query_length: int = MIXED_LENGTH, document_length: int = MIXED_LENGTH
+) -> Columns:
+    """So many of the pairs of `docstrings`, as tokens."""
+    tokenizer, table, order = docstrings()
+    rows = table.select(np.resize(order, pairs))  # more pairs than there are: again from the start
     return (
         tokenize(tokenizer, list(rows["query"]), query_length),
         tokenize(tokenizer, list(rows["document"]), document_length),

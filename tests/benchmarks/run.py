@@ -22,6 +22,7 @@ import contrastive
 import gpu
 import matplotlib.pyplot as plt
 import preparation
+import search
 from contrastive import SIZES
 from measure import Row, child, compare
 from tqdm import tqdm
@@ -66,6 +67,19 @@ def kept_memory() -> list[Row]:
     return [Row("freed memory kept: speed", ours, peer, ratio, pairs[0][0]["unit"], "diffusion step, glibc")]
 
 
+def encodings(kind: str, lengths: str) -> list[Row]:
+    return [
+        row
+        for precision in ("float32", "bf16")
+        for row in compare(f"encode-{kind}-{precision}", f"encode, {lengths}, {precision}", memory=False)
+    ]
+
+
+def searches(case: str, title: str) -> list[Row]:
+    rows = compare(case, f"{title}, batches of {search.QUERIES}", memory=False, environment={})
+    return rows + compare(f"{case}-one", f"{title}, one query", memory=False, environment={})
+
+
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "contrastive-equal": lambda: compare("contrastive-equal", "cached step, equal lengths"),
     "contrastive-mixed": lambda: compare("contrastive-mixed", "cached step, real lengths"),
@@ -83,7 +97,15 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     ),
     "diffusion-loss": lambda: compare("diffusion-loss", "diffusion loss alone"),
     "kept-memory": kept_memory,
-    "integer-search": lambda: compare("integer-search", "exact INT8 search", memory=False),
+    "encode-mixed": lambda: encodings("mixed", "real lengths"),
+    "encode-equal": lambda: encodings("equal", "equal lengths"),
+    "integer-search": lambda: searches("integer-search", "exact INT8 search"),
+    "binary-search": lambda: searches("binary-search", "exact binary search"),
+    "search-scaling": lambda: search.scaling(RESULTS / "search.png"),
+    "metrics": lambda: [
+        *compare("metrics", "ranking metrics", memory=False, environment={}),
+        *compare("metrics-tied", "ranking metrics, tied scores", memory=False, environment={}),
+    ],
     "mining": lambda: compare("mining", "hard-negative mining"),
     "preparation": lambda: compare("preparation", "tokenising text into files", memory=False, environment={}),
     "preparation-memory": preparation.memory,

@@ -1,30 +1,201 @@
-"""Integer dot products for exact INT8 search (`unmask.evaluation.similarity`), against float32."""
+"""Exact search (`unmask.search`) and ranking metrics against faiss and trec_eval, and search as the corpus
+grows.
+
+Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bits · K ranks.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import faiss
+import numpy as np
+import pytrec_eval
 import torch
-from measure import Case
+from measure import Case, Row
 
-from unmask.evaluation import similarity
+from unmask import figures
+from unmask.evaluation import retrieval_metrics
+from unmask.search import index
+from unmask.workspace import artifacts_root
 
-DOCUMENTS, QUERIES, WIDTH = 100_000, 64, 256
+DOCUMENTS, WIDTH, QUERIES, K = 200_000, 1024, 64, 10
+RANKED, OF = 1000, 5000  # queries and documents of the metrics
+SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)
+LIMIT = 1536.0  # MiB that the search of a million documents may take
+BLOCK = 65_536
+
+Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
 
-def search_case() -> Case:
-    generator = torch.Generator().manual_seed(0)
-    documents = torch.randint(-127, 128, (DOCUMENTS, WIDTH), dtype=torch.int8, generator=generator)
-    queries, floats = documents[:QUERIES].clone(), documents.float()
+def codes(documents: int) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and documents of one length, whose inner products, which faiss compares, sort like cosines."""
+    rng = np.random.default_rng(0)
+    base_D = np.clip(np.rint(40 * rng.standard_normal(WIDTH)), -127, 127).astype(np.int8)
+    d_MD = np.empty((documents, WIDTH), np.int8)
+    for start in range(0, documents, BLOCK):
+        block = d_MD[start : start + BLOCK]
+        bits = np.unpackbits(rng.integers(0, 256, (len(block), WIDTH // 8), np.uint8), axis=1)
+        np.multiply(bits.view(np.int8) * 2 - 1, base_D, out=block)
+    noise = rng.integers(-90, 90, (QUERIES, WIDTH))
+    return np.clip(d_MD[:QUERIES] + noise, -127, 127).astype(np.int8), d_MD
+
+
+def integer_peer(d_MD: np.ndarray) -> Search:
+    kind = faiss.ScalarQuantizer.QT_8bit_direct_signed
+    peer = faiss.IndexScalarQuantizer(d_MD.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
+    for start in range(0, len(d_MD), BLOCK):
+        peer.add(d_MD[start : start + BLOCK].astype(np.float32))
+    return lambda q_ND, k: peer.search(q_ND.astype(np.float32), k)
+
+
+def bits(documents: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packed queries and documents; a query is a document with an eighth of its bits turned round."""
+    rng = np.random.default_rng(0)
+    d_MB = rng.integers(0, 256, (documents, WIDTH // 8), np.uint8)
+    flips = np.bitwise_and.reduce(rng.integers(0, 256, (3, QUERIES, WIDTH // 8), np.uint8))
+    return d_MB[:QUERIES] ^ flips, d_MB
+
+
+def binary_peer(d_MB: np.ndarray) -> Search:
+    peer = faiss.IndexBinaryFlat(8 * d_MB.shape[1])
+    peer.add(d_MB)
+    return peer.search
+
+
+def case(name: str, queries: np.ndarray, documents: np.ndarray, peer: Search, batch: int) -> Case:
+    ours = index(documents)
+    count = len(queries) if batch > 1 else len(queries) // 4
+
+    def all_queries(search: Search) -> None:
+        for start in range(0, count, batch):
+            search(queries[start : start + batch], K)
 
     def check() -> None:
-        exact, rounded = similarity(queries, documents), similarity(queries.float(), floats)
-        torch.testing.assert_close(exact, rounded, rtol=1e-5, atol=1e-5)
+        """The same ids. Among equal scores at the last rank, faiss chooses otherwise."""
+        mine, theirs = ours(queries, K + 1), peer(queries, K + 1)
+        for score_K, ids_K, other_K in zip(*mine, theirs[1], strict=True):
+            sure = score_K > score_K[-1]
+            assert set(ids_K[sure]) <= set(other_K), "different documents"
+
+    setting = (
+        f"{len(documents):,} × {WIDTH} random {documents.dtype} codes, top {K}, "
+        f"{'batches of ' + str(batch) if batch > 1 else 'one query at a time'}, "
+        f"{torch.get_num_threads()} threads"
+    )
+    programs = {"unmask": {"": lambda: all_queries(ours)}, name: {"": lambda: all_queries(peer)}}
+    return Case(setting, "queries/s", count, programs, check)
+
+
+def integer_case(batch: int = QUERIES, documents: int = DOCUMENTS) -> Case:
+    queries, rows = codes(documents)
+    return case("faiss SQ8", queries, rows, integer_peer(rows), batch)
+
+
+def binary_case(batch: int = QUERIES, documents: int = DOCUMENTS) -> Case:
+    queries, rows = bits(documents)
+    return case("faiss IndexBinaryFlat", queries, rows, binary_peer(rows), batch)
+
+
+def metrics_case(queries: int = RANKED, documents: int = OF, *, tied: bool = False) -> Case:
+    rng = np.random.default_rng(0)
+    scores_NM = rng.standard_normal((queries, documents), np.float32)
+    if tied:  # a thousand different scores
+        scores_NM = rng.integers(-500, 500, (queries, documents)).astype(np.float32)
+    relevant = [
+        set(rng.choice(documents, rng.integers(1, 6), replace=False).tolist()) for _ in range(queries)
+    ]
+    ids = [str(number) for number in range(documents)]
+    names = {"ndcg": "ndcg_cut", "recall": "recall", "map": "map_cut", "precision": "P"}
+    evaluator = pytrec_eval.RelevanceEvaluator(
+        {str(query): {ids[number]: 1 for number in of} for query, of in enumerate(relevant)},
+        {f"{name}.10" for name in names.values()} | {"recip_rank"},
+    )
+
+    def rankings() -> dict[str, dict[str, float]]:
+        return {str(q): dict(zip(ids, score_M, strict=True)) for q, score_M in enumerate(scores_NM.tolist())}
+
+    prepared = rankings()
+
+    def check() -> None:
+        ours, peer = retrieval_metrics(scores_NM, relevant, per_query=True), evaluator.evaluate(prepared)
+        for query in range(queries):
+            for mine, theirs in names.items():
+                difference = ours[f"{mine}@10"][query] - peer[str(query)][f"{theirs}_10"]
+                assert abs(difference) < 1e-9, (query, mine, difference)
 
     programs = {
-        "unmask": {"": lambda: similarity(queries, documents)},
-        "float32 product": {"": lambda: similarity(queries.float(), floats)},
+        "unmask": {"": lambda: retrieval_metrics(scores_NM, relevant)},
+        "pytrec_eval, its dictionaries given": {"": lambda: evaluator.evaluate(prepared)},
+        "pytrec_eval": {"": lambda: evaluator.evaluate(rankings())},
     }
-    setting = f"{QUERIES} queries, {DOCUMENTS:,} × {WIDTH} codes, {torch.get_num_threads()} threads"
-    return Case(setting, "queries/s", QUERIES, programs, check)
+    size = f"{queries:,} queries × {documents:,} documents, {'tied' if tied else 'random'} scores"
+    setting = f"{size}, five metrics, {torch.get_num_threads()} threads"
+    return Case(setting, "queries/s", queries, programs, check)
 
 
-CASES = {"integer-search": search_case}
+CASES = {
+    "integer-search": integer_case,
+    "integer-search-one": lambda: integer_case(1),
+    "binary-search": binary_case,
+    "binary-search-one": lambda: binary_case(1),
+    "metrics": metrics_case,
+    "metrics-tied": lambda: metrics_case(tied=True),
+}
+
+
+def scaling(path: Path, sizes: tuple[int, ...] = SIZES) -> list[Row]:
+    """Searches of growing corpora, beside the speed at which the documents can be read at all, and the memory
+    of the process; the figure is written to `path`."""
+    rng = np.random.default_rng(0)
+    artifacts_root().mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=artifacts_root(), prefix="search-") as folder:
+        file = Path(folder, "documents.npy")
+        rows = np.lib.format.open_memmap(file, "w+", np.int8, (max(sizes), WIDTH))
+        for start in range(0, len(rows), BLOCK):
+            block = rows[start : start + BLOCK]
+            block[:] = rng.integers(-127, 128, block.shape, np.int8)
+        del rows
+        script = str(Path(__file__).with_name("search_scaling.py"))
+        command = [sys.executable, script, str(file), str(QUERIES), str(K), *map(str, sizes)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout)
+    figure = scaling_figure(found["rates"])
+    figure.savefig(path, dpi=85, pil_kwargs={"optimize": True})
+    out = []
+    for rate in found["rates"]:
+        name = f"exact INT8 search, {rate['documents']:,} documents"
+        setting = f"{rate['documents']:,} × {WIDTH} random codes, top {K}, {found['threads']} threads"
+        one, batch, reading = rate["one"], rate["batch"], rate["reading"]
+        against = f"{setting}; peer: reading the documents as often"
+        out.append(Row(f"{name}: one query", one, reading, one / reading, "queries/s", against))
+        against = f"{setting}; peer: one query at a time"
+        out.append(Row(f"{name}: batches of {QUERIES}", batch, one, batch / one, "queries/s", against))
+    title = f"exact INT8 search, {max(sizes):,} documents: peak memory"
+    against = f"mapped into memory, {WIDTH} codes; peer: the limit"
+    peak = found["peak"]
+    return [*out, Row(title, peak, LIMIT, LIMIT / peak, "MiB of the whole process", against)]
+
+
+def scaling_figure(rates: list[dict[str, float]]) -> figures.Figure:
+    figure, ax = figures.axes()
+    sizes = [rate["documents"] for rate in rates]
+    labels = {
+        "batch": f"batches of {QUERIES}",
+        "one": "one query at a time",
+        "reading": "limit of one at a time: reading all documents",
+    }
+    for (key, label), marker in zip(labels.items(), "os ", strict=True):
+        style = "--" if key == "reading" else "-"
+        color = "#444444" if key == "reading" else None
+        ax.loglog(sizes, [rate[key] for rate in rates], style, marker=marker, color=color, label=label)
+    ax.set(xlabel=f"documents of {WIDTH} INT8 codes", ylabel="queries/s", title="Exact search on one machine")
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    ax.legend()
+    return figure

@@ -6,6 +6,7 @@ import json
 
 import contrastive
 import diffusion
+import encode
 import gpu
 import measure
 import mining
@@ -16,6 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
+import tiny
 from unmask.config import load_preset
 
 FIELDS = ["name", "ours", "peer", "ratio", "unit", "setting", "command", "commit"]
@@ -52,6 +54,18 @@ def test_the_diffusion_cases_compare_equal_losses(make):
 
 def test_both_ways_of_mining_take_the_same_documents():
     mining.mining_case(500).check()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_both_encoders_give_the_same_vectors(bf16):
+    ours, peer = encode.embedders(tiny.tokenizer(), 2, bf16=bf16)
+    steps = [
+        lambda: ours.encode(tiny.TEXTS, "float32"),
+        lambda: encode.theirs(peer, tiny.TEXTS, 8, bf16=bf16),
+    ]
+    encode.agree(steps, 1e-3 if bf16 else 1e-5)
+    with pytest.raises(AssertionError, match="vectors of unit length differ by"):
+        encode.agree([steps[0], lambda: steps[1]()[::-1]], 1e-3)
 
 
 def test_speeds_takes_the_fastest_variants_and_the_median_of_ratios(monkeypatch):

@@ -12,13 +12,14 @@ import sys
 
 import contrastive
 import diffusion
+import encode
 import gpu
 import measure
 import mining
 import preparation
 import search
 
-CASES = contrastive.CASES | diffusion.CASES | mining.CASES | preparation.CASES | search.CASES
+CASES = contrastive.CASES | diffusion.CASES | encode.CASES | mining.CASES | preparation.CASES | search.CASES
 
 
 def main(kind: str, name: str, *rest: str) -> dict:

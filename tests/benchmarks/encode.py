@@ -1,0 +1,99 @@
+"""`Embedder.encode` against sentence-transformers' `encode`: the same model, texts, precision and threads.
+
+Both sort the texts by length. sentence-transformers gets its best batch size, and a stock pipeline of
+Transformer and mean Pooling loaded from what `Embedder.save_pretrained` wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from contrastive import MIXED_LENGTH, PRESET, bidirectional, docstrings
+from measure import Case, Step
+from transformers import PreTrainedTokenizerBase
+
+from unmask import Embedder
+from unmask.data.tokens import tokenize
+
+LAYERS, TEXTS, EQUAL_LENGTH = 4, 512, 64
+
+
+def embedders(tokenizer: PreTrainedTokenizerBase, layers: int, *, bf16: bool) -> tuple[Embedder, object]:
+    """Ours and sentence-transformers' of one model."""
+    from sentence_transformers import SentenceTransformer
+
+    model = bidirectional(layers, len(tokenizer))
+    ours = Embedder(model, tokenizer, max_length=MIXED_LENGTH, mixed_precision=bf16, device="cpu")
+    with TemporaryDirectory() as folder:
+        return ours, SentenceTransformer(str(ours.save_pretrained(folder)), device="cpu")
+
+
+def theirs(peer: object, texts: Sequence[str], batch_size: int, *, bf16: bool) -> np.ndarray:
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        return peer.encode(texts, batch_size=batch_size)
+
+
+def agree(steps: Sequence[Step], tolerance: float) -> None:
+    """Raises AssertionError unless all programs give the same vectors, compared at unit length."""
+    first, *others = (
+        rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (step() for step in steps)
+    )
+    for rows in others:
+        difference = abs(rows - first).max()
+        assert difference <= tolerance, f"vectors of unit length differ by {difference:.1e}"
+
+
+def mixed() -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """Summary lines and the rest of their docstrings."""
+    tokenizer, table, order = docstrings()
+    rows = table.select(order[: TEXTS // 2])
+    return tokenizer, [*rows["query"], *rows["document"]]
+
+
+def equal() -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """The beginnings of docstrings, cut where they have EQUAL_LENGTH tokens."""
+    tokenizer, table, order = docstrings()
+    ids = tokenize(tokenizer, list(table.select(order[: 8 * TEXTS])["document"]), EQUAL_LENGTH)
+    texts = [tokenizer.decode(tokens) for tokens in ids if len(tokens) == EQUAL_LENGTH]
+    lengths = map(len, tokenize(tokenizer, texts, MIXED_LENGTH))  # a text that is cut may read otherwise
+    return tokenizer, [text for text, length in zip(texts, lengths) if length == EQUAL_LENGTH][:TEXTS]
+
+
+def encode_case(
+    texts_of: Callable[[], tuple[PreTrainedTokenizerBase, list[str]]], lengths: str, *, bf16: bool
+) -> Case:
+    """Both programs on some hundred texts; whether they agree is checked on a few of them."""
+    tokenizer, texts = texts_of()
+    ours, peer = embedders(tokenizer, LAYERS, bf16=bf16)
+    programs = {
+        "unmask": {"": partial(ours.encode, texts, "float32")},
+        "sentence-transformers": {
+            f"batch_size {size}": partial(theirs, peer, texts, size, bf16=bf16) for size in (4, 8, 16, 32, 64)
+        },
+    }
+    precision = "bf16" if bf16 else "float32"
+    setting = (
+        f"{LAYERS} layers, {PRESET.backbone.hidden_size}-d, {len(texts)} docstrings {lengths}; "
+        f"{precision}, {torch.get_num_threads()} threads"
+    )
+
+    def check() -> None:
+        few = texts[:: len(texts) // 64]
+        steps = [partial(ours.encode, few, "float32"), partial(theirs, peer, few, 8, bf16=bf16)]
+        agree(steps, 1e-3 if bf16 else 1e-5)
+
+    return Case(setting, "texts/s", len(texts), programs, check)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    f"encode-{kind}-{precision}": partial(encode_case, texts_of, lengths, bf16=precision == "bf16")
+    for kind, texts_of, lengths in (
+        ("mixed", mixed, f"of up to {MIXED_LENGTH} tokens"),
+        ("equal", equal, f"of {EQUAL_LENGTH} tokens each"),
+    )
+    for precision in ("float32", "bf16")
+}
