@@ -31,6 +31,10 @@ def test_overrides_replace_one_value_and_keep_the_others():
         ({"pair.schedule": "linear"}, "'wsd' or 'cosine'"),
         ({"pair.warmup": 10_000}, "warmup + decay exceed steps"),
         ({"merge.t": 0.5}, "must be a list"),
+        ({"quantization.dimensions": [64, 32]}, "dimensions must be positive and ascending"),
+        ({"quantization.widths": [20, 40]}, "widths must be multiples of 8"),
+        ({"quantization.candidates": [5]}, "candidates must be at least 10"),
+        ({"quantization.steps": 0}, "steps must be at least 1"),
         ({"pair.curriculum": [1, 2]}, "list of 3 values"),
     ],
 )
@@ -42,3 +46,8 @@ def test_a_wrong_key_or_value_is_refused_with_the_remedy(overrides, message):
 def test_an_unknown_preset_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'smoke'"):
         load_preset("smoek")
+
+
+def test_the_small_model_is_made_deeper_and_wider_one_at_a_time():
+    study = load_preset("cpu", {"quantization.widths": [64, 256], "quantization.depths": [1, 6]}).quantization
+    assert study.shapes == ((64, 1), (64, 6), (256, 1))

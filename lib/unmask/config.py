@@ -115,6 +115,7 @@ class PairConfig(TrainConfig):
     temperature: float
     margin: float  # negatives this much better than the positive are left out
     pooling: str  # "mean" or "last"
+    quantize: bool  # INT8 from the first step; false, for the comparison: the unquantised mean
     curriculum: tuple[float, float, float]  # shares of the steps: English; + cross-lingual; everything
 
 
@@ -128,6 +129,7 @@ class ContextualConfig(TrainConfig):
     chunk_length: int
     chunks: int  # per document, at most
     single: int  # pairs of each data set that join as documents of one chunk, against forgetting
+    objective: str  # "pplx": local and global loss; "insent": chunks only, with alpha as λ
     temperature: float
     margin: float
     alpha: float  # weight of the in-sequence term in the local loss
@@ -198,10 +200,47 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """The study of precisions and dimensions."""
+    """The study of precisions and dimensions. Its short trainings are the pair stage's but for the steps."""
 
     dimensions: tuple[int, ...]
+    candidates: tuple[int, ...]  # documents that the binary first step hands on to INT8
     speed_documents: int  # corpus size of the search-speed measurement
+    steps: int  # of each short training
+    widths: tuple[int, int]  # hidden size of a small model from scratch, and of one made wider
+    depths: tuple[int, int]  # its layers, and those of one made deeper
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(width, depth) of the small model, the deeper and the wider one."""
+        (narrow, wide), (flat, deep) = self.widths, self.depths
+        return (narrow, flat), (narrow, deep), (wide, flat)
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """Plain retrieval: public benchmarks, and benchmarks built as the paper builds its own."""
+
+    benchmarks: tuple[str, ...]  # `unmask.evaluation.mteb_model.BENCHMARKS`, names of mteb, "ToolRet"
+    log_queries: int  # asked in the query-to-query and in the query-to-document benchmark, at most
+    query_sizes: tuple[int, ...]  # corpora of the query-to-query benchmark, ascending
+    document_sizes: tuple[int, ...]  # corpora of the query-to-document benchmark, ascending
+    pool_depth: int  # documents that each system puts into the pool of a query
+    passages: int  # that a generator reads for a question
+
+
+@dataclass(frozen=True)
+class ContebConfig:
+    """The studies of context: ConTEB, InSeNT, late interaction. Trainings are the contextual stage's but for
+    what is named here."""
+
+    tasks: tuple[str, ...]  # of ConTEB's, see `unmask.evaluation.conteb.TASKS`; read from a mirror or the Hub
+    chunk_length: int  # tokens of a chunk of these tasks at most
+    chunk_words: tuple[int, ...]  # sizes to which our own tasks' chunks are cut and joined
+    corpus_documents: tuple[int, ...]  # sizes of the corpus among which a query looks for its document
+    late_documents: int  # documents of a task whose token vectors are compared, at most
+    lambdas: tuple[float, ...]  # InSeNT's weight of the in-sequence term, one training each
+    temperature: float  # InSeNT's
+    steps: int  # of each training
 
 
 @dataclass(frozen=True)
@@ -231,6 +270,8 @@ class Preset:
     merge: MergeConfig
     evaluation: EvaluationConfig
     quantization: QuantizationConfig
+    retrieval: RetrievalConfig
+    conteb: ContebConfig
     ablation: AblationConfig
 
 
@@ -361,10 +402,48 @@ def _check(preset: Preset) -> None:
         raise ConfigError(
             f"preset {preset.name}: pair.pooling must be 'mean' or 'last', got {preset.pair.pooling!r}"
         )
+    if preset.contextual.objective not in ("pplx", "insent"):
+        raise ConfigError(
+            f"preset {preset.name}: contextual.objective must be 'pplx' or 'insent', "
+            f"got {preset.contextual.objective!r}"
+        )
+    conteb, where = preset.conteb, f"preset {preset.name}: conteb"
+    for key in ("chunk_length", "late_documents", "steps"):
+        if getattr(conteb, key) < 1:
+            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(conteb, key)}")
+    for key in ("chunk_words", "corpus_documents"):
+        sizes = getattr(conteb, key)
+        if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+            raise ConfigError(f"{where}.{key} must be two or more, positive, ascending, got {list(sizes)}")
+    if not conteb.lambdas or not all(0 <= lam <= 1 for lam in conteb.lambdas):
+        raise ConfigError(f"{where}.lambdas must lie in 0..1, one at least, got {list(conteb.lambdas)}")
     if preset.triplet.search not in ("exact", "faiss"):
         raise ConfigError(
             f"preset {preset.name}: triplet.search must be 'exact' or 'faiss', got {preset.triplet.search!r}"
         )
+    quantization, where = preset.quantization, f"preset {preset.name}: quantization"
+    for key in ("dimensions", "candidates", "widths", "depths"):
+        values = getattr(quantization, key)
+        if not values or list(values) != sorted(values) or values[0] < 1:
+            raise ConfigError(f"{where}.{key} must be positive and ascending, got {list(values)}")
+    if quantization.candidates[0] < 10:
+        raise ConfigError(f"{where}.candidates must be at least 10, from which nDCG@10 takes its results")
+    if quantization.steps < 1:
+        raise ConfigError(f"{where}.steps must be at least 1, got {quantization.steps}")
+    for key in ("dimensions", "widths"):
+        if any(value % 8 for value in getattr(quantization, key)):
+            raise ConfigError(
+                f"{where}.{key} must be multiples of 8, got {list(getattr(quantization, key))}: "
+                "binary packs eight dimensions into a byte"
+            )
+    retrieval, where = preset.retrieval, f"preset {preset.name}: retrieval"
+    for key in ("query_sizes", "document_sizes"):
+        sizes = getattr(retrieval, key)
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+            raise ConfigError(f"{where}.{key} must be positive and ascending, got {list(sizes)}")
+    for key in ("log_queries", "pool_depth", "passages"):
+        if getattr(retrieval, key) < 1:
+            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(retrieval, key)}")
     for section in ("triplet", "ablation"):
         for group in getattr(preset, section).groups:
             if group not in GROUPS:

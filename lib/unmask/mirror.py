@@ -151,11 +151,17 @@ def finished(repositories: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _remote(preset: Preset) -> list[Source]:
-    if preset.data.source == "environment":
-        return []
-    from unmask.data.registry import load_registry
+    """Sources of the corpus and of the benchmark that are on the Hub or in a mirror."""
+    found: list[Source] = []
+    if preset.conteb.tasks:
+        from unmask.evaluation import conteb
 
-    return [source for source in load_registry(preset.data.source) if source.kind in ("hub", "mirror")]
+        found += [conteb.source(name) for name in preset.conteb.tasks]
+    if preset.data.source != "environment":
+        from unmask.data.registry import load_registry
+
+        found += [source for source in load_registry(preset.data.source) if source.kind in ("hub", "mirror")]
+    return found
 
 
 def _from_hub(need: Need) -> bool:

@@ -106,19 +106,22 @@ def describe(
 
 def trainings(preset: Preset, gpus: int) -> list[Training]:
     """Every training of the notebooks, in their order, with its cost on so many GPUs."""
-    return [
-        Training(
-            notebook,
-            name,
-            stage,
-            steps,
-            steps * sum(count * length for count, length in _texts(preset, stage)),
-            steps * _flops_of_step(preset, stage, max(1, gpus)),
-            _gpu_hours(preset, stage, steps, gpus) if gpus else None,
-            memory_bytes(preset, stage, gpus) if gpus else None,
+    planned = []
+    for notebook, name, stage, steps, shape in _started(preset):
+        shaped = replace(preset, backbone=shape)
+        planned.append(
+            Training(
+                notebook,
+                name,
+                stage,
+                steps,
+                steps * sum(count * length for count, length in _texts(shaped, stage)),
+                steps * _flops_of_step(shaped, stage, max(1, gpus)),
+                _gpu_hours(shaped, stage, steps, gpus) if gpus else None,
+                memory_bytes(shaped, stage, gpus) if gpus else None,
+            )
         )
-        for notebook, name, stage, steps in _started(preset)
-    ]
+    return planned
 
 
 def parameters(preset: Preset) -> tuple[int, int]:
@@ -185,18 +188,26 @@ def disk_bytes(preset: Preset, planned: Sequence[Training]) -> float:
     return 12 * total * _kept(preset, planned) + models + (text + blocks if blocks else 0)
 
 
-def _started(preset: Preset) -> Iterator[tuple[str, str, str, int]]:
-    """(notebook, training, stage, steps) as the notebooks start them; a test holds it against them."""
-    if not preset.backbone.checkpoint:
-        yield "00_backbone", "ar", "ar", preset.ar.steps
-    yield "01_diffusion_cpt", "diffusion", "diffusion", preset.diffusion.steps
-    yield "02_pair", "pair", "pair", preset.pair.steps
-    yield "03_contextual", "contextual", "contextual", preset.contextual.steps
+def _started(preset: Preset) -> Iterator[tuple[str, str, str, int, BackboneConfig]]:
+    """(notebook, training, stage, steps, shape) as the notebooks start them; a test holds it against them."""
+    shape, study = preset.backbone, preset.quantization
+    if not shape.checkpoint:
+        yield "00_backbone", "ar", "ar", preset.ar.steps, shape
+    yield "01_diffusion_cpt", "diffusion", "diffusion", preset.diffusion.steps, shape
+    yield "02_pair", "pair", "pair", preset.pair.steps, shape
+    yield "03_contextual", "contextual", "contextual", preset.contextual.steps, shape
     for parent in ("pair", "contextual"):
-        yield "04_triplet", f"from_{parent}", "triplet", preset.triplet.steps
+        yield "04_triplet", f"from_{parent}", "triplet", preset.triplet.steps, shape
+    for quantised in ("INT8", "float"):
+        yield "06_quantization", quantised, "pair", study.steps, shape
+    for width, depth in dict.fromkeys(study.shapes):
+        small = replace(shape, hidden_size=width, layers=depth)
+        yield "06_quantization", f"{width}x{depth}", "pair", study.steps, small
     for base in ("AR", "diffusion"):
         for pooling in ("mean", "last"):
-            yield "07_diffusion_vs_ar", f"{base}-{pooling}", "pair", preset.ablation.steps
+            yield "07_diffusion_vs_ar", f"{base}-{pooling}", "pair", preset.ablation.steps, shape
+    for name in ("pplx", *(f"insent-{lam:g}" for lam in preset.conteb.lambdas)):
+        yield "08_conteb", name, "contextual", preset.conteb.steps, shape
 
 
 def _texts(preset: Preset, stage: str) -> list[tuple[int, int]]:

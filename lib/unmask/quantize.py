@@ -16,8 +16,7 @@ def int8(mean_BD: Tensor) -> Tensor:
         code = ⌊127 · tanh(mean) + 1/2⌋
 
     Halves are rounded up, as the formula says (`torch.round` would round them to even). The backward pass
-    ignores the
-    rounding: the gradient is that of 127 · tanh(mean).
+    ignores the rounding: the gradient is that of 127 · tanh(mean).
 
     Args:
         mean_BD: pooled, unquantised embeddings of any shape.

@@ -69,6 +69,23 @@ def batch(q, chunks, document, gold, temperature, mask) -> float:
     return total / len(q)
 
 
+def insent(q, chunks, document, gold, lam, temperature, mask) -> float:
+    """The mean over the queries of each document, then over the documents that have some."""
+    of_document = {}
+    for i, own in enumerate(document):
+        positive = math.exp(cosine(q[i], chunks[own][gold[i]]) / temperature)
+        within, across = 0.0, positive
+        for j in range(len(chunks)):
+            for k in range(len(chunks[j])):
+                if mask[j][k]:
+                    score = math.exp(cosine(q[i], chunks[j][k]) / temperature)
+                    within += score if j == own else 0
+                    across += score if j != own else 0
+        nats = -lam * math.log(positive / within) - (1 - lam) * math.log(positive / across)
+        of_document.setdefault(own, []).append(nats)
+    return sum(sum(values) / len(values) for values in of_document.values()) / len(of_document)
+
+
 def triplet(q, d, hard, temperature) -> float:
     total = 0.0
     for i in range(len(q)):

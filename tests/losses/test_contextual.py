@@ -12,6 +12,7 @@ from unmask.losses import (
     contextual_loss,
     contrastive,
     global_loss,
+    insent_loss,
     local_loss,
     pair_loss,
     sequence_loss,
@@ -53,6 +54,38 @@ def test_the_losses_are_the_formulas(shape, padded, temperature):
     )
     total = contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options).item()
     assert total == pytest.approx(0.35 * document_level + 0.65 * local, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("lam", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_insent_is_its_formula(shape, padded, lam, temperature):
+    q, chunks, _, document, gold, mask = problem(*shape, padded=padded)
+    lists = [x.tolist() for x in (q, chunks, document, gold)]
+    expected = naive_losses.insent(*lists, lam, temperature, mask.tolist())
+    options = {"lam": lam, "temperature": temperature, "chunk_mask_MC": mask if padded else None}
+    loss = insent_loss(q, chunks, document, gold, **options)
+    assert loss.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+def test_insent_weighs_documents_not_queries():
+    """A query asked twice changes nothing about its document's share, unlike in the paper's local loss."""
+    q, chunks, _, _, gold, _ = problem(3, 3, 3, 4, 8, padded=False)
+    document, rows = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0, 1, 2])
+    once = insent_loss(q, chunks, document, gold)
+    torch.testing.assert_close(insent_loss(q[rows], chunks, document[rows], gold[rows]), once)
+    assert local_loss(q[rows], chunks, document[rows], gold[rows]) != local_loss(q, chunks, document, gold)
+
+
+def test_other_chunks_of_the_own_document_are_no_negatives_of_insents_batch_term():
+    q, chunks, _, document, gold, _ = problem(4, 3, 3, 4, 8, padded=False)
+    inputs = chunks.clone().requires_grad_()
+    insent_loss(q[:1], inputs, document[:1], gold[:1], lam=0.0).backward()
+    touched = inputs.grad.ne(0).any(-1)
+    expected = torch.ones(3, 3, dtype=torch.bool)
+    expected[document[0]] = torch.arange(3) == gold[0]
+    assert (touched == expected).all()
 
 
 @pytest.mark.parametrize("document", [[0, 0, 0], [0, 1, 2]])
@@ -98,6 +131,11 @@ def test_gradients_by_finite_differences():
 
     assert torch.autograd.gradcheck(total, inputs)
 
+    def insent(q, chunks):
+        return insent_loss(q, chunks, document, gold, lam=0.4, temperature=0.2, chunk_mask_MC=mask)
+
+    assert torch.autograd.gradcheck(insent, inputs[:2])
+
 
 def loss_and_gradients(name, shares):
     """The sum of a loss over the queries of each share, and the gradients of that sum."""
@@ -108,6 +146,8 @@ def loss_and_gradients(name, shares):
     def loss(queries):
         if name == "global":
             return global_loss(q, documents, document, queries=queries)
+        if name == "insent":
+            return insent_loss(q, chunks, document, gold, chunk_mask_MC=mask, queries=queries)
         if name == "local":
             return local_loss(q, chunks, document, gold, chunk_mask_MC=mask, queries=queries)
         options = {"beta": 0.4, "chunk_mask_MC": mask}
@@ -118,21 +158,21 @@ def loss_and_gradients(name, shares):
 
 
 @pytest.mark.parametrize("bounds", [(0, 3, 7), (0, 1, 1, 6, 7), (0, 0, 7)])
-@pytest.mark.parametrize("name", ["global", "local", "contextual"])
+@pytest.mark.parametrize("name", ["global", "local", "contextual", "insent"])
 def test_the_parts_of_a_partition_add_up(name, bounds):
     parts = loss_and_gradients(name, [slice(a, b) for a, b in pairwise(bounds)])
     for part, whole in zip(parts, loss_and_gradients(name, [None])):
         torch.testing.assert_close(part, whole, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["global", "local", "contextual"])
+@pytest.mark.parametrize("name", ["global", "local", "contextual", "insent"])
 def test_no_queries_are_zero_with_a_graph(name):
     assert all(x.eq(0).all() for x in loss_and_gradients(name, [slice(7, 7)]))
 
 
 @pytest.mark.parametrize("scores", [1, 25])  # tiles of one query, and of two
 @pytest.mark.parametrize("queries", [None, slice(1, 6)])
-@pytest.mark.parametrize("name", ["global", "local", "contextual"])
+@pytest.mark.parametrize("name", ["global", "local", "contextual", "insent"])
 def test_tiles_change_neither_loss_nor_gradient(monkeypatch, name, queries, scores):
     whole = loss_and_gradients(name, [queries])
     monkeypatch.setattr(contrastive, "TILE_SCORES", scores)
@@ -166,6 +206,10 @@ def test_bad_arguments_are_refused():
         local_loss(q, chunks, document, gold, chunk_mask_MC=mask[:, :2])
     with pytest.raises(ValueError, match="alpha must lie in"):
         local_loss(q, chunks, document, gold, alpha=1.5)
+    with pytest.raises(ValueError, match="lam must lie in"):
+        insent_loss(q, chunks, document, gold, lam=-0.1)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        insent_loss(q, chunks, document, gold, temperature=0.0)
     with pytest.raises(ValueError, match="beta must lie in"):
         contextual_loss(q, chunks, documents, document, gold, beta=-0.1)
     with pytest.raises(ValueError, match="one document embedding per document; got 2 for 3"):

@@ -6,8 +6,9 @@ import tiny_stages
 import torch
 
 import tiny
+from unmask.data.documents import split_rows
 from unmask.encoding import encode_rows
-from unmask.losses import diffusion_loss, next_token_loss, triplet_loss
+from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.quantize import int8
 from unmask.training.processes import ALONE
 from unmask.training.stages import Pair, Triplet, noise
@@ -127,6 +128,22 @@ def test_pair_batches_come_from_one_data_set_that_the_curriculum_allows():
     assert all(data[name].documents[i] is s.tokens_L for i, s in zip(rows, sequences[4:], strict=True))
 
 
+@pytest.mark.parametrize("quantize", [True, False])
+def test_a_pair_step_compares_codes_or_means_as_configured(quantize):
+    settings = tiny_stages.config("pair", quantize=quantize)
+    model, stage = tiny_stages.model("pair"), tiny_stages.stage("pair", settings)
+    _, sequences = batch = stage.batch(0)
+    rows_RD = encode_rows(model, sequences)
+    if quantize:
+        rows_RD = int8(rows_RD)
+    loss = pair_loss(rows_RD[:4], rows_RD[4:], temperature=settings.temperature, margin=settings.margin)
+    loss.backward()
+    expected = tiny.gradients(model)
+    model.zero_grad()
+    assert float(stage.backward(model, batch, 0, ALONE)["loss"]) == pytest.approx(loss.item(), rel=1e-6)
+    assert relative_difference(expected, tiny.gradients(model)) <= 1e-5
+
+
 def triplet_case(**changes):
     keys = ["a", "a", "b", "c", "d", "e", "f"]  # six distinct rows, so that the batch divides unevenly
     settings = tiny_stages.config("triplet", batch=7, token_budget=80, **changes)
@@ -190,3 +207,28 @@ def test_beta_rises_over_the_contextual_training():
     ]
     assert betas[0] == pytest.approx(0.2)
     assert betas[0] < betas[1] < betas[2] == pytest.approx(0.5)
+
+
+def test_the_contextual_stage_computes_the_objective_that_is_configured():
+    """InSeNT on the codes, at each Matryoshka prefix, without the document-level term."""
+    settings = tiny_stages.config("contextual", objective="insent", alpha=0.3, temperature=0.05)
+    stage, model = tiny_stages.stage("contextual", settings), tiny.model()
+    _, batch = drawn = stage.batch(0)
+    row = stage.backward(stage.module(model), drawn, 0, ALONE)
+    found = tiny.gradients(model)
+    model.zero_grad()
+    q, chunks, _, mask = split_rows(torch.cat([encode_rows(model, [s]) for s in batch.sequences]), batch)
+    where = batch.document_N, batch.gold_N
+    losses = [
+        insent_loss(
+            int8(q)[:, :d], int8(chunks)[..., :d], *where, lam=0.3, temperature=0.05, chunk_mask_MC=mask
+        )
+        for d in settings.dimensions
+    ]
+    loss = sum(losses) / len(losses)
+    loss.backward()
+    assert float(row["loss"]) == pytest.approx(loss.item(), rel=1e-5)
+    assert "beta" not in row
+    assert relative_difference(tiny.gradients(model), found) <= 1e-5
+    paper = tiny_stages.stage("contextual", tiny_stages.config("contextual"))
+    assert float(paper.backward(paper.module(model), drawn, 0, ALONE)["loss"]) != float(row["loss"])

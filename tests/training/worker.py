@@ -30,6 +30,7 @@ CASES = {
     "diffusion": {"batch": 11, "token_budget": 16, "cut_fraction": 0.3},
     "pair": {"batch": 9, "token_budget": 20},
     "contextual": {"batch": 5, "token_budget": 20},
+    "insent": {"stage": "contextual", "objective": "insent", "batch": 5, "token_budget": 20},
     "triplet": {"batch": 7, "token_budget": 20, "accumulation": 2},
     "one block": {"stage": "diffusion", "batch": 1, "token_budget": 16},
     "one micro-batch": {"stage": "pair", "batch": 9, "token_budget": 10_000},

@@ -233,7 +233,7 @@ def _require_recorded(base: str, pattern: str) -> None:
 
 
 def _unknown(kind: str, name: str | None, known: Iterable[str]) -> str:
-    names = sorted(known)
+    names = sorted(map(str, known))
     listed = ", ".join(names[:20]) + (f", … ({len(names)} in all)" if len(names) > 20 else "")
     asked = f"{kind} {name!r}{did_you_mean(name, names)}" if name else f"default {kind}; name one"
     return f"no {asked}; there are: {listed}"

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from unmask.config import TripletConfig
-from unmask.search import exact, index
+from unmask.search import Exact, index
 from unmask.similarity import similarity
 
 Found = tuple[np.ndarray, np.ndarray]  # scores and numbers of documents
@@ -107,11 +107,13 @@ def choose(
     def best(rows: np.ndarray, depth: int) -> Found:
         return search(q_UD[query_N[rows]], depth)
 
+    whole = Exact(d_MD)
+
     def best_safe(rows: np.ndarray, depth: int) -> Found:
-        return exact(q_UD[query_N[rows]], d_MD, depth, ceiling_N=ceiling_N[rows])
+        return whole(q_UD[query_N[rows]], depth, ceiling_N=ceiling_N[rows])
 
     def worst(rows: np.ndarray, depth: int) -> Found:
-        return exact(q_UD[query_N[rows]], d_MD, depth, lowest=True)
+        return whole(q_UD[query_N[rows]], depth, lowest=True)
 
     ids_NK, rank_NK = np.empty((2, pairs, count), np.int64)
     score_NK, rank_N = np.empty((pairs, count), np.float32), np.empty(pairs, np.int64)

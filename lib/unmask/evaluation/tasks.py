@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from unmask.config import EvaluationConfig
 from unmask.data.corpus import Corpus
@@ -24,6 +25,7 @@ class Task:
     """Queries against a corpus of chunks. A plain task has documents of one chunk each.
 
     `relevant[i]` holds the numbers of the chunks that answer query i, counted over all documents in order.
+    `chunk_ids` names the chunks, which orders equal scores; None: by their numbers.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Task:
     queries: list[str]
     documents: list[list[str]]
     relevant: list[set[int]]
+    chunk_ids: list[str] | None = None
 
     @property
     def contextual(self) -> bool:
@@ -119,11 +122,18 @@ def _document_task(name: str, family: str, rows: list[dict], config: EvaluationC
 def embed_task(embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool) -> Vectors:
     """Vectors of a task: chunks in the light of their document (late chunking), or each alone."""
     queries_ND = embedder.encode(task.queries, "float32", max_length=config.query_length)
+    return Vectors(queries_ND, embed_chunks(embedder, task, config, late_chunking=late_chunking))
+
+
+def embed_chunks(
+    embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool
+) -> np.ndarray:
+    """The unquantised vectors of a task's chunks alone, see `embed_task`."""
     if late_chunking and task.contextual:
         parts = embedder.encode_documents(task.documents, "float32", chunk_length=config.chunk_length)
-        return Vectors(queries_ND, np.concatenate(parts))
+        return np.concatenate(parts)
     length = config.chunk_length if task.contextual else config.document_length
-    return Vectors(queries_ND, embedder.encode(task.chunks, "float32", max_length=length))
+    return embedder.encode(task.chunks, "float32", max_length=length)
 
 
 def score_task(
@@ -132,7 +142,12 @@ def score_task(
     """nDCG@10 of each query, cosine similarity, in a precision and at the first `dimensions`."""
     q_ND = quantized(vectors.queries_ND, precision, dimensions)
     d_MD = quantized(vectors.chunks_MD, precision, dimensions)
-    return retrieval_metrics(similarity(q_ND, d_MD), task.relevant, per_query=True)["ndcg@10"]
+    return ndcg(task, similarity(q_ND, d_MD))
+
+
+def ndcg(task: Task, scores_NM: Tensor | np.ndarray) -> np.ndarray:
+    """nDCG@10 of each query of a task, given the score of each chunk for it."""
+    return retrieval_metrics(scores_NM, task.relevant, document_ids=task.chunk_ids, per_query=True)["ndcg@10"]
 
 
 def evaluate(
@@ -182,12 +197,7 @@ def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict
 
 def evaluate_bm25(tasks: list[Task]) -> dict[str, np.ndarray]:
     """The lexical baseline: nDCG@10 of each query of each task; chunks are seen alone."""
-    return {
-        task.name: retrieval_metrics(bm25_scores(task.queries, task.chunks), task.relevant, per_query=True)[
-            "ndcg@10"
-        ]
-        for task in tasks
-    }
+    return {task.name: ndcg(task, bm25_scores(task.queries, task.chunks)) for task in tasks}
 
 
 def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, float]:

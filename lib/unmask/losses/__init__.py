@@ -4,7 +4,14 @@ Shape suffixes: B sequences · L tokens · D dimensions · V vocabulary · N que
 C chunks per document · K hard negatives per query.
 """
 
-from unmask.losses.contextual import batch_loss, contextual_loss, global_loss, local_loss, sequence_loss
+from unmask.losses.contextual import (
+    batch_loss,
+    contextual_loss,
+    global_loss,
+    insent_loss,
+    local_loss,
+    sequence_loss,
+)
 from unmask.losses.contrastive import pair_loss, triplet_loss
 from unmask.losses.diffusion import diffusion_loss, next_token_loss
 from unmask.losses.matryoshka import matryoshka
@@ -14,6 +21,7 @@ __all__ = [
     "contextual_loss",
     "diffusion_loss",
     "global_loss",
+    "insent_loss",
     "local_loss",
     "matryoshka",
     "next_token_loss",

@@ -1,4 +1,5 @@
-"""The objective of contextual training: a chunk among chunks (local), a document among documents (global).
+"""The objectives of contextual training: a chunk among chunks (local), a document among documents (global);
+and InSeNT, which has no document-level term.
 
 Several queries of a batch may ask about the same document. Every distinct document is therefore passed once
 and `document_N` says which one a query belongs to: sums run over distinct documents. That masks duplicates by
@@ -248,6 +249,60 @@ def contextual_loss(
     return beta * document + (1 - beta) * local
 
 
+def insent_loss(
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    lam: float = 0.5,
+    temperature: float = 0.05,
+    chunk_mask_MC: Tensor | None = None,
+    queries: slice | None = None,
+) -> Tensor:
+    """InSeNT: the gold chunk against its own document, and against the chunks of the other documents.
+
+        L = (1/M') Σ_d (1/N_d) Σ_{i asks about d} [ λ ℓ_seq(i) + (1−λ) ℓ_batch(i) ],
+        ℓ_seq(i) as in `sequence_loss`,
+        ℓ_batch(i) = −log e^{s(q_i,c_i*)/τ} / [ e^{s(q_i,c_i*)/τ} + Σ_{j≠d} Σ_k e^{s(q_i,c_jk)/τ} ]
+
+    with N_d queries about document d and M' documents that are asked about: the mean over the queries of each
+    document, then over documents. Unlike in `batch_loss`, the other chunks of the own document are no
+    negatives of the in-batch term.
+
+    Arguments, result and errors are those of `sequence_loss`; `lam` is λ, the weight of the in-sequence term,
+    in [0, 1], and `queries` selects whose terms are summed, with the weights they have in the whole batch.
+
+    Source: ConTEB (2505.24782), section 4.2 (τ = 0.05; λ is tuned, 0.5 is the default of the authors' code).
+
+    Example:
+        >>> chunks = torch.eye(4).reshape(2, 2, 4)
+        >>> queries = torch.eye(4)[[0, 3]]
+        >>> loss = insent_loss(queries, chunks, torch.tensor([0, 1]), torch.tensor([0, 1]), temperature=1.0)
+        >>> f"{loss:.4f}"  # half log(1 + 1/e), half log(1 + 2/e)
+        '0.4324'
+    """
+    _check_weight("lam", lam)
+    _check_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
+    check_temperature(temperature)
+    count_M = document_N.bincount(minlength=len(chunks_MCD))
+    share_N = len(q_ND) / (count_M.count_nonzero() * count_M[document_N].double())  # 1 if all have as many
+
+    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+        scores_TMC = _chunk_scores(q_TD, chunks_MCD, chunk_mask_MC)
+        index_T = torch.arange(len(scores_TMC), device=scores_TMC.device)
+        own_TC = scores_TMC[index_T, document_N[rows]]
+        gold_T1 = own_TC.gather(1, gold_N[rows, None])
+        own_TM = document_N[rows, None] == torch.arange(len(chunks_MCD), device=document_N.device)
+        others_TR = scores_TMC.masked_fill(own_TM[..., None], -torch.inf).flatten(1)
+        sequence_T = info_nce(gold_T1.squeeze(1), own_TC, temperature=temperature)
+        batch_T = info_nce(gold_T1.squeeze(1), gold_T1, others_TR, temperature=temperature)
+        return (share_N[rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)).sum()
+
+    candidates = chunks_MCD.shape[0] * chunks_MCD.shape[1]
+    return mean_over_queries(nats_of, q_ND, queries, candidates=candidates)
+
+
 def _chunk_losses(
     q_ND: Tensor,
     chunks_MCD: Tensor,
@@ -262,9 +317,7 @@ def _chunk_losses(
     check_temperature(temperature)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
-        scores_TMC = cosine(q_TD, chunks_MCD.flatten(0, 1)).unflatten(1, chunks_MCD.shape[:2])
-        if chunk_mask_MC is not None:
-            scores_TMC = scores_TMC.masked_fill(~chunk_mask_MC.bool(), -torch.inf)
+        scores_TMC = _chunk_scores(q_TD, chunks_MCD, chunk_mask_MC)
         own_TC = scores_TMC[torch.arange(len(scores_TMC), device=scores_TMC.device), document_N[rows]]
         gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
@@ -274,6 +327,14 @@ def _chunk_losses(
     candidates = chunks_MCD.shape[0] * chunks_MCD.shape[1]
     sequence, batch = mean_over_queries(nats_of, q_ND, queries, candidates=candidates)
     return sequence, batch
+
+
+def _chunk_scores(q_TD: Tensor, chunks_MCD: Tensor, chunk_mask_MC: Tensor | None) -> Tensor:
+    """Similarity of every query with every chunk; −inf where a chunk is padding."""
+    scores_TMC = cosine(q_TD, chunks_MCD.flatten(0, 1)).unflatten(1, chunks_MCD.shape[:2])
+    if chunk_mask_MC is None:
+        return scores_TMC
+    return scores_TMC.masked_fill(~chunk_mask_MC.bool(), -torch.inf)
 
 
 def _check_chunks(

@@ -23,6 +23,7 @@ from unmask.encoding import TokenSequence
 from unmask.losses import (
     contextual_loss,
     diffusion_loss,
+    insent_loss,
     matryoshka,
     next_token_loss,
     pair_loss,
@@ -210,7 +211,8 @@ class _Contrastive:
 
 
 class Pair(_Contrastive):
-    """Contrastive pair training with INT8 from the first step (pplx-embed, section 2.3)."""
+    """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
+    (pplx-embed, section 2.3)."""
 
     def __init__(
         self,
@@ -235,9 +237,9 @@ class Pair(_Contrastive):
         config, n = self._config, len(batch[1]) // 2
 
         def loss_of_rows(rows_RD: Tensor) -> Tensor:
-            codes_RD = int8(rows_RD)
+            embeddings_RD = int8(rows_RD) if config.quantize else rows_RD
             return pair_loss(
-                codes_RD[:n], codes_RD[n:], temperature=config.temperature, margin=config.margin,
+                embeddings_RD[:n], embeddings_RD[n:], temperature=config.temperature, margin=config.margin,
                 queries=processes.slice(n),
             )  # fmt: skip
 
@@ -249,7 +251,12 @@ class Pair(_Contrastive):
 
 
 class Contextual(_Contrastive):
-    """Late chunking with the dual objective, INT8 and Matryoshka (pplx-embed, section 2.4)."""
+    """Late chunking with INT8 and Matryoshka, and the dual objective of pplx-embed (section 2.4) or InSeNT's
+    (`config.objective`).
+
+    InSeNT weighs its terms with λ = `config.alpha` and has no document-level term. Its authors train without
+    quantiser and without Matryoshka; both stay here, so that the objective is all that differs.
+    """
 
     def __init__(
         self, data: Mapping[str, Sequence[TokenDocument]], config: ContextualConfig, separator_id: int
@@ -274,12 +281,18 @@ class Contextual(_Contrastive):
 
         def loss_of_rows(rows_RD: Tensor) -> Tensor:
             q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, batch)
+            where = batch.document_N.to(rows_RD.device), batch.gold_N.to(rows_RD.device)
+            options = {"chunk_mask_MC": mask_MC, "queries": processes.slice(len(q_ND))}
 
             def loss(q: Tensor, chunks: Tensor, documents: Tensor) -> Tensor:
+                if config.objective == "insent":
+                    return insent_loss(
+                        q, chunks, *where, lam=config.alpha, temperature=config.temperature, **options
+                    )
                 return contextual_loss(
-                    q, chunks, documents, batch.document_N.to(q.device), batch.gold_N.to(q.device),
+                    q, chunks, documents, *where,
                     beta=beta, alpha=config.alpha, temperature=config.temperature, margin=config.margin,
-                    chunk_mask_MC=mask_MC, queries=processes.slice(len(q)),
+                    **options,
                 )  # fmt: skip
 
             return matryoshka(loss, (int8(q_ND), int8(chunks_MCD), int8(documents_MD)), config.dimensions)
@@ -288,7 +301,8 @@ class Contextual(_Contrastive):
             module, batch.sequences, loss_of_rows,
             token_budget=config.token_budget, processes=processes,
         )  # fmt: skip
-        return {"loss": loss, "tokens": sum(map(len, batch.sequences)), "dataset": name, "beta": beta}
+        row = {"loss": loss, "tokens": sum(map(len, batch.sequences)), "dataset": name}
+        return row if config.objective == "insent" else row | {"beta": beta}
 
 
 class Triplet(_Contrastive):
