@@ -10,11 +10,13 @@ import random
 import time
 import warnings
 from collections import Counter
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import openai
 from filelock import FileLock, Timeout
@@ -30,6 +32,7 @@ LONGEST_WAIT = 600.0  # seconds that a server may ask for with Retry-After
 HOPELESS = {401: "the key is wrong", 403: "the key has no access", 404: "there is no such path or model"}
 
 Message = dict[str, str]
+T = TypeVar("T")
 
 
 class EndpointError(RuntimeError):
@@ -261,3 +264,25 @@ def _asked_to_wait(header: str | None) -> float:
         except ValueError:
             return 0.0
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`; in a thread where a loop runs already, as in Jupyter, and then interruptible too."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = Future()
+
+    async def noted() -> T:
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work
+
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(asyncio.run, noted())
+        try:
+            return outcome.result()
+        except KeyboardInterrupt:
+            loop, task = started.result()
+            loop.call_soon_threadsafe(task.cancel)
+            raise

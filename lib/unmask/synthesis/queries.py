@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from unmask.config import SynthesisConfig
 from unmask.search import unit
-from unmask.synthesis.chat import Chat, Journal, RequestFailed, check_endpoint
+from unmask.synthesis.chat import Chat, Journal, RequestFailed, check_endpoint, run
 from unmask.synthesis.plan import Encoder, plan_documents, plan_pairs
 from unmask.synthesis.prompts import (
     QUERY_SCHEMA,
@@ -83,7 +82,7 @@ def synthesize_pairs(
     """
     check_endpoint(config)
     tasks = plan_pairs(passages, embedder, config)
-    drafts, chat = _run(_drafts(tasks, config, folder / "pairs.journal"))
+    drafts, chat = run(_drafts(tasks, config, folder / "pairs.journal"))
     outcomes, similarity = _sift(tasks, drafts, embedder, config)
     rows = [
         {
@@ -114,7 +113,7 @@ def synthesize_documents(
     """
     check_endpoint(config)
     drawn, tasks = plan_documents(documents, embedder, config)
-    drafts, chat = _run(_drafts(tasks, config, folder / "documents.journal"))
+    drafts, chat = run(_drafts(tasks, config, folder / "documents.journal"))
     outcomes, similarity = _sift(tasks, drafts, embedder, config)
     kept: dict[int, list[tuple[str, int]]] = {}
     for task, draft, outcome in zip(tasks, drafts, outcomes, strict=True):
@@ -199,25 +198,3 @@ def _finish(
     counts = dict(Counter(outcomes).most_common())
     known = similarity_N[~np.isnan(similarity_N)]
     return Synthesis(path, rows, counts, known, dict(chat.traffic), chat.structured)
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`; in a thread where a loop runs already, as in Jupyter, and then interruptible too."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = Future()
-
-    async def noted() -> T:
-        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
-        return await work
-
-    with ThreadPoolExecutor(1) as thread:
-        outcome = thread.submit(asyncio.run, noted())
-        try:
-            return outcome.result()
-        except KeyboardInterrupt:
-            loop, task = started.result()
-            loop.call_soon_threadsafe(task.cancel)
-            raise

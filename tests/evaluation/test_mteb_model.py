@@ -1,0 +1,213 @@
+"""Our embedder under mteb: scores equal to ours, the Hub's layout from a mirror, appendix C."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mteb
+import numpy as np
+import pytest
+from datasets import Dataset
+from mteb.abstasks import AbsTaskRetrieval
+from mteb.abstasks.task_metadata import TaskMetadata
+
+import tiny
+from unmask.config import load_preset
+from unmask.embedder import Embedder
+from unmask.evaluation import mteb_model
+from unmask.evaluation.mteb_model import MtebEncoder, as_mteb, benchmark_tasks, noisy, run_benchmark
+from unmask.evaluation.ranking import retrieval_metrics
+from unmask.evaluation.tasks import Task, evaluate
+from unmask.similarity import similarity
+
+CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
+DOCUMENTS = [
+    f"The {animal} of number {i} likes {i % 7}." for i, animal in enumerate(["fox", "owl", "bee"] * 12)
+]
+QUERIES = [f"Who likes {i}?" for i in range(7)]
+RELEVANT = [{d for d in range(len(DOCUMENTS)) if d % 7 == i} for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    return Embedder(tiny.model(), tiny.tokenizer())
+
+
+def repository(folder: Path) -> None:
+    """A retrieval data set as mteb's are on the Hub; nothing answers its last query."""
+    tables = {
+        "corpus": [{"_id": f"d{i:03}", "title": "", "text": text} for i, text in enumerate(DOCUMENTS)],
+        "queries": [{"_id": f"q{i}", "text": text} for i, text in enumerate([*QUERIES, "Nobody?"])],
+        "default": [
+            {"query-id": f"q{i}", "corpus-id": f"d{d:03}", "score": 1}
+            for i, gold in enumerate(RELEVANT)
+            for d in sorted(gold)
+        ],
+    }
+    lines = ["---", "configs:"]
+    for name, rows in tables.items():
+        folder.joinpath(name).mkdir(parents=True)
+        Dataset.from_list(rows).to_parquet(str(folder / name / "test.parquet"))
+        lines += [f"- config_name: {name}", "  data_files:"]
+        lines += ["  - split: test", f"    path: {name}/test.parquet"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+
+class Animals(AbsTaskRetrieval):
+    metadata = TaskMetadata(
+        name="Animals",
+        description="Of a test.",
+        dataset={"path": "tests/animals", "revision": "0" * 40},
+        type="Retrieval",
+        eval_langs=["eng-Latn"],
+        main_score="ndcg_at_10",
+    )
+
+
+@pytest.fixture
+def animals(tmp_path, monkeypatch):
+    """The mirror that holds the task's data; `benchmark_tasks` knows the task."""
+    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path / "mirror"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    known = mteb_model.benchmark_tasks
+    monkeypatch.setattr(mteb_model, "benchmark_tasks", lambda n: [Animals()] if n == "Animals" else known(n))
+    repository(tmp_path / "mirror" / "tests" / "animals")
+    return tmp_path
+
+
+@pytest.mark.parametrize("precision", ["int8", "binary", "ubinary", "float32"])
+def test_mteb_reads_a_mirror_and_scores_as_we_do(animals, embedder, precision):
+    (row,) = run_benchmark(embedder, ["Animals"], CONFIG, animals / "results", precision=precision)
+    assert row["why"] == "" and (row["benchmark"], row["task"]) == ("Animals", "Animals")
+    q_ND = embedder.encode(QUERIES, precision, max_length=CONFIG.query_length)
+    d_MD = embedder.encode(DOCUMENTS, precision, max_length=CONFIG.document_length)
+    ids = [f"d{i:03}" for i in range(len(DOCUMENTS))]
+    ours = retrieval_metrics(similarity(q_ND, d_MD), RELEVANT, document_ids=ids)["ndcg@10"]
+    assert 0 < ours < 1 and row["score"] == pytest.approx(ours, abs=1e-5)  # mteb rounds to five digits
+    assert row["subsets"] == {"default": row["score"]}
+
+
+def test_what_is_not_there_is_not_run_and_says_why(animals, embedder):
+    rows = run_benchmark(embedder, ["MIRACL", "Animals"], CONFIG, animals / "results")
+    assert rows[0]["task"] == "MIRACLRetrievalHardNegatives" and rows[0]["score"] is None
+    assert "in no mirror" in rows[0]["why"] and "HF_HUB_OFFLINE is set" in rows[0]["why"]
+    assert rows[1]["score"] is not None
+
+
+def test_a_task_that_fails_does_not_stop_the_others(animals, embedder):
+    (animals / "mirror" / "mteb" / "scifact").mkdir(parents=True)
+    rows = run_benchmark(embedder, ["SciFact", "Animals"], CONFIG, animals / "results")
+    assert rows[0]["score"] is None and rows[0]["why"]
+    assert rows[1]["score"] is not None
+
+
+def test_results_are_kept_until_the_model_changes(animals, embedder, monkeypatch):
+    (first,) = run_benchmark(embedder, ["Animals"], CONFIG, animals / "results")
+    with monkeypatch.context() as broken:
+        broken.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
+        assert run_benchmark(embedder, ["Animals"], CONFIG, animals / "results") == [first]
+    other = Embedder(tiny.model(seed=1), tiny.tokenizer())
+    (changed,) = run_benchmark(other, ["Animals"], CONFIG, animals / "results")
+    assert changed["score"] != first["score"]
+
+
+def test_unknown_names_are_refused_before_anything_runs(tmp_path, embedder):
+    with pytest.raises(ValueError, match="no benchmark and no task 'nosuch'; for instance: MIRACL"):
+        run_benchmark(embedder, ["MIRACL", "nosuch"], CONFIG, tmp_path)
+
+
+def test_the_benchmarks_are_the_papers():
+    multilingual = {task.metadata.name for task in benchmark_tasks("MTEB(Multilingual, v2)")}
+    code = {task.metadata.name for task in benchmark_tasks("MTEB(Code, v1)")}
+    table11 = """AILAStatutes ArguAna BelebeleRetrieval CovidRetrieval HagridRetrieval LEMBPasskeyRetrieval
+        LegalBenchCorporateLobbying MIRACLRetrievalHardNegatives MLQARetrieval SCIDOCS SpartQA StackOverflowQA
+        StatcanDialogueDatasetRetrieval TRECCOVID TempReasonL1 TwitterHjerneRetrieval
+        WikipediaRetrievalMultilingual WinoGrande"""
+    table12 = """AppsRetrieval COIRCodeSearchNetRetrieval CodeEditSearchRetrieval CodeFeedbackMT
+        CodeFeedbackST CodeSearchNetCCRetrieval CodeSearchNetRetrieval CodeTransOceanContest
+        CodeTransOceanDL CosQA
+        StackOverflowQA SyntheticText2SQL"""
+    assert multilingual == set(table11.split()) and code == set(table12.split())
+    (miracl,) = benchmark_tasks("MIRACL")
+    assert len(miracl.hf_subsets) == 18
+    table9 = {task.metadata.name: task for task in benchmark_tasks("table 9")}
+    assert len(table9) == 12 and table9["MIRACLRetrievalHardNegatives"].hf_subsets == ["en"]
+    assert table9["MSMARCO"].eval_splits == ["dev"]
+    assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
+
+
+def batches(*texts: str) -> list[dict]:
+    return [{"text": [text]} for text in texts]
+
+
+def encode(encoder: MtebEncoder, name: str, kind: str, *texts: str) -> np.ndarray:
+    return encoder.encode(
+        batches(*texts),
+        task_metadata=mteb.get_task(name).metadata,
+        hf_split="test",
+        hf_subset="default",
+        prompt_type=mteb.types.PromptType(kind),
+    )
+
+
+def test_arguana_queries_get_the_prompt_and_nothing_else_does(embedder):
+    encoder = MtebEncoder(embedder, CONFIG)
+    prompt = "Given a claim, find documents that refute the claim. Claim: "
+    prompted = embedder.encode([prompt + "Tea is red."], max_length=CONFIG.query_length)
+    plain = embedder.encode(["Tea is red."], max_length=CONFIG.query_length)
+    assert (encode(encoder, "ArguAna", "query", "Tea is red.") == prompted).all() and (
+        prompted != plain
+    ).any()
+    assert (encode(encoder, "ArguAna", "document", "Tea is red.") == plain).all()
+    assert (encode(encoder, "SCIDOCS", "query", "Tea is red.") == plain).all()
+
+
+def test_equal_documents_of_text2sql_are_told_apart_always_in_the_same_way(embedder):
+    encoder = MtebEncoder(embedder, CONFIG)
+    name, texts = "SyntheticText2SQL", ("SELECT 1", "SELECT 1", "SELECT name")
+    noised, again = (encode(encoder, name, "document", *texts) for _ in range(2))
+    exact = embedder.encode(texts, max_length=CONFIG.document_length)
+    assert (noised == again).all() and (noised[0] != noised[1]).any()
+    assert np.abs(noised - exact).max() < 1  # less than a step of INT8
+    assert (encode(encoder, name, "query", *texts) == exact).all()
+    assert (encode(encoder, "CosQA", "document", *texts) == exact).all()
+
+
+def test_noise_unpacks_bits():
+    bits = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
+    assert ((noisy(bits) > 0) == np.unpackbits(bits, axis=1).astype(bool)).all()
+
+
+def test_lengths_are_the_presets_but_for_passkeys(embedder):
+    encoder = MtebEncoder(embedder, CONFIG)
+    text = " ".join(f"word{i}" for i in range(200))
+    passkey = encode(encoder, "LEMBPasskeyRetrieval", "document", text)
+    assert (passkey == embedder.encode([text])).all()  # as far as the model's window goes
+    short = encode(encoder, "SCIDOCS", "document", text)
+    assert (short == embedder.encode([text], max_length=CONFIG.document_length)).all()
+    assert (passkey != short).any()
+    assert mteb_model.LENGTHS == {"LEMBPasskeyRetrieval": 16_384}
+
+
+def test_an_empty_document_gets_a_finite_vector(embedder):
+    assert encode(MtebEncoder(embedder, CONFIG), "SCIDOCS", "document", "", "a").shape == (2, 32)
+
+
+@pytest.mark.parametrize("precision", ["int8", "binary"])
+def test_our_tasks_score_the_same_under_mteb(tmp_path, embedder, precision):
+    task = Task("animals", "english", QUERIES, [[text] for text in DOCUMENTS], RELEVANT)
+    encoder = MtebEncoder(embedder, CONFIG, precision)
+    result = mteb.evaluate(encoder, as_mteb(task), cache=None, co2_tracker=False, show_progress_bar=False)
+    ours = evaluate(embedder, [task], CONFIG, precision=precision)["animals"].mean()
+    assert result.task_results[0].get_score() == pytest.approx(ours, abs=1e-5)
+
+
+def test_contextual_tasks_are_none_of_mtebs():
+    with pytest.raises(ValueError, match="texts, not chunks"):
+        as_mteb(Task("football", "contextual", ["q"], [["a", "b"]], [{0}]))
+
+
+def test_scores_are_written_as_json(animals, embedder):
+    rows = run_benchmark(embedder, ["Animals", "MIRACL"], CONFIG, animals / "results")
+    assert json.loads(json.dumps(rows)) == rows
