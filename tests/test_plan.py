@@ -257,7 +257,7 @@ def test_disk_counts_checkpoints_models_and_text():
     total, _ = plan.parameters(preset)
     planned = plan.trainings(preset, 0)
     contrastive = [t for t in planned if t.stage == "pair"]
-    candidates = 2 * len(preset.merge.t)
+    candidates = 2 * len(preset.merge.t) + 1  # and the export
     assert plan.disk_bytes(preset, contrastive) == 2 * 12 * total + 4 * total * (
         len(contrastive) + candidates
     )

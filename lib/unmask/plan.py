@@ -179,7 +179,7 @@ def activation_bytes(shape: BackboneConfig, *, half: bool, sharded: bool) -> int
 def disk_bytes(preset: Preset, planned: Sequence[Training]) -> float:
     """What the trainings will write, and the pretraining data they read."""
     total, _ = parameters(preset)
-    merged = 2 * len(preset.merge.t)  # candidates from both triplet models
+    merged = 2 * len(preset.merge.t) + 1  # candidates from both triplet models, and the export
     text, blocks = preset.data.max_text_mb * 1e6, 0.0
     for training in planned:
         if training.stage in ("ar", "diffusion"):
