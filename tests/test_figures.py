@@ -32,6 +32,11 @@ DRAWINGS = {
         reference={"paper": 0.2},
         log_x=True,
     ),
+    "lines with intervals": lambda: figures.lines(
+        {name: ([32, 64], [0.1, 0.2]) for name in NAMES},
+        **AXES,
+        intervals={name: [(0.0, 0.2), (0.1, 0.3)] for name in NAMES},
+    ),
     "histograms": lambda: figures.histograms({name: np.arange(50.0) for name in NAMES}, **AXES),
     "pareto": lambda: figures.pareto(
         {name: [(4096, 0.5, "1024-d"), (128, 0.4, "32-d")] for name in NAMES}, **AXES
@@ -81,6 +86,32 @@ def test_bars_stand_in_the_order_given_and_intervals_at_their_ends():
     assert [patch.get_height() for patch in axes.patches] == [0.5, 0.2]
     segments = axes.collections[0].get_segments()
     np.testing.assert_allclose([segment[:, 1] for segment in segments], [[0.4, 0.7], [0.1, 0.3]])
+    plt.close("all")
+
+
+def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
+    figure = figures.pareto(
+        {"int8": [(100, 0.5, "256"), (400, 0.4, "64")], "binary": [(800, 0.45, "256"), (50, 0.5, "2048")]},
+        **AXES,
+    )
+    (axes,) = figure.axes
+    (frontier,) = [line for line in axes.lines if line.get_label() == "frontier"]
+    assert list(zip(frontier.get_xdata(), frontier.get_ydata())) == [(100, 0.5), (800, 0.45)]
+    above = {text.get_text() for text in axes.texts if text.get_va() == "bottom"}
+    assert above == {"256"} and len(axes.texts) == 4
+    plt.close("all")
+
+
+def test_intervals_of_lines_are_bands_around_their_points():
+    figure = figures.lines(
+        {"a": ([32, 64], [0.1, 0.2]), "b": ([32, 64], [0.3, 0.4])},
+        **AXES,
+        intervals={"a": [(0.0, 0.2), (0.1, 0.3)]},
+    )
+    (axes,) = figure.axes
+    (band,) = axes.collections
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices.round(6).tolist()}
+    assert corners == {(32, 0.0), (32, 0.2), (64, 0.1), (64, 0.3)}
     plt.close("all")
 
 

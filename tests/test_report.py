@@ -1,9 +1,23 @@
 import json
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from unmask.report import VERDICTS, added_up, claim, claims_table, judge, markdown_table, not_run, points
+from unmask import figures
+from unmask.config import load_preset
+from unmask.report import (
+    VERDICTS,
+    added_up,
+    claim,
+    claims_table,
+    judge,
+    markdown_table,
+    not_run,
+    percent,
+    points,
+    render,
+)
 
 CLAIM = {
     "source": "table 1",
@@ -94,3 +108,54 @@ def test_what_was_read_is_added_up_by_data_set():
     both = {"source": "text", "share": 30.0, "blocks": 6, "epochs": 1.5, "held out": 3, "dropped": 1}
     web = {"source": "web", "share": 70.0, "blocks": 14, "epochs": 1.0, "held out": 0, "dropped": 0}
     assert added_up(rows) == [both, web]
+
+
+def test_percent():
+    table = {"ours": {"a": 0.25, "b": 1.0}}
+    assert percent(table) == {"ours": {"a": 25.0, "b": 100.0}} and table["ours"]["a"] == 0.25
+
+
+STUDIES = {
+    "00_backbone": {"checkpoint": "from scratch", "parameters": 4_195_840, "train_seconds": 82.2},
+    "06_quantization": {
+        "quality": [
+            {"dimensions": 32, "precision": "int8", "nDCG@10": 0.101},
+            {"dimensions": 256, "precision": "int8", "nDCG@10": 0.202},
+            {"dimensions": 256, "precision": "binary", "nDCG@10": 0.303},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("ran", [True, False])
+def test_the_report_says_what_ran_and_what_did_not(ran):
+    claims = [
+        claim("It works.", verdict="reproduced", **CLAIM),
+        not_run("It scales.", source="s", paper="p", why="w"),
+    ]
+    metrics = STUDIES | ({"08_conteb": {}} if ran else {})
+    text = render(load_preset("smoke"), "mine", metrics, {"pair": {"english": 0.25}}, claims)
+    assert text.startswith("# Unmask report: preset `smoke`") and "4.20 M parameters" in text
+    assert "Of 2 claims: 1 reproduced, 0 not at this scale, 0 contradicted, 1 not run." in text
+    assert "| pair | 0.250 |" in text and "| 00_backbone | 82 |" in text
+    assert "papermill_runs/mine/12_report.ipynb" in text
+    assert "0.202" in text and "0.303" in text and "0.101" not in text  # the full dimension only
+    assert "(figures/12_report-table03.png)" in text and "(figures/06_quantization-pareto.png)" in text
+    assert ("(figures/08_conteb-corpus-size.png)" in text) is ran  # never a figure that nothing drew
+
+
+def test_ours_stands_beside_the_paper():
+    panels = {
+        "the paper": {"a": {"x": 1.0, "y": 2.0}, "b": {"y": 3.0, "z": 4.0}, "c": {"x": 5.0}},
+        "ours": {"mine": {"x": 0.5}},
+    }
+    figure = figures.beside(panels, highlight=["b", "mine", "absent"], xlabel="score in %", title="A title")
+    left, right, *legends = figure.axes
+    assert figure.get_suptitle() == "A title" and {ax.get_xlabel() for ax in (left, right)} == {"score in %"}
+    assert [tick.get_text() for tick in left.get_yticklabels()] == ["x", "y", "z"]
+    assert left.get_ylim() == right.get_ylim()  # rows of one height
+    dots = {line.get_label(): list(zip(*line.get_data())) for line in left.lines}
+    assert dots["b"] == [(3.0, 1), (4.0, 2)]
+    labels = [[text.get_text() for text in below.get_legend().get_texts()] for below in legends]
+    assert labels == [["b", "2 others"], ["mine"]]
+    plt.close(figure)

@@ -4,6 +4,7 @@ colour-blind-safe."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 # Okabe and Ito's palette: distinguishable with the common colour-vision deficiencies, and on white when
 # printed.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666", "#F0E442")
+MARKERS = ("o", "D", "s", "^", "v", "P", "X", "*")
 STYLE = {
     "figure.figsize": (7.2, 3.8),
     "figure.facecolor": "white",
@@ -108,12 +110,16 @@ def grouped_bars(
 
 def lines(
     series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, xlabel: str, ylabel: str, title: str,
-    reference: dict | None = None, log_x: bool = False,
+    intervals: Mapping[str, Sequence[tuple[float, float]]] | None = None, reference: dict | None = None,
+    log_x: bool = False,
 ) -> Figure:  # fmt: skip
-    """Curves of measured points: name → (x, y)."""
+    """Curves of measured points: name → (x, y); intervals, where given, as bands."""
     figure, ax = axes()
     for number, (name, (x, y)) in enumerate(series.items()):
-        ax.plot(x, y, marker="o", markersize=4, color=COLORS[number % len(COLORS)], label=name)
+        color = COLORS[number % len(COLORS)]
+        ax.plot(x, y, marker=MARKERS[number % len(MARKERS)], markersize=4, color=color, label=name)
+        if intervals and name in intervals:
+            ax.fill_between(x, *zip(*intervals[name], strict=True), color=color, alpha=0.2, linewidth=0)
     if log_x:
         ax.set_xscale("log", base=2)
         ticks = sorted({value for x, _ in series.values() for value in x})
@@ -141,14 +147,32 @@ def histograms(
 def pareto(
     points: Mapping[str, Sequence[tuple[float, float, str]]], *, xlabel: str, ylabel: str, title: str
 ) -> Figure:
-    """Quality against storage: name → (x, y, label) points joined in order of x, on a logarithmic x axis."""
+    """Quality against storage: name → (x, y, label) points joined in order of x, on a logarithmic x axis.
+
+    The frontier, the points that no other one beats in both, is drawn as a grey staircase; labels of its
+    points stand above them, others below.
+    """
     figure, ax = axes(figsize=(7.2, 4.2))
+    everything = [(x, y) for data in points.values() for x, y, _ in data]
+    best = [p for p in everything if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in everything)]
+    ax.step(
+        *zip(*sorted(best), strict=True),
+        where="pre",
+        color="#999999",
+        linewidth=5,
+        alpha=0.35,
+        label="frontier",
+    )
     for number, (name, data) in enumerate(points.items()):
-        data = sorted(data)
-        x, y, labels = zip(*data, strict=True)
-        ax.plot(x, y, marker="o", markersize=5, color=COLORS[number % len(COLORS)], label=name)
-        for one, two, label in zip(x, y, labels, strict=True):
-            ax.annotate(label, (one, two), textcoords="offset points", xytext=(4, 5), fontsize=7.5)
+        x, y, _ = zip(*sorted(data), strict=True)
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+        ax.plot(x, y, marker=marker, markersize=5, color=color, label=name)
+        for *at, label in data:
+            above = tuple(at) in best
+            ax.annotate(
+                label, at, textcoords="offset points", xytext=(0, 6 if above else -6), ha="center",
+                va="bottom" if above else "top", fontsize=8, color=color,
+            )  # fmt: skip
     ax.set_xscale("log")
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
     ax.margins(x=0.1, y=0.12)
@@ -165,6 +189,50 @@ def horizontal_bars(values: Mapping[str, float], *, xlabel: str, title: str, fmt
     ax.set(xlabel=xlabel, title=title)
     ax.grid(axis="y", visible=False)
     ax.margins(x=0.12)
+    return figure
+
+
+def beside(
+    panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, xlabel: str, title: str,
+    highlight: Sequence[str] = (),
+) -> Figure:  # fmt: skip
+    """Dots side by side, each panel on its own scale: panel → series → row → value.
+
+    Rows stand in the order in which they first appear, the first on top, with a line through their dots.
+
+    Args:
+        highlight: the series in colour, in this order, where there are more than a legend should hold; the
+            others are grey.
+    """
+    plt.rcParams.update(STYLE)
+    rows = {name: list(dict.fromkeys(r for s in panel.values() for r in s)) for name, panel in panels.items()}
+    tallest, columns, grey = max(map(len, rows.values())), 2 if len(panels) == 1 else 1, "#b5b5b5"
+    labels = min(max(map(len, panels.values())), len(highlight) + 1 if highlight else len(COLORS))
+    heights = (0.21 * tallest, 0.2 * -(-labels // columns))  # inches
+    size = (max(7.2, 1.2 + 3.6 * len(panels)), sum(heights) + 1.1)
+    figure, drawn = plt.subplots(2, len(panels), figsize=size, height_ratios=heights, squeeze=False)
+    for (name, panel), ax, below in zip(panels.items(), *drawn, strict=True):
+        at = {row: number for number, row in enumerate(rows[name])}
+        for row, y in at.items():
+            values = [series[row] for series in panel.values() if row in series]
+            ax.hlines(y, min(values), max(values), color=grey, linewidth=1)
+        colored = [series for series in highlight or panel if series in panel]
+        others = [series for series in panel if series not in colored]
+        for series in others:
+            ax.plot(list(panel[series].values()), [at[row] for row in panel[series]], "o", color=grey, ms=4)
+        for series, color, marker in zip(colored, cycle(COLORS), cycle(MARKERS)):
+            y = [at[row] for row in panel[series]]
+            ax.plot(list(panel[series].values()), y, marker, color=color, ms=6, label=series)
+        if others:
+            ax.plot([], [], "o", color=grey, ms=4, label=f"{len(others)} others")
+        ax.set_yticks(range(len(at)), list(at))
+        ax.set_ylim(tallest - 0.5, -0.5)
+        ax.set_title(name, fontsize=9.5)
+        ax.set_xlabel(xlabel)
+        ax.grid(axis="y", visible=False)
+        below.legend(*ax.get_legend_handles_labels(), loc="upper center", ncols=columns, borderpad=0)
+        below.axis("off")
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return figure
 
 

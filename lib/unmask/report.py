@@ -9,6 +9,14 @@ if TYPE_CHECKING:
     from unmask.config import Preset
 
 VERDICTS = ("reproduced", "not at this scale", "contradicted", "not run")
+# Questions of the report, with the figures that answer them.
+STUDIES = {
+    "Does context reach the chunk?": ("12_report-table03", "08_conteb-corpus-size"),
+    "What does a megabyte buy?": ("12_report-table01", "06_quantization-pareto"),
+    "Are bits cheaper for wider models or for larger ones?": ("06_quantization-sizes",),
+    "Does retrieval hold in larger corpora?": ("12_report-table06",),
+    "Is the diffusion backbone worth it?": ("07_diffusion_vs_ar-loss", "12_report-table09"),
+}
 
 
 def judge(interval: tuple[float, float], *, above: float | None = None, below: float | None = None) -> str:
@@ -71,6 +79,11 @@ def points(effect: Sequence[float]) -> str:
     return f"{difference:+.1f} [{low:+.1f}, {high:+.1f}] points"
 
 
+def percent(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """A table of shares, such as nDCG, in the paper's unit: hundredths."""
+    return {name: {key: 100 * value for key, value in row.items()} for name, row in table.items()}
+
+
 def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str:
     """Rows of equal keys as a Markdown table; numbers are rounded, a missing value is written "not run"."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -122,6 +135,8 @@ def render(
         for notebook, values in metrics.items()
         if values.get("train_seconds")
     ]
+    quality = metrics["06_quantization"]["quality"]
+    whole = [row for row in quality if row["dimensions"] == max(row["dimensions"] for row in quality)]
     sections = [
         f"# Unmask report: preset `{preset.name}`",
         f"{preset.about}. Backbone: {backbone['checkpoint']}, {backbone['parameters'] / 1e6:.2f} M "
@@ -129,22 +144,24 @@ def render(
         "bootstrap over queries. Scores of a model this small say whether an effect is there, not how large "
         "it is for the models of the paper. Commit, versions, hardware, seeds and wall times: "
         f"`provenance.json`; the origin of every number: `papermill_runs/{run}/`.",
-        "![What each stage adds, by family of tasks](figures/12_report-stages.png)",
+        _figure("12_report-stages", "What each stage adds, by family of tasks"),
         "## Claims",
         claims_table(claims),
         "## Stages: nDCG@10 by family of held-out tasks, INT8",
         markdown_table([{"model": name} | row for name, row in stages.items()]),
-        "## Does context reach the chunk?",
-        "![Tasks whose chunks need their document](figures/03_contextual-context.png)",
-        "## What does a megabyte buy?",
-        "![Quality against storage](figures/06_quantization-pareto.png)",
-        markdown_table(metrics["06_quantization"]["quality"]),
-        "## Diffusion against autoregressive: the paper's figure 2",
-        "![Training loss of four backbones](figures/07_diffusion_vs_ar-loss.png)",
-        "## Cost",
-        markdown_table(seconds),
+        "## Beside the paper",
+        "The paper's scores are of its benchmarks, ours of our own tasks: compare directions, not levels. "
+        f"All twelve tables: `papermill_runs/{run}/12_report.ipynb`.",
     ]
+    for question, names in STUDIES.items():
+        drawn = [name for name in names if name.partition("-")[0] in (*metrics, "12_report")]
+        sections += [f"### {question}", *(_figure(name, question) for name in drawn)]
+    sections += ["## Precisions, all dimensions", markdown_table(whole), "## Cost", markdown_table(seconds)]
     return "\n\n".join(sections) + "\n"
+
+
+def _figure(name: str, text: str) -> str:
+    return f"![{text}](figures/{name}.png)"
 
 
 def claims_table(claims: Sequence[Mapping[str, Any]]) -> str:
