@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.similarity import bit_cosines, dots, inverse_norms, scaled, similarity
+from unmask.similarity import bit_cosines, dots, from_hamming, inverse_norms, scaled, similarity
 
 METHODS = ("exact", "faiss")
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
@@ -28,6 +28,7 @@ TILES = {"cpu": (64, 2**20), "cuda": (1024, 2**26)}
 CODES, FLOATS = 2**18, 2**14  # documents of a tile at most: codes are read where they are, floats copied
 GROUP = 32  # documents that one comparison with the k-th best score rules out together
 LAST = 2**32 - 1  # largest number of a document
+HEAPED = 256  # ranks up to which a heap per query is fastest
 RESCORED = (64, 1024)  # queries × candidates rescored at once
 LISTS = 4.0  # faiss: so many times √M lists
 PROBES = 64  # faiss: lists that a query looks into
@@ -122,8 +123,12 @@ class Exact:
         Memory: N × K and one tile; documents that are mapped into memory are read where they are.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        k = min(k, len(self.d_MD))
+        packed = q_ND.dtype == self.d_MD.dtype == np.uint8
+        if packed and device == "cpu" and k <= HEAPED and ceiling_N is None and not lowest:
+            return _nearest_bits(q_ND, self.d_MD, k)
         queries, scores = TILES[device]
-        q_ND, k = _tensor(q_ND).to(device), min(k, len(self.d_MD))
+        q_ND = _tensor(q_ND).to(device)
         longest = CODES
         if q_ND.is_floating_point() or q_ND.dtype != _tensor(self.d_MD[:1]).dtype:
             # Documents are copied, and normalised for each tile of queries.
@@ -288,6 +293,17 @@ def best_keys(
     if best_QK is not None:
         keys_QX = torch.cat([best_QK, keys_QX], dim=1)
     return keys_QX.topk(min(k, keys_QX.shape[1])).values
+
+
+def _nearest_bits(q_NB: np.ndarray, d_MB: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The search of packed bits, for which faiss counts and keeps the k best in one pass. Its heaps keep the
+    lowest numbers of equal distances, and need only be put in order."""
+    import faiss
+
+    distance_NK, ids_NK = faiss.knn_hamming(np.ascontiguousarray(q_NB), np.ascontiguousarray(d_MB), k)
+    order_NK = np.lexsort((ids_NK, distance_NK))
+    distance_NK, ids_NK = (np.take_along_axis(rows, order_NK, 1) for rows in (distance_NK, ids_NK))
+    return from_hamming(torch.from_numpy(distance_NK), 8 * q_NB.shape[1]).numpy(), ids_NK
 
 
 def _places(start: int, device: str) -> Callable[[Tensor], Tensor]:

@@ -97,8 +97,13 @@ def bit_cosines(a_XB: Tensor, b_YB: Tensor) -> Tensor:
     """Cosines (X, Y), float32, of two matrices of packed bits: 1 − 2 · Hamming / D."""
     size = 8 * a_XB.shape[1]
     if a_XB.device.type == "cpu" and size % 64 == 0:
-        return _hamming(a_XB, b_YB).float().mul_(-2 / size).add_(1)
-    return dots(_values(a_XB), _values(b_YB)).float().mul_(1 / size)
+        return from_hamming(_hamming(a_XB, b_YB), size)
+    return from_hamming((size - dots(_values(a_XB), _values(b_YB))) / 2, size)
+
+
+def from_hamming(distance_XY: Tensor, size: int) -> Tensor:
+    """Cosines of binary embeddings, float32, from their Hamming distances."""
+    return distance_XY.float().mul_(-2 / size).add_(1)
 
 
 def _hamming(a_XB: Tensor, b_YB: Tensor) -> Tensor:
