@@ -170,7 +170,7 @@ def test_every_training_of_the_notebooks_is_planned_and_no_other():
         started |= {(path.stem, stage) for stage in re.findall(r'\blaunch\(\s*\w+,\s*"(\w+)"', code)}
     planned = plan.trainings(load_preset("cpu"), 0)
     assert {(t.notebook, t.stage) for t in planned} == started
-    assert len({(t.notebook, t.name) for t in planned}) == len(planned) == 19
+    assert len({(t.notebook, t.name) for t in planned}) == len(planned) == 18
 
 
 def test_a_ready_checkpoint_needs_no_autoregressive_training():

@@ -198,11 +198,10 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, str, int, BackboneConfi
     yield "03_contextual", "contextual", "contextual", preset.contextual.steps, shape
     for parent in ("pair", "contextual"):
         yield "04_triplet", f"from_{parent}", "triplet", preset.triplet.steps, shape
-    for quantised in ("INT8", "float"):
-        yield "06_quantization", quantised, "pair", study.steps, shape
     for width, depth in dict.fromkeys(study.shapes):
         small = replace(shape, hidden_size=width, layers=depth)
         yield "06_quantization", f"{width}x{depth}", "pair", study.steps, small
+    yield "06_quantization", f"{width}x{depth}-float", "pair", study.steps, small
     for base in ("AR", "diffusion"):
         for pooling in ("mean", "last"):
             yield "07_diffusion_vs_ar", f"{base}-{pooling}", "pair", preset.ablation.steps, shape
