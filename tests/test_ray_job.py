@@ -34,7 +34,7 @@ def test_two_workers_give_what_encode_gives(cluster, tmp_path):
     options = {"workers": 2, "batch_size": 7}
 
     path = encode_dataset(model, tmp_path / "corpus.parquet", tmp_path / "out", dimensions=16, **options)
-    found = pq.read_table(path)
+    found = pq.read_table(path).sort_by("id")  # workers write as they finish
     assert found["id"].to_pylist() == list(range(len(TEXTS))) and found["text"].to_pylist() == TEXTS
     assert found.schema.field("embedding").type == pa.list_(pa.int8(), 16)
     rows = np.array(found["embedding"].to_pylist())
@@ -44,7 +44,7 @@ def test_two_workers_give_what_encode_gives(cluster, tmp_path):
 
     dataset = cluster.data.from_arrow([table[:31], table[31:]])
     options |= {"chunks_column": "chunks", "precision": "float32", "chunk_length": 6}
-    found = pq.read_table(encode_dataset(model, dataset, tmp_path / "out", **options))
+    found = pq.read_table(encode_dataset(model, dataset, tmp_path / "out", **options)).sort_by("id")
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
     for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5)

@@ -37,8 +37,9 @@ def encode_dataset(
     """Embeds a corpus with all machines of a Ray cluster: the same vectors as `Embedder.encode`.
 
     The cluster is the one that `ray.init` was told of, or else this machine. `model`, the corpus and `output`
-    must be where all its machines see them. The rows keep their columns and their order, and get one more,
-    "embedding": a list of `dimensions` numbers, or for documents a list with such a list for each chunk.
+    must be where all its machines see them. The rows keep their columns and get one more, "embedding": a
+    list of `dimensions` numbers, or for documents a list with such a list for each chunk. Workers write as
+    they finish, so the rows come in another order: let a column identify them.
 
     Args:
         model: what `Embedder.from_pretrained` loads.
@@ -65,7 +66,6 @@ def encode_dataset(
     gpus = int(cluster.get("GPU", 0))
     workers = workers or gpus or sum(node["Alive"] for node in ray.nodes())
     threads = max(1, int(cluster["CPU"]) // workers)
-    dataset.context.execution_options.preserve_order = True
     embedded = dataset.map_batches(
         Worker,
         fn_constructor_args=(str(model), chunks_column or text_column, chunks_column is not None, threads),
