@@ -153,7 +153,12 @@ def main(arguments: list[str] | None = None) -> None:
         bar.write(f"{subject}: {time.perf_counter() - started:.0f} s")
     plt.switch_backend("agg")
     figure = figures.ratios(
-        {row["name"]: row["ratio"] for rows in by_subject.values() for row in rows},
+        {
+            row["name"]: row["ratio"]
+            for subject, rows in by_subject.items()
+            for row in rows
+            if subject != "search-scaling"  # has a figure of its own
+        },
         xlabel="times faster, or times less memory",
         title="Against peers on one machine",
     )
