@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unmask import search
-from unmask.search import exact, index, open_index, save_index, top_k, two_step
+from unmask.search import Exact, index, open_index, save_index, top_k, two_step
 from unmask.similarity import similarity
 
 
@@ -147,12 +147,12 @@ def test_documents_may_be_mapped_into_memory(tmp_path):
 def test_a_ceiling_hides_what_scores_more_and_lowest_turns_the_order_round(tiling):
     q_ND, d_MD = codes(20), codes(50, seed=1)
     ceiling_N = np.linspace(-0.9, 0.9, 20).astype(np.float32)
-    scores, ids = exact(q_ND, d_MD, 30, ceiling_N=ceiling_N)
+    scores, ids = Exact(d_MD)(q_ND, 30, ceiling_N=ceiling_N)
     expected = naive(q_ND, d_MD, 30, ceiling_N=ceiling_N)
     assert np.isinf(expected[0]).any() and np.isfinite(expected[0]).any()
     np.testing.assert_allclose(scores, expected[0], atol=2e-6)
     np.testing.assert_array_equal(ids[np.isfinite(scores)], expected[1][np.isfinite(scores)])
-    same(exact(q_ND, d_MD, 30, lowest=True), naive(q_ND, d_MD, 30, lowest=True))
+    same(Exact(d_MD)(q_ND, 30, lowest=True), naive(q_ND, d_MD, 30, lowest=True))
 
 
 def test_faiss_finds_nearly_all_that_exact_search_finds(monkeypatch):
@@ -204,7 +204,7 @@ def test_two_steps_rescore_the_candidates(monkeypatch):
     q_NB, d_MB = (np.packbits(x > 0, axis=1) for x in (q_ND, d_MD))
     for candidates in (90, 1000):
         for found, expected in zip(
-            two_step(q_ND, d_MD, q_NB, d_MB, 12, candidates=candidates), exact(q_ND, d_MD, 12), strict=True
+            two_step(q_ND, d_MD, q_NB, d_MB, 12, candidates=candidates), Exact(d_MD)(q_ND, 12), strict=True
         ):
             np.testing.assert_array_equal(found, expected)
     scores_NK, ids_NK = two_step(q_ND, d_MD, q_NB, d_MB, 12, candidates=20)

@@ -81,18 +81,6 @@ def index(d_MD: np.ndarray, method: str = "exact") -> Search:
     return _searched(found)
 
 
-def exact(
-    q_ND: np.ndarray,
-    d_MD: np.ndarray,
-    k: int,
-    *,
-    ceiling_N: np.ndarray | None = None,
-    lowest: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
-    """One search of `Exact`."""
-    return Exact(d_MD)(q_ND, k, ceiling_N=ceiling_N, lowest=lowest)
-
-
 class Exact:
     """Exact search. A score is the cosine, computed from exact dot products where both sides are codes of
     the same kind and rounded once to float32, so that the same pair scores the same in any search.

@@ -8,7 +8,6 @@ Shape suffixes: N questions · K ranks.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import string
@@ -20,7 +19,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from unmask.config import SynthesisConfig
-from unmask.synthesis.chat import Chat, Journal, RequestFailed, check_endpoint, run
+from unmask.synthesis.chat import Chat, Journal, RequestFailed, check_endpoint, concurrently, run
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -115,23 +114,15 @@ def generate(
 
 
 async def _answers(wanted: list, config: SynthesisConfig, path: Path) -> list[str | None]:
-    answers: list[str | None] = [None] * len(wanted)
-    waiting = iter(enumerate(wanted))
     with Journal(path) as journal, tqdm(total=len(wanted), unit="answer", leave=False) as bar:
         async with Chat(config, journal) as chat:
 
-            async def work() -> None:
-                for number, request in waiting:
-                    with suppress(RequestFailed):
-                        answers[number] = _text((await chat.ask(request, ANSWER)).text)
-                    bar.update()
+            async def answer(request: list[dict[str, str]]) -> str | None:
+                with suppress(RequestFailed):
+                    return _text((await chat.ask(request, ANSWER)).text)
+                return None
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(config.concurrency, len(wanted))):
-                        group.create_task(work())
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+            answers = await concurrently(answer, wanted, config.concurrency, bar.update)
         if wanted and answers.count(None) == len(wanted):
             raise chat.unusable(f"no request was answered; the last: {chat.last_failure}")
     return answers

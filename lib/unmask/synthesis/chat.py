@@ -10,7 +10,7 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +33,7 @@ HOPELESS = {401: "the key is wrong", 403: "the key has no access", 404: "there i
 
 Message = dict[str, str]
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class EndpointError(RuntimeError):
@@ -264,6 +265,30 @@ def _asked_to_wait(header: str | None) -> float:
         except ValueError:
             return 0.0
     return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+
+
+async def concurrently(
+    work: Callable[[T], Awaitable[R]], items: Sequence[T], count: int, progress: Callable[[], Any]
+) -> list[R]:
+    """What `work` returns for each item, up to `count` of them under way at a time; the first error ends all.
+
+    `progress` is called after each item.
+    """
+    results: list[Any] = [None] * len(items)
+    waiting = iter(enumerate(items))
+
+    async def worker() -> None:
+        for index, item in waiting:
+            results[index] = await work(item)
+            progress()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(count, len(items))):
+                group.create_task(worker())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return results
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

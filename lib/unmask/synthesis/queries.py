@@ -7,11 +7,11 @@ query. For contextual training the prompt carries the neighbouring chunks, so th
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from unmask.config import SynthesisConfig
 from unmask.search import unit
-from unmask.synthesis.chat import Chat, Journal, RequestFailed, check_endpoint, run
+from unmask.synthesis.chat import Chat, Journal, RequestFailed, check_endpoint, concurrently, run
 from unmask.synthesis.plan import Encoder, plan_documents, plan_pairs
 from unmask.synthesis.prompts import (
     QUERY_SCHEMA,
@@ -132,22 +132,9 @@ def synthesize_documents(
 
 
 async def _drafts(tasks: Sequence[Task], config: SynthesisConfig, path: Path) -> tuple[list[_Draft], Chat]:
-    drafts: list[_Draft] = [_Draft("")] * len(tasks)
-    waiting = iter(enumerate(tasks))
     with Journal(path) as journal, tqdm(total=len(tasks), unit="query") as bar:
         async with Chat(config, journal) as chat:
-
-            async def work() -> None:
-                for index, task in waiting:
-                    drafts[index] = await _draft(chat, task)
-                    bar.update()
-
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(config.concurrency, len(tasks))):
-                        group.create_task(work())
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+            drafts = await concurrently(partial(_draft, chat), tasks, config.concurrency, bar.update)
         answers = chat.traffic["answered"] + chat.traffic["resumed"]
         if tasks and not answers:  # too few requests for an outage to be noticed
             raise chat.unusable(f"no request was answered; the last: {chat.last_failure}")
