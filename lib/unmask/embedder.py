@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask import interchange
 from unmask.attention import fast_attention, unpadded
-from unmask.data.tokens import END_OF_TEXT, special_tokens_around
+from unmask.data.tokens import END_OF_TEXT, batches, special_tokens_around
 from unmask.data.tokens import encode as token_ids
 from unmask.encoding import (
     TokenSequence,
@@ -344,7 +344,7 @@ class Embedder:
             tqdm(total=int(total), unit="text", disable=not progress) as bar,
         ):
             packed = unpadded(self.model, inference=True)
-            pools = self._pools(units)
+            pools = batches(units, lambda unit: len(unit.sequence), SORTED * self.token_budget)
             under_way: deque[tuple[list[Unit], Tensor | Future[Tensor]]] = deque()
             for pool in pools if self.device.type == "cpu" else ahead(pools):
                 lengths = [len(unit.sequence) for unit in pool]
@@ -356,17 +356,6 @@ class Embedder:
                         finish(*under_way.popleft())
             while under_way:
                 finish(*under_way.popleft())
-
-    def _pools(self, units: Iterator[Unit]) -> Iterator[list[Unit]]:
-        pool, tokens = [], 0
-        for unit in units:
-            pool.append(unit)
-            tokens += len(unit.sequence)
-            if tokens >= SORTED * self.token_budget:
-                yield pool
-                pool, tokens = [], 0
-        if pool:
-            yield pool
 
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed_precision)

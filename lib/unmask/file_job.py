@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from unmask.data import reading
 from unmask.data.registry import Source
+from unmask.data.tokens import batches
 from unmask.embedder import Embedder
 from unmask.workspace import write_atomic
 
@@ -53,7 +54,7 @@ def encode_file(
     shape = (total, none.shape[1])
     rows_ND = np.lib.format.open_memmap(partial, "r+" if done else "w+", none.dtype, shape)
     with tqdm(total=total, initial=done, unit="text", desc="embedding") as bar:
-        for batch in _batches(islice(_texts(texts, column), done, None)):
+        for batch in batches(islice(_texts(texts, column), done, None), len, CHARACTERS):
             rows_ND[done : done + len(batch)] = embedder.encode(batch, precision, dimensions)
             rows_ND.flush()
             done += len(batch)
@@ -78,18 +79,6 @@ def _texts(path: Path, column: str) -> Iterator[str]:
     )  # fmt: skip
     for unit in reading.units(source):
         yield from (row["text"] for row in reading.read(source, unit, Counter()))
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch, characters = [], 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _identity(model: str | Path, texts: Path, *request: object) -> str:

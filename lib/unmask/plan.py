@@ -198,10 +198,11 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, str, int, BackboneConfi
     yield "03_contextual", "contextual", "contextual", preset.contextual.steps, shape
     for parent in ("pair", "contextual"):
         yield "04_triplet", f"from_{parent}", "triplet", preset.triplet.steps, shape
-    for width, depth in dict.fromkeys(study.shapes):
-        small = replace(shape, hidden_size=width, layers=depth)
-        yield "06_quantization", f"{width}x{depth}", "pair", study.steps, small
-    yield "06_quantization", f"{width}x{depth}-float", "pair", study.steps, small
+    small = {f"{w}x{d}": replace(shape, hidden_size=w, layers=d) for w, d in study.shapes}
+    for name in small:
+        yield "06_quantization", name, "pair", study.steps, small[name]
+    widest = "{}x{}".format(*study.shapes[-1])
+    yield "06_quantization", f"{widest}-float", "pair", study.steps, small[widest]
     for base in ("AR", "diffusion"):
         for pooling in ("mean", "last"):
             yield "07_diffusion_vs_ar", f"{base}-{pooling}", "pair", preset.ablation.steps, shape

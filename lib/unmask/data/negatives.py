@@ -101,13 +101,12 @@ def choose(
     # A narrower window would be filled up to so many in the same order anyway.
     window = min(max(config.rank_window, count), documents)
     search, rng = index(d_MD, config.search), np.random.default_rng(config.seed)
+    whole = search if isinstance(search, Exact) else Exact(d_MD)
     positive_N = _paired(q_UD, query_N, d_MD, document_N)
     ceiling_N = positive_N + np.float32(config.margin)
 
     def best(rows: np.ndarray, depth: int) -> Found:
         return search(q_UD[query_N[rows]], depth)
-
-    whole = Exact(d_MD)
 
     def best_safe(rows: np.ndarray, depth: int) -> Found:
         return whole(q_UD[query_N[rows]], depth, ceiling_N=ceiling_N[rows])

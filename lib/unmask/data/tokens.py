@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -27,6 +27,7 @@ SPLIT = (
 END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
+Item = TypeVar("Item")
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
 
@@ -178,14 +179,21 @@ def encode(
     A text is tokenised to its end also where it is cut: where a token ends may depend on what follows.
     The library's own tokenizer is several times faster than through the wrapper of transformers.
     """
-    batch, characters = [], 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield from _encoded(tokenizer, batch, dtype, max_length)
-            batch, characters = [], 0
-    yield from _encoded(tokenizer, batch, dtype, max_length)
+    for batch in batches(texts, len, BATCH_CHARACTERS):
+        yield from _encoded(tokenizer, batch, dtype, max_length)
+
+
+def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """The items in order, in lists that end with the item by which their sizes add up to `limit` or more."""
+    batch, total = [], 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= limit:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def _encoded(
