@@ -6,7 +6,7 @@ import pytrec_eval
 import torch
 
 from unmask.evaluation import (
-    bm25_scores,
+    Bm25,
     paired_bootstrap,
     ranking,
     ranking_metrics,
@@ -231,7 +231,7 @@ def test_bm25_is_lucenes_formula():
 
     queries = ["red", "green car", "a a pear", "unknown"]
     expected = [[score(query, text) for text in words] for query in queries]
-    np.testing.assert_allclose(bm25_scores(queries, documents), expected, rtol=1e-5)
+    np.testing.assert_allclose(Bm25(documents).scores(queries), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -245,17 +245,23 @@ def test_bm25_is_lucenes_formula():
     ],
 )
 def test_bm25_finds_words_of_any_script(query, documents):
-    scores = bm25_scores([query], documents)[0]
+    scores = Bm25(documents).scores([query])[0]
     assert scores[0] > scores[1]
 
 
 def test_bm25_of_nothing(capfd):
-    assert bm25_scores(["", "…", "word"], ["word", "", "other"])[:2].tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert bm25_scores(["word"], ["", "!"]).tolist() == [[0, 0]]
-    assert bm25_scores([], ["word"]).shape == (0, 1)
+    assert Bm25(["word", "", "other"]).scores(["", "…", "word"])[:2].tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert Bm25(["", "!"]).scores(["word"]).tolist() == [[0, 0]]
+    assert Bm25(["word"]).scores([]).shape == (0, 1)
     with pytest.raises(ValueError, match="at least one document"):
-        bm25_scores(["word"], [])
+        Bm25([]).scores(["word"])
     assert capfd.readouterr() == ("", "")  # no progress bars
+
+
+def test_bm25_size_is_that_of_its_postings():
+    one, two = Bm25(["red apple apple"]), Bm25(["red apple apple", "red pear"])
+    assert two.nbytes - one.nbytes == 2 * (4 + 4) + 8  # weight and number of two postings; one more word
+    assert Bm25(["", "!"]).nbytes == 0
 
 
 def test_bootstrap_interval():

@@ -152,41 +152,50 @@ def paired_bootstrap(
     return float(difference_N.mean()), float(low), float(high)
 
 
-def bm25_scores(queries: Sequence[str], documents: Sequence[str]) -> np.ndarray:
-    """BM25 (Lucene's variant, k1 = 1.5, b = 0.75) of every query with every document: the lexical baseline.
+class Bm25:
+    """A BM25 index (Lucene's variant, k1 = 1.5, b = 0.75): the lexical baseline.
 
     Texts are lower-cased and cut into words of any script, without stemming or stop words; Chinese, Japanese,
     Thai, Lao, Khmer and Burmese signs count one by one.
 
     Args:
-        queries, documents: texts.
-
-    Returns:
-        (N, M), float32; zero where a query shares no word with a document.
+        documents: texts.
 
     Raises:
         ValueError: there is no document.
 
     Example:
-        >>> bm25_scores(["red apple"], ["A red apple.", "A green pear."]).argmax(axis=1)
+        >>> Bm25(["A red apple.", "A green pear."]).scores(["red apple"]).argmax(axis=1)
         array([0])
     """
-    if not len(documents):
-        raise ValueError("bm25_scores needs at least one document.")
-    words = [WORD.findall(text.lower()) for text in documents]
-    vocabulary = {
-        word: index for index, word in enumerate(dict.fromkeys(word for text in words for word in text))
-    }
-    scores_NM = np.zeros((len(queries), len(documents)), dtype=np.float32)
-    if not vocabulary:
+
+    def __init__(self, documents: Sequence[str]):
+        if not len(documents):
+            raise ValueError("Bm25 needs at least one document.")
+        self._size = len(documents)
+        words = [WORD.findall(text.lower()) for text in documents]
+        every = dict.fromkeys(word for text in words for word in text)
+        self._vocabulary = {word: index for index, word in enumerate(every)}
+        self._engine = None
+        if every:
+            self._engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+            ids = [[self._vocabulary[word] for word in text] for text in words]
+            self._engine.index((ids, self._vocabulary), show_progress=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the postings: a weight and a document number for each different word of each document."""
+        parts = self._engine.scores.values() if self._engine else ()
+        return sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
+
+    def scores(self, queries: Sequence[str]) -> np.ndarray:
+        """(N, M), float32: every query with every document; zero where they share no word."""
+        scores_NM = np.zeros((len(queries), self._size), dtype=np.float32)
+        for scores_M, text in zip(scores_NM, queries, strict=True):
+            known = [self._vocabulary[w] for w in WORD.findall(text.lower()) if w in self._vocabulary]
+            if known:
+                scores_M[:] = self._engine.get_scores(known)
         return scores_NM
-    engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
-    engine.index(([[vocabulary[word] for word in text] for text in words], vocabulary), show_progress=False)
-    for scores_M, text in zip(scores_NM, queries, strict=True):
-        known = [vocabulary[word] for word in WORD.findall(text.lower()) if word in vocabulary]
-        if known:
-            scores_M[:] = engine.get_scores(known)
-    return scores_NM
 
 
 def _top(scores_NM: Tensor, document_ids: Sequence[str], k: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from torch import Tensor
 from unmask.config import EvaluationConfig
 from unmask.data.corpus import Corpus
 from unmask.embedder import Embedder, quantized
-from unmask.evaluation.ranking import bm25_scores, paired_bootstrap, retrieval_metrics
+from unmask.evaluation.ranking import Bm25, paired_bootstrap, retrieval_metrics
 from unmask.similarity import similarity
 
 # What a stage of the recipe is meant to improve, reported together: the groups of pairs, and documents.
@@ -197,7 +197,7 @@ def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict
 
 def evaluate_bm25(tasks: list[Task]) -> dict[str, np.ndarray]:
     """The lexical baseline: nDCG@10 of each query of each task; chunks are seen alone."""
-    return {task.name: ndcg(task, bm25_scores(task.queries, task.chunks)) for task in tasks}
+    return {task.name: ndcg(task, Bm25(task.chunks).scores(task.queries)) for task in tasks}
 
 
 def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, float]:
