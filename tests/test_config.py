@@ -28,7 +28,22 @@ def test_overrides_replace_one_value_and_keep_the_others():
         ({"pair.steps": 0}, "pair.steps must be at least 1"),
         ({"pair.batch": 1}, "needs negatives"),
         ({"pair.pooling": "max"}, "'mean' or 'last'"),
-        ({"pair.schedule": "linear"}, "'wsd' or 'cosine'"),
+        ({"pair.schedule": "step"}, "'wsd', 'cosine' or 'linear'"),
+        ({"qwen3.pooling": "max"}, "qwen3.pooling must be 'mean' or 'last'"),
+        ({"triplet.batch": 1}, "triplet.batch must be at least 2"),
+        ({"contextual.cluster_size": 1}, "cluster_size must be at least 2, or 0"),
+        ({"pair.filter_margin": -0.5}, "filter_margin must be at least 0, or -1"),
+        ({"clusters.packing": "sorted"}, "packing must be 'tour' or 'random'"),
+        ({"clusters.iterations": 0}, "clusters.iterations must be at least 1"),
+        ({"cde.context": -1}, "cde.context must be at least 0"),
+        ({"cde.pooling": "last"}, "cde.pooling must be 'mean'"),
+        ({"cde.sequence_dropout": 1.0}, "sequence_dropout must lie in 0..1"),
+        ({"cde.cluster_sizes": [256, 64]}, "cluster_sizes must be at least 2 and ascending"),
+        ({"cde.context": 4, "cde.context_sizes": [0, 8]}, "must not exceed cde.context"),
+        ({"qwen3.weak_steps": 0}, "weak_steps must be at least 1"),
+        ({"qwen3.checkpoints": 5}, "checkpoints exceed its steps"),
+        ({"reranker.candidates": 0}, "reranker.candidates must be at least 1"),
+        ({"reranker.steps": 0}, "reranker.steps must be at least 1"),
         ({"pair.warmup": 10_000}, "warmup + decay exceed steps"),
         ({"merge.t": 0.5}, "must be a list"),
         ({"quantization.dimensions": [64, 32]}, "dimensions must be positive and ascending"),
@@ -51,3 +66,35 @@ def test_an_unknown_preset_names_the_nearest():
 def test_the_small_model_is_made_deeper_and_wider_one_at_a_time():
     study = load_preset("cpu", {"quantization.widths": [64, 256], "quantization.depths": [1, 6]}).quantization
     assert study.shapes == ((64, 1), (64, 6), (256, 1))
+
+
+def test_the_study_of_batches_crosses_sizes_and_filters_and_encoders():
+    changes = {
+        "batch": 64, "cluster_size": 16, "filter_margin": 0.1, "context": 4, "context_sizes": [0, 4],
+        "batch_sizes": [32, 128], "cluster_sizes": [16],
+    }  # fmt: skip
+    cde = load_preset("smoke", {f"cde.{key}": value for key, value in changes.items()}).cde
+    assert {name: tuple(row.values()) for name, row in cde.trainings.items()} == {
+        "b32-crandom": (32, 0, -1.0, 0),
+        "b32-crandom-filtered": (32, 0, 0.1, 0),
+        "b32-c16": (32, 16, -1.0, 0),
+        "b32-c16-filtered": (32, 16, 0.1, 0),
+        "b128-crandom": (128, 0, -1.0, 0),
+        "b128-crandom-filtered": (128, 0, 0.1, 0),
+        "b128-c16": (128, 16, -1.0, 0),
+        "b128-c16-filtered": (128, 16, 0.1, 0),
+        "plain-random": (64, 0, 0.1, 0),
+        "plain": (64, 16, 0.1, 0),
+        "context-random": (64, 0, 0.1, 4),
+        "context": (64, 16, 0.1, 4),
+    }
+    assert all(dataclasses.replace(cde, **row) for row in cde.trainings.values())
+
+
+def test_what_the_study_of_batches_holds_already_is_not_trained_again():
+    cde = load_preset("smoke", {"cde.filter_margin": -1.0, "cde.batch_sizes": [8, 16]}).cde
+    assert cde.batch == 16 and cde.cluster_size in cde.cluster_sizes
+    assert not {"plain", "plain-random"} & cde.trainings.keys()
+    assert {"context", "context-random"} < cde.trainings.keys()
+    every = [tuple(row.values()) for row in cde.trainings.values()]
+    assert len(set(every)) == len(every) and (16, cde.cluster_size, -1.0, 0) in every

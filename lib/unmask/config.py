@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 import types
 import typing
@@ -62,7 +63,7 @@ class TrainConfig:
 
     steps: int
     lr: float
-    schedule: str  # "wsd": linear warm-up, constant, cosine decay; "cosine": linear warm-up, cosine to zero
+    schedule: str  # after a linear warm-up: "wsd" (constant, then cosine decay); "cosine", "linear" (to zero)
     warmup: int  # steps
     decay: int  # last steps, for "wsd"
     beta1: float
@@ -106,10 +107,23 @@ class DiffusionConfig(PretrainConfig):
 
 
 @dataclass(frozen=True)
-class PairConfig(TrainConfig):
-    """Contrastive training on (query, document) pairs."""
+class ContrastiveConfig(TrainConfig):
+    """What every contrastive stage has: a batch whose rows are each other's negatives."""
 
     batch: int
+    cluster_size: int  # rows of a cluster of look-alikes, from which batches are filled; 0: batches at random
+    filter_margin: float  # what a surrogate finds this much better than the positive is no negative; -1: off
+
+    @property
+    def looks_around(self) -> bool:
+        """Whether batches depend on a surrogate embedder."""
+        return self.cluster_size > 0 or self.filter_margin >= 0
+
+
+@dataclass(frozen=True)
+class PairConfig(ContrastiveConfig):
+    """Contrastive training on (query, document) pairs."""
+
     query_length: int
     document_length: int
     temperature: float
@@ -120,10 +134,9 @@ class PairConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class ContextualConfig(TrainConfig):
-    """Contextual training on documents of chunks."""
+class ContextualConfig(ContrastiveConfig):
+    """Contextual training on documents of chunks; a row of a batch is a document."""
 
-    batch: int  # distinct documents
     queries_per_document: int  # at most, drawn anew each time
     query_length: int
     chunk_length: int
@@ -139,10 +152,9 @@ class ContextualConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class TripletConfig(TrainConfig):
+class TripletConfig(ContrastiveConfig):
     """Contrastive training with mined hard negatives."""
 
-    batch: int
     accumulation: int  # a batch of `batch` is split into this many independent losses
     query_length: int
     document_length: int
@@ -153,6 +165,16 @@ class TripletConfig(TrainConfig):
     search: str  # "exact", or "faiss": approximate, for millions of documents
     groups: tuple[str, ...]  # of the pairs that negatives are mined for
     max_pairs: int  # training pairs that negatives are mined for
+
+
+@dataclass(frozen=True)
+class ClustersConfig:
+    """How rows that look alike are found, for every stage with a `cluster_size` or a `filter_margin`."""
+
+    surrogate: str  # "lsa": word statistics of the training data; or an embedder: directory or Hub name
+    packing: str  # order in which clusters fill batches: "tour" (each next to its nearest) or "random"
+    iterations: int  # of k-means
+    attempts: int  # of k-means, of which the best counts
 
 
 @dataclass(frozen=True)
@@ -239,8 +261,63 @@ class ContebConfig:
     corpus_documents: tuple[int, ...]  # sizes of the corpus among which a query looks for its document
     late_documents: int  # documents of a task whose token vectors are compared, at most
     lambdas: tuple[float, ...]  # InSeNT's weight of the in-sequence term, one training each
+    lam: float  # the same, for one training of the contextual stage's length
     temperature: float  # InSeNT's
-    steps: int  # of each training
+    steps: int  # of each training of the sweep
+
+
+@dataclass(frozen=True)
+class CdeConfig(PairConfig):
+    """CDE: batches of look-alikes, and an encoder that reads other documents of the corpus beside a text."""
+
+    context: int  # context documents, shared by a batch; 0: a plain encoder
+    sequence_dropout: float  # probability that a context document is replaced by the learned null vector
+    batch_sizes: tuple[int, ...]  # of the study of batches
+    cluster_sizes: tuple[int, ...]  # of the study of batches, beside random ones; ascending
+    context_sizes: tuple[int, ...]  # context documents at inference, `context` at most; ascending
+
+    @property
+    def trainings(self) -> dict[str, dict[str, float]]:
+        """The study's trainings, by name: what each changes here. One that repeats another is left out."""
+        filtered, found = max(self.filter_margin, 0.0), {}
+
+        def add(name: str, batch: int, cluster_size: int, filter_margin: float, context: int) -> None:
+            changes = {"batch": batch, "cluster_size": cluster_size}
+            changes |= {"filter_margin": filter_margin, "context": context}
+            if changes not in found.values():
+                found[name] = changes
+
+        for batch, size in itertools.product(self.batch_sizes, (0, *self.cluster_sizes)):
+            for margin in (-1.0, filtered):
+                ending = "-filtered" if margin == filtered else ""
+                add(f"b{batch}-c{size or 'random'}{ending}", batch, size, margin, 0)
+        for name, context in {"plain": 0, "context": self.context}.items():
+            add(f"{name}-random", self.batch, 0, self.filter_margin, context)
+            add(name, self.batch, self.cluster_size, self.filter_margin, context)
+        return found
+
+
+@dataclass(frozen=True)
+class Qwen3Config(PairConfig):
+    """Qwen3-Embedding: a causal embedder with instructions. `steps` are the second phase's."""
+
+    negatives: int  # mined ones per query, in the second phase
+    dimensions: tuple[int, ...]  # Matryoshka prefixes; those that fit are used
+    weak_steps: int  # of the first phase, on all pairs and without mined negatives
+    weak_lr: float  # of the first phase
+    checkpoints: int  # of the second phase that are merged, evenly spaced, the last one among them
+
+
+@dataclass(frozen=True)
+class RerankerConfig(TrainConfig):
+    """Qwen3-Reranker: a language model that answers yes or no."""
+
+    batch: int  # queries, each with its document and its negatives
+    negatives: int  # mined ones per query
+    query_length: int  # without the prompt around query and document
+    document_length: int
+    candidates: int  # of the embedder that are reranked
+    max_queries: int  # per task, reranked in the evaluation
 
 
 @dataclass(frozen=True)
@@ -267,15 +344,20 @@ class Preset:
     synthesis: SynthesisConfig
     contextual: ContextualConfig
     triplet: TripletConfig
+    clusters: ClustersConfig
     merge: MergeConfig
     evaluation: EvaluationConfig
     quantization: QuantizationConfig
     retrieval: RetrievalConfig
     conteb: ContebConfig
+    cde: CdeConfig
+    qwen3: Qwen3Config
+    reranker: RerankerConfig
     ablation: AblationConfig
 
 
 GROUPS = ("english", "cross-lingual", "multilingual", "code")  # of pairs: the steps of the curriculum
+TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")  # by `launch`
 SECTIONS = tuple(f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "about"))
 
 
@@ -373,20 +455,22 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _check(preset: Preset) -> None:
-    for name in ("ar", "diffusion", "pair", "contextual", "triplet"):
+    for name in TRAINED:
         stage = getattr(preset, name)
         where = f"preset {preset.name}: {name}"
         for key in ("steps", "batch", "token_budget", "checkpoint_every", "keep_checkpoints", "log_every"):
             if getattr(stage, key) < 1:
                 raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(stage, key)}")
-        if stage.schedule not in ("wsd", "cosine"):
-            raise ConfigError(f"{where}.schedule must be 'wsd' or 'cosine', got {stage.schedule!r}")
+        if stage.schedule not in ("wsd", "cosine", "linear"):
+            raise ConfigError(f"{where}.schedule must be 'wsd', 'cosine' or 'linear', got {stage.schedule!r}")
         if stage.precision not in ("bf16", "fp32"):
             raise ConfigError(f"{where}.precision must be 'bf16' or 'fp32', got {stage.precision!r}")
         if stage.warmup + (stage.decay if stage.schedule == "wsd" else 0) > stage.steps:
             raise ConfigError(
                 f"{where}: warmup + decay exceed steps ({stage.warmup} + {stage.decay} > {stage.steps})"
             )
+        if isinstance(stage, ContrastiveConfig):
+            _check_contrastive(stage, where)
     parallel, where = preset.parallel, f"preset {preset.name}: parallel"
     for key in ("num_processes", "num_machines"):
         if getattr(parallel, key) < 1:
@@ -398,10 +482,13 @@ def _check(preset: Preset) -> None:
         )
     if parallel.strategy not in ("ddp", "fsdp2"):
         raise ConfigError(f"{where}.strategy must be 'ddp' or 'fsdp2', got {parallel.strategy!r}")
-    if preset.pair.pooling not in ("mean", "last"):
-        raise ConfigError(
-            f"preset {preset.name}: pair.pooling must be 'mean' or 'last', got {preset.pair.pooling!r}"
-        )
+    clusters, where = preset.clusters, f"preset {preset.name}: clusters"
+    if clusters.packing not in ("tour", "random"):
+        raise ConfigError(f"{where}.packing must be 'tour' or 'random', got {clusters.packing!r}")
+    for key in ("iterations", "attempts"):
+        if getattr(clusters, key) < 1:
+            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(clusters, key)}")
+    _check_neighbours(preset)
     if preset.contextual.objective not in ("pplx", "insent"):
         raise ConfigError(
             f"preset {preset.name}: contextual.objective must be 'pplx' or 'insent', "
@@ -417,6 +504,8 @@ def _check(preset: Preset) -> None:
             raise ConfigError(f"{where}.{key} must be two or more, positive, ascending, got {list(sizes)}")
     if not conteb.lambdas or not all(0 <= lam <= 1 for lam in conteb.lambdas):
         raise ConfigError(f"{where}.lambdas must lie in 0..1, one at least, got {list(conteb.lambdas)}")
+    if not 0 <= conteb.lam <= 1:
+        raise ConfigError(f"{where}.lam must lie in 0..1, got {conteb.lam}")
     if preset.triplet.search not in ("exact", "faiss"):
         raise ConfigError(
             f"preset {preset.name}: triplet.search must be 'exact' or 'faiss', got {preset.triplet.search!r}"
@@ -450,11 +539,52 @@ def _check(preset: Preset) -> None:
                 raise ConfigError(
                     f"preset {preset.name}: {section}.groups: unknown group {group!r}{nearest(group, GROUPS)}"
                 )
-    for name, low in (("pair", 2), ("contextual", 2), ("triplet", 2)):
-        if getattr(preset, name).batch < low:
+
+
+def _check_contrastive(stage: ContrastiveConfig, where: str) -> None:
+    if stage.batch < 2:
+        raise ConfigError(
+            f"{where}.batch must be at least 2, got {stage.batch}: a contrastive loss needs negatives"
+        )
+    if stage.cluster_size < 0 or stage.cluster_size == 1:
+        raise ConfigError(
+            f"{where}.cluster_size must be at least 2, or 0 for random batches, got {stage.cluster_size}"
+        )
+    if stage.filter_margin < 0 and stage.filter_margin != -1:
+        raise ConfigError(
+            f"{where}.filter_margin must be at least 0, or -1 for no filter, got {stage.filter_margin}"
+        )
+    if isinstance(stage, PairConfig) and stage.pooling not in ("mean", "last"):
+        raise ConfigError(f"{where}.pooling must be 'mean' or 'last', got {stage.pooling!r}")
+
+
+def _check_neighbours(preset: Preset) -> None:
+    cde, where = preset.cde, f"preset {preset.name}: cde"
+    if cde.context < 0:
+        raise ConfigError(f"{where}.context must be at least 0, got {cde.context}")
+    if cde.pooling != "mean":
+        raise ConfigError(f"{where}.pooling must be 'mean', over the text alone, got {cde.pooling!r}")
+    if not 0 <= cde.sequence_dropout < 1:
+        raise ConfigError(f"{where}.sequence_dropout must lie in 0..1, got {cde.sequence_dropout}")
+    for key, least, most in (
+        ("batch_sizes", 2, None), ("cluster_sizes", 2, None), ("context_sizes", 0, cde.context)
+    ):  # fmt: skip
+        sizes = getattr(cde, key)
+        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < least:
+            raise ConfigError(f"{where}.{key} must be at least {least} and ascending, got {list(sizes)}")
+        if most is not None and sizes[-1] > most:
+            raise ConfigError(f"{where}.{key} must not exceed cde.context ({most}), got {list(sizes)}")
+    qwen3, where = preset.qwen3, f"preset {preset.name}: qwen3"
+    for key in ("negatives", "weak_steps", "checkpoints"):
+        if getattr(qwen3, key) < 1:
+            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(qwen3, key)}")
+    if qwen3.checkpoints > qwen3.steps:
+        raise ConfigError(f"{where}.checkpoints exceed its steps ({qwen3.checkpoints} > {qwen3.steps})")
+    for key in ("negatives", "query_length", "document_length", "candidates", "max_queries"):
+        if getattr(preset.reranker, key) < 1:
             raise ConfigError(
-                f"preset {preset.name}: {name}.batch must be at least {low}: "
-                "a contrastive loss needs negatives"
+                f"preset {preset.name}: reranker.{key} must be at least 1, "
+                f"got {getattr(preset.reranker, key)}"
             )
 
 

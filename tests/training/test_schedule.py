@@ -26,6 +26,14 @@ def test_cosine_falls_from_the_end_of_the_warm_up():
     assert lr_factor(config, 109) > 0
 
 
+def test_linear_falls_evenly_from_the_end_of_the_warm_up():
+    config = replace(PAIR, schedule="linear", steps=110, warmup=10)
+    factors = [lr_factor(config, step) for step in range(110)]
+    assert factors[9] == factors[10] == 1.0
+    assert factors[35] == pytest.approx(0.75) and factors[60] == pytest.approx(0.5)
+    assert factors[109] == pytest.approx(0.01)
+
+
 def test_beta_goes_from_its_start_to_its_end():
     assert cosine_ramp(0.2, 0.5, 0, 11) == pytest.approx(0.2)
     assert cosine_ramp(0.2, 0.5, 5, 11) == pytest.approx(0.35)

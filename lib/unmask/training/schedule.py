@@ -11,7 +11,8 @@ def lr_factor(config: TrainConfig, step: int) -> float:
     """Factor on the peak learning rate at `step` (0-based).
 
     "wsd": linear warm-up, constant, cosine to zero over the last `decay` steps (pplx-embed, appendix A).
-    "cosine": linear warm-up, then cosine to zero. The last step trained still has a positive rate.
+    "cosine", "linear": linear warm-up, then to zero in that form (CDE's is linear). The last step trained
+    still has a positive rate.
     """
     if step < config.warmup:
         return (step + 1) / config.warmup
@@ -19,7 +20,8 @@ def lr_factor(config: TrainConfig, step: int) -> float:
     start = config.steps - decay
     if decay == 0 or step < start:
         return 1.0
-    return 0.5 * (1 + math.cos(math.pi * (step - start) / decay))
+    share = (step - start) / decay
+    return 1 - share if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))
 
 
 def cosine_ramp(start: float, end: float, step: int, steps: int) -> float:
