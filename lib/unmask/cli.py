@@ -374,7 +374,12 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
             overrides[key.strip()] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise PipelineError(f"--set {setting}: the value is not valid YAML") from None
-    for key, is_local in {"backbone.checkpoint": Path.is_dir, "data.source": Path.is_file}.items():
+    local = {
+        "backbone.checkpoint": Path.is_dir,
+        "clusters.surrogate": Path.is_dir,
+        "data.source": Path.is_file,
+    }
+    for key, is_local in local.items():
         if isinstance(path := overrides.get(key), str) and is_local(Path(path)):
             overrides[key] = str(Path(path).resolve())  # kernels run in notebooks/
     return overrides

@@ -31,7 +31,8 @@ from unmask.mirror import Need
 
 # Of a model: what transformers loads, and its licence. Other formats of the weights stay on the Hub.
 MODEL_FILES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".md", "LICENSE")
-MODULE = re.compile(r"\d+_\w+/config\.json")  # of a module of sentence-transformers, its pooling for instance
+# Of a module of sentence-transformers, its pooling for instance.
+MODULE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors)")
 BATCH = 500  # paths of one question to the Hub
 PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each new attempt at what may have been bad luck
 # Text for each byte of a file, on the low side, where no footer says it: compressed and plain JSON lines.

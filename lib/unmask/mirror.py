@@ -73,9 +73,8 @@ def needs(preset: Preset) -> list[Need]:
 
     Raises: ValueError for a registry that cannot be read, or that asks for one repository in two ways.
     """
-    found = []
-    if is_hub_name(preset.backbone.checkpoint):
-        found.append(Need(preset.backbone.checkpoint, "model", "main", MODEL))
+    models = dict.fromkeys((preset.backbone.checkpoint, preset.clusters.surrogate))
+    found = [Need(name, "model", "main", MODEL) for name in models if is_hub_name(name)]
     for source in _remote(preset):
         text = None
         if source.role == "text":

@@ -69,6 +69,29 @@ def test_insent_is_its_formula(shape, padded, lam, temperature):
     assert loss.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_documents_that_are_known_to_be_no_negatives_are_left_out(shape, share):
+    """All their chunks, and the queries about them; never a query's own document."""
+    q, chunks, documents, document, gold, mask = problem(*shape)
+    negatives = torch.rand(len(q), len(chunks), generator=torch.Generator().manual_seed(9)) >= share
+    lists = [x.tolist() for x in (q, chunks, document, gold)]
+    end = (0.05, mask.tolist(), negatives.tolist())
+    batch, insent = naive_losses.batch(*lists, *end), naive_losses.insent(*lists, 0.3, *end)
+    sequence = naive_losses.sequence(*lists, 0.05, mask.tolist())
+    level = naive_losses.global_(lists[0], documents.tolist(), lists[2], 0.05, 0.1, negatives.tolist())
+    options = {"temperature": 0.05, "chunk_mask_MC": mask, "negatives_NM": negatives}
+    arguments = (q, chunks, document, gold)
+    assert batch_loss(*arguments, **options).item() == pytest.approx(batch, rel=1e-10, abs=1e-12)
+    assert insent_loss(*arguments, lam=0.3, **options).item() == pytest.approx(insent, rel=1e-10, abs=1e-12)
+    total = contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options).item()
+    expected = 0.35 * level + 0.65 * (0.3 * sequence + 0.7 * batch)
+    assert total == pytest.approx(expected, rel=1e-10, abs=1e-12)
+    if share == 0:
+        options.pop("negatives_NM")
+        assert total == contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options)
+
+
 def test_insent_weighs_documents_not_queries():
     """A query asked twice changes nothing about its document's share, unlike in the paper's local loss."""
     q, chunks, _, _, gold, _ = problem(3, 3, 3, 4, 8, padded=False)
@@ -204,6 +227,9 @@ def test_bad_arguments_are_refused():
         local_loss(q, chunks, document, gold, chunk_mask_MC=torch.zeros_like(mask))
     with pytest.raises(ValueError, match=r"chunk_mask_MC must be \(3, 3\)"):
         local_loss(q, chunks, document, gold, chunk_mask_MC=mask[:, :2])
+    for loss in (local_loss, insent_loss):
+        with pytest.raises(ValueError, match=r"booleans of shape \(4, 3\); got torch.bool of \(3, 3\)"):
+            loss(q, chunks, document, gold, negatives_NM=mask)
     with pytest.raises(ValueError, match="alpha must lie in"):
         local_loss(q, chunks, document, gold, alpha=1.5)
     with pytest.raises(ValueError, match="lam must lie in"):

@@ -1,6 +1,7 @@
 """Pair and triplet losses: against naive loops, a peer library, finite differences and frozen values."""
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import naive_losses
@@ -34,6 +35,37 @@ def test_pair_loss_is_the_formula(n, d, seed, temperature, margin):
     assert pair_loss(q_ND, d_ND, temperature=temperature, margin=margin).item() == pytest.approx(
         expected, rel=1e-10
     )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_what_is_known_to_be_no_negative_is_left_out(share, diagonal):
+    """Documents and the queries of their pairs; of a query's own pair the mask says nothing."""
+    q_ND, d_ND = aligned(9, 4, 2)
+    hard_NKD = randn(9, 2, 4, seed=4)
+    negatives_NN = torch.rand(9, 9, generator=torch.Generator().manual_seed(5)) >= share
+    negatives_NN.fill_diagonal_(diagonal)
+    lists = [x.tolist() for x in (q_ND, d_ND, hard_NKD)]
+    pair = naive_losses.pair(*lists[:2], 0.05, 0.1, negatives_NN.tolist())
+    triplet = naive_losses.triplet(*lists, 0.05, negatives_NN.tolist())
+    found = pair_loss(q_ND, d_ND, temperature=0.05, negatives_NN=negatives_NN)
+    assert found.item() == pytest.approx(pair, rel=1e-10)
+    found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=0.05, negatives_NN=negatives_NN)
+    assert found.item() == pytest.approx(triplet, rel=1e-10)
+    if share == 0:
+        assert pair_loss(q_ND, d_ND, negatives_NN=negatives_NN) == pair_loss(q_ND, d_ND)
+        assert triplet_loss(q_ND, d_ND, hard_NKD, negatives_NN=negatives_NN) == triplet_loss(
+            q_ND, d_ND, hard_NKD
+        )
+
+
+def test_a_query_without_any_negative_has_no_loss_and_a_finite_gradient():
+    q_ND, d_ND = (x.requires_grad_() for x in aligned(4, 3, 2))
+    nothing_NN = torch.zeros(4, 4, dtype=torch.bool)
+    loss = pair_loss(q_ND, d_ND, negatives_NN=nothing_NN)
+    loss.backward()
+    assert loss.item() == pytest.approx(0, abs=1e-9)
+    assert torch.isfinite(q_ND.grad).all() and d_ND.grad.abs().max() < 1e-9
 
 
 def test_margin_masks_in_these_batches():
@@ -131,7 +163,9 @@ def in_parts(loss, bounds):
     return lambda *x: sum(loss(*x, queries=slice(a, b)) for a, b in pairwise(bounds))
 
 
+NEGATIVES_NN = torch.rand(11, 11, generator=torch.Generator().manual_seed(29)) > 0.3
 LOSSES = {
+    "filtered": (partial(pair_loss, negatives_NN=NEGATIVES_NN), lambda: [*aligned(11, 6, 30)]),
     "pair": (pair_loss, lambda: [*aligned(11, 6, 30)]),
     "triplet": (triplet_loss, lambda: [*aligned(11, 6, 31), randn(11, 2, 6, seed=33)]),
 }
@@ -220,6 +254,10 @@ def test_golden_values():
         (lambda: pair_loss(torch.ones(1, 2), torch.ones(1, 2)), "at least two pairs"),
         (lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), temperature=0), "temperature must be above 0"),
         (lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), margin=-0.1), "margin must be 0 or more"),
+        (
+            lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), negatives_NN=torch.ones(2, 2)),
+            r"booleans of shape \(2, 2\); got torch.float32 of \(2, 2\)",
+        ),
         (
             lambda: pair_loss(torch.ones(2, 2), torch.ones(2, 2), queries=slice(0, 2, 2)),
             "queries must be a slice without a step",

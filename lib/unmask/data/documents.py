@@ -18,6 +18,7 @@ class ContextualBatch:
 
     sequences: list[TokenSequence]  # the N queries, then the M documents
     document_N: Tensor
+    query_N: Tensor  # which of its document's queries each one is
     gold_N: Tensor
     chunk_tokens_MC: Tensor  # tokens of each chunk; 0 where a document has fewer chunks
 
@@ -27,18 +28,20 @@ def contextual_batch(
 ) -> ContextualBatch:
     """Draws up to `queries_per_document` queries of each document and lays the batch out for one encoding
     pass."""
-    queries, owner, golds = [], [], []
+    queries, owner, numbers, golds = [], [], [], []
     for index, document in enumerate(documents):
         drawn = rng.permutation(len(document.queries))[:queries_per_document]
         for number in sorted(drawn):
             queries.append(TokenSequence(document.queries[number]))
             owner.append(index)
+            numbers.append(number)
             golds.append(document.golds[number])
     counts = torch.zeros(len(documents), max(len(d.chunks) for d in documents))
     for index, document in enumerate(documents):
         counts[index, : len(document.chunks)] = torch.tensor([len(chunk) for chunk in document.chunks])
     joined = [join_chunks(document.chunks, separator_id) for document in documents]
-    return ContextualBatch(queries + joined, torch.tensor(owner), torch.tensor(golds), counts)
+    indices = (torch.tensor(index) for index in (owner, numbers, golds))
+    return ContextualBatch(queries + joined, *indices, counts)
 
 
 def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -99,6 +99,32 @@ def mine_to(
     return statistics
 
 
+def embed(
+    embedder: Encoder, texts: Sequence[str], places: Sequence[str], *, max_length: int | None = None
+) -> np.ndarray:
+    """The embedder's vectors of some texts, checked.
+
+    Args:
+        places: where each text stands, for a message.
+        max_length: tokens of a text at most, for an embedder that takes this; default: the embedder's own.
+    Raises: ValueError unless the answer is one vector of finite numbers per text.
+    """
+    limited = max_length is not None and "max_length" in inspect.signature(embedder.encode).parameters
+    x_UD = np.asarray(embedder.encode(texts, **({"max_length": max_length} if limited else {})))
+    if x_UD.ndim != 2 or len(x_UD) != len(texts) or x_UD.dtype.kind not in "fi":
+        raise ValueError(
+            f"the embedder returned {x_UD.dtype} values of shape {x_UD.shape} for {len(texts)} texts, the "
+            f"first of them {places[0]}: its `encode` must return one row of floats or int8 codes per text"
+        )
+    bad = np.flatnonzero(~np.isfinite(x_UD).all(axis=1))
+    if len(bad):
+        raise ValueError(
+            f"the embedder returned values that are not finite for {places[bad[0]]}, "
+            f"{texts[bad[0]][:80]!r}: check the model, or its precision"
+        )
+    return x_UD
+
+
 def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[str, Dataset]:
     """At most about `count` training pairs of some groups, from each data set in proportion to its size.
 
@@ -169,24 +195,13 @@ def _embed(
 ) -> np.ndarray:
     """Embeddings of the rows' texts in a memory-mapped file: codes as they are, floats as unit vectors in
     half precision."""
-    limited = "max_length" in inspect.signature(embedder.encode).parameters
     table, stored = pairs.select_columns(column), None
     bar = tqdm(total=len(rows), desc=f"embedding {column} texts", unit="text", leave=False)
     for part in parts(len(rows), TEXTS):
         texts = table[rows[part].tolist()][column]
-        x_UD = np.asarray(embedder.encode(texts, max_length=length) if limited else embedder.encode(texts))
-        if x_UD.ndim != 2 or len(x_UD) != len(texts) or x_UD.dtype.kind not in "fi":
-            raise ValueError(
-                f"the embedder returned {x_UD.dtype} values of shape {x_UD.shape} for {len(texts)} {column} "
-                "texts: its `encode` must return one row of floats or int8 codes per text"
-            )
+        places = [f"the {column} of row {row}" for row in rows[part]]
+        x_UD = embed(embedder, texts, places, max_length=length)
         if x_UD.dtype.kind == "f":
-            bad = np.flatnonzero(~np.isfinite(x_UD).all(axis=1))
-            if len(bad):
-                raise ValueError(
-                    f"the embedder returned values that are not finite for the {column} of row "
-                    f"{rows[part][bad[0]]}, {texts[bad[0]][:80]!r}: check the model, or its precision"
-                )
             x_UD = unit(x_UD).astype(np.float16)
         if stored is None:
             shape = (len(rows), x_UD.shape[1])

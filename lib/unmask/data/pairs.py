@@ -4,27 +4,53 @@ exact and free."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from unmask.data.order import permuted
 
 LOOK = 65_536  # keys read at a time in search of a second one
+FILL = 8  # times a batch's rows that are looked through to fill it with different ones
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows that look alike next to each other: clusters, in the order in which they fill batches."""
+
+    rows_N: np.ndarray  # row numbers, cluster after cluster
+    ends_K: np.ndarray  # places in `rows_N` where each of the K clusters ends
+
+    def __call__(self, places: np.ndarray, seed: Sequence[int]) -> np.ndarray:
+        """The rows at some places of the epoch that `seed` names: it begins with a random cluster, and the
+        rows of a cluster are in random order."""
+        starts_K = np.concatenate([[0], self.ends_K[:-1]])
+        first = permuted(np.array(0), len(self.ends_K), seed)
+        places = (places + starts_K[first]) % len(self.rows_N)
+        cluster_P = np.searchsorted(self.ends_K, places, side="right")
+        for cluster in np.unique(cluster_P):
+            start, size = starts_K[cluster], self.ends_K[cluster] - starts_K[cluster]
+            own_P = cluster_P == cluster
+            places[own_P] = start + permuted(places[own_P] - start, int(size), [*seed, int(cluster)])
+        return self.rows_N[places]
 
 
 class BatchPlan:
     """Single-dataset batches: each step draws one data set with probability proportional to its size, then
     the next slice of that data set's current epoch (pplx-embed, appendix B).
 
-    No list of rows is held or permuted, so a data set may have billions of them.
+    No list of rows is held or permuted, so a data set may have billions of them. With a packing, slices are
+    cut from clusters of look-alikes, and an epoch's slices come in random order (CDE, section 4.1).
 
     Args:
         keys: for each data set, one key per row (any array that np.unique takes, memory-mapped ones too), or
             the number of rows where all are different. Rows with the same key are the same thing (one
             document, one entity under two names); a batch keeps the first and drops the others, since they
-            must not be each other's negatives.
+            must not be each other's negatives. Look-alikes often are the same thing: a batch of a packing
+            is filled up with the next rows in order, which come again in the next slice.
         batch: rows per step; a smaller data set gives smaller batches.
         allowed: names of the data sets that may be drawn at a step (a curriculum); default: all, always.
+        packings: data set -> clusters of look-alikes; one without has its rows in random order.
     Raises: ValueError if no data set is left, or one cannot give two distinct rows.
     """
 
@@ -36,6 +62,7 @@ class BatchPlan:
         steps: int,
         seed: int,
         allowed: Callable[[int], set[str]] | None = None,
+        packings: Mapping[str, Packing] | None = None,
     ):
         self.names = sorted(keys)
         if not self.names:
@@ -47,7 +74,7 @@ class BatchPlan:
                     f"data set {name!r} has {_size(own)} usable row(s): a batch needs at least 2 distinct "
                     "ones; add data or leave the set out"
                 )
-        self._batch, self._seed = batch, seed
+        self._batch, self._seed, self._packings = batch, seed, packings or {}
         sizes = np.array([_size(self._keys[name]) for name in self.names], dtype=np.float64)
         rng = np.random.default_rng([seed, 0])
         self._draws, self._slots, seen = [], [], dict.fromkeys(self.names, 0)
@@ -64,21 +91,25 @@ class BatchPlan:
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
         name = self._draws[step]
-        keys = self._keys[name]
+        keys, packing = self._keys[name], self._packings.get(name)
         count = _size(keys)
         size = min(self._batch, count)
         epoch, slot = divmod(self._slots[step], count // size)
         seed = [self._seed, 1, self.names.index(name), epoch]
+        if packing:
+            slot = int(permuted(np.array(slot), count // size, seed))
+        enough = size if packing else min(2, size)
         width = size
         while True:
             places = (slot * size + np.arange(width)) % count
-            rows = permuted(places, count, seed)
+            rows = packing(places, seed) if packing else permuted(places, count, seed)
             if isinstance(keys, int):
                 return name, rows
             first = np.sort(np.unique(keys[rows], return_index=True)[1])[:size]
-            if len(first) >= min(2, size) or width == count:
+            looked = len(first) >= 2 and width >= FILL * size
+            if len(first) >= enough or looked or width == count:
                 return name, rows[first]
-            width = min(2 * width, count)  # all the same thing: go on in the epoch's order to other ones
+            width = min(2 * width, count)  # the same things again: go on in the epoch's order to other ones
 
 
 def _size(keys: np.ndarray | int) -> int:

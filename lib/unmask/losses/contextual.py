@@ -13,11 +13,13 @@ from torch import Tensor
 
 from unmask.losses.contrastive import (
     check_margin,
+    check_negatives,
     check_temperature,
     cosine,
     diagonal_mask,
     info_nce,
     mean_over_queries,
+    no_negatives,
 )
 
 
@@ -58,9 +60,7 @@ def sequence_loss(
         >>> f"{loss:.4f}"  # log(1 + 1/e): the other chunk of the document
         '0.3133'
     """
-    sequence, _ = _chunk_losses(
-        q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature, queries=None
-    )
+    sequence, _ = _chunk_losses(q_ND, chunks_MCD, document_N, gold_N, temperature, chunk_mask_MC)
     return sequence
 
 
@@ -72,13 +72,16 @@ def batch_loss(
     *,
     temperature: float = 0.02,
     chunk_mask_MC: Tensor | None = None,
+    negatives_NM: Tensor | None = None,
 ) -> Tensor:
     """InfoNCE of each query's gold chunk against all chunks of all distinct documents of the batch.
 
         L_batch = −(1/N) Σ_i log e^{s(q_i,c_i*)/τ} / Σ_j Σ_k e^{s(q_i,c_jk)/τ},   j over distinct documents
 
     Arguments, result and errors are those of `sequence_loss`. The paper's j runs over queries, which would
-    count the chunks of a document once per query that asks about it; here every chunk counts once.
+    count the chunks of a document once per query that asks about it; here every chunk counts once. Where
+    `negatives_NM` (booleans) is False, no chunk of document m is a negative of query n (CDE, section 4.1);
+    what it says of a query's own document does not matter.
 
     Source: pplx-embed, section 2.4. Unlike InSeNT's in-batch term, it includes the own document.
 
@@ -89,7 +92,7 @@ def batch_loss(
         >>> f"{loss:.4f}"  # log(1 + 3/e): the three other chunks of the batch
         '0.7437'
     """
-    _, batch = _chunk_losses(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature, queries=None)
+    _, batch = _chunk_losses(q_ND, chunks_MCD, document_N, gold_N, temperature, chunk_mask_MC, negatives_NM)
     return batch
 
 
@@ -102,11 +105,12 @@ def local_loss(
     alpha: float = 0.2,
     temperature: float = 0.02,
     chunk_mask_MC: Tensor | None = None,
+    negatives_NM: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """The chunk-level half of the contextual objective: L_local = α L_seq + (1−α) L_batch.
 
-    Arguments, result and errors are those of `sequence_loss`; `alpha` lies in [0, 1], and `queries` selects
+    Arguments, result and errors are those of `batch_loss`; `alpha` lies in [0, 1], and `queries` selects
     whose terms are summed, still divided by N, as in `pair_loss`. The similarities are computed once for both
     terms.
 
@@ -120,7 +124,9 @@ def local_loss(
         '0.6576'
     """
     _check_weight("alpha", alpha)
-    sequence, batch = _chunk_losses(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, temperature, queries)
+    sequence, batch = _chunk_losses(
+        q_ND, chunks_MCD, document_N, gold_N, temperature, chunk_mask_MC, negatives_NM, queries
+    )
     return alpha * sequence + (1 - alpha) * batch
 
 
@@ -131,6 +137,7 @@ def global_loss(
     *,
     temperature: float = 0.02,
     margin: float = 0.1,
+    negatives_NM: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against its document, the other distinct documents and the other queries.
@@ -150,6 +157,8 @@ def global_loss(
         document_N: index of each query's document, in 0..M−1.
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; math.inf masks nothing.
+        negatives_NM: False where document m is known to be no negative of query n (CDE, section 4.1); the
+            queries about it then are none either. What it says of a query's own document does not matter.
         queries: the terms of these queries only, still divided by N, as in `pair_loss`. Default: all.
 
     Returns:
@@ -169,6 +178,7 @@ def global_loss(
     _check_documents(q_ND, documents_MD, document_N, "documents_MD", dimensions=2)
     check_temperature(temperature)
     check_margin(margin)
+    check_negatives(negatives_NM, (len(q_ND), len(documents_MD)))
     index_M = torch.arange(len(documents_MD), device=document_N.device)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
@@ -177,10 +187,11 @@ def global_loss(
         self_TN = diagonal_mask(rows, len(q_ND), q_ND.device)
         positive_T = qd_TM.gather(1, document_N[rows, None]).squeeze(1)
         limit_T1 = positive_T.detach()[:, None] + margin
+        dropped_TM = no_negatives(negatives_NM, rows, own_TM)
         return info_nce(
             positive_T,
-            qd_TM.masked_fill((qd_TM > limit_T1) & ~own_TM, -torch.inf),
-            qq_TN.masked_fill((qq_TN > limit_T1) | self_TN, -torch.inf),
+            qd_TM.masked_fill(((qd_TM > limit_T1) | dropped_TM) & ~own_TM, -torch.inf),
+            qq_TN.masked_fill((qq_TN > limit_T1) | dropped_TM[:, document_N] | self_TN, -torch.inf),
             temperature=temperature,
         ).sum()
 
@@ -199,6 +210,7 @@ def contextual_loss(
     temperature: float = 0.02,
     margin: float = 0.1,
     chunk_mask_MC: Tensor | None = None,
+    negatives_NM: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """The objective of contextual training: L_context = β L_global + (1−β) L_local.
@@ -208,7 +220,7 @@ def contextual_loss(
         chunks_MCD, documents_MD: embeddings of the M distinct documents' chunks, and of the documents.
         document_N, gold_N: index of each query's document, and of its gold chunk within that document.
         beta: weight of the document-level term, in [0, 1]; the paper raises it from 0.2 to 0.5.
-        alpha, temperature, margin, chunk_mask_MC: as in `local_loss` and `global_loss`.
+        alpha, temperature, margin, chunk_mask_MC, negatives_NM: as in `local_loss` and `global_loss`.
         queries: the terms of these queries only, still divided by N, as in `pair_loss`. Default: all.
 
     Returns:
@@ -236,6 +248,7 @@ def contextual_loss(
         alpha=alpha,
         temperature=temperature,
         chunk_mask_MC=chunk_mask_MC,
+        negatives_NM=negatives_NM,
         queries=queries,
     )
     if len(documents_MD) != len(chunks_MCD):
@@ -244,7 +257,13 @@ def contextual_loss(
             f"{len(chunks_MCD)} documents of chunks."
         )
     document = global_loss(
-        q_ND, documents_MD, document_N, temperature=temperature, margin=margin, queries=queries
+        q_ND,
+        documents_MD,
+        document_N,
+        temperature=temperature,
+        margin=margin,
+        negatives_NM=negatives_NM,
+        queries=queries,
     )
     return beta * document + (1 - beta) * local
 
@@ -258,6 +277,7 @@ def insent_loss(
     lam: float = 0.5,
     temperature: float = 0.05,
     chunk_mask_MC: Tensor | None = None,
+    negatives_NM: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InSeNT: the gold chunk against its own document, and against the chunks of the other documents.
@@ -270,7 +290,7 @@ def insent_loss(
     document, then over documents. Unlike in `batch_loss`, the other chunks of the own document are no
     negatives of the in-batch term.
 
-    Arguments, result and errors are those of `sequence_loss`; `lam` is λ, the weight of the in-sequence term,
+    Arguments, result and errors are those of `batch_loss`; `lam` is λ, the weight of the in-sequence term,
     in [0, 1], and `queries` selects whose terms are summed, with the weights they have in the whole batch.
 
     Source: ConTEB (2505.24782), section 4.2 (τ = 0.05; λ is tuned, 0.5 is the default of the authors' code).
@@ -285,6 +305,7 @@ def insent_loss(
     _check_weight("lam", lam)
     _check_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
     check_temperature(temperature)
+    check_negatives(negatives_NM, (len(q_ND), len(chunks_MCD)))
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(q_ND) / (count_M.count_nonzero() * count_M[document_N].double())  # 1 if all have as many
 
@@ -294,7 +315,8 @@ def insent_loss(
         own_TC = scores_TMC[index_T, document_N[rows]]
         gold_T1 = own_TC.gather(1, gold_N[rows, None])
         own_TM = document_N[rows, None] == torch.arange(len(chunks_MCD), device=document_N.device)
-        others_TR = scores_TMC.masked_fill(own_TM[..., None], -torch.inf).flatten(1)
+        no_TM = own_TM | no_negatives(negatives_NM, rows, own_TM)
+        others_TR = scores_TMC.masked_fill(no_TM[..., None], -torch.inf).flatten(1)
         sequence_T = info_nce(gold_T1.squeeze(1), own_TC, temperature=temperature)
         batch_T = info_nce(gold_T1.squeeze(1), gold_T1, others_TR, temperature=temperature)
         return (share_N[rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)).sum()
@@ -308,20 +330,25 @@ def _chunk_losses(
     chunks_MCD: Tensor,
     document_N: Tensor,
     gold_N: Tensor,
-    chunk_mask_MC: Tensor | None,
     temperature: float,
-    queries: slice | None,
+    chunk_mask_MC: Tensor | None,
+    negatives_NM: Tensor | None = None,
+    queries: slice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """L_seq and L_batch, from the same similarities."""
     _check_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
     check_temperature(temperature)
+    check_negatives(negatives_NM, (len(q_ND), len(chunks_MCD)))
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         scores_TMC = _chunk_scores(q_TD, chunks_MCD, chunk_mask_MC)
         own_TC = scores_TMC[torch.arange(len(scores_TMC), device=scores_TMC.device), document_N[rows]]
         gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
+        own_TM = document_N[rows, None] == torch.arange(len(chunks_MCD), device=document_N.device)
+        no_TM = no_negatives(negatives_NM, rows, own_TM)
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
-        batch_T = info_nce(gold_T, scores_TMC.flatten(1), temperature=temperature)
+        batch_TR = scores_TMC.masked_fill(no_TM[..., None], -torch.inf).flatten(1)
+        batch_T = info_nce(gold_T, batch_TR, temperature=temperature)
         return torch.stack([sequence_T.sum(), batch_T.sum()])
 
     candidates = chunks_MCD.shape[0] * chunks_MCD.shape[1]

@@ -20,6 +20,7 @@ def pair_loss(
     *,
     temperature: float = 0.02,
     margin: float = 0.1,
+    negatives_NN: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against its document, the other documents and the other queries.
@@ -37,6 +38,9 @@ def pair_loss(
             floats).
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; 0 or more.
+        negatives_NN: False where the document of pair j is known to be no negative of query i (CDE, section
+            4.1); query j then is none either, which is our choice, CDE has no query–query term. The diagonal
+            does not matter. Default: whatever the margin leaves.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up to the
             whole loss, which is how several processes share it. Default: all.
 
@@ -55,20 +59,22 @@ def pair_loss(
         >>> f"{pair_loss(axes, axes, temperature=1.0):.4f}"  # log(1 + 4/e): four orthogonal negatives
         '0.9048'
     """
-    _check_pairs(q_ND, d_ND)
+    check_pairs(q_ND, d_ND)
     if len(q_ND) < 2:
         raise ValueError("pair_loss needs at least two pairs: a single query has no in-batch negative.")
     check_temperature(temperature)
     check_margin(margin)
+    check_negatives(negatives_NN, (len(q_ND), len(d_ND)))
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         self_TN = diagonal_mask(rows, len(q_ND), q_ND.device)
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
         limit_T1 = positive_T.detach()[:, None] + margin
-        qd_TN = qd_TN.masked_fill((qd_TN > limit_T1) & ~self_TN, -torch.inf)
+        dropped_TN = no_negatives(negatives_NN, rows, self_TN)
+        qd_TN = qd_TN.masked_fill(((qd_TN > limit_T1) | dropped_TN) & ~self_TN, -torch.inf)
         qq_TN = cosine(q_TD, q_ND)
-        qq_TN = qq_TN.masked_fill((qq_TN > limit_T1) | self_TN, -torch.inf)
+        qq_TN = qq_TN.masked_fill((qq_TN > limit_T1) | dropped_TN | self_TN, -torch.inf)
         return info_nce(positive_T, qd_TN, qq_TN, temperature=temperature).sum()
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=2 * len(q_ND))
@@ -80,18 +86,20 @@ def triplet_loss(
     hard_NKD: Tensor,
     *,
     temperature: float = 0.03,
+    negatives_NN: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against every document of the batch and the mined hard negatives of every query.
 
         L = −(1/N) Σ_i log e^{s(q_i,d_i)/τ} / [ Σ_j e^{s(q_i,d_j)/τ} + Σ_j Σ_k e^{s(q_i,h_jk)/τ} ]
 
-    Nothing is masked and queries are not compared with each other.
+    Nothing but `negatives_NN` is masked, and queries are not compared with each other.
 
     Args:
         q_ND, d_ND: embeddings of N aligned pairs, of any scale.
         hard_NKD: embeddings of the K hard negatives of each query.
         temperature: τ, above 0.
+        negatives_NN: as in `pair_loss`, for the documents d_j; hard negatives always count.
         queries: the terms of these queries only, still divided by N, as in `pair_loss`. Default: all.
 
     Returns:
@@ -110,18 +118,18 @@ def triplet_loss(
         >>> f"{triplet_loss(axes, axes, hard, temperature=1.0):.4f}"  # log(2 + 4/e)
         '1.2446'
     """
-    _check_pairs(q_ND, d_ND)
-    if hard_NKD.ndim != 3 or (len(hard_NKD), hard_NKD.shape[-1]) != q_ND.shape:
-        raise ValueError(
-            f"Hard negatives of queries {tuple(q_ND.shape)} must be (N, K, D); got {tuple(hard_NKD.shape)}."
-        )
+    check_pairs(q_ND, d_ND)
+    check_hard_negatives(q_ND, hard_NKD)
     check_temperature(temperature)
+    check_negatives(negatives_NN, (len(q_ND), len(d_ND)))
     hard_RD = hard_NKD.flatten(0, 1)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
-        hard_TR = cosine(q_TD, hard_RD)
-        return info_nce(qd_TN.diagonal(rows.start), qd_TN, hard_TR, temperature=temperature).sum()
+        positive_T = qd_TN.diagonal(rows.start)
+        self_TN = diagonal_mask(rows, len(d_ND), d_ND.device)
+        qd_TN = qd_TN.masked_fill(no_negatives(negatives_NN, rows, self_TN), -torch.inf)
+        return info_nce(positive_T, qd_TN, cosine(q_TD, hard_RD), temperature=temperature).sum()
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_RD))
 
@@ -164,6 +172,13 @@ def diagonal_mask(rows: slice, n: int, device: torch.device) -> Tensor:
     return index_N[rows, None] == index_N
 
 
+def no_negatives(negatives_NM: Tensor | None, rows: slice, own_TM: Tensor) -> Tensor:
+    """Where a tile's queries have candidates that are known to be none; never their own ones."""
+    if negatives_NM is None:
+        return torch.zeros_like(own_TM)
+    return ~(negatives_NM[rows].to(own_TM.device) | own_TM)
+
+
 def cosine(a_XD: Tensor, b_YD: Tensor) -> Tensor:
     """Cosine similarity of every row of `a` with every row of `b`, in float32 or better even under autocast.
 
@@ -203,11 +218,29 @@ def check_margin(margin: float) -> None:
         )
 
 
-def _check_pairs(q_ND: Tensor, d_ND: Tensor) -> None:
+def check_negatives(negatives_NM: Tensor | None, shape: tuple[int, int]) -> None:
+    """Refuse a mask of negatives that is not one boolean per query and candidate."""
+    if negatives_NM is not None and (negatives_NM.shape != shape or negatives_NM.dtype != torch.bool):
+        raise ValueError(
+            f"The mask of negatives must be booleans of shape {shape}; got {negatives_NM.dtype} of "
+            f"{tuple(negatives_NM.shape)}."
+        )
+
+
+def check_pairs(q_ND: Tensor, d_ND: Tensor) -> None:
+    """Refuse embeddings that are not aligned pairs."""
     if q_ND.ndim != 2 or q_ND.shape != d_ND.shape or len(q_ND) == 0:
         raise ValueError(
             "The loss needs one document embedding per query, both (N, D); got "
             f"{tuple(q_ND.shape)} and {tuple(d_ND.shape)}."
+        )
+
+
+def check_hard_negatives(q_ND: Tensor, hard_NKD: Tensor) -> None:
+    """Refuse hard negatives that are not K for each query."""
+    if hard_NKD.ndim != 3 or (len(hard_NKD), hard_NKD.shape[-1]) != q_ND.shape:
+        raise ValueError(
+            f"Hard negatives of queries {tuple(q_ND.shape)} must be (N, K, D); got {tuple(hard_NKD.shape)}."
         )
 
 

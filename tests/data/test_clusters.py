@@ -1,0 +1,318 @@
+"""Clusters of look-alikes: against faiss run directly, and the filter's rule written row by row."""
+
+from dataclasses import replace
+from itertools import chain, pairwise
+
+import faiss
+import numpy as np
+import pytest
+
+import tiny
+from unmask.config import load_preset
+from unmask.data import clusters
+from unmask.data.clusters import Neighbours, Surrogate, negative_similarity, neighbours, pack, tour
+from unmask.data.pairs import BatchPlan, Packing
+from unmask.data.prepare import Ragged
+from unmask.data.tokenized import TokenDocuments, TokenPairs
+from unmask.data.tokens import StoredTokenizer, tokenize
+from unmask.search import unit
+
+CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2, packing="tour")
+
+
+def ragged(lists):
+    return Ragged.of([np.asarray(one) for one in lists], np.int64)
+
+
+def seen(q_ND, d_ND):
+    """Pairs whose texts have these vectors."""
+    vectors_UD = unit(np.concatenate([q_ND, d_ND])).astype(np.float16)
+    n = len(q_ND)
+    one_each = np.arange(1, n + 1)
+    return Neighbours(vectors_UD, Ragged(np.arange(n), one_each), Ragged(np.arange(n, 2 * n), one_each))
+
+
+def pairs(count=400, width=12, *, groups=8, finer=8, noise=0.3, seed=0):
+    """Groups of groups of look-alikes, queries near their documents."""
+    rng = np.random.default_rng(seed)
+    coarse, fine = rng.normal(size=(groups, width)), rng.normal(size=(groups, finer, width))
+    group_N, finer_N = rng.integers(groups, size=count), rng.integers(finer, size=count)
+    d_ND = 2 * coarse[group_N] + fine[group_N, finer_N] + 0.3 * rng.normal(size=(count, width))
+    return seen(d_ND + noise * rng.normal(size=d_ND.shape), d_ND)
+
+
+def difficulty(own, *, batch=16, steps=20):
+    packings = {"x": own.packing} if own.packing else {}
+    plan = BatchPlan({"x": len(own.queries)}, batch=batch, steps=steps, seed=3, packings=packings)
+    return np.mean([negative_similarity(own, plan(step)[1]) for step in range(steps)])
+
+
+@pytest.mark.parametrize(("size", "attempts"), [(8, 1), (40, 3)])
+def test_clusters_are_those_of_faiss_run_directly(size, attempts):
+    own = pairs()
+    q_ND, d_ND = (x.astype(np.float32) for x in own.points(np.arange(400)))
+    direct = faiss.Kmeans(
+        24, 400 // size, niter=10, nredo=attempts, spherical=True, seed=7, min_points_per_centroid=1
+    )
+    direct.train(np.vstack([np.hstack([q_ND, d_ND]), np.hstack([d_ND, q_ND])]))
+    expected_N = direct.assign(np.hstack([q_ND, d_ND]))[1]
+    packing = pack(own, size, replace(CONFIG, attempts=attempts), seed=7)
+    ours = np.split(packing.rows_N, packing.ends_K[:-1])
+    theirs = [np.flatnonzero(expected_N == cluster) for cluster in np.unique(expected_N)]
+    assert sorted(map(tuple, ours)) == sorted(map(tuple, theirs))
+
+
+def test_the_same_seed_gives_the_same_clusters_with_several_threads():
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(2)
+    try:
+        one, two = (pack(pairs(3000), 16, CONFIG, seed=1) for _ in range(2))
+        other = pack(pairs(3000), 16, CONFIG, seed=2)
+    finally:
+        faiss.omp_set_num_threads(threads)
+    np.testing.assert_array_equal(one.rows_N, two.rows_N)
+    np.testing.assert_array_equal(one.ends_K, two.ends_K)
+    assert not np.array_equal(one.rows_N, other.rows_N)
+
+
+@pytest.mark.parametrize("packing", ["tour", "random"])
+def test_smaller_clusters_make_harder_batches(packing):
+    random = pairs(1600)
+    config = replace(CONFIG, packing=packing)
+    found = [difficulty(random)]
+    for size in (800, 200, 50):
+        found.append(difficulty(replace(random, packing=pack(random, size, config, seed=0))))
+    assert found == sorted(found) and min(np.diff(found)) > 0.02
+
+
+def test_a_tour_makes_batches_of_several_clusters_harder():
+    own = pairs(1600)
+    on_tour, at_random = (
+        difficulty(replace(own, packing=pack(own, 10, replace(CONFIG, packing=packing), 0)), batch=80)
+        for packing in ("tour", "random")
+    )
+    assert on_tour > at_random + 0.1
+
+
+def test_the_difficulty_is_the_mean_cosine_to_the_other_documents():
+    own, rows = pairs(), [3, 250, 17, 99]
+    q_ND, d_ND = (x.astype(np.float64) for x in own.points(rows))
+    cosines = [q @ d for i, q in enumerate(q_ND) for j, d in enumerate(d_ND) if i != j]
+    assert negative_similarity(own, rows) == pytest.approx(np.mean(cosines))
+
+
+def test_a_tour_goes_to_the_nearest_centroid_left():
+    centroids = unit(np.random.default_rng(0).normal(size=(30, 4)))
+    order = tour(centroids, start=11).tolist()
+    left = set(range(30)) - {11}
+    assert order[0] == 11
+    for last, now in pairwise(order):
+        assert now == max(left, key=lambda cluster: centroids[cluster] @ centroids[last])
+        left.remove(now)
+    assert not left
+
+
+def test_a_data_set_no_larger_than_a_cluster_is_one():
+    packing = pack(pairs(30), 30, CONFIG, seed=0)
+    assert packing.rows_N.tolist() == list(range(30)) and packing.ends_K.tolist() == [30]
+
+
+def test_centroids_are_computed_from_a_sample_where_points_are_many(monkeypatch):
+    own, trained, train = pairs(2000), [], faiss.Kmeans.train
+    monkeypatch.setattr(clusters, "SAMPLE", 4 * 24 * 300)
+    monkeypatch.setattr(faiss.Kmeans, "train", lambda self, x: trained.append(len(x)) or train(self, x))
+    sampled = pack(own, 250, CONFIG, seed=0)
+    assert trained == [300]
+    assert sorted(sampled.rows_N) == list(range(2000)) and len(sampled.ends_K) == 8
+    assert difficulty(replace(own, packing=sampled)) > difficulty(own) + 0.1
+    pack(own, 10, CONFIG, seed=0)
+    assert trained == [300, 200 * clusters.LEAST]
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+def test_an_epoch_of_a_packing_is_a_permutation_that_keeps_clusters_together(count):
+    ends_K = np.unique(np.append(np.random.default_rng(0).integers(1, 60, count - 1), 60))
+    packing = Packing(np.random.default_rng(1).permutation(60), ends_K)
+    cluster_N = np.empty(60, int)
+    cluster_N[packing.rows_N] = np.searchsorted(ends_K, np.arange(60), side="right")
+    epochs = [packing(np.arange(60), [5, epoch]) for epoch in range(6)]
+    for rows in epochs:
+        assert sorted(rows) == list(range(60))
+        changes = (np.diff(cluster_N[rows]) != 0).sum()
+        assert changes == len(ends_K) - 1
+    np.testing.assert_array_equal(packing(np.array([40, 3]), [5, 2]), epochs[2][[40, 3]])
+    assert len({tuple(rows) for rows in epochs}) == 6
+    assert len({cluster_N[rows[0]] for rows in epochs}) > 1 or count == 1
+
+
+def plan(keys, packing, **options):
+    return BatchPlan({"x": keys}, packings={"x": packing}, **{"batch": 8, "steps": 100, "seed": 0} | options)
+
+
+def test_batches_of_look_alikes_are_a_function_of_seed_and_step():
+    packing = pack(pairs(), 8, CONFIG, seed=0)
+    one, two = plan(400, packing), plan(400, packing)
+    backward = {step: two(step)[1].tolist() for step in reversed(range(100))}
+    forward = [one(step)[1].tolist() for step in range(100)]
+    assert forward == [backward[step] for step in range(100)]
+    for epoch in (forward[:50], forward[50:]):
+        assert sorted(chain(*epoch)) == list(range(400))
+    assert {tuple(sorted(rows)) for rows in forward[:50]} != {tuple(sorted(rows)) for rows in forward[50:]}
+    assert plan(400, packing, seed=1)(0)[1].tolist() != forward[0]
+
+
+def test_neighbouring_batches_of_a_packing_are_not_neighbouring_steps():
+    packing = Packing(np.arange(400), np.arange(8, 401, 8))
+    first = [plan(400, packing)(step)[1].min() // 8 for step in range(50)]
+    assert sorted(first) == list(range(50))
+    assert (np.abs(np.diff(first)) == 1).mean() < 0.3
+
+
+def test_a_batch_of_look_alikes_is_filled_with_other_keys():
+    """Each key four times in a row: eight rows hold two or three keys, yet a batch has eight."""
+    packing, keys = Packing(np.arange(400), np.arange(8, 401, 8)), [i // 4 for i in range(400)]
+    for step in range(100):
+        rows = plan(keys, packing)(step)[1]
+        assert len({keys[row] for row in rows}) == len(rows) == 8
+    few = plan([i // 200 for i in range(400)], packing)
+    assert [len(few(step)[1]) for step in range(20)] == [2] * 20
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.05])
+def test_the_filter_is_its_rule(margin):
+    own, rows = pairs(noise=1.5), np.random.default_rng(0).permutation(400)[:60]
+    q_ND, d_ND = (x.astype(np.float64) for x in own.points(rows))
+    expected = [
+        [i == j or q @ other < q @ d_ND[i] + margin for j, other in enumerate(d_ND)]
+        for i, q in enumerate(q_ND)
+    ]
+    found = own.negatives(rows, margin)
+    assert found.tolist() == expected
+    assert 0 < (~found).mean() < 0.5
+
+
+def test_the_own_document_stays_and_its_copies_go():
+    d_ND = np.random.default_rng(0).normal(size=(6, 40))
+    d_ND[3] = d_ND[0]
+    own = seen(d_ND + np.random.default_rng(1).normal(size=d_ND.shape), d_ND)
+    negatives_NN = own.negatives(np.arange(6), 0.0)
+    assert not negatives_NN[0, 3] and not negatives_NN[3, 0]
+    assert negatives_NN.diagonal().all()
+    assert own.negatives(np.arange(6), 2.5).all()
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+    return StoredTokenizer.of(tiny.tokenizer())
+
+
+class Letters:
+    """An embedder that counts letters, and notes what it was asked."""
+
+    def __init__(self, stop_at=None):
+        self.seen, self.stop_at = [], stop_at
+
+    def encode(self, texts):
+        if len(self.seen) == self.stop_at:
+            raise KeyboardInterrupt
+        self.seen += texts
+        return np.array(
+            [[1 + text.count(letter) for letter in "0123456789aei"] for text in texts], np.float32
+        )
+
+
+def tokens(texts):
+    return ragged(tokenize(tiny.tokenizer(), texts, 99))
+
+
+def token_pairs(queries, documents, identity="some pairs"):
+    keys = [str(i) for i in range(len(queries))]
+    return TokenPairs(tokens(queries), tokens(documents), keys, identity=identity)
+
+
+def find(data, stored, embedder=None, **options):
+    surrogate = Surrogate("letters", lambda: embedder) if embedder else Surrogate(clusters.LSA)
+    return neighbours(
+        data,
+        **{"name": "docs", "stored": stored, "surrogate": surrogate, "config": CONFIG, "cluster_size": 0,
+           "seed": 0} | options,
+    )  # fmt: skip
+
+
+def test_every_distinct_text_is_embedded_once_and_kept(stored, monkeypatch):
+    monkeypatch.setattr(clusters, "TEXTS", 3)
+    queries, documents = ["is it 1?", "is it 2?", "is it 1?"], ["one: 1", "is it 2?", "two: 2"]
+    data, embedder = token_pairs(queries, documents), Letters()
+    own = find(data, stored, embedder)
+    assert sorted(embedder.seen) == sorted({*queries, *documents})
+    q_ND, d_ND = own.points(range(3))
+    for x_ND, texts in ((q_ND, queries), (d_ND, documents)):
+        np.testing.assert_allclose(x_ND, unit(Letters().encode(texts)), atol=1e-3)
+    again = find(data, stored, Letters(stop_at=0), cluster_size=2)  # for clusters nothing is embedded anew
+    np.testing.assert_array_equal(again.vectors_UD, own.vectors_UD)
+    assert own.packing is None and sorted(again.packing.rows_N) == [0, 1, 2]
+
+
+def test_embedding_that_was_stopped_goes_on(stored, monkeypatch):
+    monkeypatch.setattr(clusters, "TEXTS", 4)
+    data = token_pairs([f"{i}?" for i in range(10)], [f"it is {i}" for i in range(10)])
+    stopped, rest = Letters(stop_at=8), Letters()
+    with pytest.raises(KeyboardInterrupt):
+        find(data, stored, stopped)
+    own = find(data, stored, rest)
+    assert len(stopped.seen) == 8 and len(rest.seen) == 12 and not {*stopped.seen} & {*rest.seen}
+    np.testing.assert_allclose(own.points([4])[1], unit(Letters().encode(["it is 4"])), atol=1e-3)
+
+
+def test_an_embedder_without_numbers_is_refused(stored):
+    class Broken(Letters):
+        def encode(self, texts):
+            return np.nan * super().encode(texts)
+
+    with pytest.raises(ValueError, match="not finite for a text of data set 'docs', '"):
+        find(token_pairs(["1?", "2?"], ["1", "2"]), stored, Broken())
+
+
+def test_word_statistics_are_deterministic_and_find_what_is_alike(stored):
+    numbers = [f"the number {i} and what follows it" for i in range(40)]
+    names = [f"read a table from file {i} row by row" for i in range(40)]
+    data = token_pairs(numbers + names, [text + ", then stop" for text in numbers + names])
+    one, two = find(data, stored, cluster_size=40), find(replace(data, identity="again"), stored)
+    np.testing.assert_array_equal(one.vectors_UD, two.vectors_UD)
+    sides = [set(part // 40) for part in np.split(one.packing.rows_N, one.packing.ends_K[:-1])]
+    assert sorted(map(tuple, sides)) == [(0,), (1,)]
+
+
+def documents(stored, identity="some documents"):
+    chunks = [["it is 1", "it is 2"], ["it is 1", "it is 22", "aaa"], ["eee"]]
+    queries = [["1?", "a?"], ["22?"], ["e?", "1?", "333?"]]
+    nested = [
+        Ragged(tokens([text for texts in lists for text in texts]), np.cumsum([len(x) for x in lists]))
+        for lists in (chunks, queries)
+    ]
+    golds = Ragged.of([np.zeros(len(x), np.int32) for x in queries], np.int32)
+    return chunks, queries, TokenDocuments(*nested, golds, identity=identity)
+
+
+def test_a_document_is_the_mean_of_its_chunks_and_its_query_that_of_its_queries(stored):
+    chunks, queries, data = documents(stored)
+    own = find(data, stored, Letters())
+    for texts, x_ND in zip((queries, chunks), own.points(range(3)), strict=True):
+        for row, x_D in zip(texts, x_ND, strict=True):
+            mean_D = unit(Letters().encode(row)).mean(0)
+            np.testing.assert_allclose(x_D, mean_D / np.linalg.norm(mean_D), atol=1e-3)
+
+
+def test_the_filter_compares_each_query_of_a_document_with_the_other_documents(stored):
+    _, queries, data = documents(stored)
+    own, rows = find(data, stored, Letters()), [2, 0, 1]
+    document_N, query_N = np.array([0, 0, 1, 2]), np.array([2, 1, 0, 0])
+    d_MD = own.points(rows)[1].astype(np.float64)
+    expected = []
+    for document, number in zip(document_N, query_N, strict=True):
+        q_D = unit(Letters().encode([queries[rows[document]][number]])).astype(np.float16)[0]
+        scores = [float(q_D.astype(np.float64) @ d_D) for d_D in d_MD]
+        expected.append([m == document or scores[m] < scores[document] + 0.02 for m in range(3)])
+    assert own.negatives(rows, 0.02, document_N, query_N).tolist() == expected
+    assert not np.all(expected)
