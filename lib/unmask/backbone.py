@@ -24,6 +24,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
@@ -89,9 +90,9 @@ def load(path: str | Path, *, head: bool = False, attention: str | None = None) 
     return kind.from_pretrained(source, dtype=torch.float32, **options)
 
 
-def layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    """The Transformer's layers."""
-    return model.base_model.layers
+def layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The layers of every Transformer in a model."""
+    return torch.nn.ModuleList(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

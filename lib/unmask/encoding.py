@@ -6,6 +6,7 @@ dimensions, C chunks of a document, R rows (one per sequence, or one per chunk),
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -112,6 +113,14 @@ def only_tokens(sequence: TokenSequence) -> TokenSequence:
     return TokenSequence(sequence.tokens_L, number_L, int(belongs_L.sum()))
 
 
+def after_context(sequence: TokenSequence, slots: int) -> TokenSequence:
+    """The sequence with room in front of it for so many vectors: tokens that are not read and belong to no
+    row, but count for its length. It then has no pooling but the mean."""
+    own_L = np.zeros(len(sequence), np.int32) if sequence.chunk_L is None else sequence.chunk_L
+    tokens_L = np.concatenate([np.zeros(slots, sequence.tokens_L.dtype), sequence.tokens_L])
+    return TokenSequence(tokens_L, np.concatenate([np.full(slots, -1, np.int32), own_L]), sequence.rows)
+
+
 def micro_batches(
     lengths: SequenceOf[int], token_budget: int, multiple_of: int = 1, *, packed: bool = False
 ) -> list[np.ndarray]:
@@ -157,6 +166,7 @@ def encode_rows(
     pooling: str = "mean",
     device: torch.device | str = "cpu",
     packed: bool | None = None,
+    **inputs: Tensor,
 ) -> Tensor:
     """One forward pass; returns rows_RD in float32, chunks of a document in order.
 
@@ -167,6 +177,7 @@ def encode_rows(
         pooling: "mean" or "last".
         packed: lay sequences of different lengths one after the other instead of padding them. Default: where
             that is possible and fast (`unmask.attention.unpadded`).
+        inputs: what else the model takes.
 
     Raises:
         ValueError: pooling is not "mean" and a sequence has chunks.
@@ -175,12 +186,16 @@ def encode_rows(
         raise ValueError(f"chunks of a document are mean-pooled; pooling {pooling!r} has no late chunking")
     different = len({len(s) for s in sequences}) > 1
     if different and (unpadded(model) if packed is None else packed):
-        return _encode_packed(model, sequences, pooling, device)
-    return _encode_padded(model, sequences, pooling, device)
+        return _encode_packed(model, sequences, pooling, device, inputs)
+    return _encode_padded(model, sequences, pooling, device, inputs)
 
 
 def _encode_packed(
-    model: PreTrainedModel, sequences: SequenceOf[TokenSequence], pooling: str, device: torch.device | str
+    model: PreTrainedModel,
+    sequences: SequenceOf[TokenSequence],
+    pooling: str,
+    device: torch.device | str,
+    inputs: Mapping[str, Tensor],
 ) -> Tensor:
     lengths = [len(s) for s in sequences]
     tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
@@ -188,6 +203,7 @@ def _encode_packed(
         input_ids=tokens_T[None].to(device, non_blocking=True),
         use_cache=False,
         **unpadded_inputs(model, lengths, device),
+        **inputs,
     ).last_hidden_state[0]
     if pooling == "last":
         return hidden_TD[torch.tensor(lengths).cumsum(0).to(device) - 1].float()
@@ -196,7 +212,11 @@ def _encode_packed(
 
 
 def _encode_padded(
-    model: PreTrainedModel, sequences: SequenceOf[TokenSequence], pooling: str, device: torch.device | str
+    model: PreTrainedModel,
+    sequences: SequenceOf[TokenSequence],
+    pooling: str,
+    device: torch.device | str,
+    inputs: Mapping[str, Tensor],
 ) -> Tensor:
     length = max(len(s) for s in sequences)
     padded = any(len(s) != length for s in sequences)
@@ -207,7 +227,8 @@ def _encode_padded(
         mask_BL[row, : len(sequence)] = 1
     mask = torch.from_numpy(mask_BL).to(device, non_blocking=True) if padded else None
     tokens = torch.from_numpy(tokens_BL).to(device, non_blocking=True)
-    hidden_BLD = model(input_ids=tokens, attention_mask=mask, use_cache=False).last_hidden_state
+    output = model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs)
+    hidden_BLD = output.last_hidden_state
     if all(s.chunk_L is None for s in sequences):
         return (last_token_pool if pooling == "last" else mean_pool)(hidden_BLD, mask).float()
     segment_BL = np.full((len(sequences), length), -1, np.int64)

@@ -7,6 +7,10 @@ push its part of that gradient through. The result is the gradient of the whole 
 
 With several processes each embeds its share of the micro-batches, all see all embeddings, and each computes
 the loss terms of its share of the queries.
+
+Two models of which one reads the other's rows are cached one after the other (two-stage gradient caching,
+CDE, section 4.2): the gradient of those rows, which the second model's pushes leave, is pushed through the
+first.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ def cached_backward(
     pooling: str = "mean",
     processes: Processes = ALONE,
     last: bool = True,
+    **inputs: Tensor,
 ) -> Tensor:
     """Adds the gradient of the loss to the model's parameters and returns the detached loss.
 
@@ -39,13 +44,45 @@ def cached_backward(
             document's chunks one after the other.
         loss_of_rows: scalar loss of all rows (R, D), of which each process gives its part, so that the parts
             add up; quantisation belongs here.
-        token_budget: tokens per micro-batch, padding included where there is any.
-        last: False if more gradients of the same step follow; the processes' gradients are reduced by the
-            last call.
+        token_budget, pooling, processes, last, inputs: as for `cached_rows`.
 
-    The last micro-batch keeps its graph and is embedded once; if everything fits into one, this is plain
-    backpropagation. Random numbers drawn by the model (dropout) are replayed, so cached and uncached
-    gradients agree.
+    If everything fits into one micro-batch, this is plain backpropagation.
+    """
+    rows_RD, push = cached_rows(
+        model, sequences,
+        token_budget=token_budget, pooling=pooling, processes=processes, last=last, **inputs,
+    )  # fmt: skip
+    loss = loss_of_rows(rows_RD.requires_grad_())
+    push(*torch.autograd.grad(loss, rows_RD))
+    return processes.sum(loss.detach())
+
+
+def cached_rows(
+    model: torch.nn.Module,
+    sequences: Sequence[TokenSequence],
+    *,
+    token_budget: int,
+    pooling: str = "mean",
+    processes: Processes = ALONE,
+    last: bool = True,
+    **inputs: Tensor,
+) -> tuple[Tensor, Callable[[Tensor], None]]:
+    """Embeds now and backpropagates later: the two halves of gradient caching, for models whose rows other
+    models read.
+
+    Random numbers drawn by the model (dropout) are replayed, so cached and uncached gradients agree. The last
+    micro-batch keeps its graph and is embedded once.
+
+    Args:
+        sequences: the same on every process.
+        token_budget: tokens per micro-batch, padding included where there is any.
+        last: False if more gradients of the same step follow for this model; the processes' gradients are
+            reduced by the last call.
+        inputs: what else the model takes, the same in every forward pass. Each that requires a gradient gets
+            in `grad` this process's part of it, times the number of processes.
+    Returns:
+        rows_RD: all rows on every process, in the order of the sequences, detached.
+        push: takes this process's part of their gradient and adds it to the parameters'; to be called once.
     """
     with processes.autocast():
         packed = unpadded(model)
@@ -57,13 +94,9 @@ def cached_backward(
         with processes.autocast():
             rows_RD = encode_rows(
                 model, [sequences[i] for i in (group if len(group) else [0])],
-                pooling=pooling, device=processes.device,
+                pooling=pooling, device=processes.device, **inputs,
             )  # fmt: skip
         return rows_RD if len(group) else rows_RD[:0]
-
-    def push(part_RD: Tensor, group: np.ndarray) -> None:
-        index = torch.from_numpy(rows_of(offsets, group)).to(processes.device)
-        processes.backward(part_RD, gradient_RD[index])
 
     parts, random_states = [], []
     with torch.no_grad():
@@ -72,19 +105,25 @@ def cached_backward(
             parts.append(embed(group))
     with processes.accumulating(model, last=last and len(own) == 1):
         kept_RD = embed(own[-1])
-        rows_RD = _collect([*parts, kept_RD.detach()], groups, offsets, processes).requires_grad_()
-        loss = loss_of_rows(rows_RD)
-        (gradient_RD,) = torch.autograd.grad(loss, rows_RD)
+    rows_RD = _collect([*parts, kept_RD.detach()], groups, offsets, processes)
+
+    def push(gradient_RD: Tensor) -> None:
         gradient_RD = processes.sum(gradient_RD)
-        push(kept_RD, own[-1])
-    del kept_RD
-    after = _random_state(processes.device)
-    for number, (group, state) in enumerate(zip(own[:-1], random_states, strict=True), 2):
-        _set_random_state(state, processes.device)
-        with processes.accumulating(model, last=last and number == len(own)):
-            push(embed(group), group)
-    _set_random_state(after, processes.device)
-    return processes.sum(loss.detach())
+
+        def push_part(part_RD: Tensor, group: np.ndarray) -> None:
+            index = torch.from_numpy(rows_of(offsets, group)).to(processes.device)
+            processes.backward(part_RD, gradient_RD[index])
+
+        with processes.accumulating(model, last=last and len(own) == 1):
+            push_part(kept_RD, own[-1])
+        after = _random_state(processes.device)
+        for number, (group, state) in enumerate(zip(own[:-1], random_states, strict=True), 2):
+            _set_random_state(state, processes.device)
+            with processes.accumulating(model, last=last and number == len(own)):
+                push_part(embed(group), group)
+        _set_random_state(after, processes.device)
+
+    return rows_RD, push
 
 
 def _collect(

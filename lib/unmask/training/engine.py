@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from unmask import backbone
 from unmask.attention import compile_layers, fast_attention
+from unmask.cde import ContextualEncoder
 from unmask.config import TrainConfig
 from unmask.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from unmask.training.processes import Processes
@@ -39,15 +39,16 @@ class Preempted(SystemExit):
 
 def train(
     stage: Stage,
-    model: PreTrainedModel,
+    model: PreTrainedModel | ContextualEncoder,
     config: TrainConfig,
     folder: Path,
     *,
     fingerprint: str,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
+    after_step: Callable[[int], None] = lambda done: None,
     processes: Processes | None = None,
     signals: Sequence[int] = (),
-) -> PreTrainedModel:
+) -> PreTrainedModel | ContextualEncoder:
     """Trains `model` in place for `config.steps` steps and returns it.
 
     Every step draws its samples and random numbers from (seed, step) alone. Killed at any moment, the next
@@ -62,6 +63,8 @@ def train(
             continued.
         report: called once with "total" and "done" steps, then with each step's metrics, for progress
             displays; on the main process only.
+        after_step: called on every process with the number of steps done, before the checkpoint of that step
+            is written: after a restart it is called again unless that checkpoint was.
         processes: this process and its peers; default: alone.
         signals: from `stop_signals`; once there is one, on any process, the step is finished, a checkpoint
             written and the training stopped.
@@ -77,7 +80,7 @@ def train(
     if config.compile:
         compile_layers(model)
     model.train()
-    module = processes.parallel(stage.module(model), backbone.layers(model))
+    module = processes.parallel(stage.module(model))
     optimizer = torch.optim.AdamW(
         parameter_groups(model, config.weight_decay),
         lr=config.lr,
@@ -151,6 +154,7 @@ def train(
                 report(row)
                 if logged:
                     lines.write(json.dumps(row) + "\n")
+            after_step(step + 1)
             if not finished and (asked or (step + 1) % config.checkpoint_every == 0):
                 if processes.main:
                     lines.flush()

@@ -20,6 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from unmask import backbone
+
 T = TypeVar("T")
 
 
@@ -28,19 +30,22 @@ class Processes:
     """One process and its peers; by default it is alone, on the CPU, in float32.
 
     Args:
-        accelerator: knows the peers, this process's device and the precision of a forward pass.
+        accelerator: knows the peers and this process's device.
         strategy: "ddp" (every process holds the whole model) or "fsdp2" (they share its parameters).
+        half: whether a forward pass computes in bfloat16. accelerate's own precision cannot change between
+            two trainings of one process.
     """
 
     accelerator: Accelerator | None = None
     strategy: str = "ddp"
+    half: bool = False
 
     @classmethod
     def start(cls, precision: str, strategy: str = "ddp") -> Processes:
         """Joins the other processes that torchrun started, if there are any."""
-        mixed = "bf16" if precision == "bf16" else "no"
         # accelerate joins CPU processes only where the CPU was asked for.
-        return cls(Accelerator(mixed_precision=mixed, cpu=not torch.cuda.is_available()), strategy)
+        accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
+        return cls(accelerator, strategy, half=precision == "bf16")
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +65,7 @@ class Processes:
 
     def autocast(self) -> AbstractContextManager:
         """The precision of a forward pass."""
-        return self.accelerator.autocast() if self.accelerator else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
 
     def wait(self) -> None:
         """Returns when every process is here."""
@@ -83,17 +88,21 @@ class Processes:
         """The sum over all processes, on each of them."""
         return self.accelerator.reduce(x, "sum") if self.count > 1 else x
 
-    def parallel(self, module: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
+    def parallel(self, module: nn.Module) -> nn.Module:
         """Puts a module on this process's device and divides it, or its gradients, among the processes.
+
+        The modules of an nn.ModuleList are run, and so divided, each on its own.
 
         accelerate shards with FSDP2 on accelerators only, so torch's `fully_shard` is called directly.
         """
+        if isinstance(module, nn.ModuleList):
+            return nn.ModuleList(self.parallel(part) for part in module)
         module.to(self.device)
         if self.strategy == "fsdp2" and torch.distributed.is_initialized():
-            half = self.accelerator.mixed_precision == "bf16"
             # Gradients are summed in float32: thousands of bfloat16 ones would lose the small ones.
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-            for layer in layers:
+            mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            policy = mixed if self.half else MixedPrecisionPolicy()
+            for layer in backbone.layers(module):
                 fully_shard(layer, mp_policy=policy)
             return fully_shard(module, mp_policy=policy)
         if self.count > 1:
