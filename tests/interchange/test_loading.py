@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3Model
 import tiny
 from fake_hub import fake_hub
 from unmask import Embedder, backbone
+from unmask.instructions import instructed
 from unmask.interchange import load
 
 WORDS = " ".join(tiny.TEXTS[:4]).split()
@@ -37,6 +38,19 @@ def test_a_sentence_transformers_model_gives_the_same_vectors(tmp_path, make, no
     ours = embedder.encode([*TEXTS, " ".join(WORDS * 4)], "float32")
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert (embedder.special_tokens, embedder.normalize) == (True, normalize)
+
+
+def test_a_released_qwen3_embedding_gives_the_same_vectors(tmp_path):
+    path = tiny_foreign.qwen3_embedding(tmp_path / "a")
+    theirs = SentenceTransformer(str(path), device="cpu")
+    embedder = Embedder.from_pretrained(path, device="cpu")
+    assert (embedder.pooling, embedder.special_tokens, embedder.normalize) == ("last", True, True)
+    vectors = embedder.encode(TEXTS, "float32")
+    np.testing.assert_allclose(vectors, theirs.encode(TEXTS), atol=1e-5)
+    asked = "Given a web search query, retrieve relevant passages that answer the query"
+    queries = embedder.encode([instructed(asked, text) for text in TEXTS], "float32")
+    np.testing.assert_allclose(queries, theirs.encode(TEXTS, prompt_name="query"), atol=1e-5)
+    assert abs(queries - vectors).max() > 1e-2
 
 
 def test_a_length_limit_of_a_sentence_transformers_model_holds(tmp_path):

@@ -1,4 +1,5 @@
-"""Tiny checkpoints in the layouts of others: sentence-transformers' and the released pplx-embed ones."""
+"""Tiny checkpoints in the layouts of others: sentence-transformers', and the released pplx-embed and
+Qwen3-Embedding ones."""
 
 import json
 import string
@@ -42,6 +43,44 @@ def causal_qwen3(folder: Path) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=plain, eos_token=end, pad_token=end, padding_side="left"
     ).save_pretrained(folder)
+    return folder
+
+
+def qwen3_embedding(folder: Path) -> Path:
+    """A tiny checkpoint with the files of the released Qwen3-Embedding, where the final token is not the
+    eos_token, and sentence_bert_config.json is missing."""
+    causal_qwen3(folder)
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    prefix = "sentence_transformers.models"
+    modes = (
+        "cls_token",
+        "mean_tokens",
+        "max_tokens",
+        "mean_sqrt_len_tokens",
+        "weightedmean_tokens",
+        "lasttoken",
+    )
+    instruction = "Given a web search query, retrieve relevant passages that answer the query"
+    files = {
+        "modules.json": [
+            {"idx": i, "name": str(i), "path": path, "type": f"{prefix}.{kind}"}
+            for i, (kind, path) in enumerate(kinds.items())
+        ],
+        "1_Pooling/config.json": {"word_embedding_dimension": 32, "include_prompt": True}
+        | {f"pooling_mode_{mode}": mode == "lasttoken" for mode in modes},
+        "config_sentence_transformers.json": {
+            "prompts": {"query": f"Instruct: {instruction}\nQuery:", "document": ""},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+        "tokenizer_config.json": json.loads((folder / "tokenizer_config.json").read_text())
+        | {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "model_max_length": 131072},
+        "config.json": json.loads((folder / "config.json").read_text())
+        | {"architectures": ["Qwen3ForCausalLM"], "use_cache": True},
+    }
+    (folder / "1_Pooling").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
     return folder
 
 

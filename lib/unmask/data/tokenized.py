@@ -17,12 +17,13 @@ from unmask.config import fingerprint
 from unmask.data import prepare, tokens
 from unmask.data.order import permuted
 from unmask.data.prepare import Column, Prepared, Ragged, ends_of
-from unmask.data.tokens import StoredTokenizer, encode
+from unmask.data.tokens import StoredTokenizer, cut, encode
 from unmask.workspace import artifacts_root
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+Around = tuple[str, str]  # text before and after another
 UNIT_BYTES = 1 << 20  # of a table: half a second of work
 _CODE = (__file__, tokens.__file__)  # what the tokens depend on
 
@@ -31,7 +32,8 @@ _CODE = (__file__, tokens.__file__)  # what the tokens depend on
 class TokenPairs:
     """A tokenised data set of pairs; `negatives` hold hard negatives per query where there are any.
 
-    Rows with the same key are the same thing. `counters` say what was cut or left out.
+    Rows with the same key are the same thing. `counters` say what was cut or left out; `identity` is a
+    hash of all of it.
     """
 
     queries: Sequence[np.ndarray]
@@ -39,6 +41,7 @@ class TokenPairs:
     keys: Sequence | np.ndarray
     negatives: Sequence[Sequence[np.ndarray]] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)
+    identity: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,13 @@ class TokenDocument:
 
 @dataclass(frozen=True)
 class TokenDocuments(Sequence):
-    """Tokenised documents, each made when it is asked for. `counters` say what was cut or left out."""
+    """Tokenised documents, each made when it is asked for; `counters` and `identity` as in `TokenPairs`."""
 
     chunks: Ragged
     queries: Ragged
     golds: Ragged
     counters: Mapping[str, int] = field(default_factory=dict)
+    identity: str = ""
 
     def __len__(self) -> int:
         return len(self.golds)
@@ -75,6 +79,8 @@ def token_pairs(
     query_length: int,
     document_length: int,
     negatives: int = 0,
+    around_query: Around = ("", ""),
+    around_document: Around = ("", ""),
     workers: int | None = None,
 ) -> TokenPairs:
     """A data set of pairs, tokenised on first use.
@@ -85,18 +91,32 @@ def token_pairs(
         identity: of the rows; the same identity must mean the same rows.
         query_length, document_length: tokens, at most; what is longer is cut.
         negatives: hard negatives per query; rows with fewer are left out, of more the first are taken.
+        around_query, around_document: text put before and after each query, and each document and negative:
+            an instruction, or a token of the end. It counts for the length, and is not cut.
         workers: processes that tokenise; default: one per core.
-    Raises: ValueError naming data set and row of a text without tokens, or if no row has enough negatives.
+    Raises: ValueError naming data set and row of a text without tokens, if no row has enough negatives, or if
+        a length leaves no room beside what is put around.
     """
-    work = PairWork(name, stored, query_length, document_length, negatives)
+    work = PairWork(name, stored, query_length, document_length, negatives, around_query, around_document)
+    for what, length, around in (
+        ("query_length", query_length, around_query),
+        ("document_length", document_length, around_document),
+    ):
+        taken = sum(map(len, encode(stored.load(), around, stored.dtype)))
+        if length <= taken:
+            raise ValueError(
+                f"{what} is {length} tokens, of which what is put around a text takes {taken}: raise it "
+                f"(data set {name!r}, around {around})"
+            )
     columns = ["query", "document", "key", *(["negatives"] if negatives else [])]
     done = _build(rows.select_columns(columns), work, identity, workers)
     if negatives and done.counters.get("rows", 0) == 0:
         raise ValueError(
-            f"no row of data set {name!r} has {negatives} negatives: lower triplet.negatives or leave it out"
+            f"no row of data set {name!r} has {negatives} negatives: ask for fewer or leave it out"
         )
     hard = done.column("negatives") if negatives else None
-    return TokenPairs(*(done.column(c) for c in ("queries", "documents", "keys")), hard, done.counters)
+    columns = (done.column(name) for name in ("queries", "documents", "keys"))
+    return TokenPairs(*columns, hard, done.counters, done.hash)
 
 
 def token_documents(
@@ -117,7 +137,8 @@ def token_documents(
     """
     work = DocumentWork(name, stored, query_length, chunk_length, chunks)
     done = _build(rows.select_columns(["chunks", "queries", "golds"]), work, identity, workers)
-    return TokenDocuments(*(done.column(c) for c in ("chunks", "queries", "golds")), done.counters)
+    columns = (done.column(name) for name in ("chunks", "queries", "golds"))
+    return TokenDocuments(*columns, done.counters, done.hash)
 
 
 def single_chunks(
@@ -136,7 +157,7 @@ def single_chunks(
     one_each = np.arange(1, len(pairs.keys) + 1)
     golds = np.zeros(len(pairs.keys), np.int32)
     parts = (Ragged(part, one_each) for part in (pairs.documents, pairs.queries, golds))
-    return TokenDocuments(*parts, pairs.counters)
+    return TokenDocuments(*parts, pairs.counters, pairs.identity)
 
 
 def distinct_rows(rows: Dataset, count: int, seed: int) -> list[int]:
@@ -205,22 +226,24 @@ class _TokenWork:
         return [self.kind, self.stored.hash, *own]
 
     def cut(
-        self, texts: Sequence[str], length: int, places: Sequence[str], counters: Counter[str]
-    ) -> list[np.ndarray]:
-        """Token ids of each text, at most `length`; `places` says in a message where it stands."""
-        arrays = []
+        self, texts: Sequence[str], length: int, places: Sequence[str], counters: Counter[str],
+        around: Around = ("", ""),
+    ) -> list[np.ndarray]:  # fmt: skip
+        """Token ids of each text and what is around it, at most `length`; `places` says in a message where it
+        stands."""
+        tokenizer, dtype, arrays = self.stored.load(), self.stored.dtype, []
+        (end,) = encode(tokenizer, around[1:], dtype)
         for text, place, ids in zip(
-            texts, places, encode(self.stored.load(), texts, self.stored.dtype), strict=True
+            texts, places, encode(tokenizer, texts, dtype, around=around), strict=True
         ):
-            if not len(ids):
+            if not (text and len(ids)):
                 raise ValueError(
                     f"data set {self.name!r}, {place} has no tokens: {text!r}. Remove or fill it."
                 )
             if len(ids) > length:
                 counters["texts cut"] += 1
                 counters["tokens cut"] += len(ids) - length
-                ids = ids[:length].copy()  # rather than the whole of it in memory
-            arrays.append(ids)
+            arrays.append(cut(ids, length, end))
         counters["tokens"] += sum(map(len, arrays))
         return arrays
 
@@ -236,6 +259,8 @@ class PairWork(_TokenWork):
     """Tokenises rows of a table of pairs or triplets."""
 
     negatives: int = 0
+    around_query: Around = ("", "")
+    around_document: Around = ("", "")
 
     kind = "pairs"
 
@@ -246,19 +271,20 @@ class PairWork(_TokenWork):
             rows = [row for row in rows if len(table["negatives"][row]) >= self.negatives]
             counters["rows with too few negatives"] = len(table["key"]) - len(rows)
 
-        def columns(name: str, length: int) -> Ragged:
+        def columns(name: str, length: int, around: Around) -> Ragged:
             places = [f"row {unit.start + row}: its {name}" for row in rows]
-            return self.ragged(self.cut([table[name][row] for row in rows], length, places, counters))
+            texts = [table[name][row] for row in rows]
+            return self.ragged(self.cut(texts, length, places, counters, around))
 
         found: dict[str, Column] = {
-            "queries": columns("query", self.query_length),
-            "documents": columns("document", self.document_length),
+            "queries": columns("query", self.query_length, self.around_query),
+            "documents": columns("document", self.document_length, self.around_document),
             "keys": np.array([_hash(table["key"][row]) for row in rows], np.uint64),
         }
         if self.negatives:
             flat = [text for row in rows for text in table["negatives"][row][: self.negatives]]
             places = [f"row {unit.start + row}: a negative" for row in rows for _ in range(self.negatives)]
-            own = iter(self.cut(flat, self.document_length, places, counters))
+            own = iter(self.cut(flat, self.document_length, places, counters, self.around_document))
             found["negatives"] = self.nested([[next(own) for _ in range(self.negatives)] for _ in rows])
         counters["rows"] = len(rows)
         return found, counters

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from unmask.workspace import artifacts_root, write_atomic
 
@@ -116,6 +116,23 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarra
     raise ValueError("the tokenizer's post-processor changes the tokens of a text: it cannot be used here")
 
 
+def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The same tokenizer with a post-processor that appends `<|endoftext|>` to a text.
+
+    Source: the tokenizer of Qwen3-Embedding, which pools at that token.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"$A {END_OF_TEXT}",
+        pair=f"$A $B {END_OF_TEXT}",
+        special_tokens=[(END_OF_TEXT, backend.token_to_id(END_OF_TEXT))],
+    )
+    # The class of a tokenizer may know better than its file what to add; the general one does not.
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
+
+
 def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> np.ndarray:
     """Concatenate texts with `<|endoftext|>` after each and cut them into blocks; the remainder is dropped.
 
@@ -149,8 +166,9 @@ class StoredTokenizer:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> StoredTokenizer:
-        """Kept under artifacts/data by its content; truncation and padding that a caller set are left out."""
+        """Kept under artifacts/data by its content; special tokens, truncation and padding are left out."""
         plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        plain.post_processor = None
         plain.no_truncation()
         plain.no_padding()
         content = plain.to_str()
@@ -172,15 +190,33 @@ def _load(path: Path) -> Tokenizer:
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Iterable[str], dtype: type[np.integer], max_length: int | None = None
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    dtype: type[np.integer],
+    max_length: int | None = None,
+    around: tuple[str, str] = ("", ""),
 ) -> Iterator[np.ndarray]:
-    """Token ids of each text without special tokens, whole or the first `max_length`, in bounded memory.
+    """Token ids of each text without special tokens, whole or cut to `max_length`, in bounded memory.
 
     A text is tokenised to its end also where it is cut: where a token ends may depend on what follows.
     The library's own tokenizer is several times faster than through the wrapper of transformers.
+
+    Args:
+        around: what stands before and after each text and is tokenised with it, since tokens may reach
+            across; what is too long loses the end of the text, never what stands after it.
     """
+    before, after = around
+    (end,) = _encoded(tokenizer, [after], dtype)
     for batch in batches(texts, len, BATCH_CHARACTERS):
-        yield from _encoded(tokenizer, batch, dtype, max_length)
+        for ids in _encoded(tokenizer, [before + text + after for text in batch], dtype):
+            yield ids if max_length is None else cut(ids, max_length, end)
+
+
+def cut(ids: np.ndarray, max_length: int, end: np.ndarray) -> np.ndarray:
+    """The ids, or where they are too many, the first of them and then `end`: `max_length` in all."""
+    if len(ids) <= max_length:
+        return ids
+    return np.concatenate([ids[: max_length - len(end)], end])  # a copy: the rest need not stay in memory
 
 
 def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
@@ -196,10 +232,8 @@ def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> I
         yield batch
 
 
-def _encoded(
-    tokenizer: Tokenizer, texts: list[str], dtype: type[np.integer], max_length: int | None
-) -> Iterator[np.ndarray]:
+def _encoded(tokenizer: Tokenizer, texts: list[str], dtype: type[np.integer]) -> Iterator[np.ndarray]:
     tokenizer.no_truncation()  # both may be set in its file, and by whoever used it before
     tokenizer.no_padding()
     for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        yield np.array(encoding.ids[:max_length], dtype=dtype)
+        yield np.array(encoding.ids, dtype=dtype)

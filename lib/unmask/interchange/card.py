@@ -24,7 +24,7 @@ tags:
 
 A text embedding model: {architecture} with {attention} attention, {parameters:.1f} million parameters,
 {pooling} pooling, {dimensions} dimensions, at most {length} tokens per text. Compare embeddings by cosine.
-
+{prompts}
 ## Use
 
 ```python
@@ -54,6 +54,13 @@ or from sentence-transformers, with `unmask.interchange.Int8Quantizer` appended 
 
 {origin}
 """
+PROMPT = """
+Put this before every {name}, adapted to your task; `prompt_name="{name}"` of sentence-transformers does it:
+
+```
+{text}
+```
+"""
 POOLING = {"mean": "mean", "last": "last-token"}
 
 
@@ -73,7 +80,8 @@ def model_card(embedder: Embedder, facts: dict[str, Any], name: str) -> str:
     ]
     # Where the configuration is silent, the attention layers decide.
     causal = getattr(config, "is_causal", any(getattr(m, "is_causal", False) for m in model.modules()))
-    origin = [f"- {key}: {value}" for key, value in facts.items() if key not in OPTIONS]
+    origin = [f"- {key}: {value}" for key, value in facts.items() if key not in (*OPTIONS, "prompts")]
+    prompts = [PROMPT.format(name=n, text=text) for n, text in facts.get("prompts", {}).items() if text]
     return CARD.format(
         name=name,
         architecture=type(model).__name__,
@@ -82,6 +90,7 @@ def model_card(embedder: Embedder, facts: dict[str, Any], name: str) -> str:
         pooling=POOLING[embedder.pooling],
         dimensions=f"{size:,}",
         length=f"{embedder.max_length:,}",
+        prompts="".join(prompts),
         precisions="\n".join(rows),
         origin="\n".join(origin) or "Not recorded.",
     )

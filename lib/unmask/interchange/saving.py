@@ -43,7 +43,7 @@ def save(embedder: Embedder, path: str | Path) -> Path:
     facts = _origin(embedder) | options
     with backbone.new_directory(path) as folder:
         backbone.write(embedder.model, portable_tokenizer(embedder), folder, **facts)
-        for name, content in _sentence_transformers_files(embedder).items():
+        for name, content in _sentence_transformers_files(embedder, facts.get("prompts", {})).items():
             file = folder / name
             file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf8")
@@ -75,7 +75,7 @@ def portable_tokenizer(embedder: Embedder) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _sentence_transformers_files(embedder: Embedder) -> dict[str, Any]:
+def _sentence_transformers_files(embedder: Embedder, prompts: dict[str, str]) -> dict[str, Any]:
     pooling = next(name for name, ours in POOLING.items() if ours == embedder.pooling)
     kinds = ["Transformer", "Pooling", *(["Normalize"] if embedder.normalize else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
@@ -93,6 +93,7 @@ def _sentence_transformers_files(embedder: Embedder) -> dict[str, Any]:
         "config_sentence_transformers.json": {
             "model_type": "SentenceTransformer",
             "similarity_fn_name": "cosine",
+            "prompts": prompts,
             "requirements": {"transformers": CAUSAL_BEFORE},
         },
     }
