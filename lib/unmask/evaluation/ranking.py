@@ -59,10 +59,35 @@ def retrieval_metrics(
     scores_NM = torch.as_tensor(scores_NM).detach().float()
     _check_scores(scores_NM, relevant, document_ids)
     _check_cut_offs(ks)
-    documents = scores_NM.shape[1]
-    ids = document_ids if document_ids is not None else [str(column) for column in range(documents)]
-    top_NK = _top(scores_NM, ids, min(max(ks), documents))
+    top_NK = best_columns(scores_NM, max(ks), document_ids)
     return ranking_metrics(top_NK, relevant, ks, per_query=per_query)
+
+
+def best_columns(scores_NM: Tensor, k: int, document_ids: Sequence[str] | None = None) -> np.ndarray:
+    """Columns (N, K) of each query's best documents in the order of `retrieval_metrics`; K = min(k, M).
+
+    Args:
+        scores_NM: float32.
+        document_ids: as for `retrieval_metrics`.
+    """
+    documents = scores_NM.shape[1]
+    if document_ids is None:
+        document_ids = [str(column) for column in range(documents)]
+    k = min(k, documents)
+    # Python compares strings by code point, which is the byte order of UTF-8 that trec_eval's strcmp sees.
+    ascending_M = torch.tensor(sorted(range(len(document_ids)), key=document_ids.__getitem__))
+    place_M = torch.empty_like(ascending_M)
+    place_M[ascending_M] = torch.arange(len(ascending_M))
+    place_TG = filled(place_M.to(scores_NM.device), -1).view(GROUP, -1)
+
+    def places(group_QC: Tensor) -> Tensor:
+        return place_TG[:, group_QC].transpose(0, 1)
+
+    keys = []
+    for scores_QM in scores_NM.split(max(1, CACHED // len(place_M))):
+        scores_QTG = filled(scores_QM, -torch.inf).view(-1, *place_TG.shape)
+        keys.append(best_keys(scores_QTG, scores_QTG.amax(dim=1), places, k))
+    return ascending_M[torch.cat(keys).cpu() & LAST].numpy()
 
 
 def ranking_metrics(
@@ -196,24 +221,6 @@ class Bm25:
             if known:
                 scores_M[:] = self._engine.get_scores(known)
         return scores_NM
-
-
-def _top(scores_NM: Tensor, document_ids: Sequence[str], k: int) -> np.ndarray:
-    """Columns (N, k) of each query's best documents in trec_eval's order."""
-    # Python compares strings by code point, which is the byte order of UTF-8 that trec_eval's strcmp sees.
-    ascending_M = torch.tensor(sorted(range(len(document_ids)), key=document_ids.__getitem__))
-    place_M = torch.empty_like(ascending_M)
-    place_M[ascending_M] = torch.arange(len(ascending_M))
-    place_TG = filled(place_M.to(scores_NM.device), -1).view(GROUP, -1)
-
-    def places(group_QC: Tensor) -> Tensor:
-        return place_TG[:, group_QC].transpose(0, 1)
-
-    keys = []
-    for scores_QM in scores_NM.split(max(1, CACHED // len(place_M))):
-        scores_QTG = filled(scores_QM, -torch.inf).view(-1, *place_TG.shape)
-        keys.append(best_keys(scores_QTG, scores_QTG.amax(dim=1), places, k))
-    return ascending_M[torch.cat(keys).cpu() & LAST].numpy()
 
 
 def _check_relevant(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]]) -> None:

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import tiny_stages
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+import tiny
+import tiny_corpus
+from unmask import backbone
+from unmask.config import load_preset, resolved
+from unmask.data import installed
+from unmask.instructions import INSTRUCTIONS
+from unmask.losses import answer_loss
+from unmask.reranker import Reranker
+from unmask.training import jobs
+from unmask.training.engine import train
+from unmask.training.processes import ALONE
+
+
+def test_a_batch_is_each_query_with_its_document_and_its_negatives():
+    settings = tiny_stages.config("reranker")
+    stage, pairs = tiny_stages.stage("reranker", settings), tiny_stages.pairs(12, negatives=2)
+    batch = stage.batch(1)
+    rows = stage.samples(1)["rows"]
+    yes, no = tiny_stages.ANSWERS
+    expected = [
+        [*pairs.queries[row], *document]
+        for row in rows
+        for document in (pairs.documents[row], *pairs.negatives[row])
+    ]
+    assert [prompt.tolist() for prompt in batch.prompts] == [list(map(int, prompt)) for prompt in expected]
+    assert batch.answer_B.tolist() == [yes, no, no] * len(rows)
+
+
+def test_a_step_is_the_mean_over_prompts_that_are_read_alone():
+    model = tiny_stages.model("reranker")
+    stage = tiny_stages.stage("reranker", tiny_stages.config("reranker", token_budget=40))
+    batch = stage.batch(0)
+    losses = []
+    for prompt_L, answer in zip(batch.prompts, batch.answer_B):
+        logits_V = model(torch.from_numpy(prompt_L.astype(np.int64))[None]).logits[0, -1]
+        losses.append(-logits_V.log_softmax(0)[answer])
+    torch.stack(losses).mean().backward()
+    expected = tiny.gradients(model)
+    model.zero_grad()
+    row = stage.backward(stage.module(model), batch, 0, ALONE)
+    assert row["loss"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert row["tokens"] == sum(map(len, batch.prompts)) and row["prompts"] == len(batch.prompts)
+    for name, gradient in tiny.gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_the_model_learns_to_answer(tmp_path):
+    """Here token 30 in a document is what makes it the right one, and 31 the wrong one."""
+    queries = tiny.sequences(16, seed=0, longest=8)
+    documents, negatives = ([np.array([5, word, 7])] * 16 for word in (30, 31))
+    data = tiny_stages.TokenPairs(queries, documents, [], [[negative] for negative in negatives])
+    settings = tiny_stages.config("reranker", steps=40, batch=16, negatives=1, lr=1e-2, token_budget=10_000)
+    stage = tiny_stages.Reranking({"one": data}, settings, tiny_stages.ANSWERS)
+    model, losses = tiny_stages.model("reranker"), []
+    train(
+        stage, model, settings, tmp_path,
+        fingerprint="x", report=lambda row: losses.append(row.get("loss")), processes=ALONE,
+    )  # fmt: skip
+    assert losses[-1] < 0.1 < np.log(2) < losses[1]
+    yes, no = tiny_stages.ANSWERS
+    logits_BV = model(torch.tensor([[9, 5, 30, 7], [9, 5, 31, 7]])).logits[:, -1]
+    assert logits_BV.argmax(1).tolist() == [yes, no]
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A reranker's training on mined triplets of a tiny corpus."""
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+    monkeypatch.setattr(installed, "build", tiny_corpus.build)
+    model = tiny.model(bidirectional=False, head=True)
+    model.config.max_position_embeddings = 1024
+    start = backbone.save(model, tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
+    mined = [row | {"negatives": ["Number 7?", "Number 8", "Number 9"]} for row in tiny_corpus.PAIRS]
+    Dataset.from_list(mined).to_parquet(tmp_path / "negatives.parquet")
+    own = {"steps": 2, "batch": 4, "negatives": 2, "query_length": 5, "document_length": 9, "warmup": 0}
+    changes = {f"reranker.{key}": value for key, value in (own | {"precision": "fp32"}).items()}
+    return {
+        "values": resolved(load_preset("smoke", changes)),
+        "stage": "reranker",
+        "folder": str(tmp_path / "reranker"),
+        "fingerprint": "x",
+        "start": str(start),
+        "negatives": str(tmp_path / "negatives.parquet"),
+    }
+
+
+def test_a_trained_checkpoint_is_a_causal_language_model_that_reranks(job):
+    rows = []
+    path = jobs.run_job(job, rows.append)
+    assert [row["prompts"] for row in rows if "loss" in row] == [12, 12]
+    assert AutoModelForCausalLM.from_pretrained(path).config.is_causal
+    assert len(Reranker.from_pretrained(path).rerank("How is number 3 written?", ["Number 3", "4"])) == 2
+
+
+def test_training_and_inference_read_the_same_tokens(job, monkeypatch):
+    """Cut ones too: the loss of a batch follows from the reranker's own scores."""
+    preset, config = jobs.stage_config(job)
+    tokenizer = backbone.load_tokenizer(job["start"])
+    data, _ = jobs._data(job, config, jobs.open_corpus(preset.data), tokenizer)
+    pairs = data["docs"]
+    assert pairs.counters["texts cut"] > 0
+    reranker = Reranker.from_pretrained(job["start"], token_budget=10**6)
+    table = Dataset.from_parquet(job["negatives"])
+    for row in (0, 31):
+        texts = [table[row]["document"], *table[row]["negatives"][:2]]
+        options = {"instruction": INSTRUCTIONS["english"], "query_length": 5, "document_length": 9}
+        odds_M = reranker.log_odds(table[row]["query"], texts, **options)
+        for document_L, odds in zip([pairs.documents[row], *pairs.negatives[row]], odds_M, strict=True):
+            prompt_L = torch.from_numpy(np.concatenate([pairs.queries[row], document_L]).astype(np.int64))
+            hidden_1LD = reranker.model.model(prompt_L[None]).last_hidden_state
+            last, head_VD = torch.tensor([len(prompt_L) - 1]), reranker.model.lm_head.weight
+            yes, no = (
+                answer_loss(hidden_1LD, head_VD, last, torch.tensor([answer]))
+                for answer in (reranker.yes, reranker.no)
+            )
+            assert (no - yes).item() == pytest.approx(odds, abs=1e-5)
