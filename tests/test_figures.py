@@ -44,6 +44,11 @@ DRAWINGS = {
     "horizontal_bars": lambda: figures.horizontal_bars(
         {name: 10.0**i for i, name in enumerate(NAMES)}, xlabel="text (MB)", title="A title"
     ),
+    "tracks": lambda: figures.tracks(
+        {(name, how): [(0.1, 0.2, "random"), (0.2, 0.3, "64")] for name in NAMES for how in ("on", "off")},
+        **AXES,
+        reference={"before": 0.1},
+    ),
     "ratios": lambda: figures.ratios(
         dict(zip(NAMES, [2.0, 0.5, None, 30.0, 1.0])), xlabel="times better", title="A title"
     ),
@@ -124,4 +129,17 @@ def test_ratios_stand_right_of_one_where_we_are_better_and_say_what_was_not_run(
     assert len({line.get_color() for line in points}) == 2
     assert [text.get_text() for text in axes.texts] == ["2×", "0.5×", "not run"]
     assert axes.yaxis_inverted()
+    plt.close("all")
+
+
+def test_the_second_way_of_a_track_is_hollow_dashed_and_without_labels():
+    points = [(0.1, 0.2, "random"), (0.2, 0.3, "64")]
+    figure = figures.tracks({("batch 8", "on"): points, ("batch 8", "off"): points}, **AXES)
+    (ax,) = figure.axes
+    on, off = ax.lines
+    assert on.get_color() == off.get_color() and on.get_marker() == off.get_marker()
+    assert [line.get_linestyle() for line in (on, off)] == ["-", "--"]
+    assert [line.get_markerfacecolor() for line in (on, off)] == [on.get_color(), "white"]
+    assert [text.get_text() for text in ax.texts] == ["random", "64"]
+    assert [text.get_text() for text in ax.get_legend().texts] == ["batch 8, on", "batch 8, off"]
     plt.close("all")

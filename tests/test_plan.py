@@ -10,17 +10,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3Model
 
 import tiny
 from unmask import backbone, plan
-from unmask.config import load_preset
-from unmask.encoding import TokenSequence
-from unmask.losses import diffusion_loss, next_token_loss, pair_loss
+from unmask.cde import SecondStage
+from unmask.config import TRAINED, load_preset
+from unmask.encoding import TokenSequence, after_context
+from unmask.losses import diffusion_loss, next_token_loss, pair_loss, qwen3_loss
 from unmask.quantize import int8
-from unmask.training.cache import cached_backward
+from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.processes import Processes
 from unmask.workspace import repository
 
@@ -85,6 +87,61 @@ def test_flops_of_a_cached_step_are_what_torch_counts(budget):
 
     expected = {t.stage: t.flops / t.steps for t in plan.trainings(small(**sizes), 1)}["pair"]
     assert expected == pytest.approx(counted(step), rel=0.03)
+
+
+@pytest.mark.parametrize("negatives", [0, 2])
+def test_flops_of_a_step_with_hard_negatives_are_what_torch_counts(negatives):
+    n, length = 8, 32
+    sizes = {"batch": n, "query_length": length, "document_length": length, "token_budget": 4096}
+    preset = small(**{f"qwen3.{key}": value for key, value in sizes.items()} | {"qwen3.negatives": 2})
+    model = eager()
+    sequences = [TokenSequence(np.full(length, 7, np.int32)) for _ in range((2 + negatives) * n)]
+
+    def loss(rows):
+        hard = rows[2 * n :].unflatten(0, (n, negatives)) if negatives else None
+        return qwen3_loss(rows[:n], rows[n : 2 * n], hard)
+
+    def step():
+        cached_backward(model, sequences, loss, token_budget=4096, pooling="last")
+
+    steps = {t.name: t.flops / t.steps for t in plan.trainings(preset, 1)}
+    expected = steps["full" if negatives else "weak"]  # the first phase has none
+    assert expected == pytest.approx(counted(step), rel=0.03)
+
+
+@pytest.mark.parametrize("budget", [4096, 256])  # one micro-batch of each stage, several
+def test_flops_of_a_step_in_two_stages_are_what_torch_counts(budget):
+    n, length, slots = 8, 32, 8
+    sizes = {"batch": n, "query_length": length, "document_length": length, "token_budget": budget}
+    sizes |= {"context": slots, "context_sizes": [0, slots]}
+    preset = small(**{f"cde.{key}": value for key, value in sizes.items()})
+    first, second = eager(), SecondStage(eager(), slots)
+    texts = [TokenSequence(np.full(length, 7, np.int32)) for _ in range(2 * n)]
+    read = [after_context(text, slots) for text in texts]
+
+    def step():
+        context, push = cached_rows(first, texts[:slots], token_budget=budget)
+        context.requires_grad_()
+        cached_backward(
+            second, read, lambda rows: pair_loss(rows[:n], rows[n:]), token_budget=budget, context_KD=context
+        )
+        push(context.grad)
+
+    expected = {t.name: t.flops / t.steps for t in plan.trainings(preset, 1)}["context"]
+    assert expected == pytest.approx(counted(step), rel=0.03)
+
+
+def test_flops_of_reranking_are_what_torch_counts():
+    preset = small(**{"reranker.batch": 2, "reranker.query_length": 10, "reranker.document_length": 18})
+    model = eager(head=True, bidirectional=False)
+    tokens = torch.randint(4, 300, (2 * (1 + preset.reranker.negatives), plan.PROMPT_TOKENS + 28))
+
+    def step():
+        hidden = model.base_model(tokens, use_cache=False).last_hidden_state
+        cross_entropy(model.lm_head(hidden[:, -1]), torch.full((len(tokens),), 5)).backward()
+
+    expected = {t.stage: t.flops / t.steps for t in plan.trainings(preset, 1)}["reranker"]
+    assert expected == pytest.approx(counted(step), rel=0.02)
 
 
 @pytest.mark.parametrize("mode", ["float32", "autocast", "bfloat16"])
@@ -167,10 +224,38 @@ def test_every_training_of_the_notebooks_is_planned_and_no_other():
     for path in (repository() / "notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf8"))["cells"]
         code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-        started |= {(path.stem, stage) for stage in re.findall(r'\blaunch\(\s*\w+,\s*"(\w+)"', code)}
+        # launch(study, "pair", …), or ("pair", …) among the trainings of launch_all
+        one = rf'(?:[(=]|launch\(\w+,)\s*"({"|".join(TRAINED)})",\s*(?:{{|job)'
+        started |= {(path.stem, stage) for stage in re.findall(one, code) if "training.launch" in code}
     planned = plan.trainings(load_preset("cpu"), 0)
     assert {(t.notebook, t.stage) for t in planned} == started
-    assert len({(t.notebook, t.name) for t in planned}) == len(planned) == 18
+    assert len({(t.notebook, t.name) for t in planned}) == len(planned) == 37
+
+
+def test_what_a_training_changes_is_planned_for():
+    config = {"cde.batch_sizes": [32, 64], "cde.context": 4, "cde.context_sizes": [0, 4]}
+    preset = load_preset("smoke", config | {"qwen3.weak_steps": 9, "qwen3.steps": 5, "qwen3.negatives": 2})
+    planned = {(t.notebook, t.name): t for t in plan.trainings(preset, 1)}
+    study = {name: planned["10_cde", name] for name in preset.cde.trainings}
+    assert study["b64-c8"].tokens == 2 * study["b32-c8"].tokens
+    assert study["context"].parameters == 2 * study["plain"].parameters == 2 * plan.parameters(preset)[0]
+    texts = 2 * (preset.cde.query_length + preset.cde.document_length + 2 * 4) * preset.cde.batch
+    assert 2 * study["context"].tokens == preset.cde.steps * (texts + 2 * 4 * preset.cde.document_length)
+    weak, full = (planned["11_qwen3_embedding", name] for name in ("weak", "full"))
+    assert (weak.steps, full.steps) == (9, 5)
+    lengths = preset.qwen3.query_length, preset.qwen3.document_length
+    assert weak.tokens == 9 * preset.qwen3.batch * sum(lengths)
+    assert full.tokens == 5 * preset.qwen3.batch * (lengths[0] + 3 * lengths[1])
+
+
+def test_a_contextual_encoder_holds_two_models():
+    preset = load_preset("gpu", {"cde.batch_sizes": [512], "cde.token_budget": 16384})
+    planned = {t.name: t for t in plan.trainings(preset, 1) if t.stage == "cde"}
+    plain, context = planned["b512-c512-filtered"], planned["context"]
+    total, _ = plan.parameters(preset)
+    more = context.memory_bytes_per_gpu - plain.memory_bytes_per_gpu
+    assert 18 * total < more < 18 * total + plain.memory_bytes_per_gpu
+    assert plan.disk_bytes(preset, [context]) - plan.disk_bytes(preset, [plain]) == (2 * 12 + 4) * total
 
 
 def test_a_ready_checkpoint_needs_no_autoregressive_training():
@@ -258,8 +343,10 @@ def test_disk_counts_checkpoints_models_and_text():
     planned = plan.trainings(preset, 0)
     contrastive = [t for t in planned if t.stage == "pair"]
     candidates = 2 * len(preset.merge.t) + 1  # and the export
-    assert plan.disk_bytes(preset, contrastive) == 2 * 12 * total + 4 * total * (
-        len(contrastive) + candidates
-    )
+    models = sum(t.parameters for t in contrastive) + candidates * total
+    assert plan.disk_bytes(preset, contrastive) == 2 * 12 * total + 4 * models
     text = preset.data.max_text_mb * 1e6
     assert plan.disk_bytes(preset, planned) > plan.disk_bytes(preset, contrastive) + text
+    alone, qwen3 = ([t for t in planned if t.name == name] for name in ("from_pair", "full"))
+    kept = preset.qwen3.checkpoints + 1  # and the merged one
+    assert plan.disk_bytes(preset, qwen3) == plan.disk_bytes(preset, alone) + 4 * kept * total

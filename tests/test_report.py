@@ -134,10 +134,12 @@ def test_the_report_says_what_ran_and_what_did_not(ran):
         not_run("It scales.", source="s", paper="p", why="w"),
     ]
     metrics = STUDIES | ({"08_conteb": {}} if ran else {})
-    text = render(load_preset("smoke"), "mine", metrics, {"pair": {"english": 0.25}}, claims)
+    stages, systems = {"pair": {"english": 0.25}}, [{"system": "BM25", "average": 44.84, "bytes": 321}]
+    text = render(load_preset("smoke"), "mine", metrics, stages, systems, claims)
     assert text.startswith("# Unmask report: preset `smoke`") and "4.20 M parameters" in text
     assert "Of 2 claims: 1 reproduced, 0 not at this scale, 0 contradicted, 1 not run." in text
-    assert "| pair | 0.250 |" in text and "| 00_backbone | 82 |" in text
+    assert "| pair | 0.250 |" in text and "| BM25 | 44.8 | 321 |" in text
+    assert "| 00_backbone | 82 |" in text
     assert "papermill_runs/mine/12_report.ipynb" in text
     assert "0.202" in text and "0.303" in text and "0.101" not in text  # the full dimension only
     assert "(figures/12_report-table03.png)" in text and "(figures/06_quantization-pareto.png)" in text

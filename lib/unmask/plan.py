@@ -2,14 +2,17 @@
 training, from the preset alone. A plan that cannot fit is refused, with what would.
 
 Texts are taken to be as long as the preset allows, so the plan is an upper bound: short texts cost what they
-are. Only trainings are counted, not evaluation, mining and merging.
+are. Only trainings are counted, not evaluation, mining, clustering and merging.
 
 Symbols: n layers · H hidden size · A, K widths of queries and keys · M MLP size · V vocabulary · P parameters
-· E = V·H of them embeddings, tied to the output.
+· E = V·H of them embeddings, tied to the output. A contextual encoder (CDE) is two such models: the first
+reads the context documents of a step, the second each text behind as many slots, which count as tokens.
+Weights, FLOPs and activations of the two add up.
 
 FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
     forward, per token of a text of L tokens:  2 (P − E) + 4 n A L    weights, attention (in full, not halved)
-    forward, per predicted token:              2 E                    logits, at paid positions only
+    forward, per predicted token:              2 E                    logits, at paid positions only; a
+                                                                      reranker's prompt predicts one
     training = forward × (3 + repetitions): one forward pass, a backward pass of two, and
         + 1          with gradient checkpointing (not for logits), and for logits that come in several chunks
         + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
@@ -22,14 +25,15 @@ Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps and w
     activations of a micro-batch, per token     n a + 8 H, where a = 26 H + 10 (A + K) + 8 M;
                                                 16 H under fsdp2, whose residual stream is bfloat16 too
         with gradient checkpointing             n h + a + 8 H, where h = 4 H (2 H under fsdp2)
-    logits of one chunk of R rows               16 R V + 2 E
+    logits of one chunk of R rows               16 R V + 2 E; a reranker's micro-batch is one chunk
     embeddings of the global batch              48 H for each: copies on the way to the loss and back
     similarities of this GPU's queries          16 for each, times the Matryoshka prefixes; one tile at most
     context, communication, fragmentation       RUNTIME_BYTES
 In float32 weights exist once and a = 24 H + 16 (A + K + M). torch.compile keeps less than this.
 
 Disk = kept checkpoints of one training and the one being written (12 P each: weights and moments)
-    + finished models and merge candidates (4 P each) + pretraining text and its tokens (4 bytes per token)
+    + finished models, models of steps under way and merge candidates (4 P each)
+    + pretraining text and its tokens (4 bytes per token)
 """
 
 from __future__ import annotations
@@ -39,19 +43,31 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from unmask.config import BackboneConfig, ContextualConfig, DiffusionConfig, PairConfig, Preset, TripletConfig
+from unmask.config import (
+    BackboneConfig,
+    CdeConfig,
+    ContextualConfig,
+    DiffusionConfig,
+    PairConfig,
+    Preset,
+    PretrainConfig,
+    Qwen3Config,
+    RerankerConfig,
+    TripletConfig,
+)
 from unmask.losses.contrastive import TILE_SCORES
 from unmask.losses.diffusion import CHUNK_LOGITS, CHUNK_ROWS
 
 GPU_MEMORY = 80e9  # bytes; H100 SXM
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
 # Share of the peak that a training sustains, recomputation counted as work. Pretraining: llm-foundry and
-# nanochat report 36 to 46 % for dense models. The rest is assumed, not measured: contrastive steps have short
+# nanochat report 36 to 46 % for dense models. The rest is assumed, not measured: the other steps have short
 # texts and wait for the embeddings of all processes, narrow matrices do not fill a GPU.
-UTILISATION = {"pretraining": 0.40, "contrastive": 0.30}
+UTILISATION = {"pretraining": 0.40, "other stages": 0.30}
 NARROW, NARROW_FACTOR = 1024, 0.75  # hidden sizes below, and what is left of the utilisation there
 RUNTIME_BYTES = 4e9
 BYTES_PER_TOKEN = 4  # of text: 4.07 for docstrings and source with a vocabulary of 32,768
+PROMPT_TOKENS = 100  # of a reranker's prompt, without query and document
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,7 @@ class Training:
     name: str  # as in its artifacts folder
     stage: str  # section of the preset
     steps: int
+    parameters: int
     tokens: int  # at most
     flops: float
     gpu_hours: float | None
@@ -107,25 +124,26 @@ def describe(
 def trainings(preset: Preset, gpus: int) -> list[Training]:
     """Every training of the notebooks, in their order, with its cost on so many GPUs."""
     planned = []
-    for notebook, name, stage, steps, shape in _started(preset):
-        shaped = replace(preset, backbone=shape)
+    for notebook, name, stage, changed in _started(preset):
+        steps, encoders = getattr(changed, stage).steps, _encoders(changed, stage)
         planned.append(
             Training(
                 notebook,
                 name,
                 stage,
                 steps,
-                steps * sum(count * length for count, length in _texts(shaped, stage)),
-                steps * _flops_of_step(shaped, stage, max(1, gpus)),
-                _gpu_hours(shaped, stage, steps, gpus) if gpus else None,
-                memory_bytes(shaped, stage, gpus) if gpus else None,
+                len(encoders) * parameters(changed)[0],
+                steps * sum(count * length for texts in encoders for count, length in texts),
+                steps * _flops_of_step(changed, stage, max(1, gpus)),
+                _gpu_hours(changed, stage, gpus) if gpus else None,
+                memory_bytes(changed, stage, gpus) if gpus else None,
             )
         )
     return planned
 
 
 def parameters(preset: Preset) -> tuple[int, int]:
-    """Parameters of the model, and how many of them are no embeddings (P and P − E)."""
+    """Parameters of one model, and how many of them are no embeddings (P and P − E)."""
     shape = preset.backbone
     layer = _layer_parameters(shape)
     body = shape.layers * layer + shape.hidden_size  # and the final norm
@@ -139,8 +157,9 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
     embeddings = total - body
     sharded, half = preset.parallel.strategy == "fsdp2", config.precision == "bf16"
     width = 2 if half else 4
-    tokens, groups = _micro_batch(preset, stage, gpus)
-    several = groups * _losses(preset, stage) > 1
+    micro_batches = [_micro_batch(preset, stage, texts, gpus) for texts in _encoders(preset, stage)]
+    several = any(groups * _losses(preset, stage) > 1 for _, _, groups in micro_batches)
+    total *= len(micro_batches)
 
     state = 16 * total / (gpus if sharded else 1)
     if sharded:
@@ -155,14 +174,15 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
         layers = shape.layers * stream * shape.hidden_size + layer
     else:
         layers = shape.layers * layer
-    activations = tokens * (layers + 8 * shape.hidden_size)
+    activations = sum(tokens for tokens, _, _ in micro_batches) * (layers + 8 * shape.hidden_size)
 
-    if stage in ("ar", "diffusion"):
-        rows = min(tokens, _chunk_rows(preset))
+    if isinstance(config, PretrainConfig | RerankerConfig):
+        tokens, texts, _ = micro_batches[0]
+        rows = texts if isinstance(config, RerankerConfig) else min(tokens, _chunk_rows(preset))
         loss = 16 * rows * preset.data.vocab_size + 2 * embeddings
     else:
         rows, similarities = _loss_size(preset, stage)
-        prefixes = len(config.dimensions) if isinstance(config, ContextualConfig) else 1
+        prefixes = len(config.dimensions) if isinstance(config, ContextualConfig | Qwen3Config) else 1
         loss = 48 * rows * shape.hidden_size + 16 * prefixes * min(similarities / gpus, TILE_SCORES)
     return state + weights + waiting + activations + loss + RUNTIME_BYTES
 
@@ -180,51 +200,79 @@ def disk_bytes(preset: Preset, planned: Sequence[Training]) -> float:
     """What the trainings will write, and the pretraining data they read."""
     total, _ = parameters(preset)
     merged = 2 * len(preset.merge.t) + 1  # candidates from both triplet models, and the export
+    if any(training.stage == "qwen3" for training in planned):
+        merged += preset.qwen3.checkpoints + 1  # of steps under way, and what they become together
     text, blocks = preset.data.max_text_mb * 1e6, 0.0
     for training in planned:
         if training.stage in ("ar", "diffusion"):
             blocks += 4 * min(training.tokens, text / BYTES_PER_TOKEN)
-    models = 4 * total * (len(planned) + merged)
-    return 12 * total * _kept(preset, planned) + models + (text + blocks if blocks else 0)
+    models = 4 * (sum(training.parameters for training in planned) + total * merged)
+    checkpoints = 12 * max(training.parameters for training in planned) * _kept(preset, planned)
+    return checkpoints + models + (text + blocks if blocks else 0)
 
 
-def _started(preset: Preset) -> Iterator[tuple[str, str, str, int, BackboneConfig]]:
-    """(notebook, training, stage, steps, shape) as the notebooks start them; a test holds it against them."""
+def _started(preset: Preset) -> Iterator[tuple[str, str, str, Preset]]:
+    """(notebook, training, stage, preset with its changes) as the notebooks start them; a test holds it
+    against them."""
     shape, study = preset.backbone, preset.quantization
     if not shape.checkpoint:
-        yield "00_backbone", "ar", "ar", preset.ar.steps, shape
-    yield "01_diffusion_cpt", "diffusion", "diffusion", preset.diffusion.steps, shape
-    yield "02_pair", "pair", "pair", preset.pair.steps, shape
-    yield "03_contextual", "contextual", "contextual", preset.contextual.steps, shape
+        yield "00_backbone", "ar", "ar", preset
+    yield "01_diffusion_cpt", "diffusion", "diffusion", preset
+    yield "02_pair", "pair", "pair", preset
+    yield "03_contextual", "contextual", "contextual", preset
     for parent in ("pair", "contextual"):
-        yield "04_triplet", f"from_{parent}", "triplet", preset.triplet.steps, shape
-    small = {f"{w}x{d}": replace(shape, hidden_size=w, layers=d) for w, d in study.shapes}
+        yield "04_triplet", f"from_{parent}", "triplet", preset
+    short = _with(preset, "pair", steps=study.steps)
+    small = {
+        f"{w}x{d}": replace(short, backbone=replace(shape, hidden_size=w, layers=d)) for w, d in study.shapes
+    }
     for name in small:
-        yield "06_quantization", name, "pair", study.steps, small[name]
+        yield "06_quantization", name, "pair", small[name]
     widest = "{}x{}".format(*study.shapes[-1])
-    yield "06_quantization", f"{widest}-float", "pair", study.steps, small[widest]
+    yield "06_quantization", f"{widest}-float", "pair", small[widest]
     for base in ("AR", "diffusion"):
         for pooling in ("mean", "last"):
-            yield "07_diffusion_vs_ar", f"{base}-{pooling}", "pair", preset.ablation.steps, shape
+            short = _with(preset, "pair", steps=preset.ablation.steps)
+            yield "07_diffusion_vs_ar", f"{base}-{pooling}", "pair", short
     for name in ("pplx", *(f"insent-{lam:g}" for lam in preset.conteb.lambdas)):
-        yield "08_conteb", name, "contextual", preset.conteb.steps, shape
+        yield "08_conteb", name, "contextual", _with(preset, "contextual", steps=preset.conteb.steps)
+    yield "08_conteb", "insent", "contextual", preset
+    for name, changes in preset.cde.trainings.items():
+        yield "10_cde", name, "cde", _with(preset, "cde", **changes)
+    weak = _with(preset, "qwen3", steps=preset.qwen3.weak_steps, negatives=0)
+    yield "11_qwen3_embedding", "weak", "qwen3", weak
+    for name in ("full", "no-weak"):
+        yield "11_qwen3_embedding", name, "qwen3", preset
+    yield "11_qwen3_embedding", "reranker", "reranker", preset
 
 
-def _texts(preset: Preset, stage: str) -> list[tuple[int, int]]:
-    """(number, tokens) of the texts of one step, each as long as it may be."""
+def _with(preset: Preset, section: str, **changes) -> Preset:
+    return replace(preset, **{section: replace(getattr(preset, section), **changes)})
+
+
+def _encoders(preset: Preset, stage: str) -> list[list[tuple[int, int]]]:
+    """(number, tokens) of the texts of one step, each as long as it may be, for each model that is
+    trained."""
     config = getattr(preset, stage)
     match config:
+        case CdeConfig(context=slots) if slots:
+            first = [(min(slots, config.batch), config.document_length)]
+            lengths = config.query_length, config.document_length
+            return [first, [(config.batch, slots + length) for length in lengths]]
+        case TripletConfig() | Qwen3Config():
+            documents = (1 + config.negatives) * config.batch
+            return [[(config.batch, config.query_length), (documents, config.document_length)]]
         case PairConfig():
-            return [(config.batch, config.query_length), (config.batch, config.document_length)]
+            return [[(config.batch, config.query_length), (config.batch, config.document_length)]]
         case ContextualConfig():
             queries = config.batch * config.queries_per_document
             document = config.chunks * config.chunk_length + config.chunks - 1  # separators
-            return [(queries, config.query_length), (config.batch, document)]
-        case TripletConfig():
-            documents = (1 + config.negatives) * config.batch
-            return [(config.batch, config.query_length), (documents, config.document_length)]
+            return [[(queries, config.query_length), (config.batch, document)]]
+        case RerankerConfig():
+            prompt = PROMPT_TOKENS + config.query_length + config.document_length
+            return [[((1 + config.negatives) * config.batch, prompt)]]
         case _:
-            return [(config.batch, config.length)]
+            return [[(config.batch, config.length)]]
 
 
 def _losses(preset: Preset, stage: str) -> int:
@@ -243,52 +291,65 @@ def _loss_size(preset: Preset, stage: str) -> tuple[int, int]:
         case TripletConfig():
             queries = math.ceil(config.batch / config.accumulation)
             return (2 + config.negatives) * queries, (1 + config.negatives) * queries**2
+        case Qwen3Config():
+            rows = (2 + config.negatives) * config.batch
+            return rows, config.batch * (3 * config.batch + config.negatives)
+        case CdeConfig():
+            return 2 * config.batch + config.context, 2 * config.batch**2
         case _:
             return 2 * config.batch, 2 * config.batch**2
 
 
-def _micro_batch(preset: Preset, stage: str, gpus: int) -> tuple[int, int]:
-    """Tokens of one micro-batch, and how many micro-batches of one loss a GPU works through."""
-    texts = _texts(preset, stage)
+def _micro_batch(
+    preset: Preset, stage: str, texts: Sequence[tuple[int, int]], gpus: int
+) -> tuple[int, int, int]:
+    """Tokens and longest texts of one micro-batch, and how many micro-batches of one loss a GPU works
+    through."""
     longest = max(length for _, length in texts)
     own = math.ceil(sum(count * length for count, length in texts) / _losses(preset, stage) / gpus)
     room = max(getattr(preset, stage).token_budget, longest)
-    return max(longest, min(room, own)), math.ceil(own / room)
+    tokens = max(longest, min(room, own))
+    return tokens, tokens // longest, math.ceil(own / room)
 
 
 def _flops_of_step(preset: Preset, stage: str, gpus: int) -> float:
     config, shape = getattr(preset, stage), preset.backbone
     total, body = parameters(preset)
     width = shape.heads * shape.head_size
-    forward = sum(
-        count * length * (2 * body + 4 * shape.layers * width * length)
-        for count, length in _texts(preset, stage)
-    )
     again = 1 if config.gradient_checkpointing else 0
-    tokens, groups = _micro_batch(preset, stage, gpus)
-    if stage not in ("ar", "diffusion"):
-        return forward * (3 + again + (groups - 1) / groups)
+    flops = 0.0
+    for texts in _encoders(preset, stage):
+        tokens, _, groups = _micro_batch(preset, stage, texts, gpus)
+        forward = sum(
+            count * length * (2 * body + 4 * shape.layers * width * length) for count, length in texts
+        )
+        cached = not isinstance(config, PretrainConfig | RerankerConfig)
+        flops += forward * (3 + again + ((groups - 1) / groups if cached else 0))
+    if isinstance(config, RerankerConfig):
+        return flops + 3 * 2 * (total - body) * (1 + config.negatives) * config.batch
+    if not isinstance(config, PretrainConfig):
+        return flops
     paid = (1 + config.t_min) / 2 if isinstance(config, DiffusionConfig) else 1  # the mean of t
     logits = paid * config.batch * config.length * 2 * (total - body)
-    return forward * (3 + again) + logits * (4 if paid * tokens > _chunk_rows(preset) else 3)
+    return flops + logits * (4 if paid * tokens > _chunk_rows(preset) else 3)
 
 
 def _chunk_rows(preset: Preset) -> int:
     return max(CHUNK_ROWS, CHUNK_LOGITS // preset.data.vocab_size)
 
 
-def _gpu_hours(preset: Preset, stage: str, steps: int, gpus: int) -> float:
-    precision = getattr(preset, stage).precision
-    share = UTILISATION["pretraining" if stage in ("ar", "diffusion") else "contrastive"]
+def _gpu_hours(preset: Preset, stage: str, gpus: int) -> float:
+    config = getattr(preset, stage)
+    share = UTILISATION["pretraining" if isinstance(config, PretrainConfig) else "other stages"]
     if preset.backbone.hidden_size < NARROW:
         share *= NARROW_FACTOR
-    seconds = steps * _flops_of_step(preset, stage, gpus) / (PEAK[precision] * share)
+    seconds = config.steps * _flops_of_step(preset, stage, gpus) / (PEAK[config.precision] * share)
     return seconds / _busy(preset, stage, gpus) / 3600
 
 
 def _busy(preset: Preset, stage: str, gpus: int) -> float:
     """Share of the GPUs' time in which they have one of the longest texts to work on."""
-    number, _ = max(_texts(preset, stage), key=lambda text: text[1])
+    number, _ = max(_encoders(preset, stage)[-1], key=lambda text: text[1])
     waves = number / _losses(preset, stage) / gpus
     return waves / math.ceil(waves)
 
@@ -309,7 +370,7 @@ def _check_memory(preset: Preset, planned: Sequence[Training], gpus: int, gpu_me
     if not large:
         return
     worst = max(large, key=lambda training: training.memory_bytes_per_gpu)
-    remedies = _remedies(preset, sorted({t.stage for t in planned}), gpus, gpu_memory)
+    remedies = _remedies(preset, planned, gpus, gpu_memory)
     raise ValueError(
         f"preset {preset.name} does not fit: the {worst.stage} training needs "
         f"{_bytes(worst.memory_bytes_per_gpu)} per GPU on {_plural(gpus, 'GPU')} under "
@@ -318,13 +379,15 @@ def _check_memory(preset: Preset, planned: Sequence[Training], gpus: int, gpu_me
     )
 
 
-def _remedies(preset: Preset, stages: Sequence[str], gpus: int, gpu_memory: float) -> list[str]:
+def _remedies(preset: Preset, planned: Sequence[Training], gpus: int, gpu_memory: float) -> list[str]:
     """The mildest changes after which everything fits: all those of one kind, else those of two kinds, …"""
+    names = {(t.notebook, t.name) for t in planned}
 
-    def fits(candidate: Preset, stage: str, gpus: int) -> bool:
-        return memory_bytes(candidate, stage, gpus) <= gpu_memory
+    def fits(candidate: Preset, gpus: int) -> bool:
+        started = ((stage, shaped) for *name, stage, shaped in _started(candidate) if tuple(name) in names)
+        return all(memory_bytes(shaped, stage, gpus) <= gpu_memory for stage, shaped in started)
 
-    large = [stage for stage in stages if not fits(preset, stage, gpus)]
+    large = sorted({t.stage for t in planned if t.memory_bytes_per_gpu > gpu_memory})
     configs = [getattr(preset, stage) for stage in large]
     most = max(config.token_budget for config in configs)
     machines = preset.parallel.num_machines
@@ -341,7 +404,7 @@ def _remedies(preset: Preset, stages: Sequence[str], gpus: int, gpu_memory: floa
             candidate = _changed(preset, large, change)
             if "gpus" in change and candidate.parallel.strategy == "ddp":
                 continue  # every GPU would hold as much
-            if all(fits(candidate, stage, change.get("gpus", gpus)) for stage in stages):
+            if fits(candidate, change.get("gpus", gpus)):
                 return _command(candidate, preset, large, change)
         return None
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import clusters
 import contrastive
 import gpu
 import matplotlib.pyplot as plt
@@ -99,6 +100,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "kept-memory": kept_memory,
     "encode-mixed": lambda: encodings("mixed", "real lengths"),
     "encode-equal": lambda: encodings("equal", "equal lengths"),
+    "rerank": lambda: compare("rerank", "rerank", memory=False),
     "integer-search": lambda: searches("integer-search", "exact INT8 search"),
     "binary-search": lambda: searches("binary-search", "exact binary search"),
     "search-scaling": lambda: search.scaling(RESULTS / "search.png"),
@@ -107,6 +109,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         *compare("metrics-tied", "ranking metrics, tied scores", memory=False, environment={}),
     ],
     "mining": lambda: compare("mining", "hard-negative mining"),
+    "clusters": clusters.rows,
     "preparation": lambda: compare("preparation", "tokenising text into files", memory=False, environment={}),
     "preparation-memory": preparation.memory,
     "gpu": gpu.rows,

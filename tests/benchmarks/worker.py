@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
+import clusters
 import contrastive
 import diffusion
 import encode
@@ -17,9 +18,14 @@ import gpu
 import measure
 import mining
 import preparation
+import rerank
 import search
 
-CASES = contrastive.CASES | diffusion.CASES | encode.CASES | mining.CASES | preparation.CASES | search.CASES
+CASES = {
+    name: case
+    for module in (clusters, contrastive, diffusion, encode, mining, preparation, rerank, search)
+    for name, case in module.CASES.items()
+}
 
 
 def main(kind: str, name: str, *rest: str) -> dict:

@@ -11,6 +11,7 @@ from unmask.data.tokens import (
     MASK,
     SPECIAL_TOKENS,
     StoredTokenizer,
+    encode,
     pack,
     special_tokens_around,
     tokenize,
@@ -123,3 +124,12 @@ def test_unusable_vocabulary_sizes(size, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train_tokenizer(TEXTS, size, tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_what_stands_around_a_text_is_tokenised_with_it_and_never_cut(tokenizer):
+    backend, after = tokenizer.backend_tokenizer, "?\n<|im_end|>"
+    whole, end = ([*map(int, ids)] for ids in encode(backend, ["ask: Köln" + after, after], np.int32))
+    for length in (None, len(whole), len(whole) - 1, len(end) + 1):
+        (found,) = encode(backend, ["Köln"], np.int32, length, ("ask: ", after))
+        kept = len(whole) if length is None else length
+        assert found.tolist() == (whole if kept == len(whole) else whole[: kept - len(end)] + end)

@@ -13,6 +13,8 @@ import pytest
         "losses.contrastive",
         "losses.diffusion",
         "losses.matryoshka",
+        "losses.qwen3",
+        "losses.reranking",
         "pooling",
         "quantize",
         "evaluation.ranking",

@@ -8,7 +8,7 @@ from unmask.encoding import TokenSequence, encode_rows, join_chunks, micro_batch
 from unmask.losses import contextual_loss, pair_loss, triplet_loss
 from unmask.quantize import int8
 from unmask.training import cache
-from unmask.training.cache import cached_backward
+from unmask.training.cache import cached_backward, cached_rows
 
 
 def pair(rows):
@@ -64,6 +64,22 @@ def test_cached_gradients_equal_plain_backpropagation(name, pooling):
     norm = torch.stack([g.norm() for g in expected.values()]).norm()
     for name_, gradient in expected.items():
         assert (found[name_] - gradient).norm() <= 1e-5 * norm
+
+
+def test_rows_embedded_now_take_their_gradient_later():
+    items, _ = case("contextual")
+    model = tiny.model()
+    rows, push = cached_rows(model, items, token_budget=60)
+    assert not rows.requires_grad and not tiny.gradients(model)
+    gradient = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    push(gradient)
+    found = tiny.gradients(model)
+    model.zero_grad()
+    expected = encode_rows(model, items)
+    expected.backward(gradient)
+    torch.testing.assert_close(rows, expected.detach(), atol=1e-5, rtol=1e-5)
+    for name, own in tiny.gradients(model).items():
+        assert (found[name] - own).norm() <= 1e-5 * own.norm()
 
 
 @pytest.mark.parametrize("name", ["pair", "contextual"])

@@ -3,8 +3,10 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from datasets import Dataset
+from sentence_transformers import SentenceTransformer
 
 import tiny
 import tiny_corpus
@@ -13,7 +15,15 @@ from unmask.config import load_preset, resolved
 from unmask.data import installed
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import tokenize
-from unmask.training.jobs import by_dataset, data_report, prepare_data, run_job
+from unmask.embedder import Embedder
+from unmask.training.jobs import (
+    by_dataset,
+    data_report,
+    drawn_batches,
+    job_fingerprint,
+    prepare_data,
+    run_job,
+)
 
 TINY = {
     "steps": 2,
@@ -82,6 +92,51 @@ def test_triplets_are_mined_ones_and_those_of_the_corpus(start, tmp_path):
     model = run_job(job("triplet", start, tmp_path, negatives=str(path)), rows.append)
     assert {row["dataset"] for row in rows if "step" in row} == {"docs"}
     assert [(row["data set"], row["rows"]) for row in data_report(model)] == [("docs", 60)]
+
+
+@pytest.mark.parametrize("stage", ["pair", "contextual"])
+def test_a_stage_trains_on_look_alikes(stage, start, tmp_path):
+    """Found before the training, from the data's own words or with an embedder, and kept."""
+    random = job(stage, start, tmp_path)
+    own = job(stage, start, tmp_path, changes={"cluster_size": 8, "filter_margin": 0.0})
+    embedded = own | {"surrogate": str(start)}
+    prepared = tmp_path / "data" / "prepared"
+    for one in (own, embedded):
+        prepare_data(one)
+        before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*.bin")}
+        rows = []
+        run_job(one, rows.append)
+        assert [row["step"] for row in rows if "step" in row] == [0, 1]
+        assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*.bin")} == before
+    fingerprints = [job_fingerprint(one) for one in (random, own, embedded)]
+    assert len(set(fingerprints)) == 3
+    assert job_fingerprint(random | {"surrogate": str(start)}) == fingerprints[0]
+
+
+def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
+    path = tmp_path / "embedder"
+    Embedder.from_pretrained(start).save_pretrained(path)
+    (path / "unmask.json").unlink()  # no longer one of ours
+    whole = {"query_length": 99, "document_length": 200}
+    peer = SentenceTransformer(str(path))
+    for batch in drawn_batches(job("pair", start, tmp_path, changes=whole, surrogate=str(path)), 2):
+        rows = [tiny_corpus.PAIRS[row] for row in batch["rows"]]
+        q_ND, d_ND = (
+            peer.encode([row[side] for row in rows], normalize_embeddings=True)
+            for side in ("query", "document")
+        )
+        others = (q_ND @ d_ND.T)[~np.eye(len(rows), dtype=bool)]
+        assert batch["similarity"] == pytest.approx(others.mean(), abs=1e-3)
+
+
+def test_batches_of_look_alikes_are_measured_to_be_harder(start, tmp_path):
+    own, whole = job("pair", start, tmp_path), {"batch": 6, "query_length": 40, "document_length": 60}
+    random, clustered = (
+        drawn_batches(own | {"changes": whole | {"cluster_size": size}}, 8) for size in (0, 6)
+    )
+    assert [len(batch["rows"]) for batch in random] == [6] * 8
+    similarity = [np.mean([batch["similarity"] for batch in batches]) for batches in (random, clustered)]
+    assert similarity[1] > similarity[0] + 0.02
 
 
 def test_what_was_prepared_before_is_not_tokenised_again(start, tmp_path):

@@ -17,7 +17,7 @@ from unmask import backbone
 from unmask.config import resolved
 from unmask.data import installed
 from unmask.training.jobs import run_job
-from unmask.training.launch import TrainingStopped, follow, history, launch
+from unmask.training.launch import TrainingStopped, follow, history, launch, launch_all
 from unmask.workspace import ANNOUNCEMENT, Run, write_atomic
 
 LIB = Path(backbone.__file__).parents[1]
@@ -101,6 +101,87 @@ def test_a_failed_training_says_why_and_where_its_log_is(start, tmp_path, monkey
     assert str(log) in str(error.value)
     assert "Traceback" in log.read_text()
     assert not (log.parent / "model").exists()
+
+
+def few_steps(start, **changes):
+    return "pair", {"start": start, "changes": {"steps": 6, "warmup": 2} | changes}
+
+
+@pytest.mark.slow
+def test_a_training_is_the_same_whether_another_came_before_it_in_its_process(start, tmp_path):
+    run = Run.open("02_pair", "smoke", OVERRIDES, run="r")
+    trainings = {
+        "half": few_steps(start, precision="bf16", pooling="last"),
+        "whole": few_steps(start),
+        "half again": few_steps(start, precision="bf16"),
+    }
+    models = launch_all(run, trainings)
+    assert models == {name: tmp_path / "r" / "02_pair" / name / "model" for name in trainings}
+    for name, model in models.items():
+        job = json.loads((model.parent / "job.json").read_text())
+        alone = run_job(job | {"folder": str(tmp_path / "alone" / name)}, lambda row: None)
+        assert [row["loss"] for row in history(model)] == [row["loss"] for row in history(alone)]
+        assert (model / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    assert len({(model / "model.safetensors").read_bytes() for model in models.values()}) == 3
+
+
+@pytest.mark.slow
+def test_a_failure_stops_the_list_and_names_its_training(start, tmp_path, capsys):
+    run = Run.open("02_pair", "smoke", OVERRIDES, run="r")
+    trainings = {"one": few_steps(start), "two": few_steps(start, lr=1e30), "three": few_steps(start, seed=1)}
+    with pytest.raises(RuntimeError, match=r"training two failed: FloatingPointError: .* at step") as error:
+        launch_all(run, trainings)
+    folder = tmp_path / "r" / "02_pair"
+    assert str(folder / "two" / "train.log") in str(error.value)
+    assert "Traceback" in (folder / "two" / "train.log").read_text()
+    assert "Traceback" not in (folder / "one" / "train.log").read_text()
+    assert len(history(folder / "one" / "model")) == 6
+    assert not [name for name in ("two", "three") if (folder / name / "model").exists()]
+    assert not (folder / "three" / "train.log").exists()
+
+    models = launch_all(run, trainings | {"two": few_steps(start)})
+    said = capsys.readouterr().out
+    assert "02_pair/one: already trained" in said
+    assert said.count("already trained") == 1
+    assert all(len(history(model)) == 6 for model in models.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_in_the_second_of_three_keeps_what_was_done(start, tmp_path, processes, capfd):
+    run = Run.open("02_pair", "smoke", OVERRIDES | {"parallel.num_processes": processes}, run="r")
+    folder = tmp_path / "r" / "02_pair"
+    trainings = {
+        "one": few_steps(start),
+        "two": few_steps(start, steps=120),
+        "three": few_steps(start, seed=1),
+    }
+
+    def notebook():
+        try:
+            launch_all(run, trainings)
+        except TrainingStopped as stop:
+            print(f"STOPPED {stop}")
+
+    process = multiprocessing.get_context("fork").Process(target=notebook)
+    process.start()
+    wait_for(lambda: not process.is_alive() or (folder / "two" / "checkpoints").exists(), seconds=120)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 0
+    assert "STOPPED training two was told to stop" in capfd.readouterr().out
+    assert not processes_of(folder)
+    assert len(history(folder / "one" / "model")) == 6
+    (checkpoint,) = (folder / "two" / "checkpoints").glob("step-*")
+    assert not (folder / "two" / "model").exists()
+    assert not (folder / "three" / "model").exists()
+
+    done = int(checkpoint.name[5:])
+    before = (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done]
+    models = launch_all(run, trainings | {"two": few_steps(start, steps=120)})
+    assert "02_pair/one: already trained" in capfd.readouterr().out
+    assert [len(history(model)) for model in models.values()] == [6, 120, 6]
+    assert (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done] == before
 
 
 def test_a_start_that_is_no_checkpoint_is_refused_by_the_training(start, tmp_path):

@@ -50,8 +50,9 @@ def test_every_gradient_is_reduced_once_per_step(computed, case):
     strategy, out = computed
     for rank in (0, 1):
         facts = json.loads((out / f"{case}-{rank}.json").read_text())
-        assert len(facts["reductions"]) == (1 if strategy == "ddp" else LAYER_GROUPS)
-        if case in ("pair", "contextual", "triplet"):
+        models = 2 if case == "cde" else 1
+        assert len(facts["reductions"]) == models * (1 if strategy == "ddp" else LAYER_GROUPS)
+        if case in ("pair", "contextual", "triplet", "cde"):
             assert min(facts["passes"]) > 2
 
 
@@ -72,17 +73,17 @@ def test_the_shares_of_the_processes_cover_everything_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_training_begun_by_two_processes_is_finished_by_one(tmp_path, strategy):
+@pytest.mark.parametrize(("strategy", "stage"), [("ddp", "pair"), ("fsdp2", "cde")])
+def test_a_training_begun_by_two_processes_is_finished_by_one(tmp_path, strategy, stage):
     """Killed after its last checkpoint; the samples are the same, the sums are rounded differently."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run(
-        [*command, worker.__file__, strategy, str(tmp_path / "parts"), "train"],
+        [*command, worker.__file__, strategy, str(tmp_path / "parts"), stage],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=240, capture_output=True,
     )  # fmt: skip
     assert [p.name for p in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-0000004"]
-    whole, _ = worker.train_pair(tmp_path / "whole")
-    resumed, first = worker.train_pair(tmp_path / "parts")
+    whole, _ = worker.train_stage(stage, tmp_path / "whole")
+    resumed, first = worker.train_stage(stage, tmp_path / "parts")
     assert first == {"total": 8, "done": 4}
     rows = [
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]

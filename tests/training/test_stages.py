@@ -122,18 +122,18 @@ def test_a_share_of_the_sequences_is_cut_and_nothing_is_masked_beyond():
 def test_pair_batches_come_from_one_data_set_that_the_curriculum_allows():
     data = {"one": tiny_stages.pairs(12), "two": tiny_stages.pairs(9, seed=7)}
     stage = Pair(data, tiny_stages.config("pair"), lambda step: {"one"} if step < 4 else {"two"})
-    assert [stage.batch(step)[0] for step in range(8)] == ["one"] * 4 + ["two"] * 4
-    name, sequences = stage.batch(0)
-    rows = [next(i for i, q in enumerate(data[name].queries) if q is s.tokens_L) for s in sequences[:4]]
-    assert all(data[name].documents[i] is s.tokens_L for i, s in zip(rows, sequences[4:], strict=True))
+    assert [stage.batch(step).dataset for step in range(8)] == ["one"] * 4 + ["two"] * 4
+    own, sequences = data["one"], stage.batch(0).sequences
+    rows = [next(i for i, q in enumerate(own.queries) if q is s.tokens_L) for s in sequences[:4]]
+    assert all(own.documents[i] is s.tokens_L for i, s in zip(rows, sequences[4:], strict=True))
 
 
 @pytest.mark.parametrize("quantize", [True, False])
 def test_a_pair_step_compares_codes_or_means_as_configured(quantize):
     settings = tiny_stages.config("pair", quantize=quantize)
     model, stage = tiny_stages.model("pair"), tiny_stages.stage("pair", settings)
-    _, sequences = batch = stage.batch(0)
-    rows_RD = encode_rows(model, sequences)
+    batch = stage.batch(0)
+    rows_RD = encode_rows(model, batch.sequences)
     if quantize:
         rows_RD = int8(rows_RD)
     loss = pair_loss(rows_RD[:4], rows_RD[4:], temperature=settings.temperature, margin=settings.margin)
@@ -154,14 +154,14 @@ def triplet_case(**changes):
 def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(accumulation):
     settings, stage = triplet_case(accumulation=accumulation)
     _, parts = batch = stage.batch(0)
-    sizes = [n for n, _ in parts]
+    sizes = [n for n, *_ in parts]
     assert sum(sizes) == 6
     model = tiny.model()
     row = stage.backward(stage.module(model), batch, 0, ALONE)
     found = tiny.gradients(model)
     model.zero_grad()
     total = 0.0
-    for n, sequences in parts:
+    for n, sequences, _ in parts:
         rows = int8(torch.cat([encode_rows(model, [s]) for s in sequences]))
         hard = rows[2 * n :].reshape(n, 3, -1)
         total = (
@@ -175,7 +175,7 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
 def test_a_triplet_batch_keeps_each_querys_own_negatives():
     data = tiny_stages.pairs(7, negatives=3)
     stage = Triplet({"one": data}, tiny_stages.config("triplet", batch=6, accumulation=2))
-    for n, sequences in stage.batch(0)[1]:
+    for n, sequences, _ in stage.batch(0)[1]:
         for i in range(n):
             row = next(r for r, q in enumerate(data.queries) if q is sequences[i].tokens_L)
             assert sequences[n + i].tokens_L is data.documents[row]
@@ -190,13 +190,52 @@ def test_fewer_triplets_than_accumulation_steps_are_trained_all_the_same():
     assert float(row["loss"]) > 0
 
 
+@pytest.mark.parametrize("name", ["pair", "contextual", "triplet", "cde", "qwen3"])
+def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
+    """Without either, batches and losses are those of before; the filter takes terms from the loss."""
+    found = {}
+    for size, margin in ((0, -1.0), (4, -1.0), (0, 0.0), (4, 0.0), (0, 9.0)):
+        settings = tiny_stages.config(name, cluster_size=size, filter_margin=margin, steps=4)
+        stage, model = tiny_stages.stage(name, settings), tiny_stages.model(name)
+        losses = [
+            float(stage.backward(stage.module(model), stage.batch(step), step, ALONE)["loss"])
+            for step in range(4)
+        ]
+        found[size, margin] = [stage.samples(step) for step in range(4)], losses
+    random, unfiltered = found[0, -1.0]
+    assert found[0, 0.0][0] == found[0, 9.0][0] == random
+    assert found[4, 0.0][0] == found[4, -1.0][0] != random
+    assert found[0, 9.0][1] == unfiltered  # a margin that nothing exceeds
+    for size in (0, 4):
+        assert all(np.less_equal(found[size, 0.0][1], found[size, -1.0][1]))
+        assert sum(found[size, 0.0][1]) < sum(found[size, -1.0][1])
+
+
+def test_a_pair_step_leaves_out_what_the_filter_says():
+    settings = tiny_stages.config("pair", cluster_size=4, filter_margin=0.0)
+    model, stage = tiny_stages.model("pair"), tiny_stages.stage("pair", settings)
+    batch = stage.batch(0)
+    drawn = stage.samples(0)
+    data = {"one": tiny_stages.pairs(12), "two": tiny_stages.pairs(9, seed=7)}
+    near = tiny_stages.neighbours(data, settings)[drawn["dataset"]]
+    assert batch.negatives_NN.tolist() == near.negatives(drawn["rows"], 0.0).tolist()
+    assert not batch.negatives_NN.all()
+    codes_RD = int8(encode_rows(model, batch.sequences))
+    expected = pair_loss(
+        codes_RD[:4], codes_RD[4:], temperature=settings.temperature, margin=settings.margin,
+        negatives_NN=batch.negatives_NN,
+    )  # fmt: skip
+    found = stage.backward(model, batch, 0, ALONE)["loss"]
+    assert float(found) == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_a_pair_batch_always_has_a_negative():
     """Rows with the same key are one thing, and a batch keeps one of them: it must still have two rows."""
     stage = Pair(
         {"one": tiny_stages.pairs(4, keys=["a", "a", "a", "b"])}, tiny_stages.config("pair", batch=2)
     )
     for step in range(8):
-        assert len(stage.batch(step)[1]) == 4
+        assert len(stage.batch(step).sequences) == 4
 
 
 def test_beta_rises_over_the_contextual_training():
@@ -213,7 +252,7 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured():
     """InSeNT on the codes, at each Matryoshka prefix, without the document-level term."""
     settings = tiny_stages.config("contextual", objective="insent", alpha=0.3, temperature=0.05)
     stage, model = tiny_stages.stage("contextual", settings), tiny.model()
-    _, batch = drawn = stage.batch(0)
+    _, batch, _ = drawn = stage.batch(0)
     row = stage.backward(stage.module(model), drawn, 0, ALONE)
     found = tiny.gradients(model)
     model.zero_grad()

@@ -5,12 +5,21 @@ from dataclasses import replace
 import numpy as np
 
 import tiny
+from unmask.cde import ContextualEncoder
 from unmask.config import load_preset
+from unmask.data.clusters import Neighbours, pack
+from unmask.data.prepare import Ragged, ends_of
 from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.search import unit
+from unmask.training.cde import Cde
+from unmask.training.qwen3 import Qwen3
+from unmask.training.reranking import Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Triplet
 
-STAGES = ("ar", "diffusion", "pair", "contextual", "triplet")
+STAGES = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")
+HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3
+ANSWERS = (20, 21)  # yes, no
 _PRESET = load_preset("smoke")
 _COMMON = {
     "steps": 8,
@@ -35,6 +44,9 @@ _OWN = {
     "pair": {"pooling": "mean"},
     "contextual": {"queries_per_document": 2, "dimensions": (16, 32)},
     "triplet": {"accumulation": 2, "negatives": 3},
+    "cde": {"context": 7, "sequence_dropout": 0.3, "cluster_size": 0, "filter_margin": -1.0},
+    "qwen3": {"pooling": "last", "negatives": 2, "dimensions": (16, 32)},
+    "reranker": {"negatives": 2},
 }
 
 
@@ -43,7 +55,9 @@ def config(name, **changes):
 
 
 def model(name):
-    return tiny.model(bidirectional=name != "ar", head=name in ("ar", "diffusion"))
+    if name == "cde":
+        return ContextualEncoder(tiny.model(seed=1), tiny.model(seed=2), _OWN["cde"]["context"])
+    return tiny.model(bidirectional=name not in ("ar", "qwen3", "reranker"), head=name in HEADS)
 
 
 def pairs(count, *, keys=None, negatives=0, seed=0):
@@ -71,13 +85,45 @@ def blocks(count=20, length=16):
     return np.random.default_rng(0).integers(4, 300, (count, length)).astype(np.int32)
 
 
+def neighbours(data, settings):
+    """What a surrogate embedder finds whose vectors are random numbers; nothing if it is not asked."""
+    if not settings.cluster_size and settings.filter_margin < 0:
+        return {}
+    return {name: _seen(rows, settings) for name, rows in data.items()}
+
+
+def _seen(rows, settings):
+    if isinstance(rows, TokenPairs):
+        queries, chunks = [1] * len(rows.keys), [1] * len(rows.keys)
+    else:
+        queries, chunks = (
+            [len(part) for part in parts]
+            for parts in zip(*((document.queries, document.chunks) for document in rows))
+        )
+    texts = np.arange(sum(queries) + sum(chunks))
+    vectors_UD = unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16)
+    own = Neighbours(
+        vectors_UD,
+        Ragged(texts[: sum(queries)], ends_of(queries)),
+        Ragged(texts[sum(queries) :], ends_of(chunks)),
+    )
+    size = settings.cluster_size
+    return replace(own, packing=pack(own, size, _PRESET.clusters, settings.seed)) if size else own
+
+
 def stage(name, settings):
     if name == "ar":
         return NextToken(blocks(), settings)
     if name == "diffusion":
         return Diffusion(blocks(), settings, MASK_ID)
-    if name == "pair":
-        return Pair({"one": pairs(12), "two": pairs(9, seed=7)}, settings)
+    if name == "reranker":
+        return Reranking({"one": pairs(12, negatives=settings.negatives)}, settings, ANSWERS)
     if name == "contextual":
-        return Contextual({"one": documents(9)}, settings, separator_id=0)
-    return Triplet({"one": pairs(12, negatives=settings.negatives)}, settings)
+        data = {"one": documents(9)}
+        return Contextual(data, settings, 0, neighbours(data, settings))
+    if name in ("triplet", "qwen3"):
+        data = {"one": pairs(12, negatives=settings.negatives)}
+        kind = {"triplet": Triplet, "qwen3": Qwen3}[name]
+        return kind(data, settings, neighbours=neighbours(data, settings))
+    data = {"one": pairs(12), "two": pairs(9, seed=7)}
+    return {"pair": Pair, "cde": Cde}[name](data, settings, neighbours=neighbours(data, settings))

@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -16,7 +17,6 @@ sys.path[:0] = [str(TESTS.parent / "lib"), str(TESTS), str(TESTS / "training")]
 
 import tiny_stages  # noqa: E402
 
-from unmask import backbone  # noqa: E402
 from unmask.encoding import micro_batches  # noqa: E402
 from unmask.training import cache  # noqa: E402
 from unmask.training.engine import train  # noqa: E402
@@ -32,6 +32,10 @@ CASES = {
     "contextual": {"batch": 5, "token_budget": 20},
     "insent": {"stage": "contextual", "objective": "insent", "batch": 5, "token_budget": 20},
     "triplet": {"batch": 7, "token_budget": 20, "accumulation": 2},
+    "look-alikes": {"stage": "pair", "batch": 9, "token_budget": 20, "cluster_size": 3, "filter_margin": 0.0},
+    "qwen3": {"batch": 7, "token_budget": 20},
+    "reranker": {"batch": 7, "token_budget": 40},
+    "cde": {"batch": 9, "token_budget": 14},
     "one block": {"stage": "diffusion", "batch": 1, "token_budget": 16},
     "one micro-batch": {"stage": "pair", "batch": 9, "token_budget": 10_000},
     "too few": {"stage": "pair", "batch": 2, "token_budget": 10_000},
@@ -44,7 +48,7 @@ def compute(case, processes=ALONE):
     name = settings.pop("stage", case)
     stage = tiny_stages.stage(name, tiny_stages.config(name, **settings))
     model = tiny_stages.model(name)
-    module = processes.parallel(stage.module(model), backbone.layers(model))
+    module = processes.parallel(stage.module(model))
     reductions = count_reductions(module)
     row = stage.backward(module, stage.batch(STEP), STEP, processes)
     gradients = {}
@@ -57,15 +61,17 @@ def compute(case, processes=ALONE):
 def count_reductions(module):
     """A list that grows by one at every reduction of a group of gradients."""
     seen = []
-    if hasattr(module, "register_comm_hook"):
+    parts = module if isinstance(module, torch.nn.ModuleList) else [module]
+    if hasattr(parts[0], "register_comm_hook"):
 
         def average(state, bucket):
             seen.append(bucket.index())
             future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
             return future.then(lambda done: done.value()[0])
 
-        module.register_comm_hook(None, average)
-    elif hasattr(module, "set_requires_gradient_sync"):
+        for part in parts:
+            part.register_comm_hook(None, average)
+    elif hasattr(parts[0], "set_requires_gradient_sync"):
 
         def counted(*args, **kwargs):
             seen.append(len(seen))
@@ -75,7 +81,7 @@ def count_reductions(module):
     return seen
 
 
-def train_pair(folder, processes=ALONE, stop_after=-1):
+def train_stage(name, folder, processes=ALONE, stop_after=-1):
     """A training of eight steps; the model and what was reported first."""
     seen = []
 
@@ -84,15 +90,15 @@ def train_pair(folder, processes=ALONE, stop_after=-1):
         if row.get("step") == stop_after:
             os._exit(1)
 
-    settings = tiny_stages.config("pair", **CASES["pair"])
-    stage, model = tiny_stages.stage("pair", settings), tiny_stages.model("pair")
+    settings = tiny_stages.config(name, **CASES[name])
+    stage, model = tiny_stages.stage(name, settings), tiny_stages.model(name)
     train(stage, model, settings, folder, fingerprint="a", report=report, processes=processes)
     return model, seen[0]
 
 
-def main(strategy, out, task="gradients"):
-    if task == "train":
-        train_pair(Path(out), Processes.start("fp32", strategy), stop_after=5)
+def main(strategy, out, trained=""):
+    if trained:
+        train_stage(trained, Path(out), Processes.start("fp32", strategy), stop_after=5)
     processes = Processes.start("fp32", strategy)
     passes = []
 

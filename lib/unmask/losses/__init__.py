@@ -15,8 +15,11 @@ from unmask.losses.contextual import (
 from unmask.losses.contrastive import pair_loss, triplet_loss
 from unmask.losses.diffusion import diffusion_loss, next_token_loss
 from unmask.losses.matryoshka import matryoshka
+from unmask.losses.qwen3 import qwen3_loss
+from unmask.losses.reranking import answer_loss
 
 __all__ = [
+    "answer_loss",
     "batch_loss",
     "contextual_loss",
     "diffusion_loss",
@@ -26,6 +29,7 @@ __all__ = [
     "matryoshka",
     "next_token_loss",
     "pair_loss",
+    "qwen3_loss",
     "sequence_loss",
     "triplet_loss",
 ]

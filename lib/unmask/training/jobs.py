@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +15,41 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from unmask import backbone
-from unmask.config import GROUPS, Preset, TrainConfig, fingerprint, preset_from
+from unmask import backbone, cde
+from unmask.config import (
+    GROUPS,
+    ContrastiveConfig,
+    Preset,
+    Qwen3Config,
+    RerankerConfig,
+    TrainConfig,
+    fingerprint,
+    preset_from,
+)
 from unmask.data.blocks import Blocks, open_blocks
+from unmask.data.clusters import LSA, Neighbours, Surrogate, negative_similarity, neighbours
 from unmask.data.corpus import Corpus
+from unmask.data.mining import Encoder
 from unmask.data.pairs import curriculum
+from unmask.data.prompt import AROUND_DOCUMENT, answers, around_query, taken
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import TokenDocuments, TokenPairs, single_chunks, token_documents, token_pairs
-from unmask.data.tokens import END_OF_TEXT, StoredTokenizer
-from unmask.training.engine import finish, stop_signals, train
+from unmask.data.tokens import END_OF_TEXT, StoredTokenizer, ending
+from unmask.instructions import INSTRUCTIONS, prompt
+from unmask.training.cde import Cde
+from unmask.training.engine import Preempted, finish, stop_signals, train
 from unmask.training.processes import Processes, full_weights
+from unmask.training.qwen3 import Qwen3, clear_end
+from unmask.training.reranking import Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, Triplet
-from unmask.workspace import write_atomic
+from unmask.workspace import require_checkpoint, write_atomic
 
 # What a checkpoint depends on: a change anywhere else does not train again.
-_CODE = ("losses", "data", "training", "backbone.py", "encoding.py", "pooling.py", "quantize.py")
+_CODE = (
+    "losses", "data", "training", "backbone.py", "cde.py", "encoding.py", "instructions.py", "pooling.py",
+    "quantize.py",
+)  # fmt: skip
+MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 
 
@@ -39,7 +60,9 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
     Args:
         job: "values" (the preset), "stage", "folder", "fingerprint"; and as the stage needs, "start"
             (checkpoint directory), "tokenizer" (for a model from scratch), "changes" (values of the stage's
-            section to replace), "groups" (of pair data sets to use), "negatives" (file of mined triplets).
+            section to replace), "groups" (of pair data sets to use), "negatives" (file of mined triplets),
+            "surrogate" (directory or Hub name of an embedder, instead of `clusters.surrogate`),
+            "milestones" (numbers of steps after which the model is kept as well, see `launch.milestones`).
     """
     preset, config = stage_config(job)
     folder = Path(job["folder"])
@@ -48,31 +71,59 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
     corpus = open_corpus(preset.data)
     tokenizer = backbone.load_tokenizer(job.get("start") or job["tokenizer"])
     data, losses = _data(job, config, corpus, tokenizer)
+    near = _neighbours(job, data, tokenizer) if _looks_around(config) else {}
     if processes.main:
         write_atomic(folder / DATA_REPORT, json.dumps(losses, indent=1, ensure_ascii=False) + "\n")
-    if job.get("start"):
-        model = backbone.load(job["start"], head=stage in ("ar", "diffusion"))
+    contextual = stage == "cde" and config.context > 0
+    if contextual:
+        model = cde.build(job["start"], context=config.context)
+    elif job.get("start"):
+        model = backbone.load(job["start"], head=stage in ("ar", "diffusion", "reranker"))
     else:
         model = backbone.build(preset.backbone, tokenizer, seed=config.seed)
     if stage == "diffusion":
         backbone.make_bidirectional(model, tokenizer, preset.backbone.mask_token)
-    objective = _objective(job, config, corpus, tokenizer, data, model.config)
-    path = folder / "model"
+    if stage == "qwen3":
+        tokenizer = ending(tokenizer)
+        if backbone.facts(job["start"]).get("stage") == "ar":
+            clear_end(model, tokenizer.convert_tokens_to_ids(END_OF_TEXT))
+    objective = _objective(job, config, corpus, tokenizer, data, near, model.config)
+    path, milestones = folder / "model", folder / MILESTONES / job["fingerprint"]
+
+    def save(path: Path, identity: str) -> None:
+        weights = full_weights(model)
+        if processes.main:
+            write = cde.save if contextual else backbone.save
+            write(model, tokenizer, path, weights=weights, **_facts(stage, config), fingerprint=identity)
+        processes.wait()
+
+    def after_step(done: int) -> None:
+        if done in job.get("milestones", ()):
+            save(milestones / f"step-{done:07d}", f"{job['fingerprint']}-{done}")
+
     with stop_signals() as signals:  # until the model is saved, which is too late to stop
         train(
             objective, model, config, folder,
-            fingerprint=job["fingerprint"], report=report, processes=processes, signals=signals,
+            fingerprint=job["fingerprint"], report=report, after_step=after_step, processes=processes,
+            signals=signals,
         )  # fmt: skip
-        weights = full_weights(model)
+        save(path, job["fingerprint"])
         if processes.main:
-            backbone.save(
-                model, tokenizer, path,
-                weights=weights, stage=stage, pooling=getattr(config, "pooling", "mean"),
-                fingerprint=job["fingerprint"],
-            )  # fmt: skip
+            for other in set(milestones.parent.glob("*")) - {milestones}:  # of the training replaced just now
+                shutil.rmtree(other)
             finish(folder)
-        processes.wait()
+    if signals:  # too late to stop this training, but not the next one
+        raise Preempted(config.steps)
     return path
+
+
+def _facts(stage: str, config: TrainConfig) -> dict[str, Any]:
+    """How a stage's checkpoint is to be used."""
+    facts = {"stage": stage, "pooling": getattr(config, "pooling", "mean")}
+    if stage == "qwen3":
+        prompts = {"query": prompt(INSTRUCTIONS["english"]), "document": ""}  # for sentence-transformers
+        facts |= {"special_tokens": True, "prompts": prompts}
+    return facts
 
 
 def stage_config(job: Mapping[str, Any]) -> tuple[Preset, TrainConfig]:
@@ -86,8 +137,12 @@ def job_fingerprint(job: Mapping[str, Any]) -> str:
     code."""
     preset, config = stage_config(job)
     files = {key: identity(Path(job[key])) for key in ("start", "tokenizer", "negatives") if job.get(key)}
+    if _looks_around(config):
+        files["surrogate"] = _surrogate(job, preset).identity
+        files["clusters"] = fingerprint(replace(preset.clusters, surrogate=""))
     shape = None if job.get("start") else preset.backbone
-    parts = (config, shape and fingerprint(shape), preset.backbone.mask_token, job.get("groups"), files)
+    asked = job.get("groups"), job.get("milestones")
+    parts = (config, shape and fingerprint(shape), preset.backbone.mask_token, asked, files)
     return fingerprint(job["stage"], *parts, open_corpus(preset.data).hash, code_hash())
 
 
@@ -116,7 +171,8 @@ def code_hash() -> str:
 
 
 def prepare_data(job: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tokenises what a job will read, with a progress bar, in as many processes as there are cores.
+    """Tokenises what a job will read, with a progress bar, in as many processes as there are cores, and finds
+    the look-alikes if it trains on such.
 
     A training does the same where it was not done before, with its GPUs waiting.
 
@@ -124,7 +180,25 @@ def prepare_data(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     preset, config = stage_config(job)
     tokenizer = backbone.load_tokenizer(job.get("start") or job["tokenizer"])
-    return _data(job, config, open_corpus(preset.data), tokenizer)[1]
+    data, report = _data(job, config, open_corpus(preset.data), tokenizer)
+    if _looks_around(config):
+        _neighbours(job, data, tokenizer)
+    return report
+
+
+def drawn_batches(job: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The first batches of a training on the pairs of a job's groups, as the surrogate sees them.
+
+    Returns: for each its "dataset", its "rows" there, and its "similarity": the surrogate's mean cosine of a
+        query to the other documents (CDE, figure 6). The job may have random batches.
+    """
+    preset, config = stage_config(job)
+    tokenizer = backbone.load_tokenizer(job.get("start") or job["tokenizer"])
+    data, _ = _data(job, config, open_corpus(preset.data), tokenizer)
+    near = _neighbours(job, data, tokenizer)
+    stage = Pair(data, replace(config, steps=count), neighbours=near)
+    drawn = map(stage.samples, range(count))
+    return [row | {"similarity": negative_similarity(near[row["dataset"]], row["rows"])} for row in drawn]
 
 
 def data_report(checkpoint: Path) -> list[dict[str, Any]]:
@@ -144,33 +218,73 @@ def _data(
         blocks_NL = open_blocks(sources, tokenizer, length=config.length, wanted=wanted, seed=config.seed)
         return blocks_NL, blocks_NL.report()
     stored = StoredTokenizer.of(tokenizer)
-    if stage == "pair":
+    if stage in ("pair", "cde") or (stage == "qwen3" and not config.negatives):
         data = {
             name: _pairs(corpus.pairs("train", name), corpus.identity("pairs", name), name, stored, config)
             for name in _groups(job, corpus)
         }
     elif stage == "contextual":
         data = _documents(corpus, stored, config)
-    elif stage == "triplet":
+    elif stage in ("triplet", "qwen3", "reranker"):
         data = _triplets(job, corpus, stored, config)
     else:
         raise ValueError(f"unknown stage {stage!r}")
     return data, [{"data set": name, **rows.counters} for name, rows in data.items()]
 
 
-def _objective(job: Mapping[str, Any], config, corpus: Corpus, tokenizer, data, model) -> Stage:
+def _looks_around(config: TrainConfig) -> bool:
+    return isinstance(config, ContrastiveConfig) and config.looks_around
+
+
+def _neighbours(
+    job: Mapping[str, Any], data: Mapping[str, TokenPairs | TokenDocuments], tokenizer
+) -> dict[str, Neighbours]:
+    """The neighbours of a contrastive stage's data sets, found by the process that comes first."""
+    preset, config = stage_config(job)
+    stored, surrogate = StoredTokenizer.of(tokenizer), _surrogate(job, preset)
+    return {
+        name: neighbours(
+            rows, name=name, stored=stored, surrogate=surrogate,
+            config=preset.clusters, cluster_size=config.cluster_size, seed=config.seed,
+        )
+        for name, rows in data.items()
+    }  # fmt: skip
+
+
+def _surrogate(job: Mapping[str, Any], preset: Preset) -> Surrogate:
+    """The embedder that says which texts are alike: one of ours, or any of sentence-transformers'."""
+    name = job.get("surrogate") or preset.clusters.surrogate
+    if name == LSA:
+        return Surrogate(LSA)
+    path = require_checkpoint(name)
+
+    def load() -> Encoder:
+        from sentence_transformers import SentenceTransformer  # seconds to import
+
+        from unmask.embedder import Embedder
+
+        return Embedder.from_pretrained(path) if backbone.facts(path) else SentenceTransformer(path)
+
+    return Surrogate(identity(Path(path)) if Path(path).is_dir() else path, load)
+
+
+def _objective(job: Mapping[str, Any], config, corpus: Corpus, tokenizer, data, near, model) -> Stage:
     stage = job["stage"]
     if stage == "ar":
         return NextToken(data, config)
     if stage == "diffusion":
         return Diffusion(data, config, model.mask_token_id)
-    if stage == "pair":
-        named = job.get("groups")  # which are trained on from the first step to the last
-        allowed = None if named else curriculum(_groups(job, corpus), config.curriculum, config.steps)
-        return Pair(data, config, allowed)
+    if stage in ("pair", "cde", "qwen3"):
+        # Groups that are named, and triplets, are trained on from the first step to the last.
+        throughout = job.get("groups") or (stage == "qwen3" and config.negatives)
+        allowed = None if throughout else curriculum(_groups(job, corpus), config.curriculum, config.steps)
+        kind = Qwen3 if stage == "qwen3" else Cde if stage == "cde" and config.context else Pair
+        return kind(data, config, allowed, near)
     if stage == "contextual":
-        return Contextual(data, config, tokenizer.convert_tokens_to_ids(END_OF_TEXT))
-    return Triplet(data, config)
+        return Contextual(data, config, tokenizer.convert_tokens_to_ids(END_OF_TEXT), near)
+    if stage == "reranker":
+        return Reranking(data, config, answers(tokenizer.backend_tokenizer))
+    return Triplet(data, config, near)
 
 
 def _groups(job: Mapping[str, Any], corpus: Corpus) -> dict[str, str]:
@@ -221,8 +335,25 @@ def _triplets(
 def _pairs(
     rows: Dataset, file: str, name: str, stored: StoredTokenizer, config, negatives: int = 0
 ) -> TokenPairs:
+    reading = _reading(rows, stored, config)
+    return token_pairs(rows, stored, name=name, identity=file, negatives=negatives, **reading)
+
+
+def _reading(rows: Dataset, stored: StoredTokenizer, config) -> dict[str, Any]:
+    """What a stage's model reads before and after a text, and how many tokens at most."""
     lengths = {"query_length": config.query_length, "document_length": config.document_length}
-    return token_pairs(rows, stored, name=name, identity=file, negatives=negatives, **lengths)
+    if isinstance(config, Qwen3Config):
+        before = prompt(INSTRUCTIONS[rows[0]["group"]])
+        return lengths | {"around_query": (before, END_OF_TEXT), "around_document": ("", END_OF_TEXT)}
+    if isinstance(config, RerankerConfig):
+        around = around_query(INSTRUCTIONS[rows[0]["group"]])
+        return {
+            "around_query": around,
+            "around_document": AROUND_DOCUMENT,
+            "query_length": config.query_length + taken(stored.load(), around),
+            "document_length": config.document_length + taken(stored.load(), AROUND_DOCUMENT),
+        }
+    return lengths
 
 
 def by_dataset(rows: Dataset) -> dict[str, Dataset]:

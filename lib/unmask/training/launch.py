@@ -1,17 +1,19 @@
 """Trainings run in child processes: a notebook starts one, watches it, and takes it along when it dies.
 
-    launch(run, "pair", job) in the notebook  →  python -m unmask.training.launch job.json  →  engine.train
+    launch(run, "pair", job) in the notebook  →  python -m unmask.training.launch job.json …  →  engine.train
 
-With several processes torchrun stands in between. The main process prints one JSON line per step, from which
-the notebook draws its progress bar; everything else goes to log files.
+One child works through all trainings of a `launch_all`, since starting one takes seconds. With several
+processes torchrun stands in between. The main process prints one JSON line per step, from which the notebook
+draws its progress bars; everything else goes to the log files of each training.
 
-With several machines, which share one file system, `launch` announces each training in a file, and `follow`
+With several machines, which share one file system, `launch` announces what it starts in a file, and `follow`
 starts the other machines' part of it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -20,20 +22,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from tqdm import tqdm
 
 from unmask.backbone import facts
 from unmask.config import ParallelConfig, preset_from, resolved
 from unmask.training.engine import Preempted, finish
-from unmask.training.jobs import job_fingerprint, prepare_data, run_job
+from unmask.training.jobs import MILESTONES, job_fingerprint, prepare_data, run_job
 from unmask.workspace import ANNOUNCEMENT, Run, artifacts_root, grace_seconds, write_atomic
+
+LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
 # For trainings on the CPU, unless the environment says otherwise.
 MEMORY = {
@@ -55,50 +61,75 @@ class TrainingStopped(RuntimeError):
 def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: str = "") -> Path:
     """Trains in child processes and returns the directory of the finished checkpoint.
 
-    A training that already finished with the same configuration, data, code and starting point is not run
-    again. SIGTERM and an interrupted cell are passed on to the training, which saves itself.
-
     Args:
-        stage: section of the preset to train: "ar", "diffusion", "pair", "contextual" or "triplet".
+        stage: section of the preset to train, one of `config.TRAINED`.
         job: what else the stage needs, see `unmask.training.jobs`: `start` (checkpoint directory), changed
             values, files.
         name: folder of the training under the notebook's artifacts; default: the stage.
-    Raises:
-        RuntimeError: the training failed; the message carries its error and the path of its log.
-        TrainingStopped: it was told to stop; the next call goes on.
+    Raises: as `launch_all`.
     """
     name = name or stage
-    folder = run.artifacts() / name
-    folder.mkdir(parents=True, exist_ok=True)
-    specification = {
-        "preset": run.config.name,
-        "values": resolved(run.config),
-        "stage": stage,
-        "folder": str(folder),
-        **{key: str(value) if isinstance(value, Path) else value for key, value in (job or {}).items()},
-    }
-    specification["fingerprint"] = job_fingerprint(specification)
-    model = folder / "model"
-    if facts(model).get("fingerprint") == specification["fingerprint"]:
-        finish(folder)  # a kill may have come in between
-        print(f"{run.stage}/{name}: already trained")
-        return model
-    prepare_data(specification)  # here, where its progress shows and no GPU waits for it
-    path = write_atomic(folder / "job.json", json.dumps(specification, indent=1))
-    log_path = folder / "train.log"
-    with log_path.open("w", encoding="utf8") as log, _announced(run, path) as meeting_point:
-        child = _start(path, run.config.parallel, 0, meeting_point, stdout=subprocess.PIPE, stderr=log)
+    return launch_all(run, {name: (stage, job or {})})[name]
+
+
+def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Path]:
+    """Trains one after the other, all in the same child processes.
+
+    A training that already finished with the same configuration, data, code and starting point is not run
+    again. SIGTERM and an interrupted cell are passed on to the training under way, which saves itself. None
+    may start from another one of the same call.
+
+    Args:
+        trainings: name → stage and job, each as for `launch`.
+    Returns: name → directory of the finished checkpoint.
+    Raises:
+        RuntimeError: a training failed; the message carries its name, its error and the path of its log. What
+            finished before it stays, what comes after it was not started.
+        TrainingStopped: one was told to stop; the next call goes on.
+    """
+    due, models = {}, {}
+    for name, (stage, job) in trainings.items():
+        folder = run.artifacts() / name
+        specification = {
+            "preset": run.config.name,
+            "values": resolved(run.config),
+            "stage": stage,
+            "name": name,
+            "folder": str(folder),
+            **{key: str(value) if isinstance(value, Path) else value for key, value in job.items()},
+        }
+        specification["fingerprint"] = job_fingerprint(specification)
+        models[name] = folder / "model"
+        if facts(models[name]).get("fingerprint") == specification["fingerprint"]:
+            finish(folder)  # a kill may have come in between
+            print(f"{run.stage}/{name}: already trained")
+            continue
+        prepare_data(specification)  # here, where its progress shows and no GPU waits for it
+        due[name] = write_atomic(folder / "job.json", json.dumps(specification, indent=1))
+        for log in folder.glob("*.log"):  # of an earlier try
+            log.unlink()
+    if due:
+        _train(run, due)
+    return models
+
+
+def _train(run: Run, jobs: Mapping[str, Path]) -> None:
+    """Starts the child processes, and ends with them."""
+    paths = list(jobs.values())
+    with paths[0].with_name(LOG).open("a", encoding="utf8") as log, _announced(run, paths) as meeting_point:
+        child = _start(paths, run.config.parallel, 0, meeting_point, stdout=subprocess.PIPE, stderr=log)
         with _ended_together(child) as told_to_stop:
-            outcome = _watch(child, f"{run.stage}/{name}")
+            last = _watch(child, run.stage)
             child.wait()
-    if "stopped" in outcome or told_to_stop:  # even if it had just finished: the notebook is to end
-        when = f" after {outcome['stopped']} steps" if "stopped" in outcome else ""
+    name = last.get("training", next(iter(jobs)))
+    if "stopped" in last or told_to_stop:  # even if it had just finished: the notebook is to end
+        when = f" after {last['stopped']} steps" if "stopped" in last else ""
         raise TrainingStopped(f"training {name} was told to stop{when}; what it did is kept, run it again")
     if child.returncode:
+        log_path = jobs[name].with_name(LOG)
         raise RuntimeError(
-            f"training {name} failed: {outcome.get('error') or _last_line(log_path)}\n(log: {log_path})"
+            f"training {name} failed: {last.get('error') or _last_line(log_path)}\n(log: {log_path})"
         )
-    return model
 
 
 def follow(artifacts: Path, *, machine_rank: int) -> None:
@@ -119,10 +150,10 @@ def follow(artifacts: Path, *, machine_rank: int) -> None:
         training = announced.get("training")
         if training and training != seen:
             seen = training
-            job = Path(training["job"])
-            parallel = preset_from(json.loads(job.read_text(encoding="utf8"))["values"]).parallel
-            with (job.parent / f"train.{machine_rank}.log").open("w", encoding="utf8") as log:
-                child = _start(job, parallel, machine_rank, training, stdout=log, stderr=log)
+            jobs = [Path(job) for job in training["jobs"]]
+            parallel = preset_from(json.loads(jobs[0].read_text(encoding="utf8"))["values"]).parallel
+            with jobs[0].with_name(f"train.{machine_rank}.log").open("w", encoding="utf8") as log:
+                child = _start(jobs, parallel, machine_rank, training, stdout=log, stderr=log)
                 with _ended_together(child):
                     # Until it has ended, or the main machine has given it up.
                     while child.poll() is None and _read(path).get("training") == training:
@@ -140,17 +171,26 @@ def history(checkpoint: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def milestones(checkpoint: Path) -> list[Path]:
+    """What the training that made a checkpoint kept on its way (job key "milestones"), in order."""
+    return sorted((checkpoint.parent / MILESTONES / facts(checkpoint)["fingerprint"]).glob("step-*"))
+
+
 def _start(
-    job: Path, parallel: ParallelConfig, machine_rank: int, meeting_point: Mapping[str, Any] | None, **streams
+    jobs: Sequence[Path],
+    parallel: ParallelConfig,
+    machine_rank: int,
+    meeting_point: Mapping[str, Any] | None,
+    **streams,
 ) -> subprocess.Popen:
-    """Starts a training's processes on this machine."""
+    """Starts the processes of some trainings on this machine."""
     per_machine = parallel.num_processes // parallel.num_machines
     command = [sys.executable, "-m"]
     threads = {}
     if parallel.num_processes > 1 or parallel.strategy == "fsdp2":
         # torchrun leaves its workers this long to save themselves.
         command += ["torch.distributed.run", f"--shutdown-timeout={grace_seconds():.0f}"]
-        command += [f"--nproc-per-node={per_machine}", f"--log-dir={job.parent / 'torchrun'}"]
+        command += [f"--nproc-per-node={per_machine}", f"--log-dir={jobs[0].parent / 'torchrun'}"]
         if meeting_point:
             command += [f"--nnodes={parallel.num_machines}", f"--node-rank={machine_rank}"]
             command += [f"--master-addr={meeting_point['host']}", f"--master-port={meeting_point['port']}"]
@@ -160,7 +200,7 @@ def _start(
         cores = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
         threads = {"OMP_NUM_THREADS": str(max(1, cores // per_machine))}
     return subprocess.Popen(
-        [*command, "unmask.training.launch", str(job)],
+        [*command, "unmask.training.launch", *map(str, jobs)],
         text=True, env=MEMORY | os.environ | threads | {"UNMASK_LAUNCHER": str(os.getpid())},
         preexec_fn=partial(_die_with, os.getpid()),
         **streams,
@@ -168,8 +208,8 @@ def _start(
 
 
 @contextmanager
-def _announced(run: Run, job: Path) -> Iterator[dict[str, Any] | None]:
-    """Tells the other machines where to meet for a training; None if there are none."""
+def _announced(run: Run, jobs: Sequence[Path]) -> Iterator[dict[str, Any] | None]:
+    """Tells the other machines where to meet for some trainings; None if there are none."""
     if run.config.parallel.num_machines == 1:
         yield None
         return
@@ -177,7 +217,7 @@ def _announced(run: Run, job: Path) -> Iterator[dict[str, Any] | None]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    training = {"job": str(job), "host": host, "port": port, "started": time.time()}
+    training = {"jobs": [str(job) for job in jobs], "host": host, "port": port, "started": time.time()}
     path = artifacts_root() / run.name / ANNOUNCEMENT
     write_atomic(path, json.dumps({"training": training}))
     try:
@@ -218,35 +258,42 @@ def _ended_together(child: subprocess.Popen) -> Iterator[list[int]]:
                 signal.signal(signal.SIGTERM, before)
 
 
-def _watch(child: subprocess.Popen, title: str) -> dict[str, Any]:
-    """Draws the progress bar; returns the training's last words: "error" or "stopped", if any."""
-    bar, seen, spent, outcome = None, 0, 0.0, {}
+def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:
+    """Draws a progress bar for each training.
+
+    Returns: the last words, among them "training" (the one under way), and "error" or "stopped", if any.
+    """
+    bar, last = None, {}
     for line in child.stdout:
         row = json.loads(line)
-        if "error" in row or "stopped" in row:
-            outcome = outcome or row
-            if "error" in row:
-                child.kill()  # the other processes would wait for the one that failed
+        if not last.keys() & {"error", "stopped"}:
+            last = row
+        if "error" in row:
+            child.kill()  # the other processes would wait for the one that failed
         elif "total" in row:
+            if bar is not None:
+                bar.close()
+            seen, spent = 0, 0.0
             bar = tqdm(
                 total=row["total"],
                 initial=row["done"],
-                desc=title,
+                desc=f"{notebook}/{row['training']}",
                 unit="step",
                 mininterval=1,
                 file=sys.stdout,
             )
-        else:
+        elif "loss" in row:
             seen, spent = seen + row["tokens"], spent + row["seconds"]
             bar.set_postfix_str(f"loss {row['loss']:.3f}, {seen / spent:,.0f} tok/s", refresh=False)
             bar.update()
     if bar is not None:
         bar.close()
-    return outcome
+    return last
 
 
 def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf8").splitlines() if line.strip()]
+    text = log.read_text(encoding="utf8") if log.is_file() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "it left no message"
 
 
@@ -266,30 +313,46 @@ def _die_with_torchrun() -> None:
     _die_with(parent.pid)
 
 
-def main(path: str) -> None:
-    """A training process: reads the job, trains, saves; standard output carries the metrics and nothing
+def main(paths: Sequence[str]) -> None:
+    """A training process: reads each job, trains, saves; standard output carries the metrics and nothing
     else."""
     # Buffered, even under torchrun's `python -u`: a row is one write, so two processes' rows do not mingle.
     metrics = os.fdopen(os.dup(1), "w", encoding="utf8")
-    job = json.loads(Path(path).read_text(encoding="utf8"))
     if "RANK" in os.environ:  # torchrun starts its workers as sessions of their own
         _die_with_torchrun()
-        log = Path(path).with_name(f"rank-{os.environ['RANK']}.log").open("w", encoding="utf8")
+    rank = os.environ.get("RANK", "0")
+    log = LOG if rank == "0" else f"rank-{rank}.log"
+    for path in map(Path, paths):
+        job = json.loads(path.read_text(encoding="utf8"))
+        _log_to(path.with_name(log))
+
+        def say(row: dict[str, Any], name: str = job["name"]) -> None:
+            print(json.dumps({"training": name} | row), file=metrics, flush=True)
+
+        say({})
+        try:
+            run_job(job, say)
+        except Preempted as stop:
+            say({"stopped": stop.step})
+            raise
+        except Exception as error:
+            traceback.print_exc()  # now: the notebook ends this process as soon as it reads the row
+            say({"error": f"{type(error).__name__}: {error}"})
+            sys.exit(1)
+        # The next one finds the process as the first one found it.
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.compiler.reset()
+
+
+def _log_to(path: Path) -> None:
+    """From here on, whatever this process writes goes into a log, what native code writes too."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with path.open("a", encoding="utf8") as log:
+        os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    os.dup2(2, 1)  # what native code prints, too
-
-    def say(row: dict[str, Any]) -> None:
-        print(json.dumps(row), file=metrics, flush=True)
-
-    try:
-        run_job(job, say)
-    except Preempted as stop:
-        say({"stopped": stop.step})
-        raise
-    except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}"})
-        raise
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from unmask.config import ContextualConfig, DiffusionConfig, PairConfig, PretrainConfig, TripletConfig
+from unmask.config import (
+    ContextualConfig,
+    ContrastiveConfig,
+    DiffusionConfig,
+    PairConfig,
+    PretrainConfig,
+    TripletConfig,
+)
 from unmask.data.blocks import Blocks
-from unmask.data.documents import contextual_batch, split_rows
+from unmask.data.clusters import Neighbours
+from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.pairs import BatchPlan
 from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.encoding import TokenSequence
@@ -47,7 +55,8 @@ class Stage(Protocol):
         ...
 
     def module(self, model: PreTrainedModel) -> nn.Module:
-        """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them."""
+        """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them. Several
+        modules that are run each on its own are an nn.ModuleList."""
         ...
 
     def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
@@ -98,17 +107,30 @@ class _Pretraining:
     ) -> Tensor:
         """Sums the gradients of `forward(rows)` over micro-batches of the rows in `order`."""
         rows = max(1, self._config.token_budget // self._blocks.shape[1])
-        # Every process runs as many passes as the others; one without rows left repeats some for nothing.
-        parts = list(order.tensor_split(_ceil(_ceil(len(order), rows), processes.count) * processes.count))
-        own = processes.share(parts)
-        total = torch.zeros((), device=processes.device)
-        for number, part in enumerate(own, 1):
-            with processes.accumulating(module, last=number == len(own)):
-                with processes.autocast():
-                    loss = forward(part) if len(part) else 0 * forward(order[:1])
-                processes.backward(loss)
-            total += loss.detach()
-        return processes.sum(total)
+        # Every process runs as many passes as the others.
+        parts = order.tensor_split(_ceil(_ceil(len(order), rows), processes.count) * processes.count)
+        return accumulate(module, parts, forward, processes)
+
+
+def accumulate(
+    module: nn.Module, groups: Sequence[Any], forward: Callable[[Any], Tensor], processes: Processes
+) -> Tensor:
+    """Sums the gradients of a loss that is a sum over micro-batches, and returns the loss.
+
+    Args:
+        groups: rows of each micro-batch, as many for each process, the longest groups first.
+        forward: the part of the loss that some rows pay.
+    """
+    own = processes.share(groups)
+    total = torch.zeros((), device=processes.device)
+    for number, group in enumerate(own, 1):
+        with processes.accumulating(module, last=number == len(own)):
+            with processes.autocast():
+                # A process without rows left repeats some for nothing.
+                loss = forward(group) if len(group) else 0 * forward(groups[0][:1])
+            processes.backward(loss)
+        total += loss.detach()
+    return processes.sum(total)
 
 
 class NextToken(_Pretraining):
@@ -198,10 +220,28 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     )
 
 
-class _Contrastive:
-    """What the contrastive stages share: single-dataset batches, a model that is run as it is."""
+class Contrastive:
+    """What the contrastive stages share: single-dataset batches, of look-alikes if the config says so, and a
+    model that is run as it is.
 
-    _plan: BatchPlan
+    Args:
+        keys, allowed: as for `BatchPlan`.
+        neighbours: of each data set, for a `cluster_size` or a `filter_margin`; their clusters are of this
+            size.
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[str, Sequence | np.ndarray | int],
+        config: ContrastiveConfig,
+        neighbours: Mapping[str, Neighbours] | None,
+        allowed: Callable[[int], set[str]] | None = None,
+    ):
+        self._config, self._neighbours = config, neighbours or {}
+        packings = {name: own.packing for name, own in self._neighbours.items() if own.packing}
+        self._plan = BatchPlan(
+            keys, batch=config.batch, steps=config.steps, seed=config.seed, allowed=allowed, packings=packings
+        )
 
     def samples(self, step: int) -> dict[str, Any]:
         return _named(self._plan(step))
@@ -209,8 +249,24 @@ class _Contrastive:
     def module(self, model: PreTrainedModel) -> nn.Module:
         return model
 
+    def _negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
+        """What the surrogate lets be negatives in a batch of these rows, see `Neighbours.negatives`; None
+        without a `filter_margin`."""
+        if self._config.filter_margin < 0:
+            return None
+        return torch.from_numpy(self._neighbours[name].negatives(rows, self._config.filter_margin, *which))
 
-class Pair(_Contrastive):
+
+@dataclass(frozen=True)
+class PairBatch:
+    """N pairs of one data set."""
+
+    dataset: str
+    sequences: list[TokenSequence]  # the N queries, then the N documents
+    negatives_NN: Tensor | None  # False: the document of pair j is no negative of query i
+
+
+class Pair(Contrastive):
     """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
     (pplx-embed, section 2.3)."""
 
@@ -219,38 +275,39 @@ class Pair(_Contrastive):
         data: Mapping[str, TokenPairs],
         config: PairConfig,
         allowed: Callable[[int], set[str]] | None = None,
+        neighbours: Mapping[str, Neighbours] | None = None,
     ):
-        self._data, self._config = data, config
-        keys = {name: pairs.keys for name, pairs in data.items()}
-        self._plan = BatchPlan(
-            keys, batch=config.batch, steps=config.steps, seed=config.seed, allowed=allowed
-        )
+        super().__init__({name: pairs.keys for name, pairs in data.items()}, config, neighbours, allowed)
+        self._data = data
 
-    def batch(self, step: int) -> tuple[str, list[TokenSequence]]:
+    def batch(self, step: int) -> PairBatch:
         name, rows = self._plan(step)
         pairs = self._data[name]
         queries = [TokenSequence(pairs.queries[i]) for i in rows]
-        return name, queries + [TokenSequence(pairs.documents[i]) for i in rows]
+        documents = [TokenSequence(pairs.documents[i]) for i in rows]
+        return PairBatch(name, queries + documents, self._negatives(name, rows))
 
-    def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
-        name, sequences = batch
-        config, n = self._config, len(batch[1]) // 2
-
-        def loss_of_rows(rows_RD: Tensor) -> Tensor:
-            embeddings_RD = int8(rows_RD) if config.quantize else rows_RD
-            return pair_loss(
-                embeddings_RD[:n], embeddings_RD[n:], temperature=config.temperature, margin=config.margin,
-                queries=processes.slice(n),
-            )  # fmt: skip
-
-        loss = cached_backward(
-            module, sequences, loss_of_rows,
-            token_budget=config.token_budget, pooling=config.pooling, processes=processes,
+    def loss(self, rows_RD: Tensor, negatives_NN: Tensor | None, processes: Processes) -> Tensor:
+        """This process's part of the loss of N pairs, given the vectors of queries and documents."""
+        config, n = self._config, len(rows_RD) // 2
+        embeddings_RD = int8(rows_RD) if config.quantize else rows_RD
+        return pair_loss(
+            embeddings_RD[:n], embeddings_RD[n:], temperature=config.temperature, margin=config.margin,
+            negatives_NN=negatives_NN, queries=processes.slice(n),
         )  # fmt: skip
-        return {"loss": loss, "tokens": sum(map(len, sequences)), "dataset": name, "pairs": n}
+
+    def backward(
+        self, module: nn.Module, batch: PairBatch, step: int, processes: Processes
+    ) -> dict[str, Any]:
+        loss = cached_backward(
+            module, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch.negatives_NN, processes),
+            token_budget=self._config.token_budget, pooling=self._config.pooling, processes=processes,
+        )  # fmt: skip
+        tokens = sum(map(len, batch.sequences))
+        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": len(batch.sequences) // 2}
 
 
-class Contextual(_Contrastive):
+class Contextual(Contrastive):
     """Late chunking with INT8 and Matryoshka, and the dual objective of pplx-embed (section 2.4) or InSeNT's
     (`config.objective`).
 
@@ -259,30 +316,38 @@ class Contextual(_Contrastive):
     """
 
     def __init__(
-        self, data: Mapping[str, Sequence[TokenDocument]], config: ContextualConfig, separator_id: int
+        self,
+        data: Mapping[str, Sequence[TokenDocument]],
+        config: ContextualConfig,
+        separator_id: int,
+        neighbours: Mapping[str, Neighbours] | None = None,
     ):
-        self._data, self._config, self._separator_id = data, config, separator_id
-        sizes = {name: len(documents) for name, documents in data.items()}
-        self._plan = BatchPlan(sizes, batch=config.batch, steps=config.steps, seed=config.seed)
+        super().__init__({name: len(documents) for name, documents in data.items()}, config, neighbours)
+        self._data, self._separator_id = data, separator_id
 
-    def batch(self, step: int):
+    def batch(self, step: int) -> tuple[str, ContextualBatch, Tensor | None]:
         name, rows = self._plan(step)
-        return name, contextual_batch(
+        batch = contextual_batch(
             [self._data[name][i] for i in rows],
             separator_id=self._separator_id,
             queries_per_document=self._config.queries_per_document,
             rng=np.random.default_rng([self._config.seed, 3, step]),
         )
+        return name, batch, self._negatives(name, rows, batch.document_N.numpy(), batch.query_N.numpy())
 
     def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
-        name, batch = batch
+        name, batch, negatives_NM = batch
         config = self._config
         beta = cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
 
         def loss_of_rows(rows_RD: Tensor) -> Tensor:
             q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, batch)
             where = batch.document_N.to(rows_RD.device), batch.gold_N.to(rows_RD.device)
-            options = {"chunk_mask_MC": mask_MC, "queries": processes.slice(len(q_ND))}
+            options = {
+                "chunk_mask_MC": mask_MC,
+                "negatives_NM": negatives_NM,
+                "queries": processes.slice(len(q_ND)),
+            }
 
             def loss(q: Tensor, chunks: Tensor, documents: Tensor) -> Tensor:
                 if config.objective == "insent":
@@ -305,15 +370,19 @@ class Contextual(_Contrastive):
         return row if config.objective == "insent" else row | {"beta": beta}
 
 
-class Triplet(_Contrastive):
+class Triplet(Contrastive):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
 
-    def __init__(self, data: Mapping[str, TokenPairs], config: TripletConfig):
-        self._data, self._config = data, config
-        keys = {name: pairs.keys for name, pairs in data.items()}
-        self._plan = BatchPlan(keys, batch=config.batch, steps=config.steps, seed=config.seed)
+    def __init__(
+        self,
+        data: Mapping[str, TokenPairs],
+        config: TripletConfig,
+        neighbours: Mapping[str, Neighbours] | None = None,
+    ):
+        super().__init__({name: pairs.keys for name, pairs in data.items()}, config, neighbours)
+        self._data = data
 
-    def batch(self, step: int):
+    def batch(self, step: int) -> tuple[str, list[tuple[int, list[TokenSequence], Tensor | None]]]:
         name, rows = self._plan(step)
         parts = np.array_split(rows, min(self._config.accumulation, len(rows)))
         pairs = self._data[name]
@@ -321,21 +390,21 @@ class Triplet(_Contrastive):
         for part in parts:
             texts = [pairs.queries[i] for i in part] + [pairs.documents[i] for i in part]
             texts += [negative for i in part for negative in pairs.negatives[i]]
-            batches.append((len(part), [TokenSequence(text) for text in texts]))
+            batches.append((len(part), [TokenSequence(text) for text in texts], self._negatives(name, part)))
         return name, batches
 
     def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
         config = self._config
         name, parts = batch
-        total, count = torch.zeros((), device=processes.device), sum(n for n, _ in parts)
-        for number, (n, sequences) in enumerate(parts, 1):
+        total, count = torch.zeros((), device=processes.device), sum(n for n, *_ in parts)
+        for number, (n, sequences, negatives_NN) in enumerate(parts, 1):
 
-            def loss_of_rows(rows_RD: Tensor, n: int = n) -> Tensor:
+            def loss_of_rows(rows_RD: Tensor, n: int = n, negatives_NN: Any = negatives_NN) -> Tensor:
                 codes_RD = int8(rows_RD)
                 hard_NKD = codes_RD[2 * n :].unflatten(0, (n, config.negatives))
                 loss = triplet_loss(
                     codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=config.temperature,
-                    queries=processes.slice(n),
+                    negatives_NN=negatives_NN, queries=processes.slice(n),
                 )  # fmt: skip
                 return loss * (n / count)
 
@@ -343,7 +412,7 @@ class Triplet(_Contrastive):
                 module, sequences, loss_of_rows,
                 token_budget=config.token_budget, processes=processes, last=number == len(parts),
             )  # fmt: skip
-        tokens = sum(len(sequence) for _, sequences in parts for sequence in sequences)
+        tokens = sum(len(sequence) for _, sequences, _ in parts for sequence in sequences)
         return {"loss": total, "tokens": tokens, "dataset": name, "pairs": count}
 
 
