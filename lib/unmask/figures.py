@@ -236,6 +236,34 @@ def beside(
     return figure
 
 
+def tracks(
+    series: Mapping[tuple[str, str], Sequence[tuple[float, float, str]]], *, xlabel: str, ylabel: str,
+    title: str, reference: dict | None = None,
+) -> Figure:  # fmt: skip
+    """Labelled points, joined in their order: (what, how) → (x, y, label).
+
+    Each `what` has a colour; of the `how`, the first has filled markers, the second hollow ones and a dashed
+    line. Labels stand at the points of the first.
+    """
+    figure, ax = axes(figsize=(7.2, 4.2))
+    whats, hows = (list(dict.fromkeys(names)) for names in zip(*series, strict=True))
+    for (what, how), data in series.items():
+        x, y, _ = zip(*data, strict=True)
+        number, filled = whats.index(what), how == hows[0]
+        color = COLORS[number % len(COLORS)]
+        ax.plot(
+            x, y, "-" if filled else "--", marker=MARKERS[number % len(MARKERS)], markersize=6, color=color,
+            markerfacecolor=color if filled else "white", label=f"{what}, {how}",
+        )  # fmt: skip
+        for *at, label in data if filled else ():
+            ax.annotate(label, at, xytext=(0, -15), textcoords="offset points", ha="center", fontsize=8)
+    _references(ax, reference)
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    ax.margins(x=0.08, y=0.15)
+    ax.legend()
+    return figure
+
+
 def ratios(values: Mapping[str, float | None], *, xlabel: str, title: str) -> Figure:
     """Comparisons as points on a logarithmic axis, from the line of equality at 1, in the order given.
 

@@ -121,12 +121,14 @@ def render(
     run: str,
     metrics: Mapping[str, Mapping[str, Any]],
     stages: Mapping[str, Mapping[str, float]],
+    systems: Sequence[Mapping[str, Any]],
     claims: Sequence[Mapping[str, Any]],
 ) -> str:
     """The report as Markdown: the headline figure and the claims first, then each study with its table.
 
     Args:
-        metrics: notebook → what it saved; stages: model → nDCG@10 by family of tasks; claims: see `claim`.
+        metrics: notebook → what it saved; stages: model → nDCG@10 by family of tasks; systems: a row for each
+            system trained on the same data; claims: see `claim`.
     """
     backbone = metrics["00_backbone"]
     verdicts = ", ".join(f"{sum(c['verdict'] == v for c in claims)} {v}" for v in VERDICTS)
@@ -149,6 +151,11 @@ def render(
         claims_table(claims),
         "## Stages: nDCG@10 by family of held-out tasks, INT8",
         markdown_table([{"model": name} | row for name, row in stages.items()]),
+        "## Five systems on the same data",
+        "The neighbours' methods with our data and backbone (notebook 12). nDCG@10 in hundredths; bytes of a "
+        "stored document; encoding on this machine; seconds of all trainings that a system descends from.",
+        _figure("12_report-systems", "Five systems on the same held-out tasks"),
+        markdown_table(systems, digits=1),
         "## Beside the paper",
         "The paper's scores are of its benchmarks, ours of our own tasks: compare directions, not levels. "
         f"All twelve tables: `papermill_runs/{run}/12_report.ipynb`.",
