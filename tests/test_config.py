@@ -35,7 +35,7 @@ def test_overrides_replace_one_value_and_keep_the_others():
         ({"pair.filter_margin": -0.5}, "filter_margin must be at least 0, or -1"),
         ({"clusters.packing": "sorted"}, "packing must be 'tour' or 'random'"),
         ({"clusters.iterations": 0}, "clusters.iterations must be at least 1"),
-        ({"cde.context": -1}, "cde.context must be at least 0"),
+        ({"cde.context": 0}, "cde.context must be at least 1"),
         ({"cde.pooling": "last"}, "cde.pooling must be 'mean'"),
         ({"cde.sequence_dropout": 1.0}, "sequence_dropout must lie in 0..1"),
         ({"cde.cluster_sizes": [256, 64]}, "cluster_sizes must be at least 2 and ascending"),

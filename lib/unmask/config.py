@@ -270,7 +270,7 @@ class ContebConfig:
 class CdeConfig(PairConfig):
     """CDE: batches of look-alikes, and an encoder that reads other documents of the corpus beside a text."""
 
-    context: int  # context documents, shared by a batch; 0: a plain encoder
+    context: int  # context documents, shared by a batch; a training may set it to 0: a plain encoder
     sequence_dropout: float  # probability that a context document is replaced by the learned null vector
     batch_sizes: tuple[int, ...]  # of the study of batches
     cluster_sizes: tuple[int, ...]  # of the study of batches, beside random ones; ascending
@@ -560,8 +560,8 @@ def _check_contrastive(stage: ContrastiveConfig, where: str) -> None:
 
 def _check_neighbours(preset: Preset) -> None:
     cde, where = preset.cde, f"preset {preset.name}: cde"
-    if cde.context < 0:
-        raise ConfigError(f"{where}.context must be at least 0, got {cde.context}")
+    if cde.context < 1:
+        raise ConfigError(f"{where}.context must be at least 1, got {cde.context}")
     if cde.pooling != "mean":
         raise ConfigError(f"{where}.pooling must be 'mean', over the text alone, got {cde.pooling!r}")
     if not 0 <= cde.sequence_dropout < 1:
