@@ -20,8 +20,9 @@ help:
 reproduce: $(READY)
 	@$(BIN)/unmask run --preset cpu
 
+# Models this small do not fill a core, so two notebooks share the machine.
 smoke: $(READY)
-	@$(BIN)/unmask run --preset smoke
+	@$(BIN)/unmask run --preset smoke --jobs 2
 
 test: lint
 	@$(BIN)/python -m pytest
