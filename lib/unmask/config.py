@@ -303,6 +303,7 @@ class Qwen3Config(PairConfig):
 
     negatives: int  # mined ones per query, in the second phase
     dimensions: tuple[int, ...]  # Matryoshka prefixes; those that fit are used
+    scratch: bool  # start from a backbone that was not pretrained, instead of the causal one
     weak_steps: int  # of the first phase, on all pairs and without mined negatives
     weak_lr: float  # of the first phase
     checkpoints: int  # of the second phase that are merged, evenly spaced, the last one among them

@@ -142,27 +142,6 @@ def test_both_phases_train_and_leave_an_embedder_with_instructions(job, tmp_path
     assert embedder.around[1].tolist() == [end]
 
 
-def test_the_end_of_a_backbone_of_our_own_starts_from_zero_once(job, tmp_path):
-    still = {"lr": 1e-12, "steps": 2, "checkpoint_every": 9}
-    weak = run_job(job | {"changes": job["changes"] | still}, lambda row: None)
-    full = run_job(second_phase(job, weak, tmp_path, milestones=[], changes=still), lambda row: None)
-    before, after, later = (
-        backbone.load(path).get_input_embeddings().weight for path in (job["start"], weak, full)
-    )
-    end = tiny.tokenizer().convert_tokens_to_ids(END_OF_TEXT)
-    assert before[end].norm() > 0.01 and after[end].norm() < 1e-9
-    others = torch.arange(len(before)) != end
-    torch.testing.assert_close(after[others], before[others])
-    torch.testing.assert_close(later, after)
-    base = backbone.save(
-        tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "base", stage="other"
-    )
-    kept = run_job(
-        second_phase(job, base, tmp_path, fingerprint="base", milestones=[], changes=still), lambda row: None
-    )
-    assert backbone.load(kept).get_input_embeddings().weight[end].norm() > 0.01
-
-
 class Interrupted(Exception):
     pass
 

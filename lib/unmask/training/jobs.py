@@ -39,7 +39,7 @@ from unmask.instructions import INSTRUCTIONS, prompt
 from unmask.training.cde import Cde
 from unmask.training.engine import Preempted, finish, stop_signals, train
 from unmask.training.processes import Processes, full_weights
-from unmask.training.qwen3 import Qwen3, clear_end
+from unmask.training.qwen3 import Qwen3
 from unmask.training.reranking import Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, Triplet
 from unmask.workspace import require_checkpoint, write_atomic
@@ -85,8 +85,6 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
         backbone.make_bidirectional(model, tokenizer, preset.backbone.mask_token)
     if stage == "qwen3":
         tokenizer = ending(tokenizer)
-        if backbone.facts(job["start"]).get("stage") == "ar":
-            clear_end(model, tokenizer.convert_tokens_to_ids(END_OF_TEXT))
     objective = _objective(job, config, corpus, tokenizer, data, near, model.config)
     path, milestones = folder / "model", folder / MILESTONES / job["fingerprint"]
 

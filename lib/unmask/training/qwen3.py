@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from unmask.config import Qwen3Config
 from unmask.data.clusters import Neighbours
@@ -93,17 +92,6 @@ class Qwen3(Contrastive):
         )  # fmt: skip
         tokens = sum(map(len, batch.sequences))
         return {"loss": total, "tokens": tokens, "dataset": batch.dataset, "pairs": n}
-
-
-def clear_end(model: PreTrainedModel, end_id: int) -> None:
-    """Sets the embedding of the final token to zero, which a backbone of our own needs.
-
-    To `<|endoftext|>` next-token pretraining on packed blocks gives a vector that says nothing of the text
-    before it, since what follows is another text. Training then pulls all embeddings together instead of
-    telling them apart. From zero, the token attends to the whole text alike, and its vector is what it reads.
-    """
-    with torch.no_grad():
-        model.get_input_embeddings().weight[end_id] = 0
 
 
 def _numbers(texts: list[np.ndarray]) -> Tensor:
