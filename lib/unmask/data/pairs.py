@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,11 @@ class BatchPlan:
             self._draws.append(name)
             self._slots.append(seen[name])
             seen[name] += 1
+
+    def samples(self, step: int) -> dict[str, Any]:
+        """The same as `__call__`, as plain values for a report."""
+        name, rows = self(step)
+        return {"dataset": name, "rows": rows.tolist()}
 
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""

@@ -344,11 +344,12 @@ def _chunk_losses(
         scores_TMC = _chunk_scores(q_TD, chunks_MCD, chunk_mask_MC)
         own_TC = scores_TMC[torch.arange(len(scores_TMC), device=scores_TMC.device), document_N[rows]]
         gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
-        own_TM = document_N[rows, None] == torch.arange(len(chunks_MCD), device=document_N.device)
-        no_TM = no_negatives(negatives_NM, rows, own_TM)
+        if negatives_NM is not None:
+            own_TM = document_N[rows, None] == torch.arange(len(chunks_MCD), device=document_N.device)
+            no_TM = no_negatives(negatives_NM, rows, own_TM)
+            scores_TMC = scores_TMC.masked_fill(no_TM[..., None], -torch.inf)
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
-        batch_TR = scores_TMC.masked_fill(no_TM[..., None], -torch.inf).flatten(1)
-        batch_T = info_nce(gold_T, batch_TR, temperature=temperature)
+        batch_T = info_nce(gold_T, scores_TMC.flatten(1), temperature=temperature)
         return torch.stack([sequence_T.sum(), batch_T.sum()])
 
     candidates = chunks_MCD.shape[0] * chunks_MCD.shape[1]

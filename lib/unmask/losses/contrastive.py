@@ -127,8 +127,9 @@ def triplet_loss(
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
-        self_TN = diagonal_mask(rows, len(d_ND), d_ND.device)
-        qd_TN = qd_TN.masked_fill(no_negatives(negatives_NN, rows, self_TN), -torch.inf)
+        if negatives_NN is not None:
+            self_TN = diagonal_mask(rows, len(d_ND), d_ND.device)
+            qd_TN = qd_TN.masked_fill(no_negatives(negatives_NN, rows, self_TN), -torch.inf)
         return info_nce(positive_T, qd_TN, cosine(q_TD, hard_RD), temperature=temperature).sum()
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_RD))

@@ -282,7 +282,7 @@ def _objective(job: Mapping[str, Any], config, corpus: Corpus, tokenizer, data, 
         return Contextual(data, config, tokenizer.convert_tokens_to_ids(END_OF_TEXT), near)
     if stage == "reranker":
         return Reranking(data, config, answers(tokenizer.backend_tokenizer))
-    return Triplet(data, config, near)
+    return Triplet(data, config, neighbours=near)
 
 
 def _groups(job: Mapping[str, Any], corpus: Corpus) -> dict[str, str]:

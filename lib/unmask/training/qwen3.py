@@ -5,7 +5,6 @@ Shape suffixes: N queries · D dimensions · K hard negatives per query · R row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,9 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unmask.config import Qwen3Config
-from unmask.data.clusters import Neighbours
-from unmask.data.tokenized import TokenPairs
 from unmask.encoding import TokenSequence
 from unmask.losses import matryoshka, qwen3_loss
 from unmask.quantize import int8
@@ -45,16 +41,6 @@ class Qwen3(Contrastive):
 
     Without quantiser, unless `config.quantize` asks for one.
     """
-
-    def __init__(
-        self,
-        data: Mapping[str, TokenPairs],
-        config: Qwen3Config,
-        allowed: Callable[[int], set[str]] | None = None,
-        neighbours: Mapping[str, Neighbours] | None = None,
-    ):
-        super().__init__({name: pairs.keys for name, pairs in data.items()}, config, neighbours, allowed)
-        self._data = data
 
     def batch(self, step: int) -> Qwen3Batch:
         name, rows = self._plan(step)

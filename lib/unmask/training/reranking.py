@@ -53,8 +53,7 @@ class Reranking:
         return Prompts(name, prompts, torch.tensor(answers))
 
     def samples(self, step: int) -> dict[str, Any]:
-        name, rows = self._plan(step)
-        return {"dataset": name, "rows": rows.tolist()}
+        return self._plan.samples(step)
 
     def module(self, model: PreTrainedModel) -> nn.Module:
         return LanguageModel(model)

@@ -18,9 +18,7 @@ from unmask.config import (
     ContextualConfig,
     ContrastiveConfig,
     DiffusionConfig,
-    PairConfig,
     PretrainConfig,
-    TripletConfig,
 )
 from unmask.data.blocks import Blocks
 from unmask.data.clusters import Neighbours
@@ -93,7 +91,7 @@ class _Pretraining:
         )
 
     def samples(self, step: int) -> dict[str, Any]:
-        return _named(self._plan(step))
+        return self._plan.samples(step)
 
     def module(self, model: PreTrainedModel) -> nn.Module:
         return LanguageModel(model)
@@ -225,29 +223,36 @@ class Contrastive:
     model that is run as it is.
 
     Args:
-        keys, allowed: as for `BatchPlan`.
+        data: data sets of rows.
+        allowed: as for `BatchPlan`.
         neighbours: of each data set, for a `cluster_size` or a `filter_margin`; their clusters are of this
             size.
     """
 
     def __init__(
         self,
-        keys: Mapping[str, Sequence | np.ndarray | int],
+        data: Mapping[str, Any],
         config: ContrastiveConfig,
-        neighbours: Mapping[str, Neighbours] | None,
         allowed: Callable[[int], set[str]] | None = None,
+        neighbours: Mapping[str, Neighbours] | None = None,
     ):
-        self._config, self._neighbours = config, neighbours or {}
+        self._data, self._config, self._neighbours = data, config, neighbours or {}
+        keys = {name: self._keys(rows) for name, rows in data.items()}
         packings = {name: own.packing for name, own in self._neighbours.items() if own.packing}
         self._plan = BatchPlan(
             keys, batch=config.batch, steps=config.steps, seed=config.seed, allowed=allowed, packings=packings
         )
 
     def samples(self, step: int) -> dict[str, Any]:
-        return _named(self._plan(step))
+        return self._plan.samples(step)
 
     def module(self, model: PreTrainedModel) -> nn.Module:
         return model
+
+    @staticmethod
+    def _keys(rows: TokenPairs) -> Sequence | np.ndarray | int:
+        """The keys of a data set, as `BatchPlan` takes them."""
+        return rows.keys
 
     def _negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
         """What the surrogate lets be negatives in a batch of these rows, see `Neighbours.negatives`; None
@@ -269,16 +274,6 @@ class PairBatch:
 class Pair(Contrastive):
     """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
     (pplx-embed, section 2.3)."""
-
-    def __init__(
-        self,
-        data: Mapping[str, TokenPairs],
-        config: PairConfig,
-        allowed: Callable[[int], set[str]] | None = None,
-        neighbours: Mapping[str, Neighbours] | None = None,
-    ):
-        super().__init__({name: pairs.keys for name, pairs in data.items()}, config, neighbours, allowed)
-        self._data = data
 
     def batch(self, step: int) -> PairBatch:
         name, rows = self._plan(step)
@@ -322,8 +317,12 @@ class Contextual(Contrastive):
         separator_id: int,
         neighbours: Mapping[str, Neighbours] | None = None,
     ):
-        super().__init__({name: len(documents) for name, documents in data.items()}, config, neighbours)
-        self._data, self._separator_id = data, separator_id
+        super().__init__(data, config, neighbours=neighbours)
+        self._separator_id = separator_id
+
+    @staticmethod
+    def _keys(rows: Sequence[TokenDocument]) -> int:
+        return len(rows)
 
     def batch(self, step: int) -> tuple[str, ContextualBatch, Tensor | None]:
         name, rows = self._plan(step)
@@ -373,15 +372,6 @@ class Contextual(Contrastive):
 class Triplet(Contrastive):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
 
-    def __init__(
-        self,
-        data: Mapping[str, TokenPairs],
-        config: TripletConfig,
-        neighbours: Mapping[str, Neighbours] | None = None,
-    ):
-        super().__init__({name: pairs.keys for name, pairs in data.items()}, config, neighbours)
-        self._data = data
-
     def batch(self, step: int) -> tuple[str, list[tuple[int, list[TokenSequence], Tensor | None]]]:
         name, rows = self._plan(step)
         parts = np.array_split(rows, min(self._config.accumulation, len(rows)))
@@ -414,11 +404,6 @@ class Triplet(Contrastive):
             )  # fmt: skip
         tokens = sum(len(sequence) for _, sequences, _ in parts for sequence in sequences)
         return {"loss": total, "tokens": tokens, "dataset": name, "pairs": count}
-
-
-def _named(planned: tuple[str, np.ndarray]) -> dict[str, Any]:
-    name, rows = planned
-    return {"dataset": name, "rows": rows.tolist()}
 
 
 def _ceil(a: int, b: int) -> int:
