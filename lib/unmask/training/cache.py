@@ -71,7 +71,7 @@ def cached_rows(
     models read.
 
     Random numbers drawn by the model (dropout) are replayed, so cached and uncached gradients agree. The last
-    micro-batch keeps its graph and is embedded once.
+    micro-batch, which has the longest sequences, keeps its graph and is embedded once.
 
     Args:
         sequences: the same on every process.
@@ -86,7 +86,7 @@ def cached_rows(
     """
     with processes.autocast():
         packed = unpadded(model)
-    groups = micro_batches([len(s) for s in sequences], token_budget, processes.count, packed=packed)
+    groups = micro_batches([len(s) for s in sequences], token_budget, processes.count, packed=packed)[::-1]
     own, offsets = processes.share(groups), row_offsets(sequences)
 
     def embed(group: np.ndarray) -> Tensor:
