@@ -1,4 +1,4 @@
-"""Ranking metrics against trec_eval, similarity against integers, the lexical baseline, the bootstrap."""
+"""Ranking metrics against trec_eval, similarity against integers, and the lexical baseline."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ import torch
 
 from unmask.evaluation import (
     Bm25,
-    paired_bootstrap,
     ranking,
     ranking_metrics,
     retrieval_metrics,
@@ -262,17 +261,3 @@ def test_bm25_size_is_that_of_its_postings():
     one, two = Bm25(["red apple apple"]), Bm25(["red apple apple", "red pear"])
     assert two.nbytes - one.nbytes == 2 * (4 + 4) + 8  # weight and number of two postings; one more word
     assert Bm25(["", "!"]).nbytes == 0
-
-
-def test_bootstrap_interval():
-    rng = np.random.default_rng(4)
-    b = rng.random(400)
-    a = b + 0.1 + 0.2 * rng.standard_normal(400)
-    mean, low, high = paired_bootstrap(a, b, seed=0)
-    half_width = 1.96 * (a - b).std() / 20  # what the normal approximation says
-    assert mean == pytest.approx((a - b).mean())
-    assert (high - mean, mean - low) == pytest.approx((half_width, half_width), rel=0.06)
-    assert paired_bootstrap(a, b, seed=0) == (mean, low, high) != paired_bootstrap(a, b, seed=1)
-    assert paired_bootstrap(b, b, seed=0, samples=100) == (0, 0, 0)
-    with pytest.raises(ValueError, match="same queries"):
-        paired_bootstrap(a, b[1:], seed=0)

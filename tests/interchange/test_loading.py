@@ -62,6 +62,17 @@ def test_a_length_limit_of_a_sentence_transformers_model_holds(tmp_path):
     np.testing.assert_allclose(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS), atol=1e-5)
 
 
+def test_padding_and_cuts_in_a_tokenizers_own_file_do_not_count(tmp_path):
+    path = tiny_foreign.sentence_transformers(tiny_foreign.bert(tmp_path / "a"), tmp_path / "b")
+    cut = {"max_length": 6, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    pad = {"strategy": {"Fixed": 6}, "direction": "Right", "pad_id": 0, "pad_type_id": 0}
+    pad |= {"pad_token": "[PAD]", "pad_to_multiple_of": None}
+    edit(path / "tokenizer.json", truncation=cut, padding=pad)
+    theirs = SentenceTransformer(str(path), device="cpu").encode(TEXTS)
+    ours = Embedder.from_pretrained(path, device="cpu").encode(TEXTS, "float32")
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_what_an_embedder_cannot_do_is_refused(tmp_path):
     source = tiny_foreign.bert(tmp_path / "a")
     for pooling in ("cls", "max", ("mean", "cls")):

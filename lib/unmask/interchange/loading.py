@@ -58,6 +58,8 @@ def load(path: str | Path) -> Loaded:
             "comes with a checkpoint is not run: update transformers, or convert it to a stock class"
         )
     tokenizer = backbone.load_tokenizer(folder)
+    tokenizer.backend_tokenizer.no_truncation()  # both may be set in its file; an `Embedder` cuts and pads
+    tokenizer.backend_tokenizer.no_padding()
     facts = backbone.facts(folder)
     if facts:
         options = {key: facts[key] for key in OPTIONS if key in facts}
