@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import unmask
 from toy_checkout import Checkout
 from unmask import cli
+from unmask.config import TRAINED
 from unmask.workspace import repository
 
 
@@ -18,6 +20,19 @@ from unmask.workspace import repository
 def two(checkout: Checkout) -> Checkout:
     checkout.notebook("00_backbone", ["1"])
     checkout.notebook("01_pair", ["1"], needs=["00_backbone"], reads=["pair"])
+    return checkout
+
+
+@pytest.fixture
+def seeds(checkout: Checkout) -> Checkout:
+    """A training that tells its seed, and fails with seed 1 while there is a file "broken"; and a report."""
+    told = "from unmask.config import load_preset; seed = load_preset(preset, overrides).pair.seed; seed"
+    broken = (
+        f"from pathlib import Path; assert seed != 1 or not Path({str(checkout.root / 'broken')!r}).exists()"
+    )
+    checkout.notebook("00_pair", [told, broken], reads=["pair"])
+    about = {"needs": ["00_pair"], "reads": ["data"], "seeds": "pooled"}
+    checkout.notebook("01_report", ["1"], metadata={"unmask": about})
     return checkout
 
 
@@ -38,6 +53,61 @@ def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
 def test_a_run_may_end_before_the_last_notebook(two: Checkout) -> None:
     result = two.unmask("run", "--preset", "smoke", "--to", "00", "--dry-run")
     assert result.returncode == 0 and result.stdout.startswith("1 notebook to run as 'smoke'")
+
+
+def executed(checkout: Checkout, run: str) -> list[str]:
+    return sorted(path.stem for path in (checkout.root / "papermill_runs" / run).glob("*.ipynb"))
+
+
+def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(seeds: Checkout) -> None:
+    command = ("run", "--preset", "smoke", "--seeds", "2")
+    (seeds.root / "broken").touch()
+    first = seeds.unmask(*command)
+    assert first.returncode == 1 and "00_pair" in first.stderr
+    assert executed(seeds, "smoke-seed1") == executed(seeds, "smoke") == []
+    (seeds.root / "broken").unlink()
+    second = seeds.unmask(*command)
+    assert second.returncode == 0, second.stderr
+    assert executed(seeds, "smoke-seed1") == ["00_pair"]
+    assert executed(seeds, "smoke") == ["00_pair", "01_report"]
+    for run, seed in (("smoke-seed1", 1), ("smoke", 0)):
+        text = (seeds.root / "papermill_runs" / run / "00_pair.ipynb").read_text()
+        assert json.loads(text)["cells"][3]["outputs"][0]["data"]["text/plain"] == [str(seed)]
+        about = json.loads((seeds.root / "results" / run / "provenance.json").read_text())
+        trained = {section: value for section, value in about["seeds"].items() if value}
+        assert trained == (dict.fromkeys(TRAINED, seed) if seed else {})
+
+    done = seeds.root / "artifacts" / "smoke-seed1" / "00_pair" / "done.json"
+    done.write_text(json.dumps(json.loads(done.read_text()) | {"hash": "another"}))
+    again = seeds.unmask(*command, "--dry-run").stdout.splitlines()
+    assert again[0] == "nothing to do: all of it is up to date"
+    assert again[1].startswith("1 notebook to run as 'smoke'")
+    assert again[3].split("  ")[1:3] == ["01_report", "run smoke-seed1 changed"]
+    state = seeds.unmask("status", "--preset", "smoke", "--seeds", "2").stdout
+    assert state.startswith("run 'smoke-seed1', preset 'smoke'\n") and state.count("01_report") == 1
+    assert "stale: run smoke-seed1 changed" in state
+
+
+def test_a_seed_repeats_no_report(seeds: Checkout) -> None:
+    result = seeds.unmask("run", "--preset", "smoke", "--seed", "1", "--only", "01")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == "unmask: --seed 1: no notebook selected is repeated with other seeds\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seed", "0"), "argument --seed: must be a number from 1 on, got '0'"),
+        (("--seeds", "many"), "argument --seeds: must be a number from 1 on, got 'many'"),
+        (("--seed", "1", "--seeds", "2"), "argument --seeds: not allowed with argument --seed"),
+    ],
+)
+def test_seeds_that_are_none_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", *arguments])
+    assert message in capsys.readouterr().err
 
 
 REGISTRY = """
@@ -94,6 +164,7 @@ def test_status_of_a_run_that_never_was(two: Checkout) -> None:
         (["--gpus", "2", "--machines", "2"], "2 machines: name the one with rank 0 by --main-host"),
         (["--machine-rank", "1"], "--machine-rank 1: there is one machine; see --machines"),
         (["--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--run", "seeds"], "--run seeds: a run's name is its folders', and this one is taken"),
     ],
 )
 def test_a_request_that_cannot_work_is_one_message(two: Checkout, arguments: list[str], message: str) -> None:

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from unmask.config import ConfigError, load_preset, preset_from, preset_names, resolved
+from unmask.config import ConfigError, load_preset, preset_from, preset_names, resolved, seeded
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -15,6 +15,15 @@ def test_overrides_replace_one_value_and_keep_the_others():
     before, after = load_preset("smoke"), load_preset("smoke", {"pair.lr": "1e-3"})
     assert after.pair.lr == 1e-3
     assert dataclasses.replace(after, pair=before.pair) == before
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_seed_is_that_of_every_training_and_not_of_the_corpus(name):
+    before, after = (resolved(load_preset(name, overrides)) for overrides in ({}, seeded(7)))
+    seeds = {key: values["seed"] for key, values in after.items() if "seed" in values}
+    kept = {key: before[key]["seed"] for key in ("data", "synthesis")}
+    assert seeds == dict.fromkeys(seeds, 7) | kept and len(seeds) == 10
+    assert before == after | {key: after[key] | {"seed": before[key]["seed"]} for key in seeds}
 
 
 @pytest.mark.parametrize(

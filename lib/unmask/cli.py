@@ -22,10 +22,10 @@ from typing import Any
 import yaml
 
 from unmask import __version__, manifest, mirror
-from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved
+from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved, seeded
 from unmask.pipeline import graph, machines, signals
 from unmask.pipeline.graph import Due, Folders, PipelineError
-from unmask.workspace import GRACE, PREEMPTED, grace_seconds, require_checkpoint
+from unmask.workspace import GRACE, PREEMPTED, grace_seconds, require_checkpoint, seed_run
 
 FREE_BYTES = 2**30  # of disk space; a cpu run needs less than this
 
@@ -52,27 +52,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """`unmask run`: executes the selected notebooks that are due."""
+    """`unmask run`: executes the selected notebooks that are due.
+
+    With --seeds K the run is repeated with the seeds 1 to K − 1, each as a run of its own, before it is
+    executed itself: its report holds what all of them found.
+    """
     with signals.on_signal(signals.interrupt):
-        return _run(options, arguments)
+        for seed in _seeds(options):
+            _run(options, arguments, seed)
+    return 0
 
 
-def _run(options: argparse.Namespace, arguments: list[str]) -> int:
-    overrides = _overrides(options.set)
+def _run(options: argparse.Namespace, arguments: list[str], seed: int | None) -> None:
+    overrides = _overrides(options.set, seed)
     for key, value in (("num_processes", options.gpus), ("num_machines", options.machines)):
         if value is not None:
             overrides[f"parallel.{key}"] = value
     preset = load_preset(options.preset, overrides)
     if preset.backbone.checkpoint:
         require_checkpoint(preset.backbone.checkpoint)
-    name = _run_name(options)
+    name = _run_name(options, seed)
     folders = Folders.of(name)
     stages = graph.discover(folders.notebooks, SECTIONS)
     selected = graph.select(stages, options.start, options.only, options.stop)
+    if seed and not (selected := graph.repeated(selected)):
+        if options.seed:
+            raise PipelineError(f"--seed {seed}: no notebook selected is repeated with other seeds")
+        return
     if not options.dry_run:
         mirror.require(preset)
     data = _identity(preset, folders, stages, sure=not options.dry_run)
-    marks = graph.expected(stages, resolved(preset), folders.library, data)
+    marks = graph.expected(stages, resolved(preset), folders, data)
 
     def plan() -> list[Due]:
         return graph.plan(stages, selected, marks, folders, force=options.force)
@@ -82,7 +92,7 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         _print_plan(due, name, options.preset, options.jobs)
         if due:
             _print_cost(preset, options.gpus, options.gpu_memory, due)
-        return 0
+        return
     slots = machines.slots(
         preset.parallel,
         gpus=options.gpus,
@@ -95,7 +105,8 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         os.environ["UNMASK_MAIN_HOST"] = options.main_host  # for the kernels and their trainings
     _check_space(folders.artifacts)
     if options.machine_rank:
-        return _follow(plan(), folders, options.machine_rank, grace)
+        _follow(plan(), folders, options.machine_rank, grace)
+        return
     several = preset.parallel.num_machines > 1
     with _lock(folders, name), machines.leading(folders) if several else contextlib.nullcontext():
         due = plan()
@@ -111,20 +122,24 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
     report = folders.results / "report.md"
     if report.is_file():
         print(f"report: {_shown(report)}")
-    return 0
 
 
 def status(options: argparse.Namespace, arguments: list[str]) -> int:
-    """`unmask status`: the state of every stage of a run."""
-    overrides = _overrides(options.set)
-    preset = load_preset(options.preset, overrides)
-    name = _run_name(options)
+    """`unmask status`: the state of every stage of a run, and of its repetitions with other seeds."""
+    for seed in _seeds(options):
+        _status(options, seed)
+    return 0
+
+
+def _status(options: argparse.Namespace, seed: int | None) -> None:
+    preset = load_preset(options.preset, _overrides(options.set, seed))
+    name = _run_name(options, seed)
     folders = Folders.of(name)
     stages = graph.discover(folders.notebooks, SECTIONS)
     data = _identity(preset, folders, stages, sure=False)
-    marks = graph.expected(stages, resolved(preset), folders.library, data)
+    marks = graph.expected(stages, resolved(preset), folders, data)
     rows = [("stage", "state", "finished (UTC)", "took")]
-    for stage in stages:
+    for stage in graph.repeated(stages) if seed else stages:
         state, finished, took = graph.why_due(stage, marks[stage.name], folders), "", ""
         if done := folders.done(stage.name):
             state = f"stale: {state}" if state else "done"
@@ -136,7 +151,6 @@ def status(options: argparse.Namespace, arguments: list[str]) -> int:
         rows.append((stage.name, state, finished, took))
     print(f"run {name!r}, preset {options.preset!r}")
     _print_table(rows)
-    return 0
 
 
 def encode(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -251,11 +265,11 @@ def _execute(
     )
 
 
-def _follow(due: Sequence[Due], folders: Folders, rank: int, grace: float) -> int:
+def _follow(due: Sequence[Due], folders: Folders, rank: int, grace: float) -> None:
     """A machine that executes no notebook: its part of the trainings, until the first machine has ended."""
     if not due:
         print("nothing to do: all of it is up to date")
-        return 0
+        return
     print(f"machine {rank}: waiting for the machine with rank 0", flush=True)
     machines.wait_for_leader(folders)
     from unmask.training.launch import follow
@@ -269,7 +283,6 @@ def _follow(due: Sequence[Due], folders: Folders, rank: int, grace: float) -> in
         raise
     finally:
         signals.end_children(grace)
-    return 0
 
 
 def _refresh_prose(
@@ -364,8 +377,13 @@ def _check_space(folder: Path) -> None:
         )
 
 
-def _overrides(settings: Sequence[str]) -> dict[str, Any]:
-    overrides = {}
+def _seeds(options: argparse.Namespace) -> list[int | None]:
+    """The seeds to run with, in order; None is the run itself, with its preset's own."""
+    return [options.seed] if options.seed else [*range(1, options.seeds), None]
+
+
+def _overrides(settings: Sequence[str], seed: int | None = None) -> dict[str, Any]:
+    overrides: dict[str, Any] = seeded(seed) if seed else {}
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator:
@@ -385,13 +403,13 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def _run_name(options: argparse.Namespace) -> str:
+def _run_name(options: argparse.Namespace, seed: int | None) -> str:
     name = options.run or options.preset
-    if name in (".", "..", "presets", "data") or "/" in name:
+    if name in (".", "..", "presets", "data", "seeds") or "/" in name:
         raise PipelineError(
             f"--run {name}: a run's name is its folders', and this one is taken; take one without '/'"
         )
-    return name
+    return seed_run(name, seed) if seed else name
 
 
 def _count(text: str) -> int:
@@ -423,6 +441,20 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False, parents=[preset])
     shared.add_argument(
         "--run", default="", metavar="NAME", help="name of the run's folders; default: the preset's"
+    )
+    seeds = shared.add_mutually_exclusive_group()
+    seeds.add_argument(
+        "--seed",
+        type=_count,
+        metavar="N",
+        help="repeat the run with seed N in all trainings, as run NAME-seedN",
+    )
+    seeds.add_argument(
+        "--seeds",
+        type=_count,
+        default=1,
+        metavar="K",
+        help="K seeds: those from 1 to K - 1 as runs of their own, then the run itself, which pools them",
     )
 
     one = commands.add_parser(

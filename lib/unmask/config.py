@@ -384,6 +384,11 @@ def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
     return preset
 
 
+def seeded(seed: int) -> dict[str, int]:
+    """Overrides that give every training this seed. The corpus and what is synthesised keep theirs."""
+    return {f"{section}.seed": seed for section in TRAINED}
+
+
 def preset_from(values: dict[str, Any]) -> Preset:
     """A preset from the plain values of `resolved`."""
     return _build(Preset, values, where=f"preset {values.get('name')}")

@@ -47,6 +47,11 @@ def pull(preset: Preset, folder: Path, *, jobs: int = 4, say: Callable[[str], ob
     wanted = needs(preset)
     if not wanted:
         raise ValueError(f"preset {preset.name} reads nothing from the Hub: there is nothing to mirror")
+    if why := unreachable():
+        raise OSError(
+            f"the Hub cannot be reached ({why}): pull on a host with internet, "
+            "or set HTTPS_PROXY or HF_ENDPOINT"
+        )
     folder = folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +59,6 @@ def pull(preset: Preset, folder: Path, *, jobs: int = 4, say: Callable[[str], ob
         raise ValueError(f"{folder} cannot be made ({error.strerror}): name another folder by --to") from None
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} cannot be written: name another folder by --to")
-    if why := unreachable():
-        raise OSError(
-            f"the Hub cannot be reached ({why}): pull on a host with internet, "
-            "or set HTTPS_PROXY or HF_ENDPOINT"
-        )
     disable_progress_bars()  # ours counts all files together
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror
     with _alone(folder):

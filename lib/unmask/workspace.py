@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,23 @@ def grace_seconds() -> float:
         if 0 <= (seconds := float(text)) < math.inf:
             return seconds
     raise ValueError(f"UNMASK_GRACE_SECONDS={text}: give a number of seconds, for instance {GRACE:.0f}")
+
+
+def seed_run(run: str, seed: int) -> str:
+    """Name of the run that repeats another one with another seed of its trainings."""
+    return f"{run}-seed{seed}"
+
+
+def seed_runs(artifacts: Path) -> dict[int, Path]:
+    """Runs that repeat one with other seeds on this machine.
+
+    Args:
+        artifacts: folder of the run that they repeat; need not exist.
+    Returns: seed → folder of that run's artifacts, ascending.
+    """
+    name = re.compile(rf"{re.escape(artifacts.name)}-seed([1-9]\d*)")
+    matches = ((name.fullmatch(path.name), path) for path in artifacts.parent.glob("*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
@@ -97,11 +115,21 @@ class Run:
 
     @classmethod
     def open(cls, stage: str, preset: str, overrides: dict[str, Any] | None = None, run: str = "") -> Run:
-        """Opens the run `run` (default: the preset's name) for the notebook `stage`, for instance
-        "02_pair"."""
+        """Opens the run `run` (default: the preset's name) for the notebook `stage`, for instance "02_pair",
+        and says where its outputs go.
+
+        With overrides the notebook is due again for `unmask run`, which knows nothing of those set by hand.
+        """
         from unmask.config import load_preset
 
-        return cls(stage, run or preset, load_preset(preset, overrides))
+        opened = cls(stage, run or preset, load_preset(preset, overrides))
+        folder = artifacts_root() / opened.name / stage
+        if overrides:
+            (folder / "done.json").unlink(missing_ok=True)
+        changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
+        print(f"run {opened.name!r}{changed}")
+        print(f"checkpoints: {folder}\nmetrics and figures: {opened.results}")
+        return opened
 
     def artifacts(self, stage: str | None = None) -> Path:
         """Folder of this stage's checkpoints, or of an earlier stage's, which must exist.
@@ -116,7 +144,7 @@ class Run:
             number = stage.partition("_")[0]
             raise FileNotFoundError(
                 f"{self.stage} needs the output of {stage}: run the earlier notebooks first, "
-                f"for instance with `unmask run --preset {self.config.name} --only {number}{named}`"
+                f"for instance with `unmask run --preset {self.config.name} --to {number}{named}`"
             )
         return path
 
@@ -135,9 +163,8 @@ class Run:
         return json.loads(path.read_text(encoding="utf8")) if path.is_file() else None
 
     def figure(self, figure: Figure, name: str) -> Path:
-        """Saves a figure as results/<run>/figures/<stage>-<name>.png and leaves it open for the notebook to
-        show."""
-        path = self.results / "figures" / f"{self.stage}-{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110, metadata={"Software": None})
-        return path
+        """Saves a figure as results/<run>/figures/<stage>-<name>.png, its twin for dark pages as
+        <stage>-<name>-dark.png beside it, and leaves it open for the notebook to show."""
+        from unmask.figures import save
+
+        return save(figure, self.results / "figures" / f"{self.stage}-{name}.png")

@@ -16,6 +16,7 @@ from unmask.pipeline.graph import (
     expected,
     library_hash,
     plan,
+    repeated,
     seal,
     select,
     why_due,
@@ -47,14 +48,14 @@ def finish(stages: list[Stage], marks: dict, folders: Folders) -> None:
 
 def reasons(checkout: Checkout, preset: dict = PRESET) -> dict[str, str]:
     stages = discover(checkout.folders.notebooks)
-    marks = expected(stages, preset, checkout.folders.library)
+    marks = expected(stages, preset, checkout.folders)
     due = {stage.name: why_due(stage, marks[stage.name], checkout.folders) for stage in stages}
     return {name: why for name, why in due.items() if why}
 
 
 def all_done(checkout: Checkout) -> None:
     stages = discover(checkout.folders.notebooks)
-    finish(stages, expected(stages, PRESET, checkout.folders.library), checkout.folders)
+    finish(stages, expected(stages, PRESET, checkout.folders), checkout.folders)
     assert reasons(checkout) == {}
 
 
@@ -84,6 +85,10 @@ def test_order_follows_the_needs_before_the_numbers(checkout: Checkout) -> None:
         ({"parameters": 'preset: str = "cpu"'}, "does not declare overrides, run, which the pipeline sets"),
         ({"metadata": {}}, "does not say what it needs and reads"),
         ({"metadata": {"unmask": {"needs": "00_backbone", "reads": []}}}, "must be lists of names"),
+        (
+            {"metadata": {"unmask": {"needs": [], "reads": [], "seeds": "all"}}},
+            "seeds must be one of each, once, pooled, got 'all'",
+        ),
     ],
 )
 def test_a_notebook_that_cannot_work_is_refused(diamond: Checkout, settings: dict, message: str) -> None:
@@ -206,7 +211,7 @@ def test_a_stage_made_from_an_old_input_stays_due(diamond: Checkout) -> None:
     all_done(diamond)
     old = diamond.folders.done("01_left")["hash"]
     stages = discover(diamond.folders.notebooks)
-    marks = expected(stages, PRESET | {"pair": {"steps": 11}}, diamond.folders.library)
+    marks = expected(stages, PRESET | {"pair": {"steps": 11}}, diamond.folders)
     assert marks["01_left"]["hash"] != old
     mark = marks["03_join"]
     done = diamond.folders.artifacts / "03_join" / "done.json"
@@ -214,9 +219,26 @@ def test_a_stage_made_from_an_old_input_stays_due(diamond: Checkout) -> None:
     assert reasons(diamond, PRESET | {"pair": {"steps": 11}})["03_join"] == "input 01_left changed"
 
 
+def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond: Checkout) -> None:
+    pooled = {"needs": ["01_left"], "reads": [], "seeds": "pooled"}
+    once = {"needs": ["01_left"], "reads": [], "seeds": "once"}
+    diamond.notebook("05_report", metadata={"unmask": pooled})
+    diamond.notebook("06_aside", metadata={"unmask": once})
+    stages = discover(diamond.folders.notebooks)
+    assert [stage.number for stage in repeated(stages)] == ["00", "01", "02", "03", "04"]
+    all_done(diamond)
+    other = Folders.of("smoke-seed1", root=diamond.root)
+    finish(stages[2:3], {"02_right": {"hash": "irrelevant"}}, other)
+    assert reasons(diamond) == {}
+    for value in ("one", "another"):
+        finish(stages[1:2], {"01_left": {"hash": value}}, other)
+        assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
+        all_done(diamond)
+
+
 def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond: Checkout) -> None:
     stages = discover(diamond.folders.notebooks)
-    marks = expected(stages, PRESET, diamond.folders.library)
+    marks = expected(stages, PRESET, diamond.folders)
     due = plan(stages, stages, marks, diamond.folders)
     assert [task.stage.name for task in due] == [stage.name for stage in stages]
     with pytest.raises(PipelineError, match="01_left needs the output of 00_backbone, which never ran"):

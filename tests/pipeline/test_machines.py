@@ -141,7 +141,7 @@ def test_more_processes_make_no_stage_due_again() -> None:
     folders = Folders.of("smoke")
     stages = discover(folders.notebooks, SECTIONS)
     marks = [
-        expected(stages, resolved(load_preset("smoke", overrides)), folders.library)
+        expected(stages, resolved(load_preset("smoke", overrides)), folders)
         for overrides in (
             {},
             {"parallel.num_processes": 8, "parallel.num_machines": 2, "parallel.strategy": "fsdp2"},

@@ -40,7 +40,7 @@ def retrieval_metrics(
         ks: cut-offs.
         document_ids: id of each column, for ties only; None: the column number as a string ("9" before "10").
         per_query: return one value per query (float64 array) instead of the mean, for instance for
-            `paired_bootstrap`.
+            `unmask.evidence.paired_bootstrap`.
 
     Returns:
         {"ndcg@10": …, "recall@10": …, "map@10": …, "mrr@10": …, "precision@10": …} for each k. trec_eval's
@@ -142,39 +142,6 @@ def ranking_metrics(
             f"precision@{k}": hit_Nk.sum(axis=1) / k,
         }
     return metrics if per_query else {name: float(values.mean()) for name, values in metrics.items()}
-
-
-def paired_bootstrap(
-    a_N: Sequence[float] | np.ndarray, b_N: Sequence[float] | np.ndarray, seed: int, samples: int = 10_000
-) -> tuple[float, float, float]:
-    """Mean of a − b over the same queries with its 95 % interval, by resampling queries.
-
-    Args:
-        a_N, b_N: a metric per query of two systems, aligned (`retrieval_metrics(..., per_query=True)`).
-        seed: of the resampling; the same seed gives the same interval.
-        samples: number of resamples.
-
-    Returns:
-        (mean difference, 2.5 % quantile, 97.5 % quantile).
-
-    Raises:
-        ValueError: the two differ in length or are empty.
-
-    Example:
-        >>> mean, low, high = paired_bootstrap([0.9, 0.8, 0.7, 0.9], [0.5, 0.6, 0.6, 0.6], seed=0)
-        >>> f"{mean:.2f} {0 < low < mean < high}"
-        '0.25 True'
-    """
-    a_N, b_N = np.asarray(a_N, dtype=np.float64), np.asarray(b_N, dtype=np.float64)
-    if a_N.shape != b_N.shape or a_N.ndim != 1 or not a_N.size:
-        raise ValueError(
-            f"paired_bootstrap compares systems on the same queries; got {a_N.shape} and {b_N.shape} values."
-        )
-    difference_N = a_N - b_N
-    generator = np.random.default_rng(seed)
-    means = np.array([generator.choice(difference_N, len(difference_N)).mean() for _ in range(samples)])
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(difference_N.mean()), float(low), float(high)
 
 
 class Bm25:

@@ -13,7 +13,8 @@ from torch import Tensor
 from unmask.config import EvaluationConfig
 from unmask.data.corpus import Corpus
 from unmask.embedder import Embedder, quantized
-from unmask.evaluation.ranking import Bm25, paired_bootstrap, retrieval_metrics
+from unmask.evaluation.ranking import Bm25, retrieval_metrics
+from unmask.evidence import Effect, paired_bootstrap
 from unmask.similarity import similarity
 
 # What a stage of the recipe is meant to improve, reported together: the groups of pairs, and documents.
@@ -180,12 +181,11 @@ def compare(
     other: Mapping[str, np.ndarray],
     names: Iterable[str],
     config: EvaluationConfig,
-) -> tuple[float, float, float]:
-    """How much better `ours` is than `other` over all queries of the named tasks: mean difference and 95 %
-    interval."""
+) -> Effect:
+    """How much better `ours` is than `other`: mean difference over all queries of the named tasks."""
     names = list(names)
     a, b = (np.concatenate([scores[name] for name in names]) for scores in (ours, other))
-    return paired_bootstrap(a, b, seed=0, samples=config.bootstrap)
+    return paired_bootstrap(a, b, config.bootstrap)
 
 
 def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, float]]:

@@ -4,8 +4,9 @@ A notebook says in its metadata what it depends on:
 
     "unmask": {"needs": ["00_backbone"], "reads": ["data", "pair"]}
 
-`needs` are the stages whose output it reads, `reads` the sections of the preset. What can be wrong with a
-notebook is refused here, before any kernel starts.
+`needs` are the stages whose output it reads, `reads` the sections of the preset. Where a run is repeated with
+other seeds, notebooks with "seeds": "once" are left out, and so are those with "seeds": "pooled", which read
+what all of these runs saved. What can be wrong with a notebook is refused here, before any kernel starts.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from unmask.config import fingerprint
-from unmask.workspace import artifacts_root, repository
+from unmask.workspace import artifacts_root, repository, seed_runs
 
+SEEDS = ("each", "once", "pooled")  # what a notebook does where a run has several seeds
 INJECTED = ("preset", "overrides", "run")  # what the pipeline sets in every notebook
 # Of the library: what computes nothing.
 ASIDE = ("pipeline/", "cli.py", "plan.py", "mirror.py", "manifest.py", "hub.py", "pull.py", "__main__.py")
@@ -73,6 +75,15 @@ class Folders:
         except (FileNotFoundError, json.JSONDecodeError):
             return None
 
+    def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
+        """What the runs that repeat this one with other seeds made of some stages: run → hash."""
+        found = {}
+        for folder in seed_runs(self.artifacts).values():
+            other = Folders.of(folder.name, self.root, folder.parent)
+            done = {stage: mark["hash"] for stage in stages if (mark := other.done(stage))}
+            found |= {folder.name: fingerprint(done)} if done else {}
+        return found
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -82,6 +93,7 @@ class Stage:
     path: Path
     needs: tuple[str, ...]
     reads: tuple[str, ...]
+    seeds: str  # of SEEDS
     code: str  # hash of the code cells' sources: outputs and execution counts do not count
     prose: str  # hash of the other cells: another wording computes nothing new
     cells: int  # code cells that will run
@@ -147,20 +159,28 @@ def select(
     return list(stages[first : last + 1])
 
 
+def repeated(stages: Sequence[Stage]) -> list[Stage]:
+    """Those that a repetition of the run with other seeds executes."""
+    return [stage for stage in stages if stage.seeds == "each"]
+
+
 def expected(
-    stages: Sequence[Stage], preset: dict[str, Any], library: Path, data: str = ""
+    stages: Sequence[Stage], preset: dict[str, Any], folders: Folders, data: str = ""
 ) -> dict[str, dict[str, Any]]:
     """What `done.json` of every stage would say if the stage ran now.
 
     Args:
         stages: all stages in running order.
         preset: the resolved preset: section → values.
-        library: the package's folder.
+        folders: of the run.
         data: what the corpus is made of, see `unmask.data.sources.identity`; counts for stages that read it.
-    Returns: stage → {"notebook", "preset", "data", "library", "versions", "inputs", "prose", "hash"}, where
-        the hash covers all but the prose.
+    Returns: stage → {"notebook", "preset", "data", "library", "versions", "inputs", "seeds", "prose",
+        "hash"}, where the hash covers all but the prose.
     """
-    code, versions = library_hash(library), {name: importlib.metadata.version(name) for name in PACKAGES}
+    code, versions = (
+        library_hash(folders.library),
+        {name: importlib.metadata.version(name) for name in PACKAGES},
+    )
     marks: dict[str, dict[str, Any]] = {}
     for stage in stages:
         marks[stage.name] = seal(
@@ -171,6 +191,7 @@ def expected(
                 "library": code,
                 "versions": versions,
                 "inputs": {need: marks[need]["hash"] for need in stage.needs},
+                "seeds": folders.repetitions(stage.needs) if stage.seeds == "pooled" else {},
                 "prose": stage.prose,
             }
         )
@@ -201,6 +222,7 @@ def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
         reasons.append("library changed")
     reasons += [f"{name} is another version" for name in _differing(done["versions"], mark["versions"])]
     reasons += [f"input {name} changed" for name in _differing(done["inputs"], mark["inputs"])]
+    reasons += [f"run {name} changed" for name in _differing(done.get("seeds", {}), mark["seeds"])]
     return ", ".join(reasons)
 
 
@@ -235,7 +257,7 @@ def plan(
         if missing:
             raise PipelineError(
                 f"{task.stage.name} needs the output of {', '.join(missing)}, which never ran: "
-                f"run without --only, or with --from {missing[0].partition('_')[0]}"
+                f"--to {task.stage.name.partition('_')[0]} runs all that is due before it, too"
             )
     return due
 
@@ -288,11 +310,12 @@ def _read(path: Path) -> Stage:
         raise PipelineError(f"{where} is not a notebook: {error!r}") from None
     wanted = 'add "unmask": {"needs": […], "reads": […]} to the notebook\'s metadata'
     metadata = notebook.get("metadata", {}).get("unmask")
-    if not isinstance(metadata, dict) or set(metadata) != {"needs", "reads"}:
+    if not isinstance(metadata, dict) or set(metadata) - {"seeds"} != {"needs", "reads"}:
         raise PipelineError(f"{where} does not say what it needs and reads: {wanted}")
-    if not all(
-        isinstance(value, list) and all(isinstance(v, str) for v in value) for value in metadata.values()
-    ):
+    if (seeds := metadata.get("seeds", SEEDS[0])) not in SEEDS:
+        raise PipelineError(f"{where}: seeds must be one of {', '.join(SEEDS)}, got {seeds!r}")
+    named = metadata["needs"], metadata["reads"]
+    if not all(isinstance(value, list) and all(isinstance(v, str) for v in value) for value in named):
         raise PipelineError(f"{where}: needs and reads must be lists of names: {wanted}")
     _check_parameters(where, [source for _, source, tags in cells if "parameters" in tags])
     return Stage(
@@ -300,6 +323,7 @@ def _read(path: Path) -> Stage:
         path=path,
         needs=tuple(metadata["needs"]),
         reads=tuple(metadata["reads"]),
+        seeds=seeds,
         code=fingerprint([cell for cell in cells if cell[0] == "code"], metadata),
         prose=fingerprint([cell for cell in cells if cell[0] != "code"]),
         cells=sum(kind == "code" and bool(source.strip()) for kind, source, _ in cells)
