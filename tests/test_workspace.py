@@ -9,8 +9,8 @@ from unmask.workspace import Run, artifacts_root, repository, require_checkpoint
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    opened = Run.open("02_pair", "smoke", {"pair.steps": 7}, run="mine")
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
+    opened = Run.open("02_pair", "smoke", {"pair.steps": 7}, run="mine")
     monkeypatch.setattr(workspace, "repository", lambda: tmp_path)
     return opened
 
@@ -48,6 +48,20 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
+def test_values_changed_by_hand_are_said_and_make_the_notebook_due_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+    done = tmp_path / "smoke" / "02_pair" / "done.json"
+    write_atomic(done, "{}")
+    Run.open("02_pair", "smoke")
+    assert done.is_file()
+    assert "pair.steps" not in capsys.readouterr().out
+    Run.open("02_pair", "smoke", {"pair.steps": 7, "pair.lr": 0.5})
+    assert not done.is_file()
+    said = capsys.readouterr().out
+    assert "run 'smoke', pair.steps = 7, pair.lr = 0.5\n" in said
+    assert str(done.parent) in said and str(repository() / "results" / "smoke") in said
+
+
 def test_a_run_has_its_name_its_parameters_and_its_folders(run, tmp_path):
     assert (run.stage, run.name, run.config.pair.steps) == ("02_pair", "mine", 7)
     assert Run.open("02_pair", "smoke").name == "smoke"
@@ -63,7 +77,7 @@ def test_an_earlier_stage_that_did_not_run_is_named_with_the_command_that_runs_i
         run.artifacts("01_diffusion_cpt")
     message = str(error.value)
     assert message.startswith("02_pair needs the output of 01_diffusion_cpt")
-    for part in ("unmask run", "--preset smoke", "--only 01", "--run mine"):
+    for part in ("unmask run", "--preset smoke", "--to 01", "--run mine"):
         assert part in message
     folder = run.artifacts().parent / "01_diffusion_cpt"
     folder.mkdir()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from html import escape
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -70,7 +70,7 @@ class Look(NamedTuple):
     hollow: bool = False
 
     @property
-    def line(self) -> dict[str, str]:
+    def line(self) -> dict[str, Any]:
         return {
             "color": self.color,
             "marker": self.marker,
@@ -229,9 +229,9 @@ def loss_curves(
         ends[name] = averages[-1]
         ax.plot(steps, losses, color=look[name].color, alpha=0.25, linewidth=0.8)
         style, label = look[name].line, f"{name} ({averages[-1]:.2f})"
-        if together or (len(runs) == 1 and len(rows) > 5):
-            style["marker"] = ""
-        ax.plot(steps, averages, **style, markevery=0.15, label=None if together else label)
+        if len(rows) > 5:  # a few points would not be seen without their markers
+            style |= {"marker": ""} if together or len(runs) == 1 else {"markevery": 0.15}
+        ax.plot(steps, averages, **style, label=None if together else label)
     _references(ax, reference)
     if together:
         ax.margins(x=0.02)

@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
         xlabel="times faster, or times less memory",
         title="Against peers on one machine",
     )
-    figure.savefig(RESULTS / "benchmarks.png", dpi=85, pil_kwargs={"optimize": True})
+    figures.save(figure, RESULTS / "benchmarks.png")
     print(f"{path} and its figure are up to date")
 
 

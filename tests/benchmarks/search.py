@@ -165,8 +165,7 @@ def scaling(path: Path, sizes: tuple[int, ...] = SIZES) -> list[Row]:
         command = [sys.executable, script, str(file), str(QUERIES), str(K), *map(str, sizes)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout)
-    figure = scaling_figure(found["rates"])
-    figure.savefig(path, dpi=85, pil_kwargs={"optimize": True})
+    figures.save(scaling_figure(found["rates"]), path)
     out = []
     for rate in found["rates"]:
         name = f"exact INT8 search, {rate['documents']:,} documents"
@@ -183,19 +182,20 @@ def scaling(path: Path, sizes: tuple[int, ...] = SIZES) -> list[Row]:
 
 
 def scaling_figure(rates: list[dict[str, float]]) -> figures.Figure:
-    figure, ax = figures.axes()
-    sizes = [rate["documents"] for rate in rates]
     labels = {
         "batch": f"batches of {QUERIES}",
         "one": "one query at a time",
         "reading": "limit of one at a time: reading all documents",
     }
-    for (key, label), marker in zip(labels.items(), "os ", strict=True):
-        style = "--" if key == "reading" else "-"
-        color = "#444444" if key == "reading" else None
-        ax.loglog(sizes, [rate[key] for rate in rates], style, marker=marker, color=color, label=label)
-    ax.set(xlabel=f"documents of {WIDTH} INT8 codes", ylabel="queries/s", title="Exact search on one machine")
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    ax.legend()
+    sizes = [rate["documents"] for rate in rates]
+    figure = figures.lines(
+        {label: (sizes, [rate[key] for rate in rates]) for key, label in labels.items()},
+        xlabel=f"documents of {WIDTH} INT8 codes",
+        ylabel="queries/s",
+        title="Exact search on one machine",
+        log_x=True,
+    )
+    (axes,) = figure.axes
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     return figure
