@@ -1,77 +1,110 @@
-import json
+"""The report on toy runs: what stands in it, where its links lead, and that it says what did not run."""
 
-import matplotlib.pyplot as plt
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+
 import numpy as np
 import pytest
 
-from unmask import figures
+from unmask import report
 from unmask.config import load_preset
+from unmask.evidence import VERDICTS, Effect, claim, fact, not_run
 from unmask.report import (
-    VERDICTS,
+    SYSTEMS,
+    Report,
     added_up,
-    claim,
     claims_table,
-    judge,
+    executed,
+    gathered,
+    link,
     markdown_table,
-    not_run,
+    measured,
+    page,
     percent,
-    points,
-    render,
+    spread,
 )
+from unmask.workspace import repository
 
-CLAIM = {
-    "source": "table 1",
-    "paper": "+3",
-    "ours": "+2 [+1, +3]",
-    "interval": (0.01, 0.03),
-    "seeds": [0],
-    "notebook": "02_pair",
+ABOUT = {"source": "table 1", "paper": "+3"}
+
+
+def effect(value: float, half: float = 0.01) -> Effect:
+    return Effect(value, np.linspace(value - half / 0.95, value + half / 0.95, 2001))
+
+
+def claims(seeds=(0,)) -> list[dict]:
+    """A headline claim of each verdict, another claim, a fact, and one that was not run."""
+    own = ABOUT | {"seeds": seeds}
+    made = [
+        claim("It works.", effect=effect(0.02), above=0, notebook="02_pair", headline=True, **own),
+        claim("It is large.", effect=effect(0.02), above=0.1, notebook="02_pair", headline=True, **own),
+        claim("It is fast.", effect=effect(0), above=0, notebook="03_contextual", headline=True, **own),
+        claim("Loss.", effect=effect(-0.3), below=0, unit="nats", detail="in all", notebook="07_x", **own),
+        fact("Bytes.", ours="390", holds=True, notebook="06_quantization", **own),
+        not_run("It scales.", why="needs 64 GPUs", **ABOUT),
+    ]
+    return [{key: value for key, value in one.items() if key != "replicates_B"} for one in made]
+
+
+METRICS = {
+    "00_backbone": {"checkpoint": "from scratch", "parameters": 4_195_840, "train_seconds": 82.2},
+    "02_pair": {
+        "families": {
+            "BM25": {"english": 0.5, "average": 0.45},
+            "untrained backbone": {"english": 0.01, "average": 0.02},
+            "pair": {"english": 0.2, "average": 0.25},
+        },
+        "train_seconds": 100.0,
+    },
 }
+LATER = {
+    "05_merge": {
+        "families": {"merged": {"english": 0.3, "average": 0.35}},
+        "against_bm25": {"english": [-0.2, -0.25, -0.15]},
+    },
+    "06_quantization": {
+        "quality": [
+            {"dimensions": 32, "precision": "int8", "nDCG@10": 0.101},
+            {"dimensions": 256, "precision": "int8", "nDCG@10": 0.202},
+            {"dimensions": 256, "precision": "binary", "nDCG@10": 0.303},
+        ]
+    },
+    "08_conteb": {"insent": {"families": {"english": 0.4, "average": 0.41}, "train_seconds": 3}},
+}
+RECORD = {"wall_seconds": 120.4, "peak_memory_bytes": 2**31, "resumed": False}
+HOST = {"cores": 2, "cpu": "a processor", "memory_gib": 23.5, "gpus": []}
+PROVENANCE = {"hardware": HOST, "stages": {"00_backbone": RECORD, "02_pair": RECORD}}
 
 
-@pytest.mark.parametrize(
-    ("interval", "above", "below"),
-    [
-        ((0.1, 0.3), "reproduced", "contradicted"),
-        ((-0.3, -0.1), "contradicted", "reproduced"),
-        ((-0.1, 0.1), "not at this scale", "not at this scale"),
-        ((0.0, 0.2), "not at this scale", "not at this scale"),  # the bar itself is not above the bar
-    ],
-)
-def test_the_interval_decides(interval, above, below):
-    assert judge(interval, above=0.0) == above
-    assert judge(interval, below=0.0) == below
-    low, high = interval
-    assert judge((low - 0.02, high - 0.02), above=-0.02) == above
-    assert judge((low - 0.02, high - 0.02), below=-0.02) == below
+def toy(**changes) -> Report:
+    return replace(
+        Report(
+            preset=load_preset("smoke"),
+            notebooks="../../papermill_runs/toy",
+            by_seed={0: METRICS},
+            left_out={},
+            claims=claims(),
+            costs={},
+            provenance={},
+            committed=None,
+        ),
+        **changes,
+    )
 
 
-def test_a_bar_has_one_side():
-    for sides in ({}, {"above": 0.0, "below": 0.0}):
-        with pytest.raises(ValueError, match="either above= or below="):
-            judge((0.0, 1.0), **sides)
+def rows(markdown: str, label: str) -> list[list[str]]:
+    """Cells of all table rows whose first cell holds the label, with plain spaces."""
+    lines = markdown.replace("\N{NO-BREAK SPACE}", " ").splitlines()
+    table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    return [cells for cells in table if label in cells[0]]
 
 
-def test_a_claim_has_every_field_and_a_known_verdict():
-    made = claim("It works.", verdict="reproduced", **CLAIM)
-    assert list(made) == ["claim", "source", "paper", "ours", "interval", "seeds", "verdict", "notebook"]
-    assert json.loads(json.dumps(made)) == made
-    for verdict in ("Reproduced", "confirmed", ""):
-        with pytest.raises(ValueError, match="choose one of reproduced, not at this scale"):
-            claim("It works.", verdict=verdict, **CLAIM)
-
-
-def test_what_was_not_run_says_so_and_why():
-    made = not_run("It scales.", source="table 2", paper="72.1", why="needs 64 GPUs")
-    assert made["verdict"] == "not run" in VERDICTS
-    assert made["ours"] == "not run (needs 64 GPUs)"
-    assert made["interval"] is None
-    assert made["seeds"] == []
-
-
-def test_points_are_hundredths_with_a_sign():
-    assert points((0.123, 0.101, 0.1456)) == "+12.3 [+10.1, +14.6] points"
-    assert points((-0.02, -0.03, 0.0)) == "-2.0 [-3.0, +0.0] points"
+# Tables
 
 
 def test_a_table_rounds_escapes_and_names_what_is_missing():
@@ -86,28 +119,7 @@ def test_a_table_rounds_escapes_and_names_what_is_missing():
         "| not run | 1.000 | not run |",
     ]
     assert "| 0.1 |" in markdown_table([{"x": 0.12345}], digits=1)
-
-
-def test_the_table_of_claims_has_paper_ours_and_verdict():
-    rows = [
-        claim("It works.", verdict="reproduced", **CLAIM),
-        not_run("It scales.", source="s", paper="p", why="w"),
-    ]
-    lines = claims_table(rows).splitlines()
-    assert lines[0] == "| claim | paper | ours | verdict | notebook |"
-    assert lines[2] == "| It works. | +3 (table 1) | +2 [+1, +3] | **reproduced** | 02_pair |"
-    assert "**not run**" in lines[3]
-
-
-def test_what_was_read_is_added_up_by_data_set():
-    rows = [
-        {"source": "text/deu", "language": "deu", "share": 10.0, "blocks": 2, "epochs": 1.5, "held out": 3},
-        {"source": "text/fra", "language": "fra", "share": 20.0, "blocks": 4, "epochs": 1.0, "dropped": 1},
-        {"source": "web", "language": "eng", "share": 70.0, "blocks": 14, "epochs": 1.0},
-    ]
-    both = {"source": "text", "share": 30.0, "blocks": 6, "epochs": 1.5, "held out": 3, "dropped": 1}
-    web = {"source": "web", "share": 70.0, "blocks": 14, "epochs": 1.0, "held out": 0, "dropped": 0}
-    assert added_up(rows) == [both, web]
+    assert markdown_table([]) == "not run"
 
 
 def test_percent():
@@ -115,49 +127,189 @@ def test_percent():
     assert percent(table) == {"ours": {"a": 25.0, "b": 100.0}} and table["ours"]["a"] == 0.25
 
 
-STUDIES = {
-    "00_backbone": {"checkpoint": "from scratch", "parameters": 4_195_840, "train_seconds": 82.2},
-    "06_quantization": {
-        "quality": [
-            {"dimensions": 32, "precision": "int8", "nDCG@10": 0.101},
-            {"dimensions": 256, "precision": "int8", "nDCG@10": 0.202},
-            {"dimensions": 256, "precision": "binary", "nDCG@10": 0.303},
-        ]
-    },
-}
-
-
-@pytest.mark.parametrize("ran", [True, False])
-def test_the_report_says_what_ran_and_what_did_not(ran):
-    claims = [
-        claim("It works.", verdict="reproduced", **CLAIM),
-        not_run("It scales.", source="s", paper="p", why="w"),
+def test_what_was_read_is_added_up_by_data_set():
+    read = [
+        {"source": "text/deu", "language": "deu", "share": 10.0, "blocks": 2, "epochs": 1.5, "held out": 3},
+        {"source": "text/fra", "language": "fra", "share": 20.0, "blocks": 4, "epochs": 1.0, "dropped": 1},
+        {"source": "web", "language": "eng", "share": 70.0, "blocks": 14, "epochs": 1.0},
     ]
-    metrics = STUDIES | ({"08_conteb": {}} if ran else {})
-    stages, systems = {"pair": {"english": 0.25}}, [{"system": "BM25", "average": 44.84, "bytes": 321}]
-    text = render(load_preset("smoke"), "mine", metrics, stages, systems, claims)
-    assert text.startswith("# Unmask report: preset `smoke`") and "4.20 M parameters" in text
-    assert "Of 2 claims: 1 reproduced, 0 not at this scale, 0 contradicted, 1 not run." in text
-    assert "| pair | 0.250 |" in text and "| BM25 | 44.8 | 321 |" in text
-    assert "| 00_backbone | 82 |" in text
-    assert "papermill_runs/mine/12_report.ipynb" in text
-    assert "0.202" in text and "0.303" in text and "0.101" not in text  # the full dimension only
-    assert "(figures/12_report-table03.png)" in text and "(figures/06_quantization-pareto.png)" in text
-    assert ("(figures/08_conteb-corpus-size.png)" in text) is ran  # never a figure that nothing drew
+    both = {"source": "text", "share": 30.0, "blocks": 6, "epochs": 1.5, "held out": 3, "dropped": 1}
+    web = {"source": "web", "share": 70.0, "blocks": 14, "epochs": 1.0, "held out": 0, "dropped": 0}
+    assert added_up(read) == [both, web]
 
 
-def test_ours_stands_beside_the_paper():
-    panels = {
-        "the paper": {"a": {"x": 1.0, "y": 2.0}, "b": {"y": 3.0, "z": 4.0}, "c": {"x": 5.0}},
-        "ours": {"mine": {"x": 0.5}},
-    }
-    figure = figures.beside(panels, highlight=["b", "mine", "absent"], xlabel="score in %", title="A title")
-    left, right, *legends = figure.axes
-    assert figure.get_suptitle() == "A title" and {ax.get_xlabel() for ax in (left, right)} == {"score in %"}
-    assert [tick.get_text() for tick in left.get_yticklabels()] == ["x", "y", "z"]
-    assert left.get_ylim() == right.get_ylim()  # rows of one height
-    dots = {line.get_label(): list(zip(*line.get_data())) for line in left.lines}
-    assert dots["b"] == [(3.0, 1), (4.0, 2)]
-    labels = [[text.get_text() for text in below.get_legend().get_texts()] for below in legends]
-    assert labels == [["b", "2 others"], ["mine"]]
-    plt.close(figure)
+def test_what_was_measured_is_found_where_it_was_saved():
+    found = measured(SYSTEMS, METRICS | LATER)
+    assert list(found) == ["pplx-style", "InSeNT", "BM25"]
+    assert found["InSeNT"] == {"english": 0.4, "average": 0.41}
+
+
+def test_seeds_become_a_mean_and_a_deviation():
+    several = gathered([{"a": {"x": 0.1}, "b": {"x": 1.0}}, {"a": {"x": 0.2}}, {"a": {"x": 0.3, "y": 0.5}}])
+    assert several == {"a": {"x": [0.1, 0.2, 0.3], "y": [0.5]}, "b": {"x": [1.0]}}
+    assert spread(several["a"]["x"]) == "0.200 ±\N{NO-BREAK SPACE}0.100"  # n − 1 in the denominator
+    assert spread(several["a"]["y"]) == "0.500" == spread([0.5, 0.5, 0.5])
+
+
+def test_the_table_of_claims_has_paper_ours_and_verdict():
+    table = claims_table(claims((0, 1)), notebooks="there")
+    assert table.splitlines()[0] == "| claim | paper | ours | verdict | seeds | notebook |"
+    assert rows(table, "It works.")[0][1:] == [
+        "+3 (table 1)", "+2.0 [+1.0, +3.0] points", "**✔ reproduced**", "2", "[02](there/02_pair.ipynb)",
+    ]  # fmt: skip
+    assert [rows(table, text)[0][3] for text in ("It is large.", "It is fast.", "It scales.")] == [
+        "**✘ contradicted**", "**– not at this scale**", "**not run**",
+    ]  # fmt: skip
+    assert rows(table, "It scales.")[0][2:] == ["not run (needs 64 GPUs)", "**not run**", "–", "–"]
+    assert "in all" in table and "in all" not in claims_table(claims(), short=True)
+    assert rows(claims_table(claims(), short=True), "Bytes.")[0][2] == "390"
+    assert set(report.MARKS) == set(VERDICTS)
+
+
+# The report
+
+
+def test_the_first_sentence_counts_the_headline_claims():
+    text = toy().markdown()
+    assert text.startswith("# Unmask report: preset smoke\n\n**An embedder of 4.2 M parameters, trained from")
+    assert "with one seed, reproduces 1 of 3 headline claims, contradicts 1, and leaves 1 open" in text
+    assert "All 6 claims, the neighbours' papers included: 3 reproduced, 1 not at this scale" in text
+    pretrained = {"00_backbone": METRICS["00_backbone"] | {"checkpoint": "Qwen/Qwen3-0.6B-Base"}}
+    assert "built on Qwen/Qwen3-0.6B-Base with one seed" in toy(by_seed={0: METRICS | pretrained}).markdown()
+
+
+def test_the_front_page_holds_the_headline_claims_and_the_details_all():
+    front, details = toy().markdown().split("\n# Details\n")
+    assert "It works." in front and "Loss." not in front and "It scales." not in front
+    for text in ("It works.", "Loss.", "Bytes.", "It scales."):
+        assert rows(details, text)
+    headings = re.findall(r"^### (.*)$", details, re.MULTILINE)
+    assert headings[0] == "[02_pair](../../papermill_runs/toy/02_pair.ipynb)"
+    assert headings[4] == "Not run"
+
+
+def test_what_did_not_run_is_said_and_not_shown():
+    text = toy().markdown()
+    assert rows(text, "[pair]")[0][1:] == ["0.200", "0.250"]
+    assert rows(text, "[merged]")[0][1:] == ["not run", "not run"]
+    assert rows(text, "[all-MiniLM-L6-v2]")[0][1:] == ["not run", "not run"]
+    assert "06_quantization-pareto.png" not in text and "distance from BM25" not in text
+    assert "nDCG@10 against documents per megabyte: not run" in text
+    assert "Not recorded: the notebooks were not run by the pipeline." in text and "provenance" not in text
+    whole = toy(by_seed={0: METRICS | LATER}).markdown()
+    assert "merged 0.350, BM25 0.450" in whole
+    assert "figures/06_quantization-pareto.png" in whole
+    assert rows(whole, "-20.0 [-25.0, -15.0] points")
+    assert "0.202" in whole and "0.303" in whole and "0.101" not in whole  # the full dimension only
+
+
+def test_cost_is_what_the_pipeline_recorded():
+    text = toy(provenance=PROVENANCE).markdown()
+    assert "On 2 cores of a processor, 23.5 GiB of memory, GPUs: none." in text
+    assert rows(text, "[00_backbone]")[0][1:] == ["82", "120", "2.0"]
+    assert rows(text, "together")[0][1:] == ["182", "241", "2.0"]
+    interrupted = PROVENANCE | {"stages": {"02_pair": RECORD | {"resumed": True}}}
+    assert "interrupted notebooks count from their last start" in toy(provenance=interrupted).markdown()
+
+
+def test_several_seeds_are_a_mean_and_a_deviation_and_each_is_shown():
+    pair = METRICS["02_pair"]["families"] | {"pair": {"english": 0.3, "average": 0.25}}
+    other = METRICS | {"02_pair": {"families": pair}}
+    several = claims((0, 1))
+    several[0] |= {"values": {"0": 0.01, "1": 0.03}}
+    text = toy(by_seed={0: METRICS, 1: other}, claims=several, left_out={"toy-seed2": "differs"}).markdown()
+    assert "trained from scratch with 2 seeds" in text
+    assert text.count("mean ± standard deviation over 2 seeds") == 2
+    assert rows(text, "[pair]")[0][1:] == ["0.250 ± 0.071", "0.250"]
+    assert rows(text, "It works.")[-1][1:] == ["+1.0", "+3.0", "+2.0 [+1.0, +3.0] points"]
+    assert "Not pooled: toy-seed2 (differs)." in text and "One seed:" not in text
+
+
+def test_a_run_is_laid_beside_the_committed_seeds():
+    row = {"model": "pair", "family": "average", "ours": 0.25, "mean": 0.24, "low": 0.2, "high": 0.28, "n": 3}
+    compared = [
+        row | {"inside": True},
+        row | {"family": "code", "inside": True},
+        row | {"family": "english", "ours": 0.3, "inside": False},
+    ]
+    committed = {"rows": compared, "differs": {"torch": ("2.14", "2.13")}}
+    text = toy(committed=committed).markdown()
+    assert "**Not reproduced**: 2 of 3 numbers" in text
+    assert "the 3 seeds of [smoke.json](../seeds/smoke.json)" in text
+    assert "What differs: torch 2.14 (committed: 2.13)." in text
+    assert "| pair | average | 0.250 | 0.240 | 0.200 to 0.280 | yes |" in text
+    assert "| pair | english | 0.300 | 0.240 | 0.200 to 0.280 | **no** |" in text
+    assert "| pair | code |" not in text  # inside, and no average
+    inside = {"rows": [*10 * compared[:1], compared[2]], "differs": {}}
+    text = toy(committed=inside).markdown()
+    assert "**Reproduced**: 10 of 11 numbers" in text and "What differs: nothing." in text
+
+
+# Links and the page
+
+
+def test_links_lead_to_what_a_clone_has(tmp_path, monkeypatch):
+    assert link("../x", "02_pair") == "[02](../x/02_pair.ipynb)" and link("../x", "") == "–"
+    assert link("../x", "02_pair", "pair") == "[pair](../x/02_pair.ipynb)"
+    monkeypatch.setattr(report, "repository", lambda: tmp_path)
+    assert executed("quoted") == "../../papermill_runs/quoted"  # no git here: it has what it has
+    if not shutil.which("git"):
+        pytest.skip("no git on this machine")
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("papermill_runs/quoted/\npapermill_runs/own/\nresults/own/\n")
+    assert executed("quoted") == "../../notebooks"
+    assert executed("own") == "../../papermill_runs/own"
+    assert executed("cpu") == "../../papermill_runs/cpu"
+
+
+def test_every_link_of_the_committed_reports_leads_somewhere():
+    listed = subprocess.run(
+        ["git", "-C", repository(), "ls-files", "results/*/report.md", "results/*/report.html"],
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    for name in listed.stdout.split():
+        path = repository() / name
+        text = path.read_text(encoding="utf8")
+        targets = re.findall(r'\]\(([^)]+)\)|(?:src|srcset|href)="([^"#][^"]*)"', text)
+        missing = {
+            target
+            for target in map("".join, targets)
+            if "://" not in target and not (path.parent / target).exists()
+        }
+        assert not missing, f"{name} links to {sorted(missing)}"
+
+
+class Page(HTMLParser):
+    VOID = ("meta", "img", "source", "br", "hr")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_follows_the_readers_theme():
+    text = toy(by_seed={0: METRICS | LATER}, provenance=PROVENANCE).html()
+    parsed = Page(text)
+    assert not parsed.open, "an element is left open"
+    tags = [tag for tag, _ in parsed.seen]
+    assert "script" not in tags and tags.count("table") >= 8
+    assert [attributes["content"] for tag, attributes in parsed.seen if "viewport" in attributes.values()]
+    images = [attributes for tag, attributes in parsed.seen if tag == "img"]
+    assert all(image["alt"] and image["src"].startswith("figures/") for image in images)
+    darker = [attributes["srcset"] for tag, attributes in parsed.seen if tag == "source"]
+    assert darker == [image["src"].replace(".png", "-dark.png") for image in images]
+    assert "prefers-color-scheme: dark" in text and "<title>Unmask report: preset smoke</title>" in text
+    assert "<title>a &amp; b</title>" in page("text", "a & b")
