@@ -6,16 +6,19 @@ READY  := $(VENV)/.unmask-installed
 HALF   := $(VENV)/.unmask-installing
 
 .DEFAULT_GOAL := help
-.PHONY: help reproduce smoke test test-faults lint lab bench
+.PHONY: help install reproduce smoke test test-faults lint lab bench
 
 help:
-	@echo "make reproduce  install, run the whole recipe on this machine (preset cpu), print where the report is"
+	@echo "make install    .venv with everything that was tested together, and the package itself"
+	@echo "make reproduce  run the whole recipe on this machine (preset cpu), print where the report is"
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make test       ruff, then pytest"
 	@echo "make test-faults  kill trainings, merges and whole runs at random moments, in about ten minutes"
 	@echo "make lint       ruff only"
-	@echo "make lab        JupyterLab on the notebooks"
+	@echo "make lab        JupyterLab on the notebooks; LAB=… is handed on, for instance LAB='--no-browser --port=8890'"
 	@echo "make bench      speed and memory against peers, in about twenty minutes: results/benchmarks"
+
+install: $(READY)
 
 reproduce: $(READY)
 	@$(BIN)/unmask run --preset cpu
@@ -24,8 +27,9 @@ reproduce: $(READY)
 smoke: $(READY)
 	@$(BIN)/unmask run --preset smoke --jobs 2
 
+# A test's models are too small for more than one thread, so several tests share the machine.
 test: lint
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 # Processes that are killed cannot give their semaphores back, which Python would remark at the end.
 test-faults: $(READY)
@@ -35,9 +39,14 @@ lint: $(READY)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 
+# Progress bars are plain text, as in the executed notebooks. The versions are pinned: no question about news of others.
 lab: $(READY)
-	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (unmask)"
-	@$(BIN)/jupyter lab notebooks
+	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (unmask)" \
+	  --env PYTHONWARNINGS "ignore:IProgress not found" --env TOKENIZERS_PARALLELISM false >/dev/null
+	@mkdir -p $(VENV)/share/jupyter/lab/settings
+	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}' \
+	  >$(VENV)/share/jupyter/lab/settings/overrides.json
+	@$(BIN)/jupyter lab --preferred-dir=notebooks $(LAB)
 
 # GradCache stands outside of .venv: the training text is made of the installed packages. Offline it is left out.
 bench: $(READY)

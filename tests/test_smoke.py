@@ -9,7 +9,7 @@ import time
 import nbformat
 import pytest
 
-from unmask.report import VERDICTS
+from unmask.evidence import VERDICTS
 from unmask.workspace import repository
 
 STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipynb"))]

@@ -4,6 +4,9 @@ real child processes."""
 import json
 from dataclasses import asdict
 
+import pytest
+
+from unmask.data import environment, installed
 from unmask.data.corpus import SCHEMAS, SPLITS, write_table
 from unmask.data.registry import Source
 
@@ -43,6 +46,12 @@ DOCUMENTS = [
     for i in range(30)
 ]
 ROWS = {"texts": ("environment", TEXTS), "pairs": ("docs", PAIRS), "documents": ("counting", DOCUMENTS)}
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the environment's corpus, where it is not there yet, is this one."""
+    monkeypatch.setattr(installed, "build", build)
+    monkeypatch.setattr(environment, "installed_packages", list)  # looking at all their files takes seconds
 
 
 def build(config, packages, path, languages):

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import psutil
@@ -160,9 +161,12 @@ def test_workers_die_with_the_process_that_prepares(tmp_path):
     assert not psutil.wait_procs(workers, timeout=30)[1]
 
 
-def test_workers_import_nothing_heavy(tmp_path):
-    import transformers  # noqa: F401  the main process has it, and pytest is its main module
-
+def test_workers_import_nothing_heavy(tmp_path, monkeypatch):
+    """A spawned process would import its parent's main module, here one that is as heavy as a training's."""
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "main.py")
+    Path(main.__file__).write_text("import pandas")
+    monkeypatch.setitem(sys.modules, "__main__", main)
     done = build(tmp_path / "x", UNITS, imported, workers=2)
     assert done.units == len(UNITS)
     assert done.counters == {}

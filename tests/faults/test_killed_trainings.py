@@ -32,7 +32,7 @@ from faults import (
 )
 from unmask import backbone
 from unmask.config import load_preset
-from unmask.data import installed, sources
+from unmask.data import sources
 from unmask.pipeline.signals import alive
 from unmask.training.checkpoint import MOMENTS, latest_checkpoint
 from unmask.training.launch import TrainingStopped, history, launch
@@ -64,7 +64,7 @@ def workspace(tmp_path, monkeypatch):
     to start from."""
     with monkeypatch.context() as patch:
         patch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-        patch.setattr(installed, "build", tiny_corpus.build)
+        tiny_corpus.install(patch)
         sources.open_corpus(load_preset("smoke").data)
     backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
     return tmp_path

@@ -14,7 +14,6 @@ import tiny_corpus
 from unmask import backbone
 from unmask.cde import ContextEmbedder, ContextualEncoder
 from unmask.config import load_preset, resolved
-from unmask.data import installed
 from unmask.embedder import Embedder
 from unmask.encoding import encode_rows, micro_batches
 from unmask.losses import pair_loss
@@ -181,7 +180,7 @@ def test_both_stages_layers_are_found():
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    monkeypatch.setattr(installed, "build", tiny_corpus.build)
+    tiny_corpus.install(monkeypatch)
     return backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "start", fingerprint="tiny")
 
 

@@ -12,7 +12,6 @@ import tiny
 import tiny_corpus
 from unmask import backbone
 from unmask.config import load_preset, resolved
-from unmask.data import installed
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import tokenize
 from unmask.embedder import Embedder
@@ -45,7 +44,7 @@ OWN = {
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    monkeypatch.setattr(installed, "build", tiny_corpus.build)
+    tiny_corpus.install(monkeypatch)
     model = tiny.model(head=True)
     return backbone.save(model, tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
 

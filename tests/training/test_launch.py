@@ -15,7 +15,6 @@ import tiny
 import tiny_corpus
 from unmask import backbone
 from unmask.config import resolved
-from unmask.data import installed
 from unmask.training.jobs import run_job
 from unmask.training.launch import TrainingStopped, follow, history, launch, launch_all
 from unmask.workspace import ANNOUNCEMENT, Run, write_atomic
@@ -36,7 +35,7 @@ def start(tmp_path, monkeypatch):
     """A checkpoint to start from, in a workspace whose corpus is already there."""
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(LIB))
-    monkeypatch.setattr(installed, "build", tiny_corpus.build)
+    tiny_corpus.install(monkeypatch)
     return backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
 
 

@@ -11,7 +11,6 @@ import tiny
 import tiny_corpus
 from unmask import Embedder, backbone
 from unmask.config import load_preset, resolved
-from unmask.data import installed
 from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import END_OF_TEXT, tokenize
 from unmask.encoding import encode_rows
@@ -103,7 +102,7 @@ TINY = {
 def job(tmp_path, monkeypatch):
     """The first phase, from a causal checkpoint."""
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    monkeypatch.setattr(installed, "build", tiny_corpus.build)
+    tiny_corpus.install(monkeypatch)
     model = tiny.model(bidirectional=False, head=True)
     start = backbone.save(model, tiny.tokenizer(), tmp_path / "start", stage="ar", fingerprint="tiny")
     return {

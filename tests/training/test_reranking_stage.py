@@ -9,7 +9,6 @@ import tiny
 import tiny_corpus
 from unmask import backbone
 from unmask.config import load_preset, resolved
-from unmask.data import installed
 from unmask.instructions import INSTRUCTIONS
 from unmask.losses import answer_loss
 from unmask.reranker import Reranker
@@ -73,7 +72,7 @@ def test_the_model_learns_to_answer(tmp_path):
 def job(tmp_path, monkeypatch):
     """A reranker's training on mined triplets of a tiny corpus."""
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    monkeypatch.setattr(installed, "build", tiny_corpus.build)
+    tiny_corpus.install(monkeypatch)
     model = tiny.model(bidirectional=False, head=True)
     model.config.max_position_embeddings = 1024
     start = backbone.save(model, tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
