@@ -18,6 +18,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from unmask.data.environment import EXCLUDED_DISTRIBUTIONS
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -87,6 +89,12 @@ def test_every_import_is_declared() -> None:
                 )
 
 
+def test_the_reference_is_no_training_text() -> None:
+    """The environment corpus is the same with and without the extra."""
+    names = {Requirement(text).name for text in EXTRAS["reference"]}
+    assert names and names <= EXCLUDED_DISTRIBUTIONS
+
+
 def test_licence_is_apache() -> None:
     text = (ROOT / "LICENSE").read_text(encoding="utf8")
     assert "Apache License" in text and "Version 2.0, January 2004" in text
@@ -111,4 +119,4 @@ def test_make_names_what_it_needs(tmp_path: Path) -> None:
     assert old.returncode != 0 and not (tmp_path / ".venv").exists()
     assert "needs Python 3.11 or newer, and 'false' is not" in old.stderr
     targets = re.findall(r"^make ([\w-]+)", make().stdout, re.MULTILINE)
-    assert targets == ["reproduce", "smoke", "test", "test-faults", "lint", "lab", "bench"]
+    assert targets == ["install", "reproduce", "smoke", "test", "test-faults", "lint", "lab", "bench"]

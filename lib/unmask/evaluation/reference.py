@@ -39,8 +39,13 @@ class Reference:
     identity: str
 
     def encode(self, texts: Sequence[str], *, progress: bool = False) -> np.ndarray:
-        """(N, D), float32, of unit length. A text is read up to the embedder's own limit, whatever the
-        evaluation's lengths are: 256 tokens of all-MiniLM-L6-v2."""
+        """The embedder's vectors (N, D), float32, from disk where these texts were encoded before.
+
+        A text is read up to the embedder's own limit, 256 tokens of all-MiniLM-L6-v2, whatever the lengths of
+        the evaluation are.
+
+        Raises: as `Embedder.encode`.
+        """
         decides = [self.identity, self.embedder.max_length, self.embedder.mixed_precision, *texts]
         key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:32]
         path = artifacts_root() / "data" / "reference" / f"{key}.npy"
@@ -73,7 +78,10 @@ def load(config: EvaluationConfig) -> Reference | None:
 
 
 def evaluate(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, dict[str, np.ndarray]]:
-    """{NAME: nDCG@10 of each query of each task}, chunks alone, float32; {} without the extra."""
+    """{NAME: nDCG@10 of each query of each task}, to be joined to other models' scores; {} without the extra.
+
+    Chunks are read alone, vectors compared as floats.
+    """
     reference = load(config)
     if reference is None:
         return {}
