@@ -184,7 +184,7 @@ def _kept_bytes(model, autocast: bool) -> int:
 def test_memory_is_the_peak_of_a_training(checkpointing):
     key = "pair.gradient_checkpointing"
     sizes = {"pair.batch": 64, "pair.query_length": 48, "pair.document_length": 48, "pair.token_budget": 4096}
-    sizes |= {"data.vocab_size": len(tiny.tokenizer()), "backbone.layers": 4}
+    sizes |= {"data.vocab_size": len(tiny.tokenizer()), "backbone.layers": 4, "backbone.mlp_size": 1024}
     preset = load_preset("cpu", sizes | {key: checkpointing})
     config = preset.pair
     sequences = [TokenSequence(np.full(48, 7, np.int32)) for _ in range(2 * config.batch)]
