@@ -301,8 +301,8 @@ class Report:
             f"**An embedder of {backbone['parameters'] / 1e6:.1f} M parameters, {origin} with {seeds}, "
             f"reproduces {of['reproduced']} of {len(self._headline)} headline claims, contradicts "
             f"{of['contradicted']}, and leaves {of['not at this scale']} open at this scale.**",
-            f"Preset `{self.preset.name}`: {self.preset.about}. Average nDCG@10 over families of held-out "
-            f"tasks: {', '.join(quality) or 'not run'}. All {len(self.claims)} claims, the neighbours' "
+            f"Preset `{self.preset.name}`: {self.preset.about}. Average nDCG@10 over held-out tasks: "
+            f"{', '.join(quality) or 'not run'}. All {len(self.claims)} claims, the neighbours' "
             f"papers included: {', '.join(f'{every[verdict]} {verdict}' for verdict in VERDICTS)} "
             "([claims.json](claims.json)). Our tasks are not the paper's benchmarks, nor our models its own: "
             "what compares is whether an effect is there, not how large it is."
