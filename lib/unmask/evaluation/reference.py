@@ -86,7 +86,7 @@ def evaluate(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, dict[
     if reference is None:
         return {}
     scores = {}
-    for task in tqdm(tasks, desc=NAME, unit="task", leave=False):
+    for task in tqdm(tasks, desc=NAME, unit="task"):
         vectors = Vectors(reference.encode(task.queries), reference.encode(task.chunks))
         scores[task.name] = score_task(task, vectors, "float32")
     return {NAME: scores}
