@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ import numpy as np
 from scipy import stats
 
 from unmask.config import resolved
-from unmask.workspace import artifacts_root, repository, seed_runs, write_atomic
+from unmask.workspace import artifacts_root, replacing, repository, seed_runs, write_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,9 +134,13 @@ def pool(effects: Sequence[Effect]) -> Effect:
 def points(effect: Effect, unit: str = "points") -> str:
     """An effect with its interval: "+12.3 [+10.1, +14.6] points", which are hundredths, or in another unit as
     it is: "-0.345 [-0.400, -0.286] nats"."""
-    scale, digits = (100, 1) if unit == "points" else (1, 3)
-    value, low, high = (f"{scale * number:+.{digits}f}" for number in effect)
+    value, low, high = (in_unit(number, unit) for number in effect)
     return f"{value} [{low}, {high}] {unit}"
+
+
+def in_unit(number: float, unit: str) -> str:
+    """A difference without its unit: in points, which are hundredths, "+12.3"; in another one "-0.345"."""
+    return f"{100 * number:+.1f}" if unit == "points" else f"{number:+.3f}"
 
 
 def judge(interval: tuple[float, float], *, above: float | None = None, below: float | None = None) -> str:
@@ -206,16 +209,13 @@ def keep(study: Run, claims: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     A resample is kept as its distance from the value in half precision, which is off by a few
     thousandths of the standard error at most.
     """
-    path = _replicates(study, study.stage)
-    path.parent.mkdir(parents=True, exist_ok=True)
     distances = {
         str(number): (one["replicates_B"] - one["value"]).astype(np.float16)
         for number, one in enumerate(claims)
         if "replicates_B" in one
     }
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    np.savez_compressed(temporary, **distances)
-    os.replace(temporary, path)
+    with replacing(_replicates(study, study.stage)) as temporary, temporary.open("wb") as stream:
+        np.savez_compressed(stream, **distances)
     return [{key: value for key, value in one.items() if key != "replicates_B"} for one in claims]
 
 

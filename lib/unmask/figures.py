@@ -26,6 +26,7 @@ WIDTH, DPI = 7.5, 144  # inches; shown 830 pixels wide, 8 points are 12 pixels
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d9dee3", "#ffffff"
 RECIPE = BACKBONE, PAIR, CONTEXTUAL, TRIPLET, MERGED = "#b9d4f1", "#67a6e6", "#307bc0", "#0c528c", "#002c53"
 VERMILION, GREEN, MAGENTA, AMBER, BROWN = "#d55e00", "#009e73", "#a6307c", "#e69f00", "#7a4b2a"
+HUES = CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN  # of what has no colour of its own
 OUTSIDE = LEXICAL, PRETRAINED = "#929ba5", "#4b4b4b"
 # Every colour that a figure may use, and what it becomes on a dark page; no colour is on both sides.
 DARK = {
@@ -44,7 +45,7 @@ STYLE = {
     "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.prop_cycle": plt.cycler(color=(CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN)),
+    "axes.prop_cycle": plt.cycler(color=HUES),
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.labelsize": 10,
@@ -79,9 +80,7 @@ class Look(NamedTuple):
         }
 
 
-FREE = [
-    Look(*pair) for pair in zip((CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN), "oDs^vP", strict=True)
-]
+FREE = [Look(*pair) for pair in zip(HUES, "oDs^vP", strict=True)]
 SYSTEMS = {
     "BM25": Look(LEXICAL, "X"),
     "bm25": Look(LEXICAL, "X"),
@@ -354,11 +353,10 @@ def pareto(
     The frontier, the points that no other one of the panel beats in both, is drawn as a grey staircase. What
     is no system of ours (`SYSTEMS`) is grey and has no entry in the legend.
     """
-    plt.rcParams.update(STYLE)
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     size = (WIDTH, 0.9 + (3.7, 2.6)[columns - 1] * rows)
-    figure, drawn = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    figure, drawn = axes(nrows=rows, ncols=columns, figsize=size, squeeze=False)
     for (panel, points), ax in zip(panels.items(), drawn.flat, strict=False):
         all_ = [(x, y) for data in points.values() for x, y, _ in data]
         best = [p for p in all_ if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in all_)]
@@ -543,11 +541,10 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
     tested = [claim for claim in claims if claim["interval"]]
     if not tested:
         raise ValueError("no claim has an interval: nothing to draw")
-    plt.rcParams.update(STYLE)
     units = {c["unit"]: [other for other in tested if other["unit"] == c["unit"]] for c in tested}
     heights = [0.36 * len(rows) + 0.1 for rows in units.values()]  # inches
     size = (WIDTH, sum(heights) + 0.55 * len(units) + 0.7)
-    figure, drawn = plt.subplots(len(units), figsize=size, height_ratios=heights, squeeze=False)
+    figure, drawn = axes(nrows=len(units), figsize=size, height_ratios=heights, squeeze=False)
     for (unit, rows), ax in zip(units.items(), drawn.flat, strict=True):
         percent = 100 if unit == "points" else 1
         for y, claim in enumerate(rows):

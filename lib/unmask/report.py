@@ -13,7 +13,7 @@ from importlib.resources import files
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from unmask.evidence import VERDICTS, points
+from unmask.evidence import VERDICTS, in_unit, points
 from unmask.figures import picture
 from unmask.workspace import repository
 
@@ -363,7 +363,7 @@ class Report:
         if len(self.by_seed) > 1:
             rows = [
                 {"claim": claim["claim"]}
-                | {f"seed {seed}": _number(value, claim["unit"]) for seed, value in claim["values"].items()}
+                | {f"seed {seed}": in_unit(value, claim["unit"]) for seed, value in claim["values"].items()}
                 | {"all": claim["effect"]}
                 for claim in self._headline
                 if claim["values"]
@@ -421,7 +421,3 @@ def _ignored(path: str) -> bool:
 def _unbroken(text: str) -> str:
     """No line ends within an interval, "[+1.0, +3.0]"."""
     return re.sub(r"\[(\S+), (\S+)\]", rf"[\1,{NBSP}\2]", text)
-
-
-def _number(value: float, unit: str) -> str:
-    return f"{100 * value:+.1f}" if unit == "points" else f"{value:+.3f}"

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from matplotlib.figure import Figure
 
     from unmask.config import Preset
@@ -93,15 +95,23 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     return str(folder)
 
 
-def write_atomic(path: Path, text: str) -> Path:
-    """Writes a text file so that a reader sees the old or the new content, never half of it."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write a file under, which becomes `path` once it is whole: a reader sees the old or the new
+    content, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf8")
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, text: str) -> Path:
+    """Writes a text file, see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf8")
     return path
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from unmask.embedder import Embedder
 from unmask.evaluation.tasks import Task, Vectors, score_task
-from unmask.workspace import artifacts_root
+from unmask.workspace import artifacts_root, replacing
 
 if TYPE_CHECKING:
     from unmask.config import EvaluationConfig
@@ -51,10 +50,8 @@ class Reference:
         path = artifacts_root() / "data" / "reference" / f"{key}.npy"
         if not path.is_file():
             vectors_ND = self.embedder.encode(texts, "float32", progress=progress)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{os.getpid()}.{path.name}")
-            np.save(temporary, vectors_ND)
-            os.replace(temporary, path)
+            with replacing(path) as temporary, temporary.open("wb") as stream:
+                np.save(stream, vectors_ND)
         return np.load(path)
 
 

@@ -177,10 +177,8 @@ def expected(
     Returns: stage → {"notebook", "preset", "data", "library", "versions", "inputs", "seeds", "prose",
         "hash"}, where the hash covers all but the prose.
     """
-    code, versions = (
-        library_hash(folders.library),
-        {name: importlib.metadata.version(name) for name in PACKAGES},
-    )
+    code = library_hash(folders.library)
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     marks: dict[str, dict[str, Any]] = {}
     for stage in stages:
         marks[stage.name] = seal(
