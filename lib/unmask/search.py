@@ -18,7 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.similarity import bit_cosines, dots, from_hamming, inverse_norms, scaled, similarity
+from unmask.similarity import (
+    bit_cosines,
+    dots,
+    from_hamming,
+    int_mm_is_exact,
+    inverse_norms,
+    scaled,
+    similarity,
+)
 
 METHODS = ("exact", "faiss")
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
@@ -118,8 +126,9 @@ class Exact:
         queries, scores = TILES[device]
         q_ND = _tensor(q_ND).to(device)
         longest = CODES
-        if q_ND.is_floating_point() or q_ND.dtype != _tensor(self.d_MD[:1]).dtype:
-            # Documents are copied, and normalised for each tile of queries.
+        codes = q_ND.dtype == torch.int8 and int_mm_is_exact(q_ND.device)
+        if q_ND.dtype != _tensor(self.d_MD[:1]).dtype or not (codes or q_ND.dtype == torch.uint8):
+            # Documents are copied as floats for each tile of queries.
             queries, longest = 4 * queries, FLOATS
         step = min(longest, scores // min(queries, len(q_ND)))
         step = max(step // GROUP, 1) * GROUP

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 TILE = 2**25  # similarities computed at once: 256 MiB in float64
-ROWS = 8192  # rows whose norms are computed at once
+ROWS = 1024  # rows whose norms are computed at once: their copies as floats stay in the cache
 EXACT_WIDTH = 1024  # 1024 · 127² < 2²⁴: float32 sums of so many INT8 products are exact in any order
 
 
@@ -68,7 +68,7 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
 def dots(a_XD: Tensor, b_YD: Tensor) -> Tensor:
     """Exact dot products (X, Y), int32, of two matrices of int8 codes."""
     a_XD, b_YD = a_XD.contiguous(), b_YD.contiguous()
-    if not _int_mm_is_exact(a_XD.device):
+    if not int_mm_is_exact(a_XD.device):
         parts = zip(a_XD.float().split(EXACT_WIDTH, 1), b_YD.float().split(EXACT_WIDTH, 1), strict=True)
         return sum((a_XW @ b_YW.T).int() for a_XW, b_YW in parts)
     if a_XD.is_cuda:
@@ -118,7 +118,7 @@ def _hamming(a_XB: Tensor, b_YB: Tensor) -> Tensor:
 
 
 @cache
-def _int_mm_is_exact(device: torch.device) -> bool:
+def int_mm_is_exact(device: torch.device) -> bool:
     """Whether torch multiplies INT8 matrices exactly here. On processors without VNNI instructions, sums
     overflow; GPUs may not know the operation."""
     largest = torch.full((32, 64), 127, dtype=torch.int8, device=device)
