@@ -19,12 +19,14 @@ from unmask.evidence import (
     highest,
     judge,
     keep,
+    keep_effects,
     lowest,
     not_run,
     paired_bootstrap,
     points,
     pool,
     pooled,
+    pooled_effects,
     prediction_interval,
 )
 from unmask.workspace import Run, seed_run
@@ -277,6 +279,23 @@ def test_claims_are_pooled_over_the_seeds_at_hand(study):
     )
     assert scales == not_run("It scales.", source="s", paper="p", why="w")
     assert json.loads(json.dumps([works, fast])) == [works, fast]
+
+
+def test_effects_that_are_no_claims_are_pooled_as_well(study):
+    def distance(seed: int) -> dict[str, Effect]:
+        return {"code": bootstrap(EFFECTS[seed], 100), "english": bootstrap(-EFFECTS[seed], 100)}
+
+    for seed in range(3):
+        execute(study, seed)
+        run = Run("02_pair", seed_run("smoke", seed) if seed else "smoke", study.config)
+        saved = {"claims": [], "away": keep_effects(run, "away", distance(seed))}
+        run.save(saved)
+        assert saved["away"]["code"] == list(distance(seed)["code"])
+    found = pooled_effects(study, "02_pair", "away")
+    assert list(found) == ["code", "english"]
+    for key, effect in found.items():
+        assert list(effect) == pytest.approx(list(pool([distance(s)[key] for s in range(3)])), abs=1e-4)
+    assert pooled_effects(study, "02_pair", "near") == pooled_effects(study, "05_merge", "away") == {}
 
 
 def test_the_verdict_is_that_of_all_seeds_and_not_of_the_first(study):

@@ -405,7 +405,7 @@ def test_a_forest_measures_from_the_bar_towards_the_claimed_side():
     assert [t.get_text() for t in points.texts] == [
         "+2.0 [+1.0, +3.0]\nclaimed > 0", "+5.0 [+4.0, +6.0]\nclaimed > 10",
     ]  # fmt: skip
-    assert [t.get_text() for t in nats.texts] == ["-0.30 [-0.40, -0.20]\nclaimed < -0.1"]
+    assert [t.get_text() for t in nats.texts] == ["-0.300 [-0.400, -0.200]\nclaimed < -0.1"]
     seeds = [line.get_xdata() for line in points.lines if line.get_marker() == "|"]
     np.testing.assert_allclose(seeds[0], [1.5, 2.5])
     assert "nats" in nats.get_xlabel() and "points" in points.get_xlabel()

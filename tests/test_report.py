@@ -65,7 +65,6 @@ METRICS = {
 LATER = {
     "05_merge": {
         "families": {"merged": {"english": 0.3, "average": 0.35}},
-        "against_bm25": {"english": [-0.2, -0.25, -0.15]},
     },
     "06_quantization": {
         "quality": [
@@ -89,6 +88,7 @@ def toy(**changes) -> Report:
             by_seed={0: METRICS},
             left_out={},
             claims=claims(),
+            against_bm25={},
             costs={},
             provenance={},
             committed=None,
@@ -196,10 +196,11 @@ def test_what_did_not_run_is_said_and_not_shown():
     assert "06_quantization-pareto.png" not in text and "distance from BM25" not in text
     assert "nDCG@10 against documents per megabyte: not run" in text
     assert "Not recorded: the notebooks were not run by the pipeline." in text and "provenance" not in text
-    whole = toy(by_seed={0: METRICS | LATER}).markdown()
+    distance = {"english": Effect(-0.2, np.linspace(-0.25, -0.15, 1001))}
+    whole = toy(by_seed={0: METRICS | LATER}, against_bm25=distance).markdown()
     assert "merged 0.350, BM25 0.450" in whole
     assert "figures/06_quantization-pareto.png" in whole
-    assert rows(whole, "-20.0 [-25.0, -15.0] points")
+    assert rows(whole, "-20.0 [-24.8, -15.2] points")
     assert "0.202" in whole and "0.303" in whole and "0.101" not in whole  # the full dimension only
 
 

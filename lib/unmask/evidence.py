@@ -204,36 +204,63 @@ def _line(
 
 
 def keep(study: Run, claims: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The claims as a notebook saves them; their resamples go to results/<run>/replicates/<stage>.npz.
-
-    A resample is kept as its distance from the value in half precision, which is off by a few
-    thousandths of the standard error at most.
-    """
-    distances = {
-        str(number): (one["replicates_B"] - one["value"]).astype(np.float16)
+    """The claims as a notebook saves them; their resamples go to results/<run>/replicates/<stage>.npz."""
+    measured = {
+        str(number): Effect(one["value"], one["replicates_B"])
         for number, one in enumerate(claims)
         if "replicates_B" in one
     }
-    with replacing(_replicates(study, study.stage)) as temporary, temporary.open("wb") as stream:
-        np.savez_compressed(stream, **distances)
+    _write(_replicates(study, study.stage), measured)
     return [{key: value for key, value in one.items() if key != "replicates_B"} for one in claims]
 
 
-def _replicates(study: Run, stage: str) -> Path:
-    return study.results / "replicates" / f"{stage}.npz"
+def keep_effects(study: Run, name: str, effects: Mapping[str, Effect]) -> dict[str, list[float]]:
+    """Effects that are no claims as a notebook saves them under `name`: value, low and high; their resamples
+    go to results/<run>/replicates/<stage>-<name>.npz."""
+    _write(_replicates(study, f"{study.stage}-{name}"), effects)
+    return {key: list(effect) for key, effect in effects.items()}
+
+
+def pooled_effects(study: Run, stage: str, name: str) -> dict[str, Effect]:
+    """What `keep_effects` kept in one notebook, each over all seeds at hand; see `pool`.
+
+    Raises: FileNotFoundError if the resamples of a run are missing.
+    """
+    found = {}
+    for seed, saved in metrics(study).items():
+        effects = saved.get(stage, {}).get(name, {})
+        values = {key: value for key, (value, *_) in effects.items()}
+        for key, effect in _read(runs(study)[seed], stage, values, f"-{name}").items():
+            found.setdefault(key, []).append(effect)
+    return {key: pool(effects) for key, effects in found.items()}
+
+
+def _replicates(study: Run, name: str) -> Path:
+    return study.results / "replicates" / f"{name}.npz"
+
+
+def _write(path: Path, effects: Mapping[str, Effect]) -> None:
+    """Each resample as its distance from the value in half precision, which is off by a few thousandths of
+    the standard error at most."""
+    distances = {key: (e.replicates_B - e.value).astype(np.float16) for key, e in effects.items()}
+    with replacing(path) as temporary, temporary.open("wb") as stream:
+        np.savez_compressed(stream, **distances)
+
+
+def _read(study: Run, stage: str, values: Mapping[str, float], ending: str = "") -> dict[str, Effect]:
+    """What `_write` wrote, for these values."""
+    path = _replicates(study, stage + ending)
+    if values and not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: run notebook {stage} of run {study.name!r} again")
+    distances = np.load(path) if values else {}
+    return {key: Effect(value, value + distances[key].astype(np.float64)) for key, value in values.items()}
 
 
 def _kept(study: Run, stage: str, claims: Sequence[Mapping[str, Any]]) -> dict[str, Effect]:
     """Effects of the claims that a notebook kept, by their text."""
     measured = {str(number): one for number, one in enumerate(claims) if one["value"] is not None}
-    path = _replicates(study, stage)
-    if measured and not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: run notebook {stage} of run {study.name!r} again")
-    distances = np.load(path) if measured else {}
-    return {
-        one["claim"]: Effect(one["value"], one["value"] + distances[number].astype(np.float64))
-        for number, one in measured.items()
-    }
+    effects = _read(study, stage, {number: one["value"] for number, one in measured.items()})
+    return {measured[number]["claim"]: effect for number, effect in effects.items()}
 
 
 def runs(study: Run) -> dict[int, Run]:

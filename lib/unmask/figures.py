@@ -22,6 +22,8 @@ from matplotlib.colors import to_hex, to_rgb, to_rgba_array
 from matplotlib.figure import Figure
 from PIL import Image
 
+from unmask.evidence import in_unit
+
 WIDTH, DPI = 7.5, 144  # inches; shown 830 pixels wide, 8 points are 12 pixels
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d9dee3", "#ffffff"
 RECIPE = BACKBONE, PAIR, CONTEXTUAL, TRIPLET, MERGED = "#b9d4f1", "#67a6e6", "#307bc0", "#0c528c", "#002c53"
@@ -556,7 +558,7 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
             ax.hlines(y, low, high, color=look.color, linewidth=2.2)
             ax.plot(seeds, [y] * len(seeds), "|", color=look.color, markersize=9, alpha=0.6)
             ax.plot(value, y, **look.line, markersize=5)
-            written = "{:+.{d}f} [{:+.{d}f}, {:+.{d}f}]".format(*effect, d=1 if unit == "points" else 2)
+            written = "{} [{}, {}]".format(*(in_unit(x, unit) for x in (claim["value"], *claim["interval"])))
             claimed = f"claimed {'>' if side == 'above' else '<'} {percent * bar:g}"
             _beside(ax, y, f"{written}\n{claimed}")
         ax.axvline(0, color=INK, linewidth=1)

@@ -13,7 +13,7 @@ from importlib.resources import files
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from unmask.evidence import VERDICTS, in_unit, points
+from unmask.evidence import VERDICTS, Effect, in_unit, points
 from unmask.figures import picture
 from unmask.workspace import repository
 
@@ -189,6 +189,7 @@ class Report:
         by_seed: seed → what the notebooks saved, of this run first and then of those that repeat it;
             left_out: run that should repeat it and does not → why.
         claims: see `evidence.pooled`.
+        against_bm25: family of tasks → how far the merged model is from BM25.
         costs: for each of SYSTEMS that ran, bytes of a document, encoding speed and seconds of training.
         provenance: see `unmask.pipeline.provenance`; empty where the pipeline did not run the notebooks.
         committed: see `evidence.against_committed`; None where there is nothing to compare with.
@@ -199,6 +200,7 @@ class Report:
     by_seed: Mapping[int, Metrics]
     left_out: Mapping[str, str]
     claims: Sequence[Mapping[str, Any]]
+    against_bm25: Mapping[str, Effect]
     costs: Mapping[str, Mapping[str, Any]]
     provenance: Mapping[str, Any]
     committed: Mapping[str, Any] | None
@@ -310,13 +312,13 @@ class Report:
         ]
 
     def _against_bm25(self) -> list[str]:
-        effects = self.metrics.get("05_merge", {}).get("against_bm25", {})
-        if not effects:
+        if not self.against_bm25:
             return []
+        seeds = f"over queries and {len(self.by_seed)} seeds" if len(self.by_seed) > 1 else "over queries"
         return [
             "The merged model's distance from BM25 in plain retrieval, in points of nDCG@10 with the 95 % "
-            f"interval of this run (notebook {link(self.notebooks, '05_merge')}):",
-            markdown_table([{family: points(effect) for family, effect in effects.items()}]),
+            f"interval {seeds} (notebook {link(self.notebooks, '05_merge')}):",
+            markdown_table([{family: points(effect) for family, effect in self.against_bm25.items()}]),
         ]
 
     def _cost(self) -> list[str]:
