@@ -528,8 +528,10 @@ def _check(preset: Preset) -> None:
         raise ConfigError(f"{where}.candidates must be at least 10, from which nDCG@10 takes its results")
     for section in ("quantization", "ablation"):
         for key, least in {"batch": 2, "steps": 1}.items():
-            if getattr(getattr(preset, section), key) < least:
-                raise ConfigError(f"preset {preset.name}: {section}.{key} must be at least {least}")
+            if (value := getattr(getattr(preset, section), key)) < least:
+                raise ConfigError(
+                    f"preset {preset.name}: {section}.{key} must be at least {least}, got {value}"
+                )
     for key in ("dimensions", "widths"):
         if any(value % 8 for value in getattr(quantization, key)):
             raise ConfigError(

@@ -226,11 +226,11 @@ def pooled_effects(study: Run, stage: str, name: str) -> dict[str, Effect]:
 
     Raises: FileNotFoundError if the resamples of a run are missing.
     """
-    found = {}
+    every, found = runs(study), {}
     for seed, saved in metrics(study).items():
         effects = saved.get(stage, {}).get(name, {})
         values = {key: value for key, (value, *_) in effects.items()}
-        for key, effect in _read(runs(study)[seed], stage, values, f"-{name}").items():
+        for key, effect in _read(every[seed], stage, values, f"-{name}").items():
             found.setdefault(key, []).append(effect)
     return {key: pool(effects) for key, effects in found.items()}
 
