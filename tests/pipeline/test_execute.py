@@ -345,6 +345,25 @@ def test_independent_notebooks_run_side_by_side(checkout: Checkout, gpus: int) -
     assert set(record["stages"]) == {"00_left", "01_right", "02_join"}
 
 
+@pytest.mark.parametrize(
+    ("jobs", "order"),
+    [
+        (1, ["00_start", "01_alone", "02_parent", "03_child", "04_end"]),
+        (2, ["00_start", "02_parent", "01_alone", "03_child", "04_end"]),
+    ],
+)
+def test_side_by_side_starts_first_what_most_others_wait_for(
+    checkout: Checkout, jobs: int, order: list[str]
+) -> None:
+    needs = {"00_start": [], "01_alone": ["00_start"], "02_parent": ["00_start"], "03_child": ["02_parent"]}
+    for name, own in (needs | {"04_end": list(needs)}).items():
+        checkout.notebook(name, ["1"], needs=own)
+    result = checkout.unmask("run", "--preset", "smoke", "--jobs", str(jobs))
+    assert result.returncode == 0, result.stderr
+    begun = [line.split()[1] for line in result.stdout.splitlines() if "· cell 0/" in line]
+    assert list(dict.fromkeys(begun)) == order
+
+
 def test_a_failure_lets_the_notebook_beside_it_finish(checkout: Checkout) -> None:
     checkout.notebook("00_bad", [*meeting("bad", "good"), "1 / 0"])
     checkout.notebook("01_good", [*meeting("good", "bad"), "time.sleep(3)"])

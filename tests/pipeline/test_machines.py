@@ -106,6 +106,15 @@ def test_notebooks_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch)
     assert share(1, jobs=2) == [Slot({"OMP_NUM_THREADS": "5"})] * 2
 
 
+def test_no_more_notebooks_at_once_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, 1)
+    assert share(1, jobs=2) == [Slot()]
+    fake_gpus(monkeypatch, 2)
+    assert share(2, gpus=2, jobs=3) == [
+        Slot({"CUDA_VISIBLE_DEVICES": gpu}, {"parallel.num_processes": 1}) for gpu in "01"
+    ]
+
+
 @pytest.mark.parametrize(
     ("here", "processes", "count", "options", "message"),
     [
@@ -125,7 +134,6 @@ def test_notebooks_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch)
         (8, 8, 2, {}, "2 machines: name the one with rank 0 by --main-host, or use one with --machines 1"),
         (8, 8, 2, {"jobs": 2, "main_host": "a"}, "side by side on one machine only, these are 2"),
         (8, 8, 1, {"jobs": 0}, "--jobs 0: must be at least 1"),
-        (1, 1, 1, {"jobs": 2}, "--jobs 2: there are 1 GPUs, and every notebook needs one"),
     ],
 )
 def test_what_cannot_work_here_is_refused(

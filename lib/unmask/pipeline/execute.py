@@ -114,6 +114,7 @@ class _Crew:
 
     def __init__(self, due: Sequence[Due], slots: Sequence[Slot], grace: float) -> None:
         self.waiting, self.free, self.grace = list(due), list(slots), grace
+        self.shared = len(slots) > 1
         self.running: dict[Future[None], tuple[Due, Slot, Progress]] = {}
         self.failures: list[BaseException] = []
         self.stopped: signal.Signals | None = None
@@ -152,15 +153,25 @@ class _Crew:
             raise failure
 
     def _next(self) -> Due | None:
-        """Takes the first waiting stage that may start now."""
+        """Takes the first waiting stage that may start now; of several slots' choice, that for which most
+        others wait, so that none is left to run alone at the end."""
         if self.stopped or self.failures or not self.free:
             return None
         missing = {task.stage.name for task in self.waiting + [task for task, *_ in self.running.values()]}
-        for task in self.waiting:
-            if not missing.intersection(task.stage.needs):
-                self.waiting.remove(task)
-                return task
-        return None
+        able = [task for task in self.waiting if not missing.intersection(task.stage.needs)]
+        if not able:
+            return None
+        task = max(able, key=self._awaited) if self.shared else able[0]
+        self.waiting.remove(task)
+        return task
+
+    def _awaited(self, task: Due) -> int:
+        """How many waiting stages need this one, directly or through others."""
+        held = {task.stage.name}
+        for other in self.waiting:  # in running order: after all that they need
+            if held.intersection(other.stage.needs):
+                held.add(other.stage.name)
+        return len(held) - 1
 
     def _event(self) -> Future[None] | signal.Signals | None:
         """The next event; None when the deadline has come."""

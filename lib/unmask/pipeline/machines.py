@@ -47,7 +47,7 @@ def slots(
     Args:
         parallel: processes and machines of one training, as if it had this machine for itself.
         gpus: what --gpus said: GPUs over all machines; None: not given.
-        jobs: notebooks that may run at once.
+        jobs: notebooks that may run at once; no more than there are GPUs, where there are any.
         machine_rank: which of the machines this is.
         main_host: host name of machine 0.
     Raises:
@@ -82,6 +82,7 @@ def slots(
             f"{here} GPUs are needed on this machine, and it has {len(devices)}: "
             f"--gpus {len(devices) * machines} uses all of them"
         )
+    jobs = min(jobs, len(devices[:gpus])) if devices else jobs  # every notebook needs a GPU
     if jobs == 1:
         return [Slot()]
     if not devices:
@@ -89,8 +90,6 @@ def slots(
         return [Slot({"OMP_NUM_THREADS": threads})] * jobs
     devices = devices[:gpus]
     share = len(devices) // jobs
-    if not share:
-        raise PipelineError(f"--jobs {jobs}: there are {len(devices)} GPUs, and every notebook needs one")
     overrides = {"parallel.num_processes": max(processes // jobs, 1)}
     return [
         Slot({"CUDA_VISIBLE_DEVICES": ",".join(devices[start : start + share])}, overrides)
