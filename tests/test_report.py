@@ -76,8 +76,10 @@ LATER = {
     "08_conteb": {"insent": {"families": {"english": 0.4, "average": 0.41}, "train_seconds": 3}},
 }
 RECORD = {"wall_seconds": 120.4, "peak_memory_bytes": 2**31, "resumed": False}
+FIRST = RECORD | {"started": "2026-11-21T20:00:00+00:00"}
+SECOND = RECORD | {"started": "2026-11-21T20:02:01+00:00"}
 HOST = {"cores": 2, "cpu": "a processor", "memory_gib": 23.5, "gpus": []}
-PROVENANCE = {"hardware": HOST, "stages": {"00_backbone": RECORD, "02_pair": RECORD}}
+PROVENANCE = {"hardware": HOST, "stages": {"00_backbone": FIRST, "02_pair": SECOND}}
 
 
 def toy(**changes) -> Report:
@@ -206,11 +208,14 @@ def test_what_did_not_run_is_said_and_not_shown():
 
 def test_cost_is_what_the_pipeline_recorded():
     text = toy(provenance=PROVENANCE).markdown()
-    assert "On 2 cores of a processor, 23.5 GiB of memory, GPUs: none." in text
+    assert "Took 04:01 on 2 cores of a processor, 23.5 GiB of memory, GPUs: none." in text
     assert rows(text, "[00_backbone]")[0][1:] == ["82", "120", "2.0"]
     assert rows(text, "together")[0][1:] == ["182", "241", "2.0"]
-    interrupted = PROVENANCE | {"stages": {"02_pair": RECORD | {"resumed": True}}}
+    interrupted = PROVENANCE | {"stages": {"02_pair": FIRST | {"resumed": True}}}
     assert "interrupted notebooks count from their last start" in toy(provenance=interrupted).markdown()
+    beside = PROVENANCE | {"stages": {"00_backbone": FIRST, "02_pair": FIRST}}
+    told = toy(provenance=beside).markdown()
+    assert "Took 02:00 on" in told and "ran side by side, so their times add up to more" in told
 
 
 def test_several_seeds_are_a_mean_and_a_deviation_and_each_is_shown():

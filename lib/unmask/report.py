@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import reduce
 from html import escape
 from importlib.resources import files
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from unmask.evidence import VERDICTS, Effect, in_unit, points
 from unmask.figures import picture
+from unmask.pipeline.graph import clock
 from unmask.workspace import repository
 
 if TYPE_CHECKING:
@@ -127,6 +130,17 @@ def spread(values: Sequence[float]) -> str:
     """Mean ± standard deviation over seeds, "0.247 ± 0.003"; the mean alone where nothing varies."""
     varies = deviation(values) > 0
     return f"{mean(values):.3f}" + (f" ±{NBSP}{deviation(values):.3f}" if varies else "")
+
+
+def elapsed(records: Iterable[Mapping[str, Any]]) -> float:
+    """Seconds in which at least one of the notebooks ran, whose records say when they started and how long
+    they took."""
+    total, until = 0.0, -math.inf
+    starts = ((datetime.fromisoformat(one["started"]).timestamp(), one["wall_seconds"]) for one in records)
+    for start, seconds in sorted(starts):
+        total += max(start + seconds - max(start, until), 0.0)
+        until = max(until, start + seconds)
+    return total
 
 
 def link(notebooks: str, stage: str, text: str = "") -> str:
@@ -346,8 +360,11 @@ class Report:
         machine = f"{host['cores']} cores of {host['cpu']}, {host['memory_gib']} GiB of memory"
         interrupted = any(one["resumed"] for one in ran.values())
         note = "; interrupted notebooks count from their last start" if interrupted else ""
+        took = elapsed(ran.values())
+        if together["whole notebook (s)"] > took + len(ran):  # started in whole seconds
+            note += "; notebooks ran side by side, so their times add up to more"
         return [
-            f"On {machine}, GPUs: {', '.join(host['gpus']) or 'none'}{note}.",
+            f"Took {clock(took)} on {machine}, GPUs: {', '.join(host['gpus']) or 'none'}{note}.",
             markdown_table([*rows, together], digits=1),
         ]
 
