@@ -345,23 +345,23 @@ def test_independent_notebooks_run_side_by_side(checkout: Checkout, gpus: int) -
     assert set(record["stages"]) == {"00_left", "01_right", "02_join"}
 
 
-@pytest.mark.parametrize(
-    ("jobs", "order"),
-    [
-        (1, ["00_start", "01_alone", "02_parent", "03_child", "04_end"]),
-        (2, ["00_start", "02_parent", "01_alone", "03_child", "04_end"]),
-    ],
-)
-def test_side_by_side_starts_first_what_most_others_wait_for(
-    checkout: Checkout, jobs: int, order: list[str]
+@pytest.mark.parametrize(("jobs", "first"), [(1, {"01_alone", "02_alone"}), (2, {"01_alone", "03_parent"})])
+def test_what_most_others_wait_for_is_started_first_and_alone_has_all_cores(
+    checkout: Checkout, jobs: int, first: set[str]
 ) -> None:
-    needs = {"00_start": [], "01_alone": ["00_start"], "02_parent": ["00_start"], "03_child": ["02_parent"]}
-    for name, own in (needs | {"04_end": list(needs)}).items():
-        checkout.notebook(name, ["1"], needs=own)
-    result = checkout.unmask("run", "--preset", "smoke", "--jobs", str(jobs))
+    needs = {name: ["00_start"] for name in ("01_alone", "02_alone", "03_parent")}
+    needs |= {"00_start": [], "04_child": ["03_parent"], "05_end": [*needs, "04_child"]}
+    for name, own in needs.items():
+        checkout.notebook(name, ["import os\nprint('threads:', os.environ['OMP_NUM_THREADS'])"], needs=own)
+    result = checkout.unmask("run", "--preset", "smoke", "--jobs", str(jobs), OMP_NUM_THREADS="")
     assert result.returncode == 0, result.stderr
     begun = [line.split()[1] for line in result.stdout.splitlines() if "· cell 0/" in line]
-    assert list(dict.fromkeys(begun)) == order
+    begun = list(dict.fromkeys(begun))
+    assert (begun[0], set(begun[1:3]), begun[-1]) == ("00_start", first, "05_end")
+    threads = {name: text_of(checkout.executed(name), 3)["stdout"].split()[1:] for name in needs}
+    assert threads["00_start"] == threads["05_end"] == []  # as if nothing else ran
+    some = [str(max(cores() // 2, 1))] if jobs > 1 else []
+    assert [threads[name] for name in first] == [some] * 2
 
 
 def test_a_failure_lets_the_notebook_beside_it_finish(checkout: Checkout) -> None:

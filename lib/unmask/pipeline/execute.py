@@ -134,8 +134,10 @@ class _Crew:
                 while True:
                     while task := self._next():
                         slot = self.free.pop(0)
-                        progress = begin(task, slot)
-                        future = pool.submit(work, task, slot, progress)
+                        # The whole machine for a stage that all others wait for.
+                        room = slot if self.running or self._able(task) else Slot()
+                        progress = begin(task, room)
+                        future = pool.submit(work, task, room, progress)
                         self.running[future] = task, slot, progress
                         future.add_done_callback(self.events.put)
                     if not self.running:
@@ -157,13 +159,17 @@ class _Crew:
         others wait, so that none is left to run alone at the end."""
         if self.stopped or self.failures or not self.free:
             return None
-        missing = {task.stage.name for task in self.waiting + [task for task, *_ in self.running.values()]}
-        able = [task for task in self.waiting if not missing.intersection(task.stage.needs)]
-        if not able:
+        if not (able := self._able()):
             return None
         task = max(able, key=self._awaited) if self.shared else able[0]
         self.waiting.remove(task)
         return task
+
+    def _able(self, *begun: Due) -> list[Due]:
+        """Waiting stages whose needs are met, now that some more have begun."""
+        unfinished = [*self.waiting, *begun, *(task for task, *_ in self.running.values())]
+        missing = {task.stage.name for task in unfinished}
+        return [task for task in self.waiting if not missing.intersection(task.stage.needs)]
 
     def _awaited(self, task: Due) -> int:
         """How many waiting stages need this one, directly or through others."""
