@@ -20,10 +20,10 @@ help:
 
 install: $(READY)
 
-# Models this small do not fill two cores, so two notebooks share the machine.
 reproduce: $(READY)
-	@$(BIN)/unmask run --preset cpu --jobs 2
+	@$(BIN)/unmask run --preset cpu
 
+# Models this small do not fill a core, so two notebooks share the machine.
 smoke: $(READY)
 	@$(BIN)/unmask run --preset smoke --jobs 2
 

@@ -85,7 +85,7 @@ def test_flops_of_a_cached_step_are_what_torch_counts(budget):
     def step():
         cached_backward(model, sequences, lambda rows: pair_loss(rows[:16], rows[16:]), token_budget=budget)
 
-    expected = {t.name: t.flops / t.steps for t in plan.trainings(small(**sizes), 1)}["pair"]
+    expected = {t.stage: t.flops / t.steps for t in plan.trainings(small(**sizes), 1)}["pair"]
     assert expected == pytest.approx(counted(step), rel=0.03)
 
 

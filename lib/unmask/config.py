@@ -222,14 +222,12 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """The study of precisions and dimensions. Its short trainings are the pair stage's but for batch and
-    steps."""
+    """The study of precisions and dimensions. Its short trainings are the pair stage's but for the steps."""
 
     dimensions: tuple[int, ...]
     candidates: tuple[int, ...]  # documents that the binary first step hands on to INT8
     speed_documents: int  # corpus size of the search-speed measurement
-    batch: int  # of each short training
-    steps: int
+    steps: int  # of each short training
     widths: tuple[int, int]  # hidden size of a small model from scratch, and of one made wider
     depths: tuple[int, int]  # its layers, and those of one made deeper
 
@@ -327,7 +325,6 @@ class RerankerConfig(TrainConfig):
 class AblationConfig:
     """The 2 × 2 ablation: backbone × pooling. Everything else is the pair stage's."""
 
-    batch: int
     steps: int
     groups: tuple[str, ...]  # of the pairs to train on
     ema: float  # smoothing of the loss curve
@@ -526,12 +523,8 @@ def _check(preset: Preset) -> None:
             raise ConfigError(f"{where}.{key} must be positive and ascending, got {list(values)}")
     if quantization.candidates[0] < 10:
         raise ConfigError(f"{where}.candidates must be at least 10, from which nDCG@10 takes its results")
-    for section in ("quantization", "ablation"):
-        for key, least in {"batch": 2, "steps": 1}.items():
-            if (value := getattr(getattr(preset, section), key)) < least:
-                raise ConfigError(
-                    f"preset {preset.name}: {section}.{key} must be at least {least}, got {value}"
-                )
+    if quantization.steps < 1:
+        raise ConfigError(f"{where}.steps must be at least 1, got {quantization.steps}")
     for key in ("dimensions", "widths"):
         if any(value % 8 for value in getattr(quantization, key)):
             raise ConfigError(

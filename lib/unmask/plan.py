@@ -222,7 +222,7 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, str, Preset]]:
     yield "03_contextual", "contextual", "contextual", preset
     for parent in ("pair", "contextual"):
         yield "04_triplet", f"from_{parent}", "triplet", preset
-    short = _with(preset, "pair", batch=study.batch, steps=study.steps)
+    short = _with(preset, "pair", steps=study.steps)
     small = {
         f"{w}x{d}": replace(short, backbone=replace(shape, hidden_size=w, layers=d)) for w, d in study.shapes
     }
@@ -230,9 +230,9 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, str, Preset]]:
         yield "06_quantization", name, "pair", small[name]
     widest = "{}x{}".format(*study.shapes[-1])
     yield "06_quantization", f"{widest}-float", "pair", small[widest]
-    short = _with(preset, "pair", batch=preset.ablation.batch, steps=preset.ablation.steps)
     for base in ("AR", "diffusion"):
         for pooling in ("mean", "last"):
+            short = _with(preset, "pair", steps=preset.ablation.steps)
             yield "07_diffusion_vs_ar", f"{base}-{pooling}", "pair", short
     for name in ("pplx", *(f"insent-{lam:g}" for lam in preset.conteb.lambdas)):
         yield "08_conteb", name, "contextual", _with(preset, "contextual", steps=preset.conteb.steps)
