@@ -494,7 +494,8 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         metavar="J",
-        help="run up to J independent notebooks side by side, each on its share of the GPUs; default 1",
+        help="run up to J independent notebooks side by side, each on its share of the GPUs (one at least); "
+        "default 1",
     )
     one.add_argument(
         "--machines",

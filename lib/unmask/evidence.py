@@ -217,7 +217,7 @@ def keep(study: Run, claims: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def keep_effects(study: Run, name: str, effects: Mapping[str, Effect]) -> dict[str, list[float]]:
     """Effects that are no claims as a notebook saves them under `name`: value, low and high; their resamples
     go to results/<run>/replicates/<stage>-<name>.npz."""
-    _write(_replicates(study, f"{study.stage}-{name}"), effects)
+    _write(_replicates(study, study.stage, name), effects)
     return {key: list(effect) for key, effect in effects.items()}
 
 
@@ -230,13 +230,13 @@ def pooled_effects(study: Run, stage: str, name: str) -> dict[str, Effect]:
     for seed, saved in metrics(study).items():
         effects = saved.get(stage, {}).get(name, {})
         values = {key: value for key, (value, *_) in effects.items()}
-        for key, effect in _read(every[seed], stage, values, f"-{name}").items():
+        for key, effect in _read(every[seed], stage, values, name).items():
             found.setdefault(key, []).append(effect)
     return {key: pool(effects) for key, effects in found.items()}
 
 
-def _replicates(study: Run, name: str) -> Path:
-    return study.results / "replicates" / f"{name}.npz"
+def _replicates(study: Run, stage: str, name: str = "") -> Path:
+    return study.results / "replicates" / ("-".join(filter(None, (stage, name))) + ".npz")
 
 
 def _write(path: Path, effects: Mapping[str, Effect]) -> None:
@@ -247,9 +247,9 @@ def _write(path: Path, effects: Mapping[str, Effect]) -> None:
         np.savez_compressed(stream, **distances)
 
 
-def _read(study: Run, stage: str, values: Mapping[str, float], ending: str = "") -> dict[str, Effect]:
+def _read(study: Run, stage: str, values: Mapping[str, float], name: str = "") -> dict[str, Effect]:
     """What `_write` wrote, for these values."""
-    path = _replicates(study, stage + ending)
+    path = _replicates(study, stage, name)
     if values and not path.is_file():
         raise FileNotFoundError(f"{path} is missing: run notebook {stage} of run {study.name!r} again")
     distances = np.load(path) if values else {}

@@ -126,8 +126,8 @@ class Exact:
         queries, scores = TILES[device]
         q_ND = _tensor(q_ND).to(device)
         longest = CODES
-        codes = q_ND.dtype == torch.int8 and int_mm_is_exact(q_ND.device)
-        if q_ND.dtype != _tensor(self.d_MD[:1]).dtype or not (codes or q_ND.dtype == torch.uint8):
+        stay = q_ND.dtype == torch.uint8 or (q_ND.dtype == torch.int8 and int_mm_is_exact(q_ND.device))
+        if not stay or q_ND.dtype != _tensor(self.d_MD[:1]).dtype:
             # Documents are copied as floats for each tile of queries.
             queries, longest = 4 * queries, FLOATS
         step = min(longest, scores // min(queries, len(q_ND)))

@@ -82,13 +82,13 @@ def slots(
             f"{here} GPUs are needed on this machine, and it has {len(devices)}: "
             f"--gpus {len(devices) * machines} uses all of them"
         )
-    jobs = min(jobs, len(devices[:gpus])) if devices else jobs  # every notebook needs a GPU
+    devices = devices[:gpus]
+    jobs = min(jobs, len(devices) or jobs)  # every notebook needs a GPU
     if jobs == 1:
         return [Slot()]
     if not devices:
         threads = os.environ.get("OMP_NUM_THREADS") or str(max(cores() // jobs, 1))
         return [Slot({"OMP_NUM_THREADS": threads})] * jobs
-    devices = devices[:gpus]
     share = len(devices) // jobs
     overrides = {"parallel.num_processes": max(processes // jobs, 1)}
     return [
