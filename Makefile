@@ -10,7 +10,8 @@ HALF   := $(VENV)/.unmask-installing
 
 help:
 	@echo "make install    .venv with everything that was tested together, and the package itself"
-	@echo "make reproduce  run the whole recipe on this machine (preset cpu), print where the report is"
+	@echo "make reproduce  run the whole recipe on this machine (preset cpu), print where the report is;"
+	@echo "                PRESET=smollm2 TO=02: the first hour of the recipe on a pretrained language model"
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make test       ruff, then pytest"
 	@echo "make test-faults  kill trainings, merges and whole runs at random moments, in about ten minutes"
@@ -20,8 +21,10 @@ help:
 
 install: $(READY)
 
+# make reproduce PRESET=smollm2 TO=02: another preset, and no further than to this notebook
+PRESET ?= cpu
 reproduce: $(READY)
-	@$(BIN)/unmask run --preset cpu
+	@$(BIN)/unmask run --preset $(PRESET) $(if $(TO),--to $(TO))
 
 # Models this small do not fill a core, so two notebooks share the machine.
 smoke: $(READY)

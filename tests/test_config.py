@@ -60,6 +60,12 @@ def test_a_seed_is_that_of_every_training_and_not_of_the_corpus(name):
         ({"quantization.candidates": [5]}, "candidates must be at least 10"),
         ({"quantization.steps": 0}, "steps must be at least 1"),
         ({"pair.curriculum": [1, 2]}, "list of 3 values"),
+        (
+            {"data.families": ["english", "codes"]},
+            "data.families: unknown family 'codes'; did you mean 'code'",
+        ),
+        ({"diffusion.t_min": 0.5, "diffusion.t_max": 0.2}, "0 < t_min <= t_max <= 1"),
+        ({"ablation.seeds": 0}, "ablation.seeds must be at least 1"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_with_the_remedy(overrides, message):

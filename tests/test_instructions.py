@@ -10,10 +10,10 @@ from sentence_transformers import SentenceTransformer
 
 import tiny
 from unmask import Embedder, backbone, instructions
-from unmask.config import GROUPS
+from unmask.config import FAMILIES, GROUPS
 from unmask.data.tokenized import token_pairs
 from unmask.data.tokens import END_OF_TEXT, StoredTokenizer, ending
-from unmask.evaluation.tasks import FAMILIES, Task
+from unmask.evaluation.tasks import Task
 from unmask.instructions import INSTRUCTIONS, instructed, instructed_task, prompt
 
 # Letters, signs, digits and spaces follow the colon, which pre-tokenisation may join with some of them.

@@ -229,7 +229,7 @@ def test_every_training_of_the_notebooks_is_planned_and_no_other():
         started |= {(path.stem, stage) for stage in re.findall(one, code) if "training.launch" in code}
     planned = plan.trainings(load_preset("cpu"), 0)
     assert {(t.notebook, t.stage) for t in planned} == started
-    assert len({(t.notebook, t.name) for t in planned}) == len(planned) == 37
+    assert len({(t.notebook, t.name) for t in planned}) == len(planned) == 42
 
 
 def test_what_a_training_changes_is_planned_for():

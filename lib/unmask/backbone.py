@@ -1,8 +1,8 @@
-"""The Transformer behind every stage: stock Qwen3 classes, causal or bidirectional through
+"""The Transformer behind every stage: a stock decoder of transformers, causal or bidirectional through
 `config.is_causal`.
 
-Keeping the stock class is a feature: mergekit, sentence-transformers and AutoModel load what we save without
-remote code.
+From scratch it is a Qwen3; a ready checkpoint may be of any family that honours `is_causal`. Keeping the
+stock class is a feature: mergekit, sentence-transformers and AutoModel load what we save without remote code.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from tokenizers.models import BPE
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -65,7 +66,8 @@ def make_bidirectional(
     Both facts go into config.json: `is_causal`, which transformers reads, `use_bidirectional_attention`,
     which text-embeddings-inference reads, and `mask_token_id`.
 
-    Raises: ValueError if the token is not in the vocabulary: no row is ever added.
+    Raises: ValueError if the token is not in the vocabulary (no row is ever added), or if the model's class
+        stays causal all the same.
     """
     mask_token_id = tokenizer.get_vocab().get(mask_token)
     if mask_token_id is None:
@@ -76,7 +78,23 @@ def make_bidirectional(
     model.config.is_causal = False
     model.config.use_bidirectional_attention = True
     model.config.mask_token_id = mask_token_id
+    if not sees_both_sides(model):
+        raise ValueError(
+            f"{type(model).__name__} stays causal with is_causal = False (the first position does not notice "
+            "when the last token changes): take a family that honours it, Llama or Qwen3 for instance"
+        )
     return model
+
+
+@torch.no_grad()
+def sees_both_sides(model: PreTrainedModel) -> bool:
+    """Whether the first position of a text depends on its last token, with the model's attention as it is."""
+    parameter = next(model.parameters())
+    tokens_BL = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]], device=parameter.device)  # differ in the last one
+    training = model.training
+    first_BD = model.eval().base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state[:, 0]
+    model.train(training)
+    return not torch.equal(first_BD[0], first_BD[1])
 
 
 def load(path: str | Path, *, head: bool = False, attention: str | None = None) -> PreTrainedModel:
@@ -129,6 +147,8 @@ def write(
     """
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+    if isinstance(bpe := tokenizer.backend_tokenizer.model, BPE):
+        bpe.save(str(folder))  # vocab.json and merges.txt, which readers in C and Rust ask for
     (folder / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
 
 

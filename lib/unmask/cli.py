@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from unmask import __version__, manifest, mirror
+from unmask import __version__, manifest, mirror, pretrained
 from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved, seeded
 from unmask.pipeline import graph, machines, signals
 from unmask.pipeline.graph import Due, Folders, PipelineError
@@ -69,7 +69,7 @@ def _run(options: argparse.Namespace, arguments: list[str], seed: int | None) ->
         if value is not None:
             overrides[f"parallel.{key}"] = value
     preset = load_preset(options.preset, overrides)
-    if preset.backbone.checkpoint:
+    if preset.backbone.checkpoint and not (options.dry_run and _packaged(preset)):
         require_checkpoint(preset.backbone.checkpoint)
     name = _run_name(options, seed)
     folders = Folders.of(name)
@@ -181,8 +181,18 @@ def mirror_pull(options: argparse.Namespace, arguments: list[str]) -> int:
     """
     from unmask.pull import pull
 
-    pull(load_preset(options.preset, _overrides(options.set)), options.to, jobs=options.jobs)
+    preset = load_preset(options.preset, _overrides(options.set))
+    if name := _packaged(preset):
+        print(f"{name}: {pretrained.fetch(name, options.to)}")
+    if mirror.needs(preset) or not name:
+        pull(preset, options.to, jobs=options.jobs)
     return 0
+
+
+def _packaged(preset: Preset) -> str:
+    """Name of the preset's backbone if a package carries it."""
+    name = preset.backbone.checkpoint
+    return name if name in pretrained.PACKAGES else ""
 
 
 def mirror_check(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -191,10 +201,14 @@ def mirror_check(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.source:
         os.environ["UNMASK_MIRROR"] = str(options.source)
     preset = load_preset(options.preset, _overrides(options.set))
-    needed = mirror.needs(preset)
+    needed, lacks = mirror.needs(preset), False
+    if name := _packaged(preset):
+        lacks = pretrained.missing(name)
+        print(f"{name}: {f'missing: {pretrained.PACKAGES[name].wheel}' if lacks else 'there'}")
     if not needed:
-        print(f"preset {preset.name!r} reads nothing from the Hub or a mirror")
-        return 0
+        if not name:
+            print(f"preset {preset.name!r} reads nothing from the Hub or a mirror")
+        return int(lacks)
     if not (folder := mirror.root()) or not folder.is_dir():
         raise ValueError(f"no mirror{f' at {folder}' if folder else ''}: name one by --from or UNMASK_MIRROR")
     gaps = mirror.missing(preset)
@@ -210,7 +224,7 @@ def mirror_check(options: argparse.Namespace, arguments: list[str]) -> int:
     if not gaps:
         compared = "sizes" if options.quick else "checksums"
         print(f"{where}: {wanted} is there, {compared} of {len(files)} pulled files are right")
-        return 0
+        return int(lacks)
     sizes = ["unknown" if gap.bytes is None else manifest.readable(gap.bytes) for gap in gaps]
     rows = [(gap.what, gap.why, size) for gap, size in zip(gaps, sizes, strict=True)]
     _print_table([("missing or wrong", "why", "size"), *rows])

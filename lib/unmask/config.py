@@ -15,7 +15,7 @@ import itertools
 import json
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,14 @@ class DataConfig:
     test_packages: tuple[str, ...]  # held out, for reported figures
     max_packages: int  # 0: every installed package
     max_text_mb: int  # cap of the pretraining text
+    families: tuple[str, ...] = ()  # of pairs and tasks that are read; empty: all that there are
 
 
 @dataclass(frozen=True)
 class BackboneConfig:
     """The Transformer: a ready checkpoint, or the shape of one built from scratch."""
 
-    checkpoint: str  # Hub name or directory; empty: build from scratch with the shape below
+    checkpoint: str  # "smollm2-135m", Hub name, directory or GGUF file; empty: built in the shape below
     hidden_size: int
     layers: int
     heads: int
@@ -102,8 +103,9 @@ class PretrainConfig(TrainConfig):
 class DiffusionConfig(PretrainConfig):
     """Masked-diffusion continued pretraining."""
 
-    t_min: float  # t is uniform in (t_min, 1)
+    t_min: float  # t is uniform in (t_min, t_max)
     cut_fraction: float  # share of the sequences that are cut to a random length
+    t_max: float = field(default=1.0, kw_only=True)  # t_min = t_max: a fixed share of masks (LLM2Vec)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class ContrastiveConfig(TrainConfig):
     batch: int
     cluster_size: int  # rows of a cluster of look-alikes, from which batches are filled; 0: batches at random
     filter_margin: float  # what a surrogate finds this much better than the positive is no negative; -1: off
+    keep_tokens: int = field(default=0, kw_only=True)  # of a step, embedded once, with all activations kept
 
     @property
     def looks_around(self) -> bool:
@@ -218,6 +221,10 @@ class EvaluationConfig:
     max_documents: int  # per task
     precision: str  # "bf16" or "fp32"
     bootstrap: int  # resamples of a confidence interval
+    denoising: float = 0.5  # nats at t = 1 minus nats at the fewest masks that notebook 01 asks for
+    dev_queries: int = 0  # per task of the development split; 0: as many as of the test split
+    dev_documents: int = 0  # likewise
+    squad_paragraphs: int = 0  # of SQuAD, where a mirror holds it; 0: all
 
 
 @dataclass(frozen=True)
@@ -328,6 +335,9 @@ class AblationConfig:
     steps: int
     groups: tuple[str, ...]  # of the pairs to train on
     ema: float  # smoothing of the loss curve
+    batch: int = 0  # pairs of a step; 0: the pair stage's
+    seeds: int = 1  # so many times all arms are trained, from the same backbones
+    controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
 
 
 @dataclass(frozen=True)
@@ -358,6 +368,7 @@ class Preset:
 
 
 GROUPS = ("english", "cross-lingual", "multilingual", "code")  # of pairs: the steps of the curriculum
+FAMILIES = ("english", "code", "cross-lingual", "multilingual", "contextual")  # of tasks, as reported
 TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")  # by `launch`
 SECTIONS = tuple(f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "about"))
 
@@ -434,10 +445,10 @@ def _build(kind: type, values: Any, where: str) -> Any:
     for key in values:
         if key not in hints:
             raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, list(hints))}")
-    missing = [key for key in hints if key not in values]
-    if missing:
+    optional = {one.name for one in dataclasses.fields(kind) if one.default is not dataclasses.MISSING}
+    if missing := [key for key in hints if key not in values and key not in optional]:
         raise ConfigError(f"{where}: missing {', '.join(missing)}")
-    return kind(**{key: _convert(hint, values[key], f"{where}: {key}") for key, hint in hints.items()})
+    return kind(**{key: _convert(hints[key], value, f"{where}: {key}") for key, value in values.items()})
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -539,12 +550,26 @@ def _check(preset: Preset) -> None:
     for key in ("log_queries", "pool_depth", "passages"):
         if getattr(retrieval, key) < 1:
             raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(retrieval, key)}")
-    for section in ("triplet", "ablation"):
-        for group in getattr(preset, section).groups:
-            if group not in GROUPS:
+    for key, names, known in (
+        ("triplet.groups", preset.triplet.groups, GROUPS),
+        ("ablation.groups", preset.ablation.groups, GROUPS),
+        ("data.families", preset.data.families, FAMILIES),
+    ):
+        for name in names:
+            if name not in known:
+                what = "family" if known is FAMILIES else "group"
                 raise ConfigError(
-                    f"preset {preset.name}: {section}.groups: unknown group {group!r}{nearest(group, GROUPS)}"
+                    f"preset {preset.name}: {key}: unknown {what} {name!r}{nearest(name, known)}"
                 )
+    if not 0 < preset.diffusion.t_min <= preset.diffusion.t_max <= 1:
+        raise ConfigError(
+            f"preset {preset.name}: diffusion needs 0 < t_min <= t_max <= 1, got {preset.diffusion.t_min} "
+            f"and {preset.diffusion.t_max}"
+        )
+    if preset.ablation.seeds < 1:
+        raise ConfigError(
+            f"preset {preset.name}: ablation.seeds must be at least 1, got {preset.ablation.seeds}"
+        )
 
 
 def _check_contrastive(stage: ContrastiveConfig, where: str) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from unmask.workspace import Run
 
-VERDICTS = ("reproduced", "not at this scale", "contradicted", "not run")
+VERDICTS = ("reproduced", "not at this scale", "contradicted", "invalid", "not run")
 NOTHING = 1e-3  # a score below it found nothing, and has no shares
 ENOUGH = 3  # seeds that results are committed for
 
@@ -161,7 +161,7 @@ def judge(interval: tuple[float, float], *, above: float | None = None, below: f
 def claim(
     text: str, *, source: str, paper: str, effect: Effect, seeds: Sequence[int], notebook: str,
     above: float | None = None, below: float | None = None, detail: str = "", unit: str = "points",
-    headline: bool = False,
+    headline: bool = False, gates: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """A claim that an effect lies above or below a bar, judged; a line of claims.json once it is kept.
 
@@ -170,15 +170,20 @@ def claim(
         above, below: the bar, one of the two.
         detail: further figures of this run, as text; unit: of the effect, "points" or "nats".
         headline: whether the report names it first.
+        gates: of the trainings that it rests on (`unmask.gates`); one that failed makes it "invalid".
     Raises: ValueError unless the bar has one side.
     """
     bar = {side: value for side, value in (("above", above), ("below", below)) if value is not None}
-    verdict, shown = judge(effect.interval, **bar), points(effect, unit)
+    verdict, shown = _valid(judge(effect.interval, **bar), gates), points(effect, unit)
     line = _line(text, source, paper, f"{shown}; {detail}" if detail else shown, verdict, seeds, notebook)
     values = {str(seed): effect.value for seed in seeds}
     measured = {"effect": shown, "value": effect.value, "interval": list(effect.interval), "bar": bar}
-    about = {"detail": detail, "unit": unit, "headline": headline, "values": values}
+    about = {"detail": detail, "unit": unit, "headline": headline, "values": values, "gates": list(gates)}
     return line | measured | about | {"replicates_B": effect.replicates_B}
+
+
+def _valid(verdict: str, gates: Sequence[Mapping[str, Any]]) -> str:
+    return verdict if all(gate["passed"] for gate in gates) else "invalid"
 
 
 def fact(
@@ -200,6 +205,7 @@ def _line(
 ) -> dict[str, Any]:
     line = {"claim": text, "source": source, "paper": paper, "ours": ours, "effect": "", "detail": ""}
     line |= {"value": None, "interval": None, "bar": None, "unit": "", "headline": False}
+    line |= {"gates": []}
     return line | {"seeds": list(seeds), "values": {}, "verdict": verdict, "notebook": notebook}
 
 
@@ -368,14 +374,20 @@ def _pooled(
     shown = points(effect, one["unit"])
     alike = len({other["detail"] for other in same.values()}) == 1
     detail = one["detail"] if alike else f"seed {one['seeds'][0]}: {one['detail']}"
+    gates = [
+        gate | {"name": f"seed {seed}, {gate['name']}"}
+        for seed in seeds
+        for gate in same[seed].get("gates", ())
+    ]
     return one | {
+        "gates": gates,
         "ours": f"{shown}; {detail}" if detail else shown,
         "effect": shown,
         "value": effect.value,
         "interval": list(effect.interval),
         "seeds": seeds,
         "values": {str(seed): effects[seed].value for seed in seeds},
-        "verdict": judge(effect.interval, **one["bar"]),
+        "verdict": _valid(judge(effect.interval, **one["bar"]), gates),
     }
 
 

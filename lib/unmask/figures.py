@@ -119,6 +119,11 @@ SYSTEMS = {
     "AR, mean": Look(VERMILION, "v"),
     "diffusion, last": Look(CONTEXTUAL, "o", hollow=True),
     "diffusion, mean": Look(CONTEXTUAL, "o"),
+    "mask off, untrained": Look(BACKBONE, "o", hollow=True),
+    "after diffusion pretraining": Look(CONTEXTUAL, "o"),
+    "AR continued, mean": Look(BROWN, "P"),
+    "bidirectional, mean": Look(AMBER, "s"),
+    "masked next token, mean": Look(GREEN, "^"),
     "InSeNT": Look(AMBER, "v"),
     "CDE": Look(MAGENTA, "^"),
     "Qwen3": Look(GREEN, "s"),
@@ -269,7 +274,7 @@ def grouped_bars(
     outside = [series for series in table if look[series].color in OUTSIDE]
     inside = [series for series in table if series not in outside]
     values = [value for row in table.values() for value in row.values()]
-    width, top = 0.84 / len(inside), max(map(abs, values))
+    width, top = 0.84 / max(1, len(inside)), max(map(abs, values))
     digits = 3 if top < 0.1 else 2 if top < 10 else 1
     for number, series in enumerate(inside):
         row, (color, _, hollow) = table[series], look[series]
@@ -526,6 +531,7 @@ VERDICTS = {
     "reproduced": Look(CONTEXTUAL, "o"),
     "not at this scale": Look(LEXICAL, "s", hollow=True),
     "contradicted": Look(VERMILION, "D"),
+    "invalid": Look(AMBER, "X", hollow=True),
 }
 
 

@@ -41,7 +41,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from unmask.config import (
     BackboneConfig,
@@ -230,10 +230,17 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, str, Preset]]:
         yield "06_quantization", name, "pair", small[name]
     widest = "{}x{}".format(*study.shapes[-1])
     yield "06_quantization", f"{widest}-float", "pair", small[widest]
-    for base in ("AR", "diffusion"):
-        for pooling in ("mean", "last"):
-            short = _with(preset, "pair", steps=preset.ablation.steps)
-            yield "07_diffusion_vs_ar", f"{base}-{pooling}", "pair", short
+    ablation = preset.ablation
+    arms = ["AR-mean", "AR-last", "diffusion-mean", "diffusion-last", "bidirectional-mean"]
+    if ablation.controls:
+        same = {one.name: getattr(preset.diffusion, one.name) for one in fields(PretrainConfig)}
+        yield "07_diffusion_vs_ar", "ar-continued", "ar", _with(preset, "ar", **same)
+        yield "07_diffusion_vs_ar", "masked-next-token", "diffusion", preset
+        arms += ["AR-continued-mean", "masked-next-token-mean"]
+    short = _with(preset, "pair", steps=ablation.steps, batch=ablation.batch or preset.pair.batch)
+    for seed in range(ablation.seeds):
+        for arm in arms:
+            yield "07_diffusion_vs_ar", f"{arm}-s{seed}", "pair", short
     for name in ("pplx", *(f"insent-{lam:g}" for lam in preset.conteb.lambdas)):
         yield "08_conteb", name, "contextual", _with(preset, "contextual", steps=preset.conteb.steps)
     yield "08_conteb", "insent", "contextual", preset

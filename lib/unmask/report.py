@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from unmask.evidence import VERDICTS, Effect, in_unit, points
 from unmask.figures import picture
+from unmask.gates import failed
 from unmask.pipeline.graph import clock
 from unmask.workspace import repository
 
@@ -30,6 +31,7 @@ MARKS = {
     "reproduced": f"✔{NBSP}reproduced",
     "not at this scale": f"–{NBSP}not at this scale",
     "contradicted": f"✘{NBSP}contradicted",
+    "invalid": "invalid",
     "not run": "not run",
 }
 # Where the rows of a table come from: the notebook that measured them, then the keys in what it saved.
@@ -172,13 +174,19 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".", s
                 "claim": claim["claim"],
                 "paper": f"{claim['paper']} ({claim['source']})",
                 "ours": _unbroken((short and claim["effect"]) or claim["ours"]),
-                "verdict": f"**{MARKS[claim['verdict']]}**",
+                "verdict": _verdict(claim),
                 "seeds": len(claim["seeds"]) or "–",
                 "notebook": link(notebooks, claim["notebook"]),
             }
             for claim in claims
         ]
     )
+
+
+def _verdict(claim: Mapping[str, Any]) -> str:
+    """The mark of a claim's verdict, and of an invalid one the gates that failed."""
+    why = failed(claim.get("gates", ()))
+    return f"**{MARKS[claim['verdict']]}**" + (f" ({why})" if why else "")
 
 
 def page(markdown: str, title: str) -> str:
@@ -242,7 +250,8 @@ class Report:
             "## The claims in short",
             claims_table(self._headline, notebooks=self.notebooks, short=True),
             "✔: the whole 95 % interval lies on the claimed side of a bar that was set beforehand; ✘: all of "
-            "it on the other side; –: the bar lies inside ([protocol](../PROTOCOL.md)).",
+            "it on the other side; –: the bar lies inside ([protocol](../PROTOCOL.md)). Invalid: a training "
+            "that the claim rests on failed a check of its own, which is named.",
             "## Quality, stage by stage",
             f"nDCG@10 by family of held-out tasks, INT8{self._over_seeds}. BM25 and all-MiniLM-L6-v2, a "
             "small pretrained embedder of English, are references from outside.",
@@ -270,7 +279,7 @@ class Report:
             self._quality("system", SYSTEMS),
             markdown_table([{"system": name} | dict(row) for name, row in self.costs.items()]),
             "## Precisions",
-            f"All dimensions (notebook {link(self.notebooks, '06_quantization')}).",
+            f"All dimensions (notebook {self._link('06_quantization', '06')}).",
             markdown_table(self._precisions()),
             "## Beside the paper",
             "The paper's scores are of its benchmarks, ours of our own tasks: compare directions, not "
@@ -293,11 +302,15 @@ class Report:
         ran = name.partition("-")[0] in (*self.metrics, "12_report")
         return picture(f"figures/{name}.png", text) if ran else f"{text}: not run"
 
+    def _link(self, stage: str, text: str) -> str:
+        """The text, as a link to the executed notebook if it ran."""
+        return link(self.notebooks, stage, text) if stage in self.metrics else text
+
     def _quality(self, label: str, rows: Mapping[str, Sequence[str]]) -> str:
         table = self._gathered(rows)
         return markdown_table(
             [
-                {label: link(self.notebooks, path[0], name)}
+                {label: self._link(path[0], name)}
                 | {family: spread(values) for family, values in table.get(name, {}).items()}
                 for name, path in rows.items()
             ]
@@ -310,15 +323,18 @@ class Report:
         origin = "trained from scratch" if scratch else f"built on {backbone['checkpoint']}"
         seeds = f"{len(self.by_seed)} seeds" if len(self.by_seed) > 1 else "one seed"
         outside = [name for name in ("BM25", "all-MiniLM-L6-v2") if name in table]
-        quality = [
-            f"{name} {spread(table[name]['average'])}" for name in ("merged", *outside) if name in table
-        ]
+        furthest = [name for name in table if name not in outside][-1:]  # the stage that the run came to
+        quality = [f"{name} {spread(table[name]['average'])}" for name in (*furthest, *outside)]
+        read = self.preset.data.families
+        invalid = f" **{of['invalid']} invalid: a training failed its own check.**" if of["invalid"] else ""
+        left_out = f" Read are the families {', '.join(read)}; the others are left out." if read else ""
         return [
             f"**An embedder of {backbone['parameters'] / 1e6:.1f} M parameters, {origin} with {seeds}, "
             f"reproduces {of['reproduced']} of {len(self._headline)} headline claims, contradicts "
-            f"{of['contradicted']}, and leaves {of['not at this scale']} open at this scale.**",
-            f"Preset `{self.preset.name}`: {self.preset.about}. Average nDCG@10 over held-out tasks: "
-            f"{', '.join(quality) or 'not run'}. All {len(self.claims)} claims, the neighbours' "
+            f"{of['contradicted']}, and leaves {of['not at this scale']} open at this scale.**"
+            f"{invalid}",
+            f"Preset `{self.preset.name}`: {self.preset.about}.{left_out} Average nDCG@10 over held-out "
+            f"tasks: {', '.join(quality) or 'not run'}. All {len(self.claims)} claims, the neighbours' "
             f"papers included: {', '.join(f'{every[verdict]} {verdict}' for verdict in VERDICTS)} "
             "([claims.json](claims.json)). Our tasks are not the paper's benchmarks, nor our models its own: "
             "what compares is whether an effect is there, not how large it is."

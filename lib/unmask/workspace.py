@@ -70,11 +70,18 @@ def seed_runs(artifacts: Path) -> dict[int, Path]:
 def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
 
-    A Hub name that UNMASK_MIRROR holds is the folder there.
+    A model that a package carries and a GGUF file become directories first, see `unmask.pretrained`. A Hub
+    name that UNMASK_MIRROR holds is the folder there.
 
     Raises: ValueError that says what is missing.
     """
+    from unmask import pretrained
+
+    if str(path) in pretrained.PACKAGES:
+        return str(pretrained.packaged(str(path)))
     folder = Path(path)
+    if folder.suffix == ".gguf" and folder.is_file():
+        return str(pretrained.from_gguf(folder))
     looks_local = (
         isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
     )
@@ -157,6 +164,11 @@ class Run:
                 f"for instance with `unmask run --preset {self.config.name} --to {number}{named}`"
             )
         return path
+
+    def base(self) -> str:
+        """The causal backbone that everything starts from: a ready checkpoint, or notebook 00's own."""
+        ready = self.config.backbone.checkpoint
+        return require_checkpoint(ready or self.artifacts("00_backbone") / "ar" / "model")
 
     @property
     def results(self) -> Path:

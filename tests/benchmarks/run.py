@@ -101,6 +101,16 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "encode-mixed": lambda: encodings("mixed", "real lengths"),
     "encode-equal": lambda: encodings("equal", "equal lengths"),
     "rerank": lambda: compare("rerank", "rerank", memory=False),
+    "matmul-share": lambda: [
+        row
+        for case, title in {
+            "share-diffusion": "135 M, diffusion step",
+            "share-pair": "135 M, pair step, activations kept",
+            "share-pair-cached": "135 M, pair step, cached",
+            "share-encode": "135 M, encode",
+        }.items()
+        for row in compare(case, title, memory=False)
+    ],
     "integer-search": lambda: searches("integer-search", "exact INT8 search"),
     "binary-search": lambda: searches("binary-search", "exact binary search"),
     "search-scaling": lambda: search.scaling(RESULTS / "search.png"),

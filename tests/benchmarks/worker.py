@@ -20,10 +20,11 @@ import mining
 import preparation
 import rerank
 import search
+import share
 
 CASES = {
     name: case
-    for module in (clusters, contrastive, diffusion, encode, mining, preparation, rerank, search)
+    for module in (clusters, contrastive, diffusion, encode, mining, preparation, rerank, search, share)
     for name, case in module.CASES.items()
 }
 

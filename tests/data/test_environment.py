@@ -81,6 +81,7 @@ def make_packages(root: Path) -> list[Package]:
 
 def make_config(**changes) -> SimpleNamespace:
     values = {"source": "environment", "seed": 0, "vocab_size": 512, "max_packages": 0, "max_text_mb": 1}
+    values["families"] = ()
     return SimpleNamespace(**values | {"dev_packages": ("beta",), "test_packages": ("gamma",)} | changes)
 
 

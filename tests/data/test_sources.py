@@ -69,6 +69,7 @@ def config(tmp_path, monkeypatch):
     ]
     write(folder / "manuals.jsonl", manuals)
     values = {"source": str(folder / "own.yaml"), "seed": 0, "max_packages": 0, "max_text_mb": 1}
+    values["families"] = ()
     return SimpleNamespace(**values, dev_packages=("beta",), test_packages=("gamma",), folder=folder)
 
 
@@ -95,6 +96,20 @@ def test_a_registry_becomes_a_corpus(config):
     assert len(corpus.triplets("train")) == 0
     with pytest.raises(ValueError, match="no pairs 'answers' in 'train'; it has"):
         corpus.pairs("train", "answers")
+
+
+def test_families_that_are_not_asked_for_are_not_there(config):
+    whole = open_corpus(config)
+    config.families = ("english", "contextual")
+    assert open_corpus(config).datasets("pairs", "train") == ["questions"]
+    assert open_corpus(config).datasets("documents", "train") == ["manuals"]
+    assert open_corpus(config).hash != whole.hash
+    config.families = ("code",)
+    one = open_corpus(config)
+    assert one.datasets("pairs", "train") == one.datasets("documents", "train") == []
+    assert len(one.pairs("train")) == 0 and len(one.texts("train")) == len(whole.texts("train"))
+    with pytest.raises(ValueError, match="no pairs 'questions'"):
+        one.pairs("train", "questions")
 
 
 def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):

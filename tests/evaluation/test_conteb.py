@@ -12,7 +12,16 @@ import pytrec_eval
 
 import tiny
 from unmask.config import ConfigError, load_preset
-from unmask.evaluation.conteb import TASKS, as_task, at_corpus_size, build, first_documents, load, resized
+from unmask.evaluation.conteb import (
+    TASKS,
+    as_task,
+    at_corpus_size,
+    build,
+    first_documents,
+    load,
+    resized,
+    squad,
+)
 from unmask.evaluation.tasks import Task, ndcg
 
 CHUNKS = [("b_1", "second of b"), ("b_0", "first of b"), ("a_10", "last of a"), ("a_2", "middle of a")]
@@ -48,6 +57,43 @@ def test_a_repository_of_the_mirror_is_a_task(tmp_path, monkeypatch):
     assert task.chunk_ids == ["a_2", "a_10", "b_0", "b_1"]
     assert (task.queries, task.relevant) == (["what ends a?", "what is b?"], [{1}, {2}])
     assert task.contextual and task.name == "insurance"
+
+
+def squad_rows():
+    return [
+        {"title": title, "context": f"{title} paragraph {p}", "question": f"{title} question {p} {q}"}
+        for title, paragraphs in (("Z", 2), ("A", 3), ("M", 1))
+        for p in range(paragraphs)
+        for q in range(2)
+    ]
+
+
+def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
+    assert squad() is None
+    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
+    assert squad() is None
+    folder = tmp_path / "rajpurkar" / "squad" / "plain_text"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(squad_rows()), folder / "validation-00000-of-00001.parquet")
+    task = squad()
+    assert task.documents[0] == ["Z paragraph 0", "Z paragraph 1"]  # in the data's order
+    assert [len(document) for document in task.documents] == [2, 3, 1]
+    assert task.contextual and len(task.queries) == 12
+    for query, relevant in zip(task.queries, task.relevant, strict=True):
+        title, _, paragraph, _ = query.split()
+        assert {task.chunks[i] for i in relevant} == {f"{title} paragraph {paragraph}"}
+    fewer = squad(paragraphs=5, questions=3)
+    assert (
+        fewer.documents == task.documents[:2]
+        and fewer.queries == [query for query in task.queries if not query.startswith("M")][:3]
+    )
+
+
+@pytest.mark.mirror
+def test_the_mirrors_squad_is_all_of_its_validation_split():
+    task = squad(questions=20_000)
+    assert (len(task.documents), len(task.chunks), len(task.queries)) == (48, 2067, 10570)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])

@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from unmask.config import load_preset
+import tiny
+from unmask import Embedder, backbone
+from unmask.config import FAMILIES, load_preset
 from unmask.evaluation.tasks import (
-    FAMILIES,
     Task,
     Vectors,
+    assess,
     build_tasks,
     embed_task,
     evaluate,
@@ -86,6 +88,35 @@ def test_a_task_joins_the_data_sets_that_name_it():
     assert (task.name, task.family, len(task.queries)) == ("both", "english", 15 * len(PLAIN))
     with pytest.raises(ValueError, match="holds nothing out for 'test'"):
         build_tasks(SimpleNamespace(datasets=lambda kind, split: []), "test", CONFIG)
+
+
+def test_development_tasks_may_be_smaller():
+    fewer = replace(CONFIG, dev_queries=5, dev_documents=8)
+    for split, sizes in {"dev": (5, 8), "test": (15, 13)}.items():
+        task = next(task for task in build_tasks(corpus(), split, fewer) if not task.contextual)
+        assert (len(task.queries), len(task.documents)) <= sizes
+    assert build_tasks(corpus(), "dev", CONFIG) == build_tasks(corpus(), "test", CONFIG)
+
+
+def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, tasks):
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
+    path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m", fingerprint="one")
+    embedder = Embedder.from_pretrained(path, mixed_precision=CONFIG.precision == "bf16")
+    encoded = []
+    encode = Embedder.encode
+    monkeypatch.setattr(Embedder, "encode", lambda *args, **kw: encoded.append(1) or encode(*args, **kw))
+    alone, late = (assess(path, tasks, CONFIG, late_chunking=late) for late in (False, True))
+    done = len(encoded)
+    for found, option in ((alone, False), (late, True)):
+        again = assess(path, tasks, CONFIG, late_chunking=option)
+        assert len(encoded) == done
+        expected = evaluate(embedder, tasks, CONFIG, late_chunking=option)
+        done = len(encoded)
+        for name in expected:
+            np.testing.assert_array_equal(found[name], expected[name])
+            np.testing.assert_array_equal(found[name], again[name])
+    assess(path, tasks, replace(CONFIG, query_length=3))
+    assert len(encoded) > done  # other lengths are other scores
 
 
 def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(tasks):

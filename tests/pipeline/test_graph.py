@@ -71,6 +71,24 @@ def test_order_follows_the_needs_before_the_numbers(checkout: Checkout) -> None:
     assert [s.name for s in discover(checkout.folders.notebooks)] == ["01_free", "02_first", "00_late"]
 
 
+def test_what_is_taken_comes_first_and_is_not_missed(diamond: Checkout) -> None:
+    metadata = {"unmask": {"needs": ["00_backbone"], "takes": ["03_join"], "reads": []}}
+    diamond.notebook("02a_report", metadata=metadata)
+    stages = {stage.name: stage for stage in discover(diamond.folders.notebooks)}
+    assert list(stages).index("02a_report") > list(stages).index("03_join")
+
+    def inputs() -> set[str]:
+        return set(expected(list(stages.values()), PRESET, diamond.folders)["02a_report"]["inputs"])
+
+    marks = expected(list(stages.values()), PRESET, diamond.folders)
+    finish([stages["00_backbone"]], marks, diamond.folders)
+    report = stages["02a_report"]
+    assert [task.stage for task in plan(list(stages.values()), [report], marks, diamond.folders)] == [report]
+    assert inputs() == {"00_backbone"}
+    finish([stages["03_join"]], marks, diamond.folders)
+    assert inputs() == {"00_backbone", "03_join"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

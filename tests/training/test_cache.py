@@ -54,16 +54,35 @@ def test_cached_gradients_equal_plain_backpropagation(name, pooling):
         pytest.skip("late chunking has no last-token pooling")
     items, loss_of_rows = case(name)
     results = []
-    for budget in (10**6, 60):
+    for budget, keep in ((10**6, 0), (60, 0), (60, 150), (60, 10**6)):
         model = tiny.model()
-        loss = cached_backward(model, items, loss_of_rows, token_budget=budget, pooling=pooling)
+        loss = cached_backward(
+            model, items, loss_of_rows, token_budget=budget, keep_tokens=keep, pooling=pooling
+        )
         results.append((loss, tiny.gradients(model)))
     assert len(micro_batches([len(s) for s in items], 60)) > 2
-    (plain, expected), (cached, found) = results
-    torch.testing.assert_close(cached, plain, rtol=1e-5, atol=0)
+    (plain, expected), *others = results
     norm = torch.stack([g.norm() for g in expected.values()]).norm()
-    for name_, gradient in expected.items():
-        assert (found[name_] - gradient).norm() <= 1e-5 * norm
+    for cached, found in others:
+        torch.testing.assert_close(cached, plain, rtol=1e-5, atol=0)
+        for name_, gradient in expected.items():
+            assert (found[name_] - gradient).norm() <= 1e-5 * norm
+
+
+def test_what_is_kept_is_embedded_once(monkeypatch):
+    items, loss_of_rows = case("pair")
+    tokens, passes = sum(map(len, items)), []
+    embed = cache.encode_rows
+    monkeypatch.setattr(
+        cache, "encode_rows", lambda *args, **kw: passes.append(len(args[1])) or embed(*args, **kw)
+    )
+    counts = []
+    for keep in (0, tokens // 2, tokens):
+        passes.clear()
+        cached_backward(tiny.model(), items, loss_of_rows, token_budget=60, keep_tokens=keep)
+        counts.append(len(passes))
+    groups = len(micro_batches([len(s) for s in items], 60))
+    assert counts[0] == 2 * groups - 1 > counts[1] > counts[2] == groups
 
 
 def test_rows_embedded_now_take_their_gradient_later():

@@ -1,6 +1,7 @@
 """Jobs: the stages' data from a corpus of a few sentences, and trainings on it."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,10 +16,12 @@ from unmask.config import load_preset, resolved
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import tokenize
 from unmask.embedder import Embedder
+from unmask.training import jobs
 from unmask.training.jobs import (
     by_dataset,
     data_report,
     drawn_batches,
+    identity,
     job_fingerprint,
     prepare_data,
     run_job,
@@ -165,3 +168,48 @@ def test_the_tiny_corpus_is_one(start):
     corpus = open_corpus(SimpleNamespace(**vars(load_preset("smoke").data)))
     assert corpus.datasets("pairs", "train") == ["docs"]
     assert [source.name for source in corpus.text_sources()] == ["environment"]
+
+
+def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
+    changes = {"pooling": "last", "query_length": 8, "document_length": 16}
+    path = run_job(job("pair", start, tmp_path, changes=changes), lambda row: None)
+    embedder = Embedder.from_pretrained(path)
+    assert (embedder.pooling, embedder.special_tokens) == ("last", True)
+    long = " ".join(tiny.TEXTS)
+    for text in (*tiny.TEXTS[:3], long):  # a text that is cut keeps its end, too
+        (unit,) = embedder._texts([text], 16, str)
+        assert unit.sequence.tokens_L[-1] == tiny.tokenizer().eos_token_id
+    by_mean = run_job(job("pair", start, tmp_path), lambda row: None)
+    assert not Embedder.from_pretrained(by_mean).special_tokens
+
+
+@pytest.mark.parametrize(("stage", "pooling"), [("qwen3", "mean"), ("qwen3", "last"), ("pair", "last")])
+def test_who_pools_at_the_end_and_qwen3_whatever_its_pooling_end_each_text(stage, pooling):
+    config = load_preset("smoke", {f"{stage}.pooling": pooling})
+    assert jobs._ends(getattr(config, stage))
+    assert not jobs._ends(config.contextual)
+
+
+def test_a_causal_start_reads_both_sides_if_it_is_told_to(tmp_path, start):
+    causal = backbone.save(
+        tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "causal", fingerprint="c"
+    )
+    opened = run_job(job("pair", causal, tmp_path, bidirectional=True), lambda row: None)
+    assert backbone.sees_both_sides(backbone.load(opened))
+    kept = run_job(job("pair", causal, tmp_path), lambda row: None)
+    assert not backbone.sees_both_sides(backbone.load(kept))
+    marks = [job_fingerprint(job("pair", causal, tmp_path, **more)) for more in ({}, {"bidirectional": True})]
+    assert marks[0] != marks[1]
+
+
+def test_what_a_ready_backbone_is_stays_with_what_descends_from_it(tmp_path, start):
+    base = backbone.save(
+        tiny.model(head=True), tiny.tokenizer(), tmp_path / "base", source="four bits a weight"
+    )
+    trained = run_job(job("diffusion", base, tmp_path), lambda row: None)
+    assert backbone.facts(trained)["source"] == "four bits a weight"
+    assert "source" not in backbone.facts(run_job(job("pair", start, tmp_path), lambda row: None))
+
+
+def test_a_name_on_the_hub_is_its_own_identity():
+    assert identity(Path("organisation/one")) != identity(Path("organisation/two"))

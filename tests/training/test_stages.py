@@ -107,6 +107,12 @@ def test_t_is_uniform_between_its_bounds():
     torch.testing.assert_close(quartiles, 0.25 + 0.75 * torch.tensor([0.25, 0.5, 0.75]), atol=0.04, rtol=0)
 
 
+def test_equal_bounds_of_t_are_a_fixed_share_of_masks():
+    _, noised = forward_process(t_min=0.2, t_max=0.2, cut_fraction=0.0)
+    torch.testing.assert_close(noised.t_B, torch.full_like(noised.t_B, 0.2))
+    assert float(noised.masked_BL.double().mean()) == pytest.approx(0.2, abs=0.01)
+
+
 def test_a_share_of_the_sequences_is_cut_and_nothing_is_masked_beyond():
     tokens, noised = forward_process(cut_fraction=0.2)
     lengths = noised.valid_BL.sum(1)

@@ -46,9 +46,13 @@ class Corpus:
     triplets: as pairs, with negatives.
     documents: document_id, dataset, task, package, language, chunks, queries, golds (index of each query's
         gold chunk).
+
+    With `families`, data sets of pairs and triplets of other groups are not there, and documents only if
+    "contextual" is one of them.
     """
 
     path: Path
+    families: tuple[str, ...] = ()
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -57,8 +61,8 @@ class Corpus:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all rows."""
-        return self.card["hash"]
+        """SHA-256 of all rows, with the families that are read."""
+        return "-".join([self.card["hash"], *self.families])
 
     def identity(self, kind: str, dataset: str) -> str:
         """Names the rows of one data set, whatever else a corpus holds: another name for other rows."""
@@ -73,7 +77,12 @@ class Corpus:
 
     def datasets(self, kind: str, split: str) -> list[str]:
         """Names of the data sets that have rows of a kind in a split."""
-        return sorted(name for name, sizes in self.card["sizes"][kind].items() if sizes[split]["rows"])
+        names = sorted(name for name, sizes in self.card["sizes"][kind].items() if sizes[split]["rows"])
+        if not self.families or kind == "texts":
+            return names
+        if kind == "documents":
+            return names if "contextual" in self.families else []
+        return [name for name in names if self._rows(kind, split, [name])[0]["group"] in self.families]
 
     def texts(self, split: str) -> Dataset:
         """Text for pretraining. Of a source that is larger than a table should be, a sample."""
@@ -92,9 +101,6 @@ class Corpus:
         return self._read("documents", split, dataset)
 
     def _read(self, kind: str, split: str, dataset: str | None) -> Dataset:
-        # Slow to import, and workers that read source files do not need it.
-        from datasets import Dataset, concatenate_datasets
-
         if split not in SPLITS:
             raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
         names = self.datasets(kind, split)
@@ -102,6 +108,12 @@ class Corpus:
             if dataset not in names:
                 raise ValueError(f"The corpus has no {kind} {dataset!r} in {split!r}; it has {names}.")
             names = [dataset]
+        return self._rows(kind, split, names)
+
+    def _rows(self, kind: str, split: str, names: Sequence[str]) -> Dataset:
+        # Slow to import, and workers that read source files do not need it.
+        from datasets import Dataset, concatenate_datasets
+
         if not names:
             return Dataset(SCHEMAS[kind].empty_table())
         folders = self.card["folders"][kind]

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,8 @@ def open_corpus(config: DataConfig) -> Corpus:
     Raises: ValueError for an unknown source, an unknown held-out package, bad rows or an empty corpus; the
         message says where and what to do.
     """
-    return _open_environment(config) if config.source == ENVIRONMENT else _open_registry(config)
+    corpus = _open_environment(config) if config.source == ENVIRONMENT else _open_registry(config)
+    return replace(corpus, families=config.families)
 
 
 def identity(config: DataConfig) -> str:

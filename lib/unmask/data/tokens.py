@@ -116,18 +116,30 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarra
     raise ValueError("the tokenizer's post-processor changes the tokens of a text: it cannot be used here")
 
 
+def end_token(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token between texts and between the chunks of a document: `<|endoftext|>`, or where the vocabulary
+    lacks it the tokenizer's own end of a text.
+
+    Raises: ValueError if there is neither.
+    """
+    token = END_OF_TEXT if END_OF_TEXT in tokenizer.get_vocab() else tokenizer.eos_token
+    if token is None:
+        raise ValueError(f"the tokenizer has neither {END_OF_TEXT} nor an eos token: give it an eos token")
+    return token
+
+
 def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The same tokenizer with a post-processor that appends `<|endoftext|>` to a text.
+    """The same tokenizer with a post-processor that appends its `end_token` to a text.
 
     Source: the tokenizer of Qwen3-Embedding, which pools at that token.
     """
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend, end = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), end_token(tokenizer)
     backend.post_processor = processors.TemplateProcessing(
-        single=f"$A {END_OF_TEXT}",
-        pair=f"$A $B {END_OF_TEXT}",
-        special_tokens=[(END_OF_TEXT, backend.token_to_id(END_OF_TEXT))],
+        single=f"$A {end}",
+        pair=f"$A $B {end}",
+        special_tokens=[(end, backend.token_to_id(end))],
     )
     # The class of a tokenizer may know better than its file what to add; the general one does not.
     return PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
@@ -143,7 +155,7 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
     Returns: int32, (blocks, length).
     Raises: ValueError if the texts do not fill a single block.
     """
-    end = np.array([tokenizer.convert_tokens_to_ids(END_OF_TEXT)], dtype=np.int32)
+    end = np.array([tokenizer.convert_tokens_to_ids(end_token(tokenizer))], dtype=np.int32)
     arrays = encode(tokenizer.backend_tokenizer, texts, np.int32)
     parts = [part for array in arrays if len(array) for part in (array, end)]
     tokens = np.concatenate(parts) if parts else end[:0]
@@ -162,7 +174,7 @@ class StoredTokenizer:
     path: Path
     hash: str
     dtype: str  # of its ids: uint16 where they fit
-    end: int  # `<|endoftext|>`
+    end: int  # `end_token`
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> StoredTokenizer:
@@ -177,7 +189,7 @@ class StoredTokenizer:
         if not path.is_file():
             write_atomic(path, content)
         fits = max(plain.get_vocab(with_added_tokens=True).values()) < 2**16
-        return cls(path, key, "uint16" if fits else "uint32", plain.token_to_id(END_OF_TEXT))
+        return cls(path, key, "uint16" if fits else "uint32", plain.token_to_id(end_token(tokenizer)))
 
     def load(self) -> Tokenizer:
         """The tokenizer, read once per process."""

@@ -12,13 +12,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
+from hashlib import sha256
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pyarrow import parquet
 from torch import Tensor
 
+from unmask import mirror
 from unmask.config import nearest
 from unmask.data.files import DataFile, data_files, did_you_mean, resolved, verify
 from unmask.data.formats import format_of, is_data, naming, place, shortened
@@ -43,6 +46,7 @@ TASKS = {
     "narrative-qa": "test",
     "squad-conteb-eval": "validation",
 }
+SQUAD = "rajpurkar/squad"
 COLUMNS = {"documents": (("chunk_id",), ("chunk",)), "queries": (("query",), ("chunk_id", "chunk_ids"))}
 PIECE_BYTES = 64 << 20  # of a file that is read at a time
 NEUTRAL = ("it", "its")  # what a document's theme is replaced by, and its genitive
@@ -68,6 +72,48 @@ def load(task: str | Path, split: str | None = None) -> Task:
         raise ValueError(f"{task} is neither a folder nor a task of ConTEB{nearest(str(task), TASKS)}")
     found = source(folder.resolve().name, split or "test") if folder else source(str(task), split)
     return _task(found.name, _rows(found, folder, "documents"), _rows(found, folder, "queries"))
+
+
+def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
+    """ConTEB's SQuAD task, built from the validation split of SQuAD 1.1 in the mirror.
+
+    Articles are documents, their paragraphs chunks, and a question's own paragraph answers it. With the
+    chunks embedded alone this is plain retrieval of paragraphs. Nothing is ever trained on it.
+
+    Args:
+        paragraphs: take whole articles while they fit into so many; 0: all, 2,067.
+        questions: asked at most, drawn by their hash; of all there are 10,570.
+    Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
+    """
+    folder = mirror.local(SQUAD)
+    files = sorted(folder.glob("plain_text/validation-*.parquet")) if folder else []
+    if not files:
+        return None
+    rows = parquet.read_table(files, columns=["title", "context", "question"]).to_pylist()
+    articles: dict[str, dict[str, int]] = {}  # paragraphs by article, in the data's order
+    for row in rows:
+        known = articles.setdefault(row["title"], {})
+        known.setdefault(row["context"], len(known))
+    if paragraphs:
+        total = np.cumsum([len(known) for known in articles.values()])
+        fit = max(1, int(np.searchsorted(total, paragraphs, side="right")))
+        articles = dict(islice(articles.items(), fit))
+    number = {title: i for i, title in enumerate(articles)}
+    asked = [row for row in rows if row["title"] in articles]
+    asked.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
+    documents = [
+        {"chunk_id": f"{number[title]:02d}_{index:03d}", "chunk": text}
+        for title, known in articles.items()
+        for text, index in known.items()
+    ]
+    queries = [
+        {
+            "query": row["question"],
+            "chunk_id": f"{number[row['title']]:02d}_{articles[row['title']][row['context']]:03d}",
+        }
+        for row in asked[:questions]
+    ]
+    return as_task("SQuAD", documents, queries)
 
 
 def source(name: str, split: str | None = None) -> Source:

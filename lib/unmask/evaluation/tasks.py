@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from unmask.config import EvaluationConfig
+from unmask.config import FAMILIES, EvaluationConfig, fingerprint
 from unmask.data.corpus import Corpus
 from unmask.embedder import Embedder, quantized
 from unmask.evaluation.ranking import Bm25, retrieval_metrics
 from unmask.evidence import Effect, paired_bootstrap
 from unmask.similarity import similarity
+from unmask.training.jobs import identity
+from unmask.workspace import artifacts_root, replacing
 
-# What a stage of the recipe is meant to improve, reported together: the groups of pairs, and documents.
-FAMILIES = ("english", "code", "cross-lingual", "multilingual", "contextual")
+# Of the library: what scores depend on, beside the checkpoint and the task.
+_CODE = ("attention", "embedder", "encoding", "pooling", "quantize", "similarity", "evaluation/ranking")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,12 @@ class Task:
     def chunks(self) -> list[str]:
         return [chunk for document in self.documents for chunk in document]
 
+    @property
+    def identity(self) -> str:
+        """Hash of what is asked, searched and right."""
+        relevant = [sorted(chunks) for chunks in self.relevant]
+        return fingerprint(self.family, self.queries, self.documents, relevant, self.chunk_ids)
+
 
 @dataclass(frozen=True)
 class Vectors:
@@ -61,6 +69,9 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
 
     Raises: ValueError if the split holds no task at all, or one whose first document is too large.
     """
+    if split == "dev":
+        fewer = {"max_queries": config.dev_queries, "max_documents": config.dev_documents}
+        config = replace(config, **{key: value for key, value in fewer.items() if value})
     rows: dict[tuple[str, str], list[dict]] = {}
     for name in corpus.datasets("pairs", split):
         for row in corpus.pairs(split, name):
@@ -171,9 +182,27 @@ def evaluate(
 def assess(
     path: str | Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
 ) -> dict[str, np.ndarray]:
-    """`evaluate` for a checkpoint, in INT8 and in the preset's precision of computing."""
-    embedder = Embedder.from_pretrained(path, mixed_precision=config.precision == "bf16")
-    return evaluate(embedder, tasks, config, late_chunking=late_chunking)
+    """`evaluate` for a checkpoint, in INT8 and in the preset's precision of computing.
+
+    Scores are kept under artifacts/data/scores: notebooks compare with the models of earlier ones, and a task
+    without documents of chunks has the same scores with late chunking and without.
+    """
+    model, lengths = identity(Path(path)), (config.query_length, config.document_length, config.chunk_length)
+    root = Path(__file__).parents[1]
+    code = [(root / f"{name}.py").read_text(encoding="utf8") for name in _CODE]
+    scores, embedder = {}, None
+    for task in tasks:
+        late = late_chunking and task.contextual
+        key = fingerprint(model, task.identity, lengths, config.precision, late, code)
+        kept = artifacts_root() / "data" / "scores" / f"{key}.npy"
+        if not kept.is_file():
+            if embedder is None:
+                embedder = Embedder.from_pretrained(path, mixed_precision=config.precision == "bf16")
+            found = evaluate(embedder, [task], config, late_chunking=late)
+            with replacing(kept) as temporary, temporary.open("wb") as stream:
+                np.save(stream, found[task.name])
+        scores[task.name] = np.load(kept)
+    return scores
 
 
 def compare(

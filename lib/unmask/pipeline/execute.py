@@ -169,13 +169,13 @@ class _Crew:
         """Waiting stages whose needs are met, now that some more have begun."""
         unfinished = [*self.waiting, *begun, *(task for task, *_ in self.running.values())]
         missing = {task.stage.name for task in unfinished}
-        return [task for task in self.waiting if not missing.intersection(task.stage.needs)]
+        return [task for task in self.waiting if not missing.intersection(task.stage.inputs)]
 
     def _awaited(self, task: Due) -> int:
         """How many waiting stages need this one, directly or through others."""
         held = {task.stage.name}
         for other in self.waiting:  # in running order: after all that they need
-            if held.intersection(other.stage.needs):
+            if held.intersection(other.stage.inputs):
                 held.add(other.stage.name)
         return len(held) - 1
 
@@ -437,7 +437,7 @@ def _run_stage(
     keep(exit_status=0)
     partial.unlink()
     # The inputs as they were used: an input that was itself out of date keeps this stage due.
-    inputs = {need: folders.done(need)["hash"] for need in stage.needs}
+    inputs = {name: found["hash"] for name in stage.inputs if (found := folders.done(name))}
     finished = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts = {"finished": finished, "wall_seconds": round(progress.elapsed, 1)}
     _write_json(done, seal(mark | {"inputs": inputs}) | facts)

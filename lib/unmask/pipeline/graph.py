@@ -92,6 +92,7 @@ class Stage:
     name: str  # file name without its ending, for instance "02_pair"
     path: Path
     needs: tuple[str, ...]
+    takes: tuple[str, ...]  # reads their output, too, where they ran
     reads: tuple[str, ...]
     seeds: str  # of SEEDS
     code: str  # hash of the code cells' sources: outputs and execution counts do not count
@@ -101,6 +102,10 @@ class Stage:
     @property
     def number(self) -> str:
         return self.name.partition("_")[0]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (*self.needs, *self.takes)
 
 
 def discover(notebooks: Path, sections: Iterable[str] | None = None) -> list[Stage]:
@@ -118,9 +123,10 @@ def discover(notebooks: Path, sections: Iterable[str] | None = None) -> list[Sta
         raise PipelineError(f"no notebook named NN_*.ipynb in {notebooks}")
     for stage in stages.values():
         _check_names(stage.path, "needs", stage.needs, stages)
+        _check_names(stage.path, "takes", stage.takes, stages)
         if sections is not None:
             _check_names(stage.path, "reads", stage.reads, list(sections))
-    sorter = TopologicalSorter({stage.name: stage.needs for stage in stages.values()})
+    sorter = TopologicalSorter({stage.name: stage.inputs for stage in stages.values()})
     try:
         sorter.prepare()
     except CycleError as error:
@@ -188,8 +194,12 @@ def expected(
                 "data": data if "data" in stage.reads else "",
                 "library": code,
                 "versions": versions,
-                "inputs": {need: marks[need]["hash"] for need in stage.needs},
-                "seeds": folders.repetitions(stage.needs) if stage.seeds == "pooled" else {},
+                "inputs": {
+                    name: marks[name]["hash"]
+                    for name in stage.inputs
+                    if name in stage.needs or folders.done(name)
+                },
+                "seeds": folders.repetitions(stage.inputs) if stage.seeds == "pooled" else {},
                 "prose": stage.prose,
             }
         )
@@ -308,18 +318,20 @@ def _read(path: Path) -> Stage:
         raise PipelineError(f"{where} is not a notebook: {error!r}") from None
     wanted = 'add "unmask": {"needs": […], "reads": […]} to the notebook\'s metadata'
     metadata = notebook.get("metadata", {}).get("unmask")
-    if not isinstance(metadata, dict) or set(metadata) - {"seeds"} != {"needs", "reads"}:
+    if not isinstance(metadata, dict) or set(metadata) - {"seeds", "takes"} != {"needs", "reads"}:
         raise PipelineError(f"{where} does not say what it needs and reads: {wanted}")
     if (seeds := metadata.get("seeds", SEEDS[0])) not in SEEDS:
         raise PipelineError(f"{where}: seeds must be one of {', '.join(SEEDS)}, got {seeds!r}")
-    named = metadata["needs"], metadata["reads"]
+    takes = metadata.get("takes", [])
+    named = metadata["needs"], metadata["reads"], takes
     if not all(isinstance(value, list) and all(isinstance(v, str) for v in value) for value in named):
-        raise PipelineError(f"{where}: needs and reads must be lists of names: {wanted}")
+        raise PipelineError(f"{where}: needs, takes and reads must be lists of names: {wanted}")
     _check_parameters(where, [source for _, source, tags in cells if "parameters" in tags])
     return Stage(
         name=path.stem,
         path=path,
         needs=tuple(metadata["needs"]),
+        takes=tuple(takes),
         reads=tuple(metadata["reads"]),
         seeds=seeds,
         code=fingerprint([cell for cell in cells if cell[0] == "code"], metadata),

@@ -32,6 +32,7 @@ def cached_backward(
     loss_of_rows: Callable[[Tensor], Tensor],
     *,
     token_budget: int,
+    keep_tokens: int = 0,
     pooling: str = "mean",
     processes: Processes = ALONE,
     last: bool = True,
@@ -44,13 +45,13 @@ def cached_backward(
             document's chunks one after the other.
         loss_of_rows: scalar loss of all rows (R, D), of which each process gives its part, so that the parts
             add up; quantisation belongs here.
-        token_budget, pooling, processes, last, inputs: as for `cached_rows`.
+        token_budget, keep_tokens, pooling, processes, last, inputs: as for `cached_rows`.
 
     If everything fits into one micro-batch, this is plain backpropagation.
     """
     rows_RD, push = cached_rows(
-        model, sequences,
-        token_budget=token_budget, pooling=pooling, processes=processes, last=last, **inputs,
+        model, sequences, token_budget=token_budget, keep_tokens=keep_tokens,
+        pooling=pooling, processes=processes, last=last, **inputs,
     )  # fmt: skip
     loss = loss_of_rows(rows_RD.requires_grad_())
     push(*torch.autograd.grad(loss, rows_RD))
@@ -62,6 +63,7 @@ def cached_rows(
     sequences: Sequence[TokenSequence],
     *,
     token_budget: int,
+    keep_tokens: int = 0,
     pooling: str = "mean",
     processes: Processes = ALONE,
     last: bool = True,
@@ -71,11 +73,14 @@ def cached_rows(
     models read.
 
     Random numbers drawn by the model (dropout) are replayed, so cached and uncached gradients agree. The last
-    micro-batch, which has the longest sequences, keeps its graph and is embedded once.
+    micro-batch, which has the longest sequences, keeps its graph and is embedded once; so do those before it
+    while their tokens fit into `keep_tokens`.
 
     Args:
         sequences: the same on every process.
         token_budget: tokens per micro-batch, padding included where there is any.
+        keep_tokens: memory for speed, on one process: so many tokens' activations are kept instead of being
+            computed twice.
         last: False if more gradients of the same step follow for this model; the processes' gradients are
             reduced by the last call.
         inputs: what else the model takes, the same in every forward pass. Each that requires a gradient gets
@@ -98,14 +103,19 @@ def cached_rows(
             )  # fmt: skip
         return rows_RD if len(group) else rows_RD[:0]
 
+    kept = 1
+    if processes.count == 1:  # DDP reduces after the backward pass of its last forward pass
+        sizes = np.cumsum([sum(len(sequences[i]) for i in group) for group in own[::-1]])
+        kept = max(1, int(np.searchsorted(sizes, keep_tokens, side="right")))
+    again = own[:-kept]  # embedded twice
     parts, random_states = [], []
     with torch.no_grad():
-        for group in own[:-1]:
+        for group in again:
             random_states.append(_random_state(processes.device))
             parts.append(embed(group))
-    with processes.accumulating(model, last=last and len(own) == 1):
-        kept_RD = embed(own[-1])
-    rows_RD = _collect([*parts, kept_RD.detach()], groups, offsets, processes)
+    with processes.accumulating(model, last=last and not again):
+        graphs = [embed(group) for group in own[-kept:]]
+    rows_RD = _collect([*parts, *(rows.detach() for rows in graphs)], groups, offsets, processes)
 
     def push(gradient_RD: Tensor) -> None:
         gradient_RD = processes.sum(gradient_RD)
@@ -114,12 +124,13 @@ def cached_rows(
             index = torch.from_numpy(rows_of(offsets, group)).to(processes.device)
             processes.backward(part_RD, gradient_RD[index])
 
-        with processes.accumulating(model, last=last and len(own) == 1):
-            push_part(kept_RD, own[-1])
+        with processes.accumulating(model, last=last and not again):
+            while graphs:  # the longest first; each is freed as it goes
+                push_part(graphs.pop(), own[len(again) + len(graphs)])
         after = _random_state(processes.device)
-        for number, (group, state) in enumerate(zip(own[:-1], random_states, strict=True), 2):
+        for number, (group, state) in enumerate(zip(again, random_states, strict=True), 1):
             _set_random_state(state, processes.device)
-            with processes.accumulating(model, last=last and number == len(own)):
+            with processes.accumulating(model, last=last and number == len(again)):
                 push_part(embed(group), group)
         _set_random_state(after, processes.device)
 

@@ -19,6 +19,7 @@ from unmask import backbone, cde
 from unmask.config import (
     GROUPS,
     ContrastiveConfig,
+    PairConfig,
     Preset,
     Qwen3Config,
     RerankerConfig,
@@ -34,7 +35,7 @@ from unmask.data.pairs import curriculum
 from unmask.data.prompt import AROUND_DOCUMENT, answers, around_query, taken
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import TokenDocuments, TokenPairs, single_chunks, token_documents, token_pairs
-from unmask.data.tokens import END_OF_TEXT, StoredTokenizer, ending
+from unmask.data.tokens import StoredTokenizer, end_token, ending
 from unmask.instructions import INSTRUCTIONS, prompt
 from unmask.training.cde import Cde
 from unmask.training.engine import Preempted, finish, stop_signals, train
@@ -62,7 +63,8 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
             (checkpoint directory), "tokenizer" (for a model from scratch), "changes" (values of the stage's
             section to replace), "groups" (of pair data sets to use), "negatives" (file of mined triplets),
             "surrogate" (directory or Hub name of an embedder, instead of `clusters.surrogate`),
-            "milestones" (numbers of steps after which the model is kept as well, see `launch.milestones`).
+            "milestones" (numbers of steps after which the model is kept as well, see `launch.milestones`),
+            "bidirectional" (a causal start reads both sides from the first step on, without pretraining).
     """
     preset, config = stage_config(job)
     folder = Path(job["folder"])
@@ -81,9 +83,9 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
         model = backbone.load(job["start"], head=stage in ("ar", "diffusion", "reranker"))
     else:
         model = backbone.build(preset.backbone, tokenizer, seed=config.seed)
-    if stage == "diffusion":
+    if stage == "diffusion" or job.get("bidirectional"):
         backbone.make_bidirectional(model, tokenizer, preset.backbone.mask_token)
-    if stage == "qwen3":
+    if _ends(config):
         tokenizer = ending(tokenizer)
     objective = _objective(job, config, corpus, tokenizer, data, near, model.config)
     path, milestones = folder / "model", folder / MILESTONES / job["fingerprint"]
@@ -92,7 +94,7 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
         weights = full_weights(model)
         if processes.main:
             write = cde.save if contextual else backbone.save
-            write(model, tokenizer, path, weights=weights, **_facts(stage, config), fingerprint=identity)
+            write(model, tokenizer, path, weights=weights, **_facts(job, config), fingerprint=identity)
         processes.wait()
 
     def after_step(done: int) -> None:
@@ -115,13 +117,25 @@ def run_job(job: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) ->
     return path
 
 
-def _facts(stage: str, config: TrainConfig) -> dict[str, Any]:
-    """How a stage's checkpoint is to be used."""
-    facts = {"stage": stage, "pooling": getattr(config, "pooling", "mean")}
-    if stage == "qwen3":
-        prompts = {"query": prompt(INSTRUCTIONS["english"]), "document": ""}  # for sentence-transformers
-        facts |= {"special_tokens": True, "prompts": prompts}
+def _facts(job: Mapping[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """How a stage's checkpoint is to be used, and which ready backbone it descends from."""
+    facts = {"stage": job["stage"], "pooling": getattr(config, "pooling", "mean")}
+    if source := backbone.facts(job.get("start") or "").get("source"):
+        facts["source"] = source
+    if _ends(config):
+        facts["special_tokens"] = True
+    if job["stage"] == "qwen3":
+        prompts = {"query": prompt(INSTRUCTIONS["english"]), "document": ""}
+        facts["prompts"] = prompts  # for sentence-transformers
     return facts
+
+
+def _ends(config: TrainConfig) -> bool:
+    """Whether an end is put after each text: a last token to pool at that means the same for all texts.
+
+    Qwen3-Embedding's texts end so whatever their pooling."""
+    last = isinstance(config, PairConfig) and config.pooling == "last"
+    return last or isinstance(config, Qwen3Config)
 
 
 def stage_config(job: Mapping[str, Any]) -> tuple[Preset, TrainConfig]:
@@ -139,13 +153,15 @@ def job_fingerprint(job: Mapping[str, Any]) -> str:
         files["surrogate"] = _surrogate(job, preset).identity
         files["clusters"] = fingerprint(replace(preset.clusters, surrogate=""))
     shape = None if job.get("start") else preset.backbone
-    asked = job.get("groups"), job.get("milestones")
+    asked = job.get("groups"), job.get("milestones"), job.get("bidirectional")
     parts = (config, shape and fingerprint(shape), preset.backbone.mask_token, asked, files)
     return fingerprint(job["stage"], *parts, open_corpus(preset.data).hash, code_hash())
 
 
 def identity(path: Path) -> str:
     """Identity of an input: a checkpoint of ours by its fingerprint, anything else by its content."""
+    if not path.exists():  # a name on the Hub
+        return str(path)
     known = backbone.facts(path).get("fingerprint") if path.is_dir() else None
     if known:
         return known
@@ -279,7 +295,7 @@ def _objective(job: Mapping[str, Any], config, corpus: Corpus, tokenizer, data, 
         kind = Qwen3 if stage == "qwen3" else Cde if stage == "cde" and config.context else Pair
         return kind(data, config, allowed, near)
     if stage == "contextual":
-        return Contextual(data, config, tokenizer.convert_tokens_to_ids(END_OF_TEXT), near)
+        return Contextual(data, config, tokenizer.convert_tokens_to_ids(end_token(tokenizer)), near)
     if stage == "reranker":
         return Reranking(data, config, answers(tokenizer.backend_tokenizer))
     return Triplet(data, config, neighbours=near)
@@ -340,9 +356,10 @@ def _pairs(
 def _reading(rows: Dataset, stored: StoredTokenizer, config) -> dict[str, Any]:
     """What a stage's model reads before and after a text, and how many tokens at most."""
     lengths = {"query_length": config.query_length, "document_length": config.document_length}
-    if isinstance(config, Qwen3Config):
-        before = prompt(INSTRUCTIONS[rows[0]["group"]])
-        return lengths | {"around_query": (before, END_OF_TEXT), "around_document": ("", END_OF_TEXT)}
+    if _ends(config):
+        before = prompt(INSTRUCTIONS[rows[0]["group"]]) if isinstance(config, Qwen3Config) else ""
+        end = stored.load().id_to_token(stored.end)
+        return lengths | {"around_query": (before, end), "around_document": ("", end)}
     if isinstance(config, RerankerConfig):
         around = around_query(INSTRUCTIONS[rows[0]["group"]])
         return {

@@ -203,10 +203,13 @@ class Diffusion(_Pretraining):
 
 
 def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generator) -> Noised:
-    """The forward process: t ~ U(t_min, 1) per sequence, every token masked with probability t, 1 % of
-    sequences cut."""
+    """The forward process: t ~ U(t_min, t_max) per sequence, every token masked with probability t, 1 % of
+    sequences cut.
+
+    With t_min = t_max the weight 1/t is a constant: masked next-token prediction with a fixed share of masks,
+    as LLM2Vec has it."""
     b, length = tokens_BL.shape
-    t_B = rng.uniform(config.t_min, 1.0, b)
+    t_B = rng.uniform(config.t_min, config.t_max, b)
     masked_BL = rng.random((b, length)) < t_B[:, None]
     cut_B = np.where(rng.random(b) < config.cut_fraction, rng.integers(2, length + 1, b), length)
     valid_BL = np.arange(length) < cut_B[:, None]
@@ -296,7 +299,8 @@ class Pair(Contrastive):
     ) -> dict[str, Any]:
         loss = cached_backward(
             module, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch.negatives_NN, processes),
-            token_budget=self._config.token_budget, pooling=self._config.pooling, processes=processes,
+            token_budget=self._config.token_budget, keep_tokens=self._config.keep_tokens,
+            pooling=self._config.pooling, processes=processes,
         )  # fmt: skip
         tokens = sum(map(len, batch.sequences))
         return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": len(batch.sequences) // 2}
@@ -363,7 +367,7 @@ class Contextual(Contrastive):
 
         loss = cached_backward(
             module, batch.sequences, loss_of_rows,
-            token_budget=config.token_budget, processes=processes,
+            token_budget=config.token_budget, keep_tokens=config.keep_tokens, processes=processes,
         )  # fmt: skip
         row = {"loss": loss, "tokens": sum(map(len, batch.sequences)), "dataset": name}
         return row if config.objective == "insent" else row | {"beta": beta}
@@ -400,7 +404,8 @@ class Triplet(Contrastive):
 
             total += cached_backward(
                 module, sequences, loss_of_rows,
-                token_budget=config.token_budget, processes=processes, last=number == len(parts),
+                token_budget=config.token_budget, keep_tokens=config.keep_tokens,
+                processes=processes, last=number == len(parts),
             )  # fmt: skip
         tokens = sum(len(sequence) for _, sequences, _ in parts for sequence in sequences)
         return {"loss": total, "tokens": tokens, "dataset": name, "pairs": count}

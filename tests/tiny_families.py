@@ -1,0 +1,50 @@
+"""Tiny decoders of several families, with the tests' tokenizer."""
+
+import torch
+from transformers import (
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+)
+
+import tiny
+from unmask import backbone
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
+
+
+def model(family: str, *, bidirectional: bool = False, head: bool = False, seed: int = 0):
+    if family == "qwen3":
+        return tiny.model(bidirectional=bidirectional, head=head, seed=seed)
+    config, kind = FAMILIES[family]
+    torch.manual_seed(seed)
+    built = kind(config(vocab_size=len(tiny.tokenizer()), **SHAPE))
+    if bidirectional:
+        backbone.make_bidirectional(built, tiny.tokenizer(), "<|fim_pad|>")
+    return (built if head else built.model).eval()
+
+
+def gpt_neo():
+    """A family whose class stays causal whatever its configuration says."""
+    torch.manual_seed(0)
+    kinds = [[["global"], 2]]
+    shape = GPTNeoConfig(
+        vocab_size=len(tiny.tokenizer()), max_position_embeddings=64, hidden_size=32, num_layers=2,
+        num_heads=2, attention_types=kinds, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPTNeoForCausalLM(shape).eval()
