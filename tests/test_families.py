@@ -11,7 +11,9 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 import tiny
 import tiny_families
 from unmask import Embedder, backbone
+from unmask.attention import unpadded, unpadded_inputs
 from unmask.data.tokens import end_token, ending
+from unmask.encoding import TokenSequence, encode_rows
 from unmask.interchange import export_onnx
 from unmask.merge import slerp
 
@@ -54,6 +56,25 @@ def test_it_is_saved_for_everybody(family, tmp_path):
     np.testing.assert_allclose(SentenceTransformer(str(exported)).encode(TEXTS), ours, atol=1e-5)
     assert AutoModel.from_pretrained(exported).config.is_causal is False
     np.testing.assert_allclose(Embedder.from_pretrained(exported).encode(TEXTS, "float32"), ours, atol=1e-6)
+
+
+@family
+def test_it_is_read_without_padding(family):
+    model = tiny_families.model(family, bidirectional=True)
+    assert unpadded(model, inference=True)
+    texts = [TokenSequence(tokens) for tokens in tiny.sequences(6, seed=3)]
+    with torch.no_grad():
+        packed, padded = (encode_rows(model, texts, packed=packed) for packed in (True, False))
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("built", [tiny_families.gpt_neo, tiny_families.mistral])
+def test_families_that_cannot_be_are_padded(built):
+    """GPT-Neo has attention of its own, Mistral a window."""
+    model = built()
+    assert not unpadded(model, inference=True)
+    with pytest.raises(ValueError, match="pad its batches"):
+        unpadded_inputs(model, [3, 4], "cpu")
 
 
 @family

@@ -6,6 +6,8 @@ from transformers import (
     GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
 )
@@ -48,3 +50,10 @@ def gpt_neo():
         num_heads=2, attention_types=kinds, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPTNeoForCausalLM(shape).eval()
+
+
+def mistral():
+    """Attention over a window."""
+    torch.manual_seed(0)
+    config = MistralConfig(vocab_size=len(tiny.tokenizer()), sliding_window=8, **SHAPE)
+    return MistralForCausalLM(config).model.eval()

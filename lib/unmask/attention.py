@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -38,11 +38,11 @@ def unpadded(model: nn.Module, *, inference: bool = False) -> bool:
     parameter = next(model.parameters())
     device = parameter.device.type
     if device == "cpu" and inference:
-        return _supported(_config(model))
+        return _supported(model)
     if device != "cuda" or torch.cuda.get_device_capability(parameter.device) < (8, 0):
         return False
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
-    return dtype in (torch.bfloat16, torch.float16) and _supported(_config(model))
+    return dtype in (torch.bfloat16, torch.float16) and _supported(model)
 
 
 def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device | str) -> dict[str, object]:
@@ -54,11 +54,12 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
     Raises:
         ValueError: the model's attention is not transformers' "sdpa", or has a window or dropout.
     """
-    config = _config(model)
-    if not _supported(config):
+    config = _inner(model).config
+    if not _supported(model):
         raise ValueError(
-            "Sequences are read without padding by attention 'sdpa' only, over all tokens and without "
-            f"dropout; the model has attention {config._attn_implementation!r}: pad its batches."
+            "Sequences are read without padding by attention 'sdpa' only, over all tokens, with rotary "
+            f"positions and without dropout; the model has attention {config._attn_implementation!r}: "
+            "pad its batches."
         )
     config._attn_implementation = VARLEN
     ends = torch.tensor([0, *lengths]).cumsum(0)
@@ -67,8 +68,8 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
     longest = max(lengths)
     return {
         "position_ids": position_T[None].to(device, non_blocking=True),
-        # As the mask of every kind of layer: none, which keeps transformers from deriving one.
-        "attention_mask": dict.fromkeys(config.layer_types),
+        # Four dimensions say that the mask is ready, so transformers derives none. Nobody reads it.
+        "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device),
         "cu_seq_lens_q": starts,
         "cu_seq_lens_k": starts,
         "max_length_q": longest,
@@ -161,13 +162,21 @@ def compile_layers(model: nn.Module) -> None:
         layer.compile()
 
 
-def _config(model: nn.Module) -> PreTrainedConfig:
-    return getattr(model, "module", model).config  # DDP hides the model
+def _inner(model: nn.Module) -> nn.Module:
+    return getattr(model, "module", model)  # DDP hides the model
 
 
-def _supported(config: PreTrainedConfig) -> bool:
+def _supported(model: nn.Module) -> bool:
+    model = _inner(model)
+    config = model.config
+    windows = getattr(config, "sliding_window", None) is not None
+    kinds = set(
+        getattr(config, "layer_types", None) or ["sliding_attention" if windows else "full_attention"]
+    )
     return (
         config._attn_implementation in ("sdpa", VARLEN)
-        and set(getattr(config, "layer_types", ())) == {"full_attention"}
+        and model._supports_attention_backend  # the class takes its attention from transformers' registry
+        and bool(getattr(config, "rope_parameters", None))  # positions are counted anew in each sequence
+        and kinds == {"full_attention"}
         and not config.attention_dropout
     )

@@ -21,10 +21,11 @@ def computed(request, tmp_path_factory):
     """What two processes computed, in one torchrun for all cases."""
     out = tmp_path_factory.mktemp(request.param)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
+    done = subprocess.run(
         [*command, worker.__file__, request.param, str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240, capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=240, capture_output=True, text=True,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
     return request.param, out
 
 
