@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from unmask import gates
 from unmask.evaluation.tasks import Task
 from unmask.evidence import Effect, claim
+from unmask.losses import contextual_loss, insent_loss
 from unmask.report import claims_table
 
 CONFIG = SimpleNamespace(bootstrap=200)
@@ -80,3 +82,18 @@ def test_a_claim_on_a_training_that_failed_is_invalid_and_says_why():
     assert line["verdict"] == "invalid" and line["gates"] == [well, badly]
     assert "**invalid** (slope: 0.1, not >= 4)" in claims_table([line])
     assert [row["passed"] for row in gates.table(line["gates"])] == ["yes", "**no**"]
+
+
+def test_a_guess_in_the_contextual_stage_is_the_loss_of_equal_similarities():
+    """Every text the same: each softmax is as wide as its denominator."""
+    n, chunks = 6, 4
+    q_ND, chunks_MCD, documents_MD = torch.ones(n, 8), torch.ones(n, chunks, 8), torch.ones(n, 8)
+    of, gold = torch.arange(n), torch.arange(n) % chunks
+    stage = SimpleNamespace(objective="pplx", batch=n, chunks=chunks, alpha=0.2, beta_end=0.5)
+    nothing = contextual_loss(q_ND, chunks_MCD, documents_MD, of, gold, beta=0.5, alpha=0.2)
+    # The global term ranks the batch's queries, too, which a guess needs not count.
+    queries = 0.5 * (math.log(2 * n - 1) - math.log(n))
+    assert gates.contextual_guess(stage) == pytest.approx(float(nothing) - queries, rel=1e-5)
+    stage.objective, stage.alpha = "insent", 0.0
+    batch_only = float(insent_loss(q_ND, chunks_MCD, of, gold, lam=0.0))
+    assert batch_only <= gates.contextual_guess(stage) == pytest.approx(math.log(n * chunks))

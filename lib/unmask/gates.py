@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from unmask.config import EvaluationConfig
+from unmask.config import ContextualConfig, EvaluationConfig
 from unmask.evaluation.ranking import retrieval_metrics
 from unmask.evaluation.tasks import Task, compare
 
@@ -55,6 +55,14 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float) -> l
         at_most(f"{name}: loss at the end, below its base rate", end, base_rate),
         at_most(f"{name}: rise over the last third, within its error", rise, error),
     ]
+
+
+def contextual_guess(stage: ContextualConfig) -> float:
+    """Nats of a guess at the end of the contextual stage: among the chunks of a document (weight alpha) and
+    of the batch; and, unless it is InSeNT, among the documents of the batch (weight beta)."""
+    own, batch, documents = (math.log(n) for n in (stage.chunks, stage.batch * stage.chunks, stage.batch))
+    local = stage.alpha * own + (1 - stage.alpha) * batch
+    return local if stage.objective == "insent" else stage.beta_end * documents + (1 - stage.beta_end) * local
 
 
 def _rise(loss_S: np.ndarray) -> tuple[float, float]:
