@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -168,14 +168,14 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _supported(model: nn.Module) -> bool:
     model = _inner(model)
-    config = model.config
+    config, decoder = model.config, next(m for m in model.modules() if isinstance(m, PreTrainedModel))
     windows = getattr(config, "sliding_window", None) is not None
     kinds = set(
         getattr(config, "layer_types", None) or ["sliding_attention" if windows else "full_attention"]
     )
     return (
         config._attn_implementation in ("sdpa", VARLEN)
-        and model._supports_attention_backend  # the class takes its attention from transformers' registry
+        and decoder._supports_attention_backend  # the class takes its attention from transformers' registry
         and bool(getattr(config, "rope_parameters", None))  # positions are counted anew in each sequence
         and kinds == {"full_attention"}
         and not config.attention_dropout
