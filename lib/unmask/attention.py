@@ -52,7 +52,8 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
     again in the backward pass; calls without these arguments compute what they did before.
 
     Raises:
-        ValueError: the model's attention is not transformers' "sdpa", or has a window or dropout.
+        ValueError: the model's attention is not transformers' "sdpa", or has a window, dropout or positions
+            that are not rotary.
     """
     config = _inner(model).config
     if not _supported(model):
