@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class TrainConfig:
     weight_decay: float
     clip: float  # l2 norm of the gradient
     token_budget: int  # tokens of one micro-batch of one process, padding included
-    precision: str  # "bf16" (autocast) or "fp32"
+    precision: str  # "bf16" (autocast, where the processor has it) or "fp32"
     gradient_checkpointing: bool  # keep one activation per layer and recompute the others
     compile: bool  # torch.compile of every layer
     checkpoint_every: int  # steps
@@ -106,6 +107,14 @@ class DiffusionConfig(PretrainConfig):
     t_min: float  # t is uniform in (t_min, t_max)
     cut_fraction: float  # share of the sequences that are cut to a random length
     t_max: float = field(default=1.0, kw_only=True)  # t_min = t_max: a fixed share of masks (LLM2Vec)
+    log_uniform: bool = field(default=False, kw_only=True)  # low t: drawn more often, not weighed more
+
+    @property
+    def masked_share(self) -> float:
+        """The mean of t: the share of the tokens that are masked."""
+        if self.log_uniform and self.t_min < self.t_max:
+            return (self.t_max - self.t_min) / math.log(self.t_max / self.t_min)
+        return (self.t_min + self.t_max) / 2
 
 
 @dataclass(frozen=True)

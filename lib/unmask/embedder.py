@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask import interchange
+from unmask import backbone, interchange
 from unmask.attention import fast_attention, unpadded
 from unmask.data.tokens import END_OF_TEXT, batches, special_tokens_around
 from unmask.data.tokens import encode as token_ids
@@ -111,7 +111,7 @@ class Embedder:
         self.max_length = self._limit(self.window if max_length is None else max_length)
         on_gpu = self.device.type == "cuda"
         if mixed_precision is None:
-            mixed_precision = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+            mixed_precision = on_gpu and backbone.computes_in_bf16("bf16")
         self.mixed_precision = mixed_precision
         self.token_budget = token_budget or (1_024 if self.device.type == "cpu" else 32_768)
         self.separator_id = _separator_id(tokenizer, separator)

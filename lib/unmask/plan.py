@@ -336,7 +336,7 @@ def _flops_of_step(preset: Preset, stage: str, gpus: int) -> float:
         return flops + 3 * 2 * (total - body) * (1 + config.negatives) * config.batch
     if not isinstance(config, PretrainConfig):
         return flops
-    paid = (1 + config.t_min) / 2 if isinstance(config, DiffusionConfig) else 1  # the mean of t
+    paid = config.masked_share if isinstance(config, DiffusionConfig) else 1
     logits = paid * config.batch * config.length * 2 * (total - body)
     return flops + logits * (4 if paid * tokens > _chunk_rows(preset) else 3)
 

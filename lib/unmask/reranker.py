@@ -73,7 +73,7 @@ class Reranker:
         self.max_length = window if max_length is None else min(max_length, window)
         on_gpu = self.device.type == "cuda"
         if mixed_precision is None:
-            mixed_precision = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+            mixed_precision = on_gpu and backbone.computes_in_bf16("bf16")
         self.mixed_precision = mixed_precision
         self.token_budget = token_budget or (32_768 if on_gpu else 1_024)
         self.yes, self.no = answers(tokenizer.backend_tokenizer)

@@ -101,7 +101,7 @@ def test_development_tasks_may_be_smaller():
 def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, tasks):
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
     path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m", fingerprint="one")
-    embedder = Embedder.from_pretrained(path, mixed_precision=CONFIG.precision == "bf16")
+    embedder = Embedder.from_pretrained(path, mixed_precision=backbone.computes_in_bf16(CONFIG.precision))
     encoded = []
     encode = Embedder.encode
     monkeypatch.setattr(Embedder, "encode", lambda *args, **kw: encoded.append(1) or encode(*args, **kw))

@@ -63,7 +63,7 @@ def test_pretraining_stages_compute_the_loss_of_the_whole_batch():
     noisy = batch.tokens_BL.masked_fill(batch.masked_BL, tiny_stages.MASK_ID)
     hidden = model.model(noisy, attention_mask=batch.valid_BL.long()).last_hidden_state
     loss = diffusion_loss(
-        hidden, model.lm_head.weight, batch.tokens_BL, batch.masked_BL, batch.t_B, batch.valid_BL
+        hidden, model.lm_head.weight, batch.tokens_BL, batch.masked_BL, batch.divisor_B, batch.valid_BL
     )
     loss.backward()
     expected = tiny.gradients(model)
@@ -89,7 +89,7 @@ def forward_process(count=2000, length=64, **changes):
 
 def test_every_token_is_masked_with_probability_t():
     _, noised = forward_process(cut_fraction=0.0, t_min=0.1)
-    t, length = noised.t_B.double(), noised.tokens_BL.shape[1]
+    t, length = noised.divisor_B.double(), noised.tokens_BL.shape[1]
     z = (noised.masked_BL.sum(1) - length * t) / (length * t * (1 - t)).sqrt()
     # Counts of a binomial distribution of this very t: standardised, mean 0 and variance 1.
     assert abs(z.mean()) < 4 / len(z) ** 0.5
@@ -101,16 +101,32 @@ def test_every_token_is_masked_with_probability_t():
 
 def test_t_is_uniform_between_its_bounds():
     _, noised = forward_process(t_min=0.25)
-    assert noised.t_B.min() >= 0.25
-    assert noised.t_B.max() <= 1
-    quartiles = noised.t_B.quantile(torch.tensor([0.25, 0.5, 0.75]))
+    assert noised.divisor_B.min() >= 0.25
+    assert noised.divisor_B.max() <= 1
+    quartiles = noised.divisor_B.quantile(torch.tensor([0.25, 0.5, 0.75]))
     torch.testing.assert_close(quartiles, 0.25 + 0.75 * torch.tensor([0.25, 0.5, 0.75]), atol=0.04, rtol=0)
 
 
 def test_equal_bounds_of_t_are_a_fixed_share_of_masks():
     _, noised = forward_process(t_min=0.2, t_max=0.2, cut_fraction=0.0)
-    torch.testing.assert_close(noised.t_B, torch.full_like(noised.t_B, 0.2))
+    torch.testing.assert_close(noised.divisor_B, torch.full_like(noised.divisor_B, 0.2))
     assert float(noised.masked_BL.double().mean()) == pytest.approx(0.2, abs=0.01)
+
+
+def test_low_t_drawn_more_often_is_the_same_loss_in_expectation_with_equal_weights():
+    """Of a model that loses 1 + t nats at each masked token."""
+
+    def loss_B(noised):
+        counts_B = noised.masked_BL.double().sum(1)
+        return counts_B * (1 + counts_B / 64) / noised.divisor_B.double() / 64
+
+    bounds = {"count": 20_000, "t_min": 0.05, "cut_fraction": 0.0}
+    (_, plain), (_, drawn) = forward_process(**bounds), forward_process(**bounds, log_uniform=True)
+    assert drawn.divisor_B.unique().numel() == 1
+    assert float(drawn.masked_BL.double().mean()) == pytest.approx(float(drawn.divisor_B[0]), abs=0.01)
+    assert float(loss_B(drawn).mean()) == pytest.approx(float(loss_B(plain).mean()), rel=0.02)
+    fixed = forward_process(t_min=0.2, t_max=0.2, cut_fraction=0.0, log_uniform=True)[1]
+    torch.testing.assert_close(fixed.divisor_B, torch.full_like(fixed.divisor_B, 0.2))
 
 
 def test_a_share_of_the_sequences_is_cut_and_nothing_is_masked_beyond():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
+from unmask.backbone import computes_in_bf16
 from unmask.embedder import Embedder
 from unmask.evaluation.tasks import Task, Vectors, score_task
 from unmask.workspace import artifacts_root, replacing
@@ -71,7 +72,8 @@ def load(config: EvaluationConfig) -> Reference | None:
             f"{folder} holds other weights than {NAME} (SHA-256 {found[:12]}…, not {SHA256[:12]}…): "
             "install unmask[reference] anew"
         )
-    return Reference(Embedder.from_pretrained(folder, mixed_precision=config.precision == "bf16"), SHA256)
+    half = computes_in_bf16(config.precision)
+    return Reference(Embedder.from_pretrained(folder, mixed_precision=half), SHA256)
 
 
 def evaluate(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, dict[str, np.ndarray]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from unmask.backbone import computes_in_bf16
 from unmask.config import FAMILIES, EvaluationConfig, fingerprint
 from unmask.data.corpus import Corpus
 from unmask.embedder import Embedder, quantized
@@ -197,7 +198,7 @@ def assess(
         kept = artifacts_root() / "data" / "scores" / f"{key}.npy"
         if not kept.is_file():
             if embedder is None:
-                embedder = Embedder.from_pretrained(path, mixed_precision=config.precision == "bf16")
+                embedder = Embedder.from_pretrained(path, mixed_precision=computes_in_bf16(config.precision))
             found = evaluate(embedder, [task], config, late_chunking=late)
             with replacing(kept) as temporary, temporary.open("wb") as stream:
                 np.save(stream, found[task.name])

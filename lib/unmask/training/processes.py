@@ -45,7 +45,7 @@ class Processes:
         """Joins the other processes that torchrun started, if there are any."""
         # accelerate joins CPU processes only where the CPU was asked for.
         accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
-        return cls(accelerator, strategy, half=precision == "bf16")
+        return cls(accelerator, strategy, half=backbone.computes_in_bf16(precision))
 
     @property
     def device(self) -> torch.device:

@@ -156,12 +156,12 @@ class NextToken(_Pretraining):
 
 @dataclass(frozen=True)
 class Noised:
-    """A batch of the forward process: clean tokens, what was masked, at which t; `valid_BL` False beyond a
-    cut."""
+    """A batch of the forward process: clean tokens, what was masked, what its nats are divided by (t, if t is
+    uniform); `valid_BL` False beyond a cut."""
 
     tokens_BL: Tensor
     masked_BL: Tensor
-    t_B: Tensor
+    divisor_B: Tensor
     valid_BL: Tensor
 
 
@@ -184,15 +184,15 @@ class Diffusion(_Pretraining):
 
         def forward(rows: Tensor) -> Tensor:
             whole = bool(batch.valid_BL[rows].all())
-            tokens, masked, t, valid = (
+            tokens, masked, divisor, valid = (
                 x[rows].to(processes.device, non_blocking=True)
-                for x in (batch.tokens_BL, batch.masked_BL, batch.t_B, batch.valid_BL)
+                for x in (batch.tokens_BL, batch.masked_BL, batch.divisor_B, batch.valid_BL)
             )
             return module(
                 tokens.masked_fill(masked, self._mask_token_id),
                 None if whole else valid.long(),
                 lambda hidden, head: diffusion_loss(
-                    hidden, head, tokens, masked, t, None if whole else valid, normalizer=predictable
+                    hidden, head, tokens, masked, divisor, None if whole else valid, normalizer=predictable
                 ),
             )
 
@@ -207,16 +207,22 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     sequences cut.
 
     With t_min = t_max the weight 1/t is a constant: masked next-token prediction with a fixed share of masks,
-    as LLM2Vec has it."""
+    as LLM2Vec has it. With `log_uniform` t is drawn with a density in proportion to 1/t instead, so the
+    weight 1/t must not be paid again: importance sampling of the same expected loss, in which every masked
+    token has the same weight, one over the mean of t, and no single token can fill a step."""
     b, length = tokens_BL.shape
-    t_B = rng.uniform(config.t_min, config.t_max, b)
+    if config.log_uniform:
+        t_B = np.exp(rng.uniform(np.log(config.t_min), np.log(config.t_max), b))
+        divisor_B = np.full(b, config.masked_share)
+    else:
+        t_B = divisor_B = rng.uniform(config.t_min, config.t_max, b)
     masked_BL = rng.random((b, length)) < t_B[:, None]
     cut_B = np.where(rng.random(b) < config.cut_fraction, rng.integers(2, length + 1, b), length)
     valid_BL = np.arange(length) < cut_B[:, None]
     return Noised(
         torch.from_numpy(tokens_BL.astype(np.int64)),
         torch.from_numpy(masked_BL & valid_BL),
-        torch.from_numpy(t_B.astype(np.float32)),
+        torch.from_numpy(divisor_B.astype(np.float32)),
         torch.from_numpy(valid_BL),
     )
 
