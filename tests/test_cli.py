@@ -13,7 +13,7 @@ import unmask
 from toy_checkout import Checkout
 from unmask import cli
 from unmask.config import TRAINED
-from unmask.workspace import repository
+from unmask.store import repository
 
 
 @pytest.fixture

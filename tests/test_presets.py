@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 
-from unmask import backbone
 from unmask.config import load_preset, preset_names
-from unmask.plan import PROMPT_TOKENS, describe, parameters, trainings
-from unmask.workspace import repository
+from unmask.models import backbone
+from unmask.store import repository
+from unmask.study.plan import PROMPT_TOKENS, describe, parameters, trainings
 
 PRESETS = repository() / "papermill_runs" / "presets"
 PAPER = ("paper-0.6b", "paper-4b")

@@ -9,8 +9,8 @@ import time
 import nbformat
 import pytest
 
-from unmask.evidence import VERDICTS
-from unmask.workspace import repository
+from unmask.store import repository
+from unmask.study.evidence import VERDICTS
 
 STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipynb"))]
 

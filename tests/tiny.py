@@ -7,9 +7,9 @@ from tempfile import mkdtemp
 import numpy as np
 import torch
 
-from unmask import backbone
 from unmask.config import BackboneConfig
 from unmask.data.tokens import train_tokenizer
+from unmask.models import backbone
 
 TEXTS = [
     "Read a table from a file and return its rows.",

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 import tiny
-from unmask import backbone
+from unmask.models import backbone
 
 SHAPE = {
     "hidden_size": 32,

@@ -21,11 +21,14 @@ from typing import Any
 
 import yaml
 
-from unmask import __version__, manifest, mirror, pretrained
+from unmask import __version__
 from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved, seeded
-from unmask.pipeline import graph, machines, signals
-from unmask.pipeline.graph import Due, Folders, PipelineError
-from unmask.workspace import GRACE, PREEMPTED, grace_seconds, require_checkpoint, seed_run
+from unmask.data import manifest, mirror
+from unmask.models import pretrained
+from unmask.models.pretrained import require_checkpoint
+from unmask.run import GRACE, PREEMPTED, grace_seconds, seed_run
+from unmask.study.pipeline import graph, machines, signals
+from unmask.study.pipeline.graph import Due, Folders, PipelineError
 
 FREE_BYTES = 2**30  # of disk space; a cpu run needs less than this
 
@@ -159,7 +162,7 @@ def encode(options: argparse.Namespace, arguments: list[str]) -> int:
     The embeddings are a NumPy array with a row for each text, in their order. The same command goes on with
     what was interrupted.
     """
-    from unmask.file_job import encode_file
+    from unmask.models.file_job import encode_file
 
     encode_file(
         options.model,
@@ -179,7 +182,7 @@ def mirror_pull(options: argparse.Namespace, arguments: list[str]) -> int:
     text source only as much is fetched as data.max_text_mb needs. The same command goes on with what was
     interrupted. UNMASK_MIRROR=DIR then serves hosts without internet.
     """
-    from unmask.pull import pull
+    from unmask.data.pull import pull
 
     preset = load_preset(options.preset, _overrides(options.set))
     if name := _packaged(preset):
@@ -263,7 +266,7 @@ def _execute(
     slots: Sequence[machines.Slot],
     grace: float,
 ) -> None:
-    from unmask.pipeline import execute, provenance  # papermill takes two seconds to import
+    from unmask.study.pipeline import execute, provenance  # papermill takes two seconds to import
 
     execute.run_stages(
         due,
@@ -305,7 +308,7 @@ def _refresh_prose(
     running = {task.stage.name for task in due}
     for stage in selected:
         if stage.name not in running and folders.done(stage.name)["prose"] != stage.prose:
-            from unmask.pipeline import execute
+            from unmask.study.pipeline import execute
 
             execute.refresh(stage, marks[stage.name], folders)
             print(f"{stage.name}: only its prose changed; brought up to date without running it")
@@ -322,7 +325,7 @@ def _note_stale_inputs(
 
 
 def _print_plan(due: Sequence[Due], name: str, preset: str, jobs: int) -> None:
-    from unmask.pipeline import provenance
+    from unmask.study.pipeline import provenance
 
     known = provenance.durations(Folders.of(name), Folders.of(preset))
     if not due:
@@ -346,7 +349,7 @@ def _print_cost(preset: Preset, gpus: int | None, gpu_memory: float, due: Sequen
 
     Raises: ValueError if they cannot work; the message says what would.
     """
-    from unmask.plan import describe
+    from unmask.study.plan import describe
 
     parallel = preset.parallel
     if gpus is None:

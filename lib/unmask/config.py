@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
-import hashlib
 import itertools
 import json
 import math
@@ -22,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from unmask.workspace import repository
+from unmask.store import nearest, repository
 
 
 class ConfigError(ValueError):
@@ -419,12 +417,6 @@ def resolved(config: Any) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def fingerprint(*parts: Any) -> str:
-    """Short hash of JSON-able values or dataclasses, the same on every machine."""
-    plain = [resolved(part) if dataclasses.is_dataclass(part) else part for part in parts]
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _directory() -> Path:
     return repository() / "papermill_runs" / "presets"
 
@@ -626,10 +618,3 @@ def _check_neighbours(preset: Preset) -> None:
                 f"preset {preset.name}: reranker.{key} must be at least 1, "
                 f"got {getattr(preset.reranker, key)}"
             )
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

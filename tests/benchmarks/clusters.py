@@ -17,7 +17,7 @@ from unmask.config import load_preset
 from unmask.data.clusters import Neighbours, pack
 from unmask.data.pairs import Packing
 from unmask.data.prepare import Ragged
-from unmask.search import unit
+from unmask.evaluation.search import unit
 
 PAIRS, WIDTH, CLUSTER = 1_000_000, 128, 1024
 COMPONENTS, BLOCK = 2_000, 50_000

@@ -24,11 +24,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from unmask.config import load_preset
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import tokenize, train_tokenizer
-from unmask.encoding import TokenSequence
 from unmask.losses import pair_loss
-from unmask.pooling import mean_pool
+from unmask.models.encoding import TokenSequence
+from unmask.models.pooling import mean_pool
+from unmask.store import artifacts_root
 from unmask.training.cache import cached_backward
-from unmask.workspace import artifacts_root
 
 PRESET = load_preset("cpu")
 TEMPERATURE = 0.05  # at 0.02 the loss of an untrained model is so large that relative differences hide

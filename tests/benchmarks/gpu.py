@@ -1,6 +1,6 @@
 """Training steps of the 0.6B model on one GPU against the best model FLOPs utilisation that others report.
 
-Whole steps of `unmask.training.engine.train`: batch, forward, backward, clipping, optimiser, log. Weights are
+Whole steps of `unmask.training.loop.train`: batch, forward, backward, clipping, optimiser, log. Weights are
 untrained and tokens random, all texts as long as the preset allows.
 
 MFU = FLOPs that the mathematics needs / time / the GPU's peak: attention counted in full, logits at the
@@ -25,8 +25,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unmask.config import Preset, load_preset
 from unmask.data.documents import TokenDocument
-from unmask.plan import PEAK, parameters
-from unmask.training.engine import train
+from unmask.study.plan import PEAK, parameters
+from unmask.training.loop import train
 from unmask.training.stages import Contextual, Diffusion, Pair, Stage, TokenPairs
 
 BEST_MFU = 0.46  # nanochat; llm-foundry reports 0.36 to 0.42 for dense models of 0.8 to 3 B at 4,096 tokens

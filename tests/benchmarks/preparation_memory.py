@@ -16,7 +16,7 @@ from pathlib import Path
 from unmask.data import blocks
 from unmask.data.registry import Source
 from unmask.data.tokens import StoredTokenizer
-from unmask.workspace import artifacts_root
+from unmask.store import artifacts_root
 
 
 def peak() -> float:

@@ -16,8 +16,8 @@ from contrastive import PRESET, docstrings
 from measure import Case
 from transformers import PreTrainedTokenizerBase
 
-from unmask import backbone
-from unmask.reranker import Reranker
+from unmask.models import backbone
+from unmask.models.reranker import Reranker
 
 CANDIDATES = 100
 ROOM = 160  # tokens of a prompt, in either program

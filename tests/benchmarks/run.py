@@ -28,9 +28,9 @@ from contrastive import SIZES
 from measure import Row, child, compare
 from tqdm import tqdm
 
-from unmask import figures
+from unmask.store import repository, write_atomic
+from unmask.study import figures
 from unmask.training.launch import MEMORY
-from unmask.workspace import repository, write_atomic
 
 RESULTS = repository() / "results" / "benchmarks"
 NOTHING_RETURNED = MEMORY | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}

@@ -1,4 +1,4 @@
-"""Exact search (`unmask.search`) and ranking metrics against faiss and trec_eval, and search as the corpus
+"""Exact search (`search`) and ranking metrics against faiss and trec_eval, and search as the corpus
 grows.
 
 Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bits · K ranks.
@@ -19,10 +19,10 @@ import pytrec_eval
 import torch
 from measure import Case, Row
 
-from unmask import figures
 from unmask.evaluation import retrieval_metrics
-from unmask.search import index
-from unmask.workspace import artifacts_root
+from unmask.evaluation.search import index
+from unmask.store import artifacts_root
+from unmask.study import figures
 
 DOCUMENTS, WIDTH, QUERIES, K = 200_000, 1024, 64, 10
 RANKED, OF = 1000, 5000  # queries and documents of the metrics

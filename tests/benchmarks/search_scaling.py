@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unmask.search import index
+from unmask.evaluation.search import index
 
 
 def peak() -> float:

@@ -19,11 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from unmask import Embedder
 from unmask.config import load_preset
-from unmask.encoding import TokenSequence, micro_batches
 from unmask.losses import pair_loss
-from unmask.quantize import int8
+from unmask.models.encoding import TokenSequence, micro_batches
+from unmask.models.quantize import int8
 from unmask.training.cache import cached_backward
-from unmask.training.processes import Processes
+from unmask.training.distributed import Processes
 from unmask.training.stages import Diffusion
 
 PRESET = load_preset("smollm2")

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unmask import paper
 from unmask.data import blocks
 from unmask.data.blocks import TextWork, largest_remainder, open_blocks, prepare_text
 from unmask.data.registry import Source
 from unmask.data.tokens import StoredTokenizer, pack
+from unmask.study import paper
 
 TABLE_10 = [row["Prevalence"] for row in paper.table(10)]  # percent of the pretraining data by language
 TEXTS = ["Read a table from a file.", "Die Datei wird gelesen.", "Compute the mean of an array, ignoring it."]

@@ -15,7 +15,7 @@ from unmask.data.pairs import BatchPlan, Packing
 from unmask.data.prepare import Ragged
 from unmask.data.tokenized import TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, tokenize
-from unmask.search import unit
+from unmask.evaluation.search import unit
 
 CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2, packing="tour")
 

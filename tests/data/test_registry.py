@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from unmask import paper
 from unmask.config import ConfigError
 from unmask.data.languages import check_language, short_code
 from unmask.data.registry import (
@@ -25,7 +24,8 @@ from unmask.data.registry import (
     registry_names,
     split_of,
 )
-from unmask.workspace import artifacts_root
+from unmask.store import artifacts_root
+from unmask.study import paper
 
 SCHEMAS = yaml.safe_load(Path(__file__).with_name("documented_schemas.yaml").read_text(encoding="utf8"))
 

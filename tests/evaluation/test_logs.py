@@ -20,7 +20,7 @@ from unmask.evaluation.logs import (
     reciprocal_rank_fusion,
     stratified,
 )
-from unmask.search import top_k
+from unmask.evaluation.search import top_k
 
 
 def clicks(*rows: tuple[str, str, int]) -> list[dict]:

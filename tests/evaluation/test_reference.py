@@ -7,11 +7,11 @@ import pytest
 
 import tiny
 from unmask.config import load_preset
-from unmask.embedder import Embedder
 from unmask.evaluation import reference
 from unmask.evaluation.reference import NAME, Reference
 from unmask.evaluation.tasks import Task
-from unmask.report import markdown_table
+from unmask.models.embedder import Embedder
+from unmask.study.report import markdown_table
 
 CONFIG = replace(load_preset("smoke").evaluation, precision="fp32")
 TEXTS = ["Read a table from a file.", "東京は日本の首都です。", "Compute the mean of an array."]

@@ -9,8 +9,8 @@ from unmask.data.prompt import answers
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.reranking import rerank_task
 from unmask.evaluation.tasks import Task
-from unmask.instructions import INSTRUCTIONS
-from unmask.reranker import Reranker
+from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.reranker import Reranker
 
 CHUNKS = [f"Number {i}, {'and more ' * (i % 5)}that is all." for i in range(30)]
 TASK = Task(

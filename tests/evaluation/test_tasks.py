@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 import tiny
-from unmask import Embedder, backbone
+from unmask import Embedder
 from unmask.config import FAMILIES, load_preset
 from unmask.evaluation.tasks import (
     Task,
@@ -19,6 +19,7 @@ from unmask.evaluation.tasks import (
     family_means,
     score_task,
 )
+from unmask.models import backbone
 
 CONFIG = replace(load_preset("smoke").evaluation, max_queries=50, max_documents=50)
 PLAIN = {"docs": "english", "code": "code", "cross": "cross-lingual", "multi": "multilingual"}

@@ -10,8 +10,7 @@ import pytest
 from datasets import Dataset
 
 import tiny
-from unmask.embedder import Embedder
-from unmask.evaluation.ranking import retrieval_metrics
+from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.toolret import (
     METRICS,
     QUERIES,
@@ -22,7 +21,8 @@ from unmask.evaluation.toolret import (
     load_toolret,
     tool_metrics,
 )
-from unmask.similarity import similarity
+from unmask.models.embedder import Embedder
+from unmask.models.similarity import similarity
 
 CODE = ["Open a file.", "Close a file.", "Sort a list.", "Compute a mean."]
 WEB = [

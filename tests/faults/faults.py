@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 
 import psutil
 
-from unmask.pipeline.signals import alive, send
-from unmask.workspace import repository
+from unmask.store import repository
+from unmask.study.pipeline.signals import alive, send
 
 T = TypeVar("T")
 SEED = int(os.environ.get("UNMASK_FAULTS_SEED", "0"))
@@ -30,7 +30,7 @@ LEFT = 20  # seconds after which no process may be left
 
 # A server that has the slow imports behind it and has never computed anything is safe and quick to fork.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["unmask.training.launch", "unmask.merge"])
+forkserver.set_forkserver_preload(["unmask.training.launch", "unmask.models.merge"])
 
 
 def dice(name: str) -> random.Random:

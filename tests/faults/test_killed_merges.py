@@ -12,13 +12,13 @@ import pytest
 
 import tiny
 from faults import assert_no_process_left, dice, family, frozen, hidden, linux, say, start, until
-from unmask import backbone
+from unmask.models import backbone
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
 
 
 def merge(parents: list[Path], path: Path) -> None:
-    from unmask.merge import slerp  # slow to import, and the child has done so
+    from unmask.models.merge import slerp  # slow to import, and the child has done so
 
     slerp(*parents, 0.3, path)
 

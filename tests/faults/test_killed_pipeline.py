@@ -30,8 +30,8 @@ from faults import (
     say,
     until,
 )
-from unmask.pipeline.signals import PREEMPTED, send
-from unmask.workspace import repository
+from unmask.store import repository
+from unmask.study.pipeline.signals import PREEMPTED, send
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
 

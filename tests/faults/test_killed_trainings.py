@@ -30,13 +30,13 @@ from faults import (
     start,
     until,
 )
-from unmask import backbone
 from unmask.config import load_preset
 from unmask.data import sources
-from unmask.pipeline.signals import alive
+from unmask.models import backbone
+from unmask.run import PREEMPTED, Run
+from unmask.study.pipeline.signals import alive
 from unmask.training.checkpoint import MOMENTS, latest_checkpoint
 from unmask.training.launch import TrainingStopped, history, launch
-from unmask.workspace import PREEMPTED, Run
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
 

@@ -14,7 +14,7 @@ from sentence_transformers.sentence_transformer.losses import (
 
 from unmask.losses import contrastive, pair_loss, triplet_loss
 from unmask.losses.contrastive import cosine
-from unmask.quantize import int8
+from unmask.models.quantize import int8
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:

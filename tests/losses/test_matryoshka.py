@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unmask.losses import contextual_loss, matryoshka, pair_loss
-from unmask.quantize import int8
+from unmask.models.quantize import int8
 
 PAPER = [128, 256, 512, 1024, 2048, 2560]
 

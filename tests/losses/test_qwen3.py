@@ -9,7 +9,7 @@ import torch
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
 from unmask.losses import contrastive, qwen3_loss
-from unmask.quantize import int8
+from unmask.models.quantize import int8
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

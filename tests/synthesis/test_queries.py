@@ -21,9 +21,10 @@ import yaml
 from chat_servers import ChatServer, Words, config, good, many_pairs, passage, passage_of
 
 import tiny
-from unmask import Embedder, backbone
+from unmask import Embedder
 from unmask.data import reading
 from unmask.data.registry import Source
+from unmask.models import backbone
 from unmask.synthesis import chat
 from unmask.synthesis import plan as synthesis_plan
 from unmask.synthesis.chat import Answer, EndpointError, Journal

@@ -11,17 +11,17 @@ from tiny_stages import pairs
 
 import tiny
 import tiny_corpus
-from unmask import backbone
-from unmask.cde import ContextEmbedder, ContextualEncoder
 from unmask.config import load_preset, resolved
-from unmask.embedder import Embedder
-from unmask.encoding import encode_rows, micro_batches
 from unmask.losses import pair_loss
-from unmask.quantize import int8
+from unmask.models import backbone
+from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
+from unmask.models.embedder import Embedder
+from unmask.models.encoding import encode_rows, micro_batches
+from unmask.models.quantize import int8
 from unmask.training.cde import Cde
-from unmask.training.engine import train
+from unmask.training.distributed import ALONE
 from unmask.training.jobs import data_report, run_job
-from unmask.training.processes import ALONE
+from unmask.training.loop import train
 
 
 def case(*, context=7, **changes):

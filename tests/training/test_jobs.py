@@ -11,11 +11,11 @@ from sentence_transformers import SentenceTransformer
 
 import tiny
 import tiny_corpus
-from unmask import backbone
 from unmask.config import load_preset, resolved
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import tokenize
-from unmask.embedder import Embedder
+from unmask.models import backbone
+from unmask.models.embedder import Embedder
 from unmask.training import jobs
 from unmask.training.jobs import (
     by_dataset,

@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 
 import tiny
 import tiny_corpus
-from unmask import backbone
 from unmask.config import resolved
+from unmask.models import backbone
+from unmask.run import ANNOUNCEMENT, Run
+from unmask.store import write_atomic
 from unmask.training.jobs import run_job
 from unmask.training.launch import TrainingStopped, follow, history, launch, launch_all
-from unmask.workspace import ANNOUNCEMENT, Run, write_atomic
 
 LIB = Path(backbone.__file__).parents[1]
 STEPS = 100

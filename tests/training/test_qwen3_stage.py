@@ -9,17 +9,18 @@ from safetensors.torch import load_file
 
 import tiny
 import tiny_corpus
-from unmask import Embedder, backbone
+from unmask import Embedder
 from unmask.config import load_preset, resolved
 from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import END_OF_TEXT, tokenize
-from unmask.encoding import encode_rows
-from unmask.instructions import INSTRUCTIONS, instructed
 from unmask.losses import qwen3_loss
-from unmask.quantize import int8
+from unmask.models import backbone
+from unmask.models.encoding import encode_rows
+from unmask.models.instructions import INSTRUCTIONS, instructed
+from unmask.models.quantize import int8
+from unmask.training.distributed import ALONE
 from unmask.training.jobs import data_report, job_fingerprint, run_job
 from unmask.training.launch import milestones
-from unmask.training.processes import ALONE
 from unmask.training.qwen3 import Qwen3
 from unmask.training.stages import Contrastive
 

@@ -7,14 +7,14 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import tiny_corpus
-from unmask import backbone
 from unmask.config import load_preset, resolved
-from unmask.instructions import INSTRUCTIONS
 from unmask.losses import answer_loss
-from unmask.reranker import Reranker
+from unmask.models import backbone
+from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.reranker import Reranker
 from unmask.training import jobs
-from unmask.training.engine import train
-from unmask.training.processes import ALONE
+from unmask.training.distributed import ALONE
+from unmask.training.loop import train
 
 
 def test_a_batch_is_each_query_with_its_document_and_its_negatives():

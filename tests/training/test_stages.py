@@ -7,10 +7,10 @@ import torch
 
 import tiny
 from unmask.data.documents import split_rows
-from unmask.encoding import encode_rows
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
-from unmask.quantize import int8
-from unmask.training.processes import ALONE
+from unmask.models.encoding import encode_rows
+from unmask.models.quantize import int8
+from unmask.training.distributed import ALONE
 from unmask.training.stages import Pair, Triplet, noise
 
 

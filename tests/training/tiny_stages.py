@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 
 import tiny
-from unmask.cde import ContextualEncoder
 from unmask.config import load_preset
 from unmask.data.clusters import Neighbours, pack
 from unmask.data.prepare import Ragged, ends_of
 from unmask.data.tokenized import TokenDocument, TokenPairs
-from unmask.search import unit
+from unmask.evaluation.search import unit
+from unmask.models.context_encoder import ContextualEncoder
 from unmask.training.cde import Cde
 from unmask.training.qwen3 import Qwen3
 from unmask.training.reranking import Reranking

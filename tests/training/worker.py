@@ -17,10 +17,10 @@ sys.path[:0] = [str(TESTS.parent / "lib"), str(TESTS), str(TESTS / "training")]
 
 import tiny_stages  # noqa: E402
 
-from unmask.encoding import micro_batches  # noqa: E402
+from unmask.models.encoding import micro_batches  # noqa: E402
 from unmask.training import cache  # noqa: E402
-from unmask.training.engine import train  # noqa: E402
-from unmask.training.processes import ALONE, Processes  # noqa: E402
+from unmask.training.distributed import ALONE, Processes  # noqa: E402
+from unmask.training.loop import train  # noqa: E402
 
 STEP = 3
 REDUCE_SCATTER = dist.reduce_scatter_single  # what FSDP2 calls for every group of parameters

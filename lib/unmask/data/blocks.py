@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unmask.config import fingerprint
 from unmask.data import formats, prepare, reading, tokens
 from unmask.data.order import permuted
 from unmask.data.prepare import Column, Prepared
@@ -23,7 +22,7 @@ from unmask.data.reading import Unit, units
 from unmask.data.registry import Source
 from unmask.data.tables import identity
 from unmask.data.tokens import StoredTokenizer, encode
-from unmask.workspace import artifacts_root
+from unmask.store import artifacts_root, fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from unmask.config import ClustersConfig, fingerprint
+from unmask.config import ClustersConfig
 from unmask.data import pairs, prepare
 from unmask.data.mining import Encoder, embed
 from unmask.data.negatives import parts
@@ -26,8 +26,8 @@ from unmask.data.pairs import Packing
 from unmask.data.prepare import Prepared, Ragged
 from unmask.data.tokenized import TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer
-from unmask.search import unit
-from unmask.workspace import artifacts_root
+from unmask.evaluation.search import unit
+from unmask.store import artifacts_root, fingerprint
 
 LSA = "lsa"  # the surrogate that is no embedder
 COMPONENTS = 256  # LSA: dimensions

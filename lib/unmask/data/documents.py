@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unmask.data.tokenized import TokenDocument
-from unmask.encoding import TokenSequence, join_chunks
+from unmask.models.encoding import TokenSequence, join_chunks
 
 
 @dataclass(frozen=True)

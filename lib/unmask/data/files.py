@@ -17,7 +17,7 @@ from typing import Any
 
 from unmask.data.formats import is_data
 from unmask.data.registry import Source
-from unmask.workspace import artifacts_root, write_atomic
+from unmask.store import artifacts_root, write_atomic
 
 MANIFEST = ".unmask-mirror.json"
 HOW_TO_MIRROR = (

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from unmask.config import TripletConfig
 from unmask.data.corpus import Corpus
 from unmask.data.negatives import Mining, Own, choose, parts
-from unmask.search import unit
+from unmask.evaluation.search import unit
 
 TEXTS = 4096  # texts embedded, read or written at once
 FEWEST = 64  # pairs drawn from a data set however small its share
@@ -56,7 +56,7 @@ def mine(
         embedder: turns texts into vectors.
         pairs: with columns query, document and key; they fit into memory (for others: `mine_to`).
         config: negatives, margin, rank_window, query_length, document_length, seed, and search: "exact", or
-            "faiss", by which the window may miss documents (`unmask.search`).
+            "faiss", by which the window may miss documents (`unmask.evaluation.search`).
         scratch: where embeddings are kept while this runs; default: the system's temporary directory.
     Returns: the pairs with a column `negatives` (a list of texts), and what was found.
     Raises: ValueError if the data set is too small to hold that many negatives, or the embedder's answer is

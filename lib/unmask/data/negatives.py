@@ -13,8 +13,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from unmask.config import TripletConfig
-from unmask.search import Exact, index
-from unmask.similarity import similarity
+from unmask.evaluation.search import Exact, index
+from unmask.models.similarity import similarity
 
 Found = tuple[np.ndarray, np.ndarray]  # scores and numbers of documents
 

@@ -22,7 +22,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from unmask.data.workers import cores, in_order
-from unmask.workspace import write_atomic
+from unmask.store import write_atomic
 
 JOURNAL = "progress.json"
 

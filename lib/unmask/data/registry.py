@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from unmask.config import GROUPS, ConfigError, nearest
+from unmask.config import GROUPS, ConfigError
 from unmask.data.languages import check_language, short_code
-from unmask.workspace import artifacts_root, repository
+from unmask.store import artifacts_root, nearest, repository
 
 ROLES = ("text", "pairs", "triplets", "documents")
 KINDS = ("hub", "mirror", "files", "environment")

@@ -30,7 +30,7 @@ from unmask.data import (
 from unmask.data.corpus import SCHEMAS, Corpus
 from unmask.data.registry import Source, load_registry, own_files
 from unmask.data.workers import cores
-from unmask.workspace import artifacts_root, write_atomic
+from unmask.store import artifacts_root, write_atomic
 
 if TYPE_CHECKING:
     from unmask.config import DataConfig

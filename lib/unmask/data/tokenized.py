@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from unmask.config import fingerprint
 from unmask.data import prepare, tokens
 from unmask.data.order import permuted
 from unmask.data.prepare import Column, Prepared, Ragged, ends_of
 from unmask.data.tokens import StoredTokenizer, cut, encode
-from unmask.workspace import artifacts_root
+from unmask.store import artifacts_root, fingerprint
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unmask.config import EvaluationConfig
-from unmask.embedder import Embedder
 from unmask.evaluation.tasks import Task, ndcg
+from unmask.models.embedder import Embedder
 
 TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
 

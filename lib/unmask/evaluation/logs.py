@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import numpy as np
 import regex
 
-from unmask.evaluation.ranking import ranking_metrics
+from unmask.evaluation.metrics import ranking_metrics
 
 RECALL_AT = (10, 20, 100, 1000)  # the paper's cut-offs (tables 6 to 8)
 CONSENSUS = 3 / 70  # of an RRF score: what three systems that rank a document tenth give it

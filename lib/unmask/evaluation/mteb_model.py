@@ -23,11 +23,12 @@ from mteb.types import PromptType
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from unmask import mirror
-from unmask.config import EvaluationConfig, fingerprint
-from unmask.embedder import Embedder
+from unmask.config import EvaluationConfig
+from unmask.data import mirror
 from unmask.evaluation.tasks import Task
-from unmask.similarity import similarity
+from unmask.models.embedder import Embedder
+from unmask.models.similarity import similarity
+from unmask.store import fingerprint
 
 # Benchmarks by the name that `retrieval.benchmarks` calls them, as `mteb.get_tasks` wants them; any other is
 # mteb's own name of a benchmark or of a task. Only retrieval tasks are run, as in the paper.

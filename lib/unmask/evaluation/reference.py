@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from unmask.backbone import computes_in_bf16
-from unmask.embedder import Embedder
 from unmask.evaluation.tasks import Task, Vectors, score_task
-from unmask.workspace import artifacts_root, replacing
+from unmask.models.backbone import computes_in_bf16
+from unmask.models.embedder import Embedder
+from unmask.store import artifacts_root, replacing
 
 if TYPE_CHECKING:
     from unmask.config import EvaluationConfig

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from unmask.evaluation.ranking import best_columns
+from unmask.evaluation.metrics import best_columns
 from unmask.evaluation.tasks import Task, ndcg
-from unmask.instructions import INSTRUCTIONS
-from unmask.reranker import Reranker
+from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.reranker import Reranker
 
 
 def rerank_task(
@@ -31,7 +31,7 @@ def rerank_task(
     """nDCG@10 of each query before and after its best chunks were reranked; the others stay behind them.
 
     Equal scores, the first stage's and the reranker's, are ordered as trec_eval orders them (see
-    `unmask.evaluation.ranking`). The instruction is that of the task's family.
+    `unmask.evaluation.metrics`). The instruction is that of the task's family.
 
     Args:
         scores_NM: the first stage's score of every chunk for every query.

@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from unmask.backbone import computes_in_bf16
-from unmask.config import FAMILIES, EvaluationConfig, fingerprint
+from unmask.config import FAMILIES, EvaluationConfig
 from unmask.data.corpus import Corpus
-from unmask.embedder import Embedder, quantized
-from unmask.evaluation.ranking import Bm25, retrieval_metrics
-from unmask.evidence import Effect, paired_bootstrap
-from unmask.similarity import similarity
+from unmask.evaluation.metrics import Bm25, retrieval_metrics
+from unmask.models.backbone import computes_in_bf16
+from unmask.models.embedder import Embedder, quantized
+from unmask.models.similarity import similarity
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
+from unmask.study.evidence import Effect, paired_bootstrap
 from unmask.training.jobs import identity
-from unmask.workspace import artifacts_root, replacing
 
 # Of the library: what scores depend on, beside the checkpoint and the task.
-_CODE = ("attention", "embedder", "encoding", "pooling", "quantize", "similarity", "evaluation/ranking")
+_CODE = ("models", "evaluation/metrics.py")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def assess(
     """
     model, lengths = identity(Path(path)), (config.query_length, config.document_length, config.chunk_length)
     root = Path(__file__).parents[1]
-    code = [(root / f"{name}.py").read_text(encoding="utf8") for name in _CODE]
+    code = code_fingerprint(*(root / name for name in _CODE))
     scores, embedder = {}, None
     for task in tasks:
         late = late_chunking and task.contextual

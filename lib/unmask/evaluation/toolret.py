@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from unmask import mirror
-from unmask.embedder import Embedder
-from unmask.evaluation.ranking import ranking_metrics
-from unmask.search import index
+from unmask.data import mirror
+from unmask.evaluation.metrics import ranking_metrics
+from unmask.evaluation.search import index
+from unmask.models.embedder import Embedder
 
 TOOLS, QUERIES = "mangopy/ToolRet-Tools", "mangopy/ToolRet-Queries"
 METRICS = ("ndcg@10", "precision@10", "recall@10", "completeness@10")

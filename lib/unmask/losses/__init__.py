@@ -13,8 +13,8 @@ from unmask.losses.contextual import (
     sequence_loss,
 )
 from unmask.losses.contrastive import pair_loss, triplet_loss
-from unmask.losses.diffusion import diffusion_loss, next_token_loss
 from unmask.losses.matryoshka import matryoshka
+from unmask.losses.pretraining import diffusion_loss, next_token_loss
 from unmask.losses.qwen3 import qwen3_loss
 from unmask.losses.reranking import answer_loss
 

@@ -34,7 +34,7 @@ def pair_loss(
     out; no gradient flows through m. `margin=math.inf` leaves nothing out.
 
     Args:
-        q_ND, d_ND: embeddings of N aligned pairs, of any scale (INT8 codes from `unmask.quantize.int8`, or
+        q_ND, d_ND: embeddings of N aligned pairs, of any scale (INT8 codes from `models.quantize.int8`, or
             floats).
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; 0 or more.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import openai
 from filelock import FileLock, Timeout
 
-from unmask.config import fingerprint
+from unmask.store import fingerprint
 
 if TYPE_CHECKING:
     from unmask.config import SynthesisConfig

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from unmask.config import SynthesisConfig
-from unmask.search import unit
+from unmask.evaluation.search import unit
 from unmask.synthesis.prompts import (
     DIFFICULTIES,
     LENGTHS,

@@ -20,7 +20,8 @@ import numpy as np
 from tqdm import tqdm
 
 from unmask.config import SynthesisConfig
-from unmask.search import unit
+from unmask.evaluation.search import unit
+from unmask.store import write_atomic
 from unmask.synthesis.chat import Chat, Journal, RequestFailed, check_endpoint, concurrently, run
 from unmask.synthesis.plan import Encoder, plan_documents, plan_pairs
 from unmask.synthesis.prompts import (
@@ -35,7 +36,6 @@ from unmask.synthesis.prompts import (
     query_from,
     query_messages,
 )
-from unmask.workspace import write_atomic
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unmask.attention import unpadded
-from unmask.encoding import TokenSequence, encode_rows, micro_batches, row_offsets, rows_of
-from unmask.training.processes import ALONE, Processes
+from unmask.models.attention import unpadded
+from unmask.models.encoding import TokenSequence, encode_rows, micro_batches, row_offsets, rows_of
+from unmask.training.distributed import ALONE, Processes
 
 
 def cached_backward(

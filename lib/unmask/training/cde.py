@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from unmask.cde import ContextualEncoder
-from unmask.encoding import TokenSequence, after_context
+from unmask.models.context_encoder import ContextualEncoder
+from unmask.models.encoding import TokenSequence, after_context
 from unmask.training.cache import cached_backward, cached_rows
-from unmask.training.processes import Processes
+from unmask.training.distributed import Processes
 from unmask.training.stages import Pair, PairBatch
 
 

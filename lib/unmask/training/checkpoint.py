@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from unmask.backbone import replace_directory
-from unmask.training.processes import ALONE, Processes
+from unmask.store import replace_directory
+from unmask.training.distributed import ALONE, Processes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

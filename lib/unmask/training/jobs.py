@@ -15,7 +15,6 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from unmask import backbone, cde
 from unmask.config import (
     GROUPS,
     ContrastiveConfig,
@@ -24,7 +23,6 @@ from unmask.config import (
     Qwen3Config,
     RerankerConfig,
     TrainConfig,
-    fingerprint,
     preset_from,
 )
 from unmask.data.blocks import Blocks, open_blocks
@@ -36,20 +34,20 @@ from unmask.data.prompt import AROUND_DOCUMENT, answers, around_query, taken
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import TokenDocuments, TokenPairs, single_chunks, token_documents, token_pairs
 from unmask.data.tokens import StoredTokenizer, end_token, ending
-from unmask.instructions import INSTRUCTIONS, prompt
+from unmask.models import backbone
+from unmask.models import context_encoder as cde
+from unmask.models.instructions import INSTRUCTIONS, prompt
+from unmask.models.pretrained import require_checkpoint
+from unmask.store import code_fingerprint, fingerprint, write_atomic
 from unmask.training.cde import Cde
-from unmask.training.engine import Preempted, finish, stop_signals, train
-from unmask.training.processes import Processes, full_weights
+from unmask.training.distributed import Processes, full_weights
+from unmask.training.loop import Preempted, finish, stop_signals, train
 from unmask.training.qwen3 import Qwen3
 from unmask.training.reranking import Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, Triplet
-from unmask.workspace import require_checkpoint, write_atomic
 
 # What a checkpoint depends on: a change anywhere else does not train again.
-_CODE = (
-    "losses", "data", "training", "backbone.py", "cde.py", "encoding.py", "instructions.py", "pooling.py",
-    "quantize.py",
-)  # fmt: skip
+_CODE = ("losses", "data", "models", "training")
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 
@@ -174,14 +172,9 @@ def identity(path: Path) -> str:
 
 
 def code_hash() -> str:
-    """Hash of the library's code that decides what a training computes."""
-    root = Path(backbone.__file__).parent
-    digest = hashlib.sha256()
-    for entry in _CODE:
-        path = root / entry
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    """Fingerprint of the library's code that decides what a training computes."""
+    root = Path(backbone.__file__).parents[1]
+    return code_fingerprint(*(root / name for name in _CODE))
 
 
 def prepare_data(job: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -275,7 +268,7 @@ def _surrogate(job: Mapping[str, Any], preset: Preset) -> Surrogate:
     def load() -> Encoder:
         from sentence_transformers import SentenceTransformer  # seconds to import
 
-        from unmask.embedder import Embedder
+        from unmask.models.embedder import Embedder
 
         return Embedder.from_pretrained(path) if backbone.facts(path) else SentenceTransformer(path)
 

@@ -33,11 +33,13 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from unmask.backbone import facts
 from unmask.config import ParallelConfig, preset_from, resolved
-from unmask.training.engine import Preempted, finish
+from unmask.models.backbone import facts
+from unmask.models.pretrained import require_checkpoint
+from unmask.run import ANNOUNCEMENT, Run, grace_seconds
+from unmask.store import artifacts_root, write_atomic
 from unmask.training.jobs import MILESTONES, job_fingerprint, prepare_data, run_job
-from unmask.workspace import ANNOUNCEMENT, Run, artifacts_root, grace_seconds, write_atomic
+from unmask.training.loop import Preempted, finish
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
@@ -98,6 +100,8 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
             "folder": str(folder),
             **{key: str(value) if isinstance(value, Path) else value for key, value in job.items()},
         }
+        if "start" in specification:
+            specification["start"] = require_checkpoint(specification["start"])
         specification["fingerprint"] = job_fingerprint(specification)
         models[name] = folder / "model"
         if facts(models[name]).get("fingerprint") == specification["fingerprint"]:

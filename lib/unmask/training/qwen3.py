@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unmask.encoding import TokenSequence
 from unmask.losses import matryoshka, qwen3_loss
-from unmask.quantize import int8
+from unmask.models.encoding import TokenSequence
+from unmask.models.quantize import int8
 from unmask.training.cache import cached_backward
-from unmask.training.processes import Processes
+from unmask.training.distributed import Processes
 from unmask.training.stages import Contrastive
 
 

@@ -14,9 +14,9 @@ from unmask.config import RerankerConfig
 from unmask.data.pairs import BatchPlan
 from unmask.data.prompt import padded
 from unmask.data.tokenized import TokenPairs
-from unmask.encoding import micro_batches
 from unmask.losses import answer_loss
-from unmask.training.processes import Processes
+from unmask.models.encoding import micro_batches
+from unmask.training.distributed import Processes
 from unmask.training.stages import LanguageModel, accumulate
 
 

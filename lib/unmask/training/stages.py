@@ -14,18 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from unmask.config import (
-    ContextualConfig,
-    ContrastiveConfig,
-    DiffusionConfig,
-    PretrainConfig,
-)
+from unmask.config import ContextualConfig, ContrastiveConfig, DiffusionConfig, PretrainConfig
 from unmask.data.blocks import Blocks
 from unmask.data.clusters import Neighbours
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.pairs import BatchPlan
 from unmask.data.tokenized import TokenDocument, TokenPairs
-from unmask.encoding import TokenSequence
 from unmask.losses import (
     contextual_loss,
     diffusion_loss,
@@ -35,9 +29,10 @@ from unmask.losses import (
     pair_loss,
     triplet_loss,
 )
-from unmask.quantize import int8
+from unmask.models.encoding import TokenSequence
+from unmask.models.quantize import int8
 from unmask.training.cache import cached_backward
-from unmask.training.processes import Processes
+from unmask.training.distributed import Processes
 from unmask.training.schedule import cosine_ramp
 
 

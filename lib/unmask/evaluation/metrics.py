@@ -1,0 +1,225 @@
+"""Exact retrieval evaluation: scores of every query against every document, and the metrics of trec_eval.
+
+Shape suffixes: N queries · M documents · D dimensions · K ranks, up to the largest cut-off.
+"""
+
+from collections.abc import Sequence, Set
+
+import bm25s
+import numpy as np
+import regex
+import torch
+from torch import Tensor
+
+from unmask.evaluation.search import GROUP, LAST, best_keys, filled
+
+# A word is a run of letters, digits, underscores and the combining marks that Indic scripts write vowels
+# with; scripts that put no spaces between words count sign by sign.
+WORD = regex.compile(
+    r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]|[\p{L}\p{M}\p{N}_]+"
+)
+CACHED = 2**18  # scores ranked at once: they stay in a core's cache
+
+
+def retrieval_metrics(
+    scores_NM: Tensor | np.ndarray,
+    relevant: Sequence[Set[int]],
+    ks: Sequence[int] = (10,),
+    document_ids: Sequence[str] | None = None,
+    *,
+    per_query: bool = False,
+) -> dict:
+    """nDCG, recall, MAP, MRR and precision at each k, equal to trec_eval's, ties included.
+
+    trec_eval compares scores in float32 and orders equal ones by descending document id, as strings. INT8 and
+    binary embeddings tie often, so this order is part of the metric.
+
+    Args:
+        scores_NM: score of every query (row) with every document (column).
+        relevant: for each query the set of columns of its relevant documents (binary relevance).
+        ks: cut-offs.
+        document_ids: id of each column, for ties only; None: the column number as a string ("9" before "10").
+        per_query: return one value per query (float64 array) instead of the mean, for instance for
+            `unmask.study.evidence.paired_bootstrap`.
+
+    Returns:
+        {"ndcg@10": …, "recall@10": …, "map@10": …, "mrr@10": …, "precision@10": …} for each k. trec_eval's
+        names: ndcg_cut, recall, map_cut, recip_rank (zero beyond k) and P.
+
+    Raises:
+        ValueError: a query without relevant documents, a column that does not exist, NaN scores, ids that do
+            not match the columns or repeat, or a k below 1.
+
+    Example:
+        >>> scores = torch.tensor([[0.9, 0.5, 0.1], [0.3, 0.2, 0.2]])
+        >>> metrics = retrieval_metrics(scores, [{1}, {1}], ks=(2,))  # ranks 2 and 3: a tie has "2" first
+        >>> f"{metrics['ndcg@2']:.4f} {metrics['recall@2']:.1f}"
+        '0.3155 0.5'
+    """
+    scores_NM = torch.as_tensor(scores_NM).detach().float()
+    _check_scores(scores_NM, relevant, document_ids)
+    _check_cut_offs(ks)
+    top_NK = best_columns(scores_NM, max(ks), document_ids)
+    return ranking_metrics(top_NK, relevant, ks, per_query=per_query)
+
+
+def best_columns(scores_NM: Tensor, k: int, document_ids: Sequence[str] | None = None) -> np.ndarray:
+    """Columns (N, K) of each query's best documents in the order of `retrieval_metrics`; K = min(k, M).
+
+    Args:
+        scores_NM: float32.
+        document_ids: as for `retrieval_metrics`.
+    """
+    documents = scores_NM.shape[1]
+    if document_ids is None:
+        document_ids = [str(column) for column in range(documents)]
+    k = min(k, documents)
+    # Python compares strings by code point, which is the byte order of UTF-8 that trec_eval's strcmp sees.
+    ascending_M = torch.tensor(sorted(range(len(document_ids)), key=document_ids.__getitem__))
+    place_M = torch.empty_like(ascending_M)
+    place_M[ascending_M] = torch.arange(len(ascending_M))
+    place_TG = filled(place_M.to(scores_NM.device), -1).view(GROUP, -1)
+
+    def places(group_QC: Tensor) -> Tensor:
+        return place_TG[:, group_QC].transpose(0, 1)
+
+    keys = []
+    for scores_QM in scores_NM.split(max(1, CACHED // len(place_M))):
+        scores_QTG = filled(scores_QM, -torch.inf).view(-1, *place_TG.shape)
+        keys.append(best_keys(scores_QTG, scores_QTG.amax(dim=1), places, k))
+    return ascending_M[torch.cat(keys).cpu() & LAST].numpy()
+
+
+def ranking_metrics(
+    ids_NK: np.ndarray, relevant: Sequence[Set[int]], ks: Sequence[int] = (10,), *, per_query: bool = False
+) -> dict:
+    """The metrics of `retrieval_metrics` from rankings, for corpora too large for a matrix of scores.
+
+    The order is taken as it is. That of `search` has equal scores by ascending document number, while
+    trec_eval and `retrieval_metrics` have them by descending document id: with many ties, as binary
+    embeddings have them, the two metrics differ a little.
+
+    Args:
+        ids_NK: numbers of each query's best documents, best first; −1 where there are no more. Beyond K, a
+            ranking is taken to hold nothing relevant, so K should be the largest cut-off, or the corpus.
+        relevant: for each query the set of numbers of its relevant documents (binary relevance).
+        ks, per_query: as for `retrieval_metrics`.
+
+    Returns:
+        As `retrieval_metrics`.
+
+    Raises:
+        ValueError: a query without relevant documents, a document that is ranked twice, or a k below 1.
+
+    Example:
+        >>> ranking_metrics(np.array([[7, 3, 5], [2, 0, 1]]), [{3}, {2, 9}], ks=(3,))["mrr@3"]
+        0.75
+    """
+    ids_NK = np.asarray(ids_NK)
+    _check_relevant(ids_NK, relevant)
+    _check_cut_offs(ks)
+    ordered_NK = np.sort(ids_NK, axis=1)
+    twice_N = ((ordered_NK[:, 1:] == ordered_NK[:, :-1]) & (ordered_NK[:, 1:] >= 0)).any(axis=1)
+    if twice_N.any():
+        raise ValueError(f"The ranking of query {int(twice_N.argmax())} holds a document twice.")
+
+    count_N = np.array([len(columns) for columns in relevant])
+    size = 1 + max(int(ids_NK.max(initial=0)), max(map(max, relevant)))
+    pairs = [query * size + column for query, columns in enumerate(relevant) for column in columns]
+    hit_NK = np.isin(np.arange(len(relevant))[:, None] * size + ids_NK, pairs) & (ids_NK >= 0)
+    rank_K = np.arange(1, hit_NK.shape[1] + 1)
+    discount_K = 1 / np.log2(rank_K + 1)
+    ideal = np.cumsum(1 / np.log2(np.arange(max(ks)) + 2))  # DCG of relevant documents at all ranks so far
+    precision_NK = np.cumsum(hit_NK, axis=1) / rank_K
+    metrics = {}
+    for k in ks:
+        hit_Nk = hit_NK[:, :k]
+        metrics |= {
+            f"ndcg@{k}": hit_Nk @ discount_K[:k] / ideal[np.minimum(count_N, k) - 1],
+            f"recall@{k}": hit_Nk.sum(axis=1) / count_N,
+            f"map@{k}": (hit_Nk * precision_NK[:, :k]).sum(axis=1) / count_N,
+            f"mrr@{k}": (hit_Nk / rank_K[:k]).max(axis=1, initial=0),
+            f"precision@{k}": hit_Nk.sum(axis=1) / k,
+        }
+    return metrics if per_query else {name: float(values.mean()) for name, values in metrics.items()}
+
+
+class Bm25:
+    """A BM25 index (Lucene's variant, k1 = 1.5, b = 0.75): the lexical baseline.
+
+    Texts are lower-cased and cut into words of any script, without stemming or stop words; Chinese, Japanese,
+    Thai, Lao, Khmer and Burmese signs count one by one.
+
+    Args:
+        documents: texts.
+
+    Raises:
+        ValueError: there is no document.
+
+    Example:
+        >>> Bm25(["A red apple.", "A green pear."]).scores(["red apple"]).argmax(axis=1)
+        array([0])
+    """
+
+    def __init__(self, documents: Sequence[str]):
+        if not len(documents):
+            raise ValueError("Bm25 needs at least one document.")
+        self._size = len(documents)
+        words = [WORD.findall(text.lower()) for text in documents]
+        every = dict.fromkeys(word for text in words for word in text)
+        self._vocabulary = {word: index for index, word in enumerate(every)}
+        self._engine = None
+        if every:
+            self._engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+            ids = [[self._vocabulary[word] for word in text] for text in words]
+            self._engine.index((ids, self._vocabulary), show_progress=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the postings: a weight and a document number for each different word of each document."""
+        parts = self._engine.scores.values() if self._engine else ()
+        return sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
+
+    def scores(self, queries: Sequence[str]) -> np.ndarray:
+        """(N, M), float32: every query with every document; zero where they share no word."""
+        scores_NM = np.zeros((len(queries), self._size), dtype=np.float32)
+        for scores_M, text in zip(scores_NM, queries, strict=True):
+            known = [self._vocabulary[w] for w in WORD.findall(text.lower()) if w in self._vocabulary]
+            if known:
+                scores_M[:] = self._engine.get_scores(known)
+        return scores_NM
+
+
+def _check_relevant(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]]) -> None:
+    if rows.ndim != 2 or len(rows) != len(relevant) or not len(relevant):
+        raise ValueError(
+            "There must be one row per query, and there must be a query; got "
+            f"{tuple(rows.shape)} for {len(relevant)} queries."
+        )
+    for query, columns in enumerate(relevant):
+        if not columns:
+            raise ValueError(f"Query {query} has no relevant document; leave it out of the evaluation.")
+        if min(columns) < 0:
+            raise ValueError(f"Query {query} has a relevant document below 0: {sorted(columns)}.")
+
+
+def _check_cut_offs(ks: Sequence[int]) -> None:
+    if not ks or min(ks) < 1:
+        raise ValueError(f"Cut-offs must be 1 or more; got {list(ks)}.")
+
+
+def _check_scores(
+    scores_NM: Tensor, relevant: Sequence[Set[int]], document_ids: Sequence[str] | None
+) -> None:
+    _check_relevant(scores_NM, relevant)
+    documents = scores_NM.shape[1]
+    for query, columns in enumerate(relevant):
+        if max(columns) >= documents:
+            raise ValueError(
+                f"Query {query} has a relevant document outside 0..{documents - 1}: {sorted(columns)}."
+            )
+    if document_ids is not None and not len(set(document_ids)) == len(document_ids) == documents:
+        raise ValueError(f"document_ids must name the {documents} columns, each differently.")
+    # A sum that is a number rules NaN out at a tenth of the cost of looking at every score.
+    if scores_NM.sum().isnan() and scores_NM.isnan().any():
+        raise ValueError(f"The scores of query {int(scores_NM.isnan().any(1).nonzero()[0])} contain NaN.")

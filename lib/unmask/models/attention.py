@@ -1,0 +1,183 @@
+"""Attention: sequences of different lengths without padding, the fastest kernels, and compiled layers.
+
+Shape suffixes: H heads · T tokens of all sequences, one after the other · D dimensions of a head · N
+sequences of one length L.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from unmask.models import backbone
+
+VARLEN = "varlen"
+KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def unpadded(model: nn.Module, *, inference: bool = False) -> bool:
+    """Whether sequences of different lengths are best read without padding, here and in this precision.
+
+    torch's kernel for it needs a GPU of the Ampere generation or a later one, and half precision, by autocast
+    or in the parameters. On a CPU it pays off in inference; trainings pad batches of similar lengths there.
+    """
+    parameter = next(model.parameters())
+    device = parameter.device.type
+    if device == "cpu" and inference:
+        return _supported(model)
+    if device != "cuda" or torch.cuda.get_device_capability(parameter.device) < (8, 0):
+        return False
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+    return dtype in (torch.bfloat16, torch.float16) and _supported(model)
+
+
+def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device | str) -> dict[str, object]:
+    """The keyword arguments that tell the model where its one row of tokens is divided into sequences.
+
+    The model's attention becomes `varlen_attention`, for good, because gradient checkpointing looks it up
+    again in the backward pass; calls without these arguments compute what they did before.
+
+    Raises:
+        ValueError: the model's attention is not transformers' "sdpa", or has a window, dropout or positions
+            that are not rotary.
+    """
+    config = _inner(model).config
+    if not _supported(model):
+        raise ValueError(
+            "Sequences are read without padding by attention 'sdpa' only, over all tokens, with rotary "
+            f"positions and without dropout; the model has attention {config._attn_implementation!r}: "
+            "pad its batches."
+        )
+    config._attn_implementation = VARLEN
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    position_T = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(torch.tensor(lengths))
+    starts = ends.to(device, torch.int32, non_blocking=True)
+    longest = max(lengths)
+    return {
+        "position_ids": position_T[None].to(device, non_blocking=True),
+        # Four dimensions say that the mask is ready, so transformers derives none. Nobody reads it.
+        "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device),
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def varlen_attention(
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention within each of the sequences that lie one after the other in a single row.
+
+    It has the signature that transformers' `AttentionInterface` asks for, and the division into sequences has
+    the names of its flash attention. Without a division this is transformers' "sdpa".
+
+    Args:
+        cu_seq_lens_q: int32, where each sequence starts, and at the end the number of tokens.
+        max_length_q: the longest sequence's length.
+
+    Returns:
+        (1, T, H, D), and no attention weights.
+    """
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(
+            module, query_1HTD, key_1HTD, value_1HTD, attention_mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+    causal = module.is_causal if is_causal is None else is_causal
+    grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
+    device = query_1HTD.device.type
+    if device == "cuda":
+        # Autocast does not know this kernel, and Qwen3's norms return the query and the key in float32.
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
+        query_THD, key_THD, value_THD = (
+            x[0].transpose(0, 1).to(dtype) for x in (query_1HTD, key_1HTD, value_1HTD)
+        )
+        out_THD = varlen_attn(
+            query_THD, key_THD, value_THD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+            scale=scaling, window_size=(-1, 0 if causal else -1), enable_gqa=grouped,
+        )  # fmt: skip
+        return out_THD[None], None
+    parts, start = [], 0
+    for length, run in groupby(cu_seq_lens_q.diff().tolist()):  # neighbours of one length at a time
+        stop = start + length * len(list(run))
+        query_NHLD, key_NHLD, value_NHLD = (
+            x[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1)
+            for x in (query_1HTD, key_1HTD, value_1HTD)
+        )
+        out_NHLD = F.scaled_dot_product_attention(
+            query_NHLD, key_NHLD, value_NHLD, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
+        parts.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+        start = stop
+    return torch.cat(parts)[None], None
+
+
+AttentionInterface.register(VARLEN, varlen_attention)
+AttentionMaskInterface.register(VARLEN, sdpa_mask)
+
+
+def fast_attention() -> AbstractContextManager:
+    """Prefers cuDNN's attention on Hopper and later GPUs, where torch's own choice is slower.
+
+    Changes nothing elsewhere. It must enclose the backward pass too, which may compute layers again.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        return sdpa_kernel(KERNELS, set_priority=True)
+    return nullcontext()
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compiles the Transformer's layers in place, at their first use; all of them share a graph.
+
+    The first length gets a graph of its own, which is the fastest; a second length, one for all lengths.
+    Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
+    shard the model afterwards.
+    """
+    for layer in backbone.layers(model):
+        layer.compile()
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return getattr(model, "module", model)  # DDP hides the model
+
+
+def _supported(model: nn.Module) -> bool:
+    model = _inner(model)
+    config, decoder = model.config, next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+    windows = getattr(config, "sliding_window", None) is not None
+    kinds = set(
+        getattr(config, "layer_types", None) or ["sliding_attention" if windows else "full_attention"]
+    )
+    return (
+        config._attn_implementation in ("sdpa", VARLEN)
+        and decoder._supports_attention_backend  # the class takes its attention from transformers' registry
+        and bool(getattr(config, "rope_parameters", None))  # positions are counted anew in each sequence
+        and kinds == {"full_attention"}
+        and not config.attention_dropout
+    )

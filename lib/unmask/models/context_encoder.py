@@ -1,0 +1,254 @@
+"""The contextual document encoder of CDE (section 4.2): a text's embedding depends on the corpus it is from.
+
+A first backbone embeds J documents of the corpus, a second one reads these vectors in front of the tokens of
+each text. The J vectors are a set: where there are fewer documents, a learned null vector stands in the rest.
+
+Shape suffixes: J context slots · K context documents, at most J · B sequences · L tokens, slots included ·
+D dimensions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutput
+
+from unmask.models import backbone
+from unmask.models.embedder import Embedder, Unit
+from unmask.models.encoding import after_context
+from unmask.models.interchange.loading import OPTIONS
+from unmask.store import new_directory
+
+NULL = "null.safetensors"
+
+
+class SecondStage(nn.Module):
+    """A backbone that reads J context vectors in front of each sequence.
+
+    Slots have no order: all of them have position 0, where rotary embeddings rotate by nothing, and the text
+    counts its positions from 0 too, as it does without context. So the backbone stays a stock one; CDE
+    changes the internals of its own to the same end (section 10.4).
+
+    Args:
+        model: a bidirectional backbone.
+        slots: J.
+    """
+
+    def __init__(self, model: PreTrainedModel, slots: int):
+        super().__init__()
+        self.backbone, self.slots = model, slots
+        generator = torch.Generator().manual_seed(0)  # every process starts from the same null vector
+        noise_D = torch.randn(model.config.hidden_size, generator=generator)
+        self.null_D = nn.Parameter(noise_D * model.config.initializer_range)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.backbone.config
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, *, context_KD: Tensor, **inputs: Any
+    ) -> BaseModelOutput:
+        """What the backbone returns, slots included.
+
+        Args:
+            input_ids: (B, L), from `encoding.after_context`: the first J tokens of a sequence are not read.
+            position_ids: where in its sequence each token is, if sequences lie one after the other.
+            context_KD: vectors of the context documents; the null vector fills the slots that remain.
+            inputs: what else the backbone takes.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        tokens_BLD = self.backbone.get_input_embeddings()(input_ids)
+        nulls_D = self.null_D.expand(self.slots - len(context_KD), -1)
+        slots_JD = torch.cat([context_KD.to(nulls_D.dtype), nulls_D])
+        slots_BLD = F.embedding(position_ids.clamp(max=self.slots - 1), slots_JD)
+        return self.backbone(
+            inputs_embeds=torch.where((position_ids < self.slots)[..., None], slots_BLD, tokens_BLD),
+            position_ids=(position_ids - self.slots).clamp(min=0),
+            **inputs,
+        )
+
+
+class ContextualEncoder(nn.Module):
+    """The two stages; they share no weights.
+
+    Args:
+        first: the backbone that embeds context documents; their vectors are mean-pooled.
+        second: the backbone that embeds texts, pooled over the text alone.
+        context: J, the number of context documents.
+    Raises: ValueError if a backbone is causal, or J is not positive.
+    """
+
+    def __init__(self, first: PreTrainedModel, second: PreTrainedModel, context: int):
+        super().__init__()
+        if context < 1:
+            raise ValueError(f"context must be at least 1, got {context}: 0 is a plain encoder")
+        for model in (first, second):
+            if getattr(model.config, "is_causal", True):
+                raise ValueError(
+                    f"{model.name_or_path or 'the backbone'} is causal: a contextual encoder needs "
+                    "bidirectional backbones, for instance the checkpoint of the pair stage"
+                )
+        self.first, self.second, self.context = first, SecondStage(second, context), context
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.second.config
+
+    def activation_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        for model in (self.first, self.second.backbone):
+            model.activation_checkpointing_enable(options)
+
+
+def build(path: str | Path, *, context: int) -> ContextualEncoder:
+    """A contextual encoder whose stages both start from one checkpoint (CDE, section 5).
+
+    Raises: ValueError if there is no checkpoint, or it is causal.
+    """
+    return ContextualEncoder(backbone.load(path), backbone.load(path), context)
+
+
+def save(
+    encoder: ContextualEncoder,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    **facts: object,
+) -> Path:
+    """Writes a directory with two stock checkpoints, `first` and `second`, under a temporary name, then
+    renames it.
+
+    The null vector and unmask.json, with J as "context", lie beside them. Arguments as for `backbone.write`.
+    """
+    weights = weights or encoder.state_dict()
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+
+    with new_directory(path) as folder:
+        backbone.write(encoder.first, tokenizer, folder / "first", weights=part("first."))
+        second = encoder.second.backbone
+        backbone.write(second, tokenizer, folder / "second", weights=part("second.backbone."))
+        save_file({"null_D": weights["second.null_D"].contiguous()}, folder / NULL)
+        text = json.dumps({**facts, "context": encoder.context}, indent=1)
+        (folder / "unmask.json").write_text(text + "\n", encoding="utf8")
+    return path
+
+
+def load(path: str | Path) -> ContextualEncoder:
+    """Loads what `save` wrote, in float32.
+
+    Raises: ValueError if the directory holds something else.
+    """
+    path = Path(path)
+    known = backbone.facts(path)
+    if "context" not in known or not (path / NULL).is_file():
+        raise ValueError(
+            f"{path} is no contextual encoder (stage cde): a plain one is loaded by Embedder.from_pretrained"
+        )
+    first, second = (backbone.load(path / name) for name in ("first", "second"))
+    encoder = ContextualEncoder(first, second, known["context"])
+    with torch.no_grad():
+        encoder.second.null_D.copy_(load_file(path / NULL)["null_D"])
+    return encoder
+
+
+class InContext(nn.Module):
+    """A second stage with its context, called as a backbone is."""
+
+    def __init__(self, second: SecondStage, context_KD: Tensor):
+        super().__init__()
+        self.second = second
+        self.register_buffer("context_KD", context_KD)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.second.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.context_KD.device
+
+    def forward(self, **inputs: Any) -> BaseModelOutput:
+        return self.second(**inputs, context_KD=self.context_KD)
+
+
+class ContextEmbedder(Embedder):
+    """A contextual encoder, ready to embed: an `Embedder` that knows documents of the corpus.
+
+    >>> embedder = ContextEmbedder.from_pretrained("artifacts/cpu/10_cde/context/model")  # doctest: +SKIP
+    >>> embedder.with_context(some_documents).encode(["How do I open a file?"])            # doctest: +SKIP
+
+    Queries and documents of one corpus are embedded in the same context. The context is embedded once, by
+    `with_context`; from then on only the second stage runs.
+
+    Args:
+        context_KD: vectors of at most J context documents, from the first stage. Default: none, so that the
+            null vector is in all slots.
+        options: of `Embedder`.
+    Raises: ValueError for more context vectors than slots, and for a pooling other than the mean.
+    """
+
+    def __init__(
+        self,
+        encoder: ContextualEncoder,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context_KD: Tensor | None = None,
+        **options: Any,
+    ):
+        if context_KD is None:
+            context_KD = torch.empty(0, encoder.first.config.hidden_size)
+        _check_size(len(context_KD), encoder.context)
+        super().__init__(InContext(encoder.second, context_KD), tokenizer, **options)
+        if self.pooling != "mean":
+            raise ValueError(f"a contextual encoder pools by the mean over the text, got {self.pooling!r}")
+        self.encoder, self._options = encoder, options
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> ContextEmbedder:
+        """Loads a directory that the stage "cde" or `save_pretrained` wrote; options as for `Embedder`.
+
+        Raises: ValueError if the directory holds something else.
+        """
+        encoder, known = load(path), backbone.facts(path)
+        stored = {key: known[key] for key in OPTIONS if key in known}
+        return cls(encoder, backbone.load_tokenizer(Path(path) / "second"), **{**stored, **options})
+
+    def save_pretrained(self, path: str | Path) -> Path:
+        """Writes a directory that `from_pretrained` loads, without the context."""
+        options = {key: getattr(self, key) for key in OPTIONS if key != "separator"}
+        separator = self.tokenizer.convert_ids_to_tokens(self.separator_id)
+        return save(self.encoder, self.tokenizer, Path(path), **options, separator=separator)
+
+    def with_context(self, texts: Sequence[str], *, max_length: int | None = None) -> ContextEmbedder:
+        """The same encoder, sharing its weights, in the context of these documents of the corpus.
+
+        Args:
+            texts: at most J; their order does not matter, and the null vector is in the slots that remain.
+            max_length: tokens of one document at most; default: the embedder's own.
+        Raises: ValueError for more than J documents; errors of `Embedder.encode`.
+        """
+        _check_size(len(texts), self.encoder.context)
+        first = Embedder(self.encoder.first, self.tokenizer, **{**self._options, "normalize": False})
+        context_KD = torch.from_numpy(first.encode(texts, "float32", max_length=max_length))
+        return type(self)(self.encoder, self.tokenizer, context_KD=context_KD, **self._options)
+
+    def _embed(self, units: Iterator[Unit], *arguments: Any) -> None:
+        slots = self.encoder.context
+        in_context = (Unit(after_context(unit.sequence, slots), unit.numbers) for unit in units)
+        super()._embed(in_context, *arguments)
+
+
+def _check_size(count: int, slots: int) -> None:
+    if count > slots:
+        raise ValueError(f"the encoder reads at most {slots} context documents, got {count}: choose some")

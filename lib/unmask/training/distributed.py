@@ -1,0 +1,147 @@
+"""The processes that train one model together, as one of them sees the others.
+
+All of them lay out the same global batch. Each works on its share of the micro-batches and of the queries,
+and the gradients are reduced once, in the last backward pass of a step. So a training computes the same on
+one process as on many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from unmask.models import backbone
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """One process and its peers; by default it is alone, on the CPU, in float32.
+
+    Args:
+        accelerator: knows the peers and this process's device.
+        strategy: "ddp" (every process holds the whole model) or "fsdp2" (they share its parameters).
+        half: whether a forward pass computes in bfloat16. accelerate's own precision cannot change between
+            two trainings of one process.
+    """
+
+    accelerator: Accelerator | None = None
+    strategy: str = "ddp"
+    half: bool = False
+
+    @classmethod
+    def start(cls, precision: str, strategy: str = "ddp") -> Processes:
+        """Joins the other processes that torchrun started, if there are any."""
+        # accelerate joins CPU processes only where the CPU was asked for.
+        accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
+        return cls(accelerator, strategy, half=backbone.computes_in_bf16(precision))
+
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device if self.accelerator else torch.device("cpu")
+
+    @property
+    def count(self) -> int:
+        return self.accelerator.num_processes if self.accelerator else 1
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index if self.accelerator else 0
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self) -> AbstractContextManager:
+        """The precision of a forward pass."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
+
+    def wait(self) -> None:
+        """Returns when every process is here."""
+        if self.accelerator:
+            self.accelerator.wait_for_everyone()
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """This process's items: every `count`-th, so that items sorted by length are shared evenly."""
+        return items[self.rank :: self.count]
+
+    def slice(self, n: int) -> slice:
+        """This process's part of n queries; the parts are equal to within one."""
+        return slice(n * self.rank // self.count, n * (self.rank + 1) // self.count)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The tensors of all processes one after the other; all must have the same shape."""
+        return self.accelerator.gather(x) if self.count > 1 else x
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over all processes, on each of them."""
+        return self.accelerator.reduce(x, "sum") if self.count > 1 else x
+
+    def parallel(self, module: nn.Module) -> nn.Module:
+        """Puts a module on this process's device and divides it, or its gradients, among the processes.
+
+        The modules of an nn.ModuleList are run, and so divided, each on its own.
+
+        accelerate shards with FSDP2 on accelerators only, so torch's `fully_shard` is called directly.
+        """
+        if isinstance(module, nn.ModuleList):
+            return nn.ModuleList(self.parallel(part) for part in module)
+        module.to(self.device)
+        if self.strategy == "fsdp2" and torch.distributed.is_initialized():
+            # Gradients are summed in float32: thousands of bfloat16 ones would lose the small ones.
+            mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            policy = mixed if self.half else MixedPrecisionPolicy()
+            for layer in backbone.layers(module):
+                fully_shard(layer, mp_policy=policy)
+            return fully_shard(module, mp_policy=policy)
+        if self.count > 1:
+            on_gpu = self.device.type == "cuda"
+            return DistributedDataParallel(
+                module,
+                device_ids=[self.device.index] if on_gpu else None,
+                forward_sync_buffers=False,
+                gradient_as_bucket_view=True,
+            )
+        return module
+
+    @contextmanager
+    def accumulating(self, module: nn.Module, *, last: bool) -> Iterator[None]:
+        """Around a forward and backward pass: gradients stay on this process, unless it is the last pass of
+        the step."""
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.set_requires_gradient_sync(last)
+            yield
+        elif not last and hasattr(module, "no_sync"):
+            with module.no_sync():
+                yield
+        else:
+            yield
+
+    def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
+        """Adds this process's part of the gradient: the parts add up, while DDP and FSDP2 average them."""
+        gradient = torch.ones_like(output) if gradient is None else gradient
+        output.backward(gradient * self.count)
+
+
+ALONE = Processes()
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor] | None:
+    """All weights of a model that FSDP2 divided, on the main process's CPU; None for an undivided model.
+
+    Every process must call it.
+    """
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return None
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

@@ -1,0 +1,258 @@
+"""Ranking metrics against trec_eval, similarity against integers, and the lexical baseline."""
+
+import numpy as np
+import pytest
+import pytrec_eval
+import torch
+
+from unmask.evaluation import Bm25, ranking_metrics, retrieval_metrics, similarity
+from unmask.evaluation import metrics as ranking
+from unmask.models.quantize import binary, int8_codes, pack_binary
+from unmask.models.similarity import _padded
+
+KS = (1, 3, 10, 100)
+IDS = {
+    "column numbers": lambda m: None,
+    "words": lambda m: [
+        f"{w}_{i % 7}_{i}" for i, w in zip(range(m), ["zoo", "Äpfel", "a", "文", "Z", "10", "9"] * m)
+    ],
+    "conteb": lambda m: [f"{i // 16}_{i % 16}" for i in range(m)],
+}
+SCORES = {
+    "distinct": lambda rng, shape: rng.standard_normal(shape),
+    "heavily tied": lambda rng, shape: rng.integers(0, 4, shape).astype(np.int64),
+    "all equal": lambda rng, shape: np.zeros(shape, dtype=np.float32),
+    "equal in float32 only": lambda rng, shape: 1 + rng.integers(0, 3, shape) * 1e-9,
+    "signed zeros": lambda rng, shape: rng.choice([-1.0, -0.0, 0.0, 1e-30], shape),
+    "some minus infinity": lambda rng, shape: np.where(
+        rng.random(shape) < 0.5, -np.inf, rng.integers(0, 3, shape)
+    ),
+}
+
+
+def trec_eval(scores, relevant, ids, ks) -> dict[str, np.ndarray]:
+    queries, documents = scores.shape
+    ids = ids or [str(j) for j in range(documents)]
+    cuts = ",".join(map(str, ks))
+    evaluator = pytrec_eval.RelevanceEvaluator(
+        {str(i): {ids[j]: 1 for j in columns} for i, columns in enumerate(relevant)},
+        {f"ndcg_cut.{cuts}", f"recall.{cuts}", f"map_cut.{cuts}", f"P.{cuts}", "recip_rank"},
+    )
+    run = {str(i): dict(zip(ids, map(float, scores[i]))) for i in range(queries)}
+    results = [evaluator.evaluate(run)[str(i)] for i in range(queries)]
+    names = {"ndcg": "ndcg_cut", "recall": "recall", "map": "map_cut", "precision": "P"}
+    expected = {
+        f"{ours}@{k}": np.array([result[f"{theirs}_{k}"] for result in results])
+        for ours, theirs in names.items()
+        for k in ks
+    }
+    reciprocal = np.array([result["recip_rank"] for result in results])
+    # trec_eval has no cut-off for the reciprocal rank.
+    return expected | {f"mrr@{k}": np.where(reciprocal * k >= 1 - 1e-9, reciprocal, 0) for k in ks}
+
+
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("shape", [(13, 150), (5, 4)])
+def test_metrics_equal_trec_eval(ids, scores, shape):
+    rng = np.random.default_rng(0)
+    scores_NM, ids = SCORES[scores](rng, shape), IDS[ids](shape[1])
+    relevant = [
+        set(rng.choice(shape[1], rng.integers(1, min(40, shape[1]) + 1), replace=False).tolist())
+        for _ in range(shape[0])
+    ]
+    expected = trec_eval(scores_NM, relevant, ids, KS)
+    metrics = retrieval_metrics(torch.from_numpy(scores_NM), relevant, ks=KS, document_ids=ids)
+    per_query = retrieval_metrics(scores_NM, relevant, ks=KS, document_ids=ids, per_query=True)
+    assert metrics.keys() == per_query.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(per_query[name], values, rtol=0, atol=1e-9, err_msg=name)
+        assert metrics[name] == pytest.approx(values.mean(), abs=1e-9) and isinstance(metrics[name], float)
+
+
+@pytest.mark.parametrize("scores", ["distinct", "heavily tied"])
+def test_a_ranking_has_the_metrics_of_its_scores(scores):
+    """Also where it is shorter than a cut-off, or filled up with −1."""
+    rng, (queries, documents) = np.random.default_rng(5), (17, 60)
+    scores_NM = SCORES[scores](rng, (queries, documents))
+    relevant = [set(rng.choice(documents, 1 + i % 9, replace=False).tolist()) for i in range(queries)]
+    ids = [f"{99 - j}" for j in range(documents)]  # so that the order of ids is that of the numbers
+    ids_NM = np.argsort(-scores_NM, axis=1, kind="stable")
+    expected = trec_eval(scores_NM, relevant, ids, KS)
+    filled_NX = np.concatenate([ids_NM, np.full((queries, 5), -1)], axis=1)
+    for ids_NK in (ids_NM, filled_NX):
+        per_query = ranking_metrics(ids_NK, relevant, KS, per_query=True)
+        assert per_query.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_allclose(per_query[name], values, rtol=0, atol=1e-9, err_msg=name)
+    short = ranking_metrics(ids_NM[:, :3], relevant, KS)
+    assert short["ndcg@3"] == pytest.approx(expected["ndcg@3"].mean(), abs=1e-9)
+    nothing = ranking_metrics(np.full((queries, 2), -1), relevant, KS)
+    assert set(nothing.values()) == {0}
+
+
+def test_relevant_documents_may_have_numbers_beyond_those_ranked():
+    assert ranking_metrics(np.array([[1, 0], [0, 1]]), [{10**6}, {0, 7}], (2,))["recall@2"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.array([[0, 1], [2, 2]]), [{0}, {1}]), "ranking of query 1 holds a document twice"),
+        ((np.array([[0, 1]]), [{0}, {1}]), "one row per query"),
+        ((np.array([[0, 1]]), [{-1}]), "below 0"),
+        ((np.array([[0, 1]]), [set()]), "Query 0 has no relevant document"),
+        ((np.array([[0, 1]]), [{0}], (0,)), "Cut-offs must be 1 or more"),
+    ],
+)
+def test_rankings_that_cannot_be_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ranking_metrics(*arguments)
+
+
+def test_tiles_change_nothing(monkeypatch):
+    rng = np.random.default_rng(1)
+    scores_NM, relevant = rng.integers(0, 5, (20, 30)), [{int(i), 3} for i in rng.integers(0, 30, 20)]
+    whole = retrieval_metrics(scores_NM, relevant)
+    codes = torch.from_numpy(rng.integers(-127, 128, (20, 24)).astype(np.int8))
+    product = similarity(codes, codes)
+    monkeypatch.setattr("unmask.models.similarity.TILE", 64)
+    monkeypatch.setattr(ranking, "CACHED", 64)
+    assert retrieval_metrics(scores_NM, relevant) == whole
+    assert torch.equal(similarity(codes, codes), product)
+
+
+def test_default_cut_off_and_names():
+    metrics = retrieval_metrics(torch.eye(3), [{0}, {1}, {2}])
+    assert metrics == {
+        "ndcg@10": 1,
+        "recall@10": 1,
+        "map@10": 1,
+        "mrr@10": 1,
+        "precision@10": pytest.approx(0.1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.eye(2), [{0}, set()]), "Query 1 has no relevant document"),
+        ((torch.eye(2), [{0}, {2}]), r"Query 1 has a relevant document outside 0\.\.1"),
+        ((torch.eye(2), [{0}]), "one row per query"),
+        ((torch.eye(2), [{0}, {1}], (0,)), "Cut-offs must be 1 or more"),
+        ((torch.eye(2), [{0}, {1}], (10,), ["a", "a"]), "each differently"),
+        ((torch.eye(2), [{0}, {1}], (10,), ["a"]), "must name the 2 columns"),
+        ((torch.tensor([[0.0, 1.0], [0.0, torch.nan]]), [{0}, {1}]), "query 1 contain NaN"),
+    ],
+)
+def test_bad_rankings_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        retrieval_metrics(*arguments)
+
+
+@pytest.mark.parametrize("dimensions", [8, 1024, 2560])
+@pytest.mark.parametrize("as_numpy", [False, True])
+def test_similarity_of_int8_codes_is_exact(dimensions, as_numpy):
+    rng = np.random.default_rng(2)
+    # Codes near the corners sum to more than 2^24 at 2,560 dimensions, where one float32 sum would round.
+    q, d = (
+        rng.choice([-127, 126, 125], (rows, dimensions), p=[0.02, 0.9, 0.08]).astype(np.int8)
+        for rows in (5, 40)
+    )
+    dot = q.astype(np.int64) @ d.astype(np.int64).T
+    norm = [np.sqrt((x.astype(np.int64) ** 2).sum(1).astype(np.float64)) for x in (q, d)]
+    expected = (dot / norm[0][:, None] / norm[1]).astype(np.float32)
+    ours = similarity(q, d) if as_numpy else similarity(torch.from_numpy(q), torch.from_numpy(d))
+    assert ours.dtype == torch.float32
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=3e-7)
+    # Equal codes tie exactly, wherever they stand.
+    repeated = similarity(q, np.concatenate([d, d[::-1]]))
+    assert torch.equal(repeated[:, :40], repeated[:, 40:].flip(1))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (17, 1024), (24, 8), (33, 30)])
+def test_what_a_gpu_multiplies_is_padded_with_zeros(rows, size):
+    x = torch.randint(-127, 128, (rows, size), dtype=torch.int8)
+    padded = _padded(x)
+    assert len(padded) >= 17 and len(padded) % 8 == padded.shape[1] % 8 == 0
+    assert torch.equal(padded[:rows, :size], x) and padded.int().abs().sum() == x.int().abs().sum()
+
+
+def test_similarity_of_floats_bits_and_mixtures():
+    means = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
+    q, d = means[:2], means[2:]
+    expected = torch.nn.functional.cosine_similarity(q[:, None], d[None], dim=-1)
+    torch.testing.assert_close(similarity(q, d), expected)
+    assert similarity(q.double(), d.double()).dtype == torch.float64
+    bits = torch.nn.functional.cosine_similarity(binary(q)[:, None], binary(d)[None], dim=-1)
+    torch.testing.assert_close(similarity(binary(q), binary(d)), bits)
+    torch.testing.assert_close(similarity(pack_binary(q), pack_binary(d)), bits)
+    hamming = np.unpackbits(pack_binary(q)[:, None] ^ pack_binary(d)[None], axis=-1).sum(-1)
+    np.testing.assert_allclose(
+        similarity(pack_binary(q), pack_binary(d)), 1 - 2 * hamming / 32, rtol=1e-6, atol=1e-7
+    )
+    mixed = torch.nn.functional.cosine_similarity(q[:, None], binary(d)[None], dim=-1)
+    torch.testing.assert_close(similarity(q, pack_binary(d)), mixed)
+    codes = int8_codes(d).float()
+    torch.testing.assert_close(similarity(q, int8_codes(d)), similarity(q, codes))
+
+
+def test_a_zero_vector_is_similar_to_nothing():
+    codes = torch.tensor([[0, 0], [3, 4]], dtype=torch.int8)
+    assert similarity(codes, codes).tolist() == [[0, 0], [0, 1]]
+    assert similarity(codes.float(), codes.float()).tolist() == [[0, 0], [0, 1]]
+
+
+def test_embeddings_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"\(2, 8\) and \(2, 16\) after unpacking"):
+        similarity(torch.ones(2, 8), np.zeros((2, 2), dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"\(N, D\) and \(M, D\)"):
+        similarity(torch.ones(8), torch.ones(2, 8))
+
+
+def test_bm25_is_lucenes_formula():
+    documents = ["a red apple", "a green green pear and more", "the red car"]
+    words = [text.split() for text in documents]
+    average = np.mean([len(text) for text in words])
+
+    def score(query, text):
+        total = 0.0
+        for word in query.split():
+            n = sum(word in other for other in words)
+            idf = np.log(1 + (len(words) - n + 0.5) / (n + 0.5))
+            total += idf * text.count(word) / (text.count(word) + 1.5 * (0.25 + 0.75 * len(text) / average))
+        return total
+
+    queries = ["red", "green car", "a a pear", "unknown"]
+    expected = [[score(query, text) for text in words] for query in queries]
+    np.testing.assert_allclose(Bm25(documents).scores(queries), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("query", "documents"),
+    [
+        ("ÜBER die brücke", ["Er ging über die Brücke.", "Er ging über Land."]),
+        ("हिन्दी भाषा", ["यह हिन्दी भाषा है", "यह हवा नहीं है"]),
+        ("東京の天気", ["今日の東京の天気は晴れです", "大阪で電車に乗る"]),
+        ("ภาษาไทย", ["เรียนภาษาไทยทุกวัน", "ฝนตกหนัก"]),
+        ("MAX_LENGTH?", ["set max_length=3", "set max length"]),
+    ],
+)
+def test_bm25_finds_words_of_any_script(query, documents):
+    scores = Bm25(documents).scores([query])[0]
+    assert scores[0] > scores[1]
+
+
+def test_bm25_of_nothing(capfd):
+    assert Bm25(["word", "", "other"]).scores(["", "…", "word"])[:2].tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert Bm25(["", "!"]).scores(["word"]).tolist() == [[0, 0]]
+    assert Bm25(["word"]).scores([]).shape == (0, 1)
+    with pytest.raises(ValueError, match="at least one document"):
+        Bm25([]).scores(["word"])
+    assert capfd.readouterr() == ("", "")  # no progress bars
+
+
+def test_bm25_size_is_that_of_its_postings():
+    one, two = Bm25(["red apple apple"]), Bm25(["red apple apple", "red pear"])
+    assert two.nbytes - one.nbytes == 2 * (4 + 4) + 8  # weight and number of two postings; one more word
+    assert Bm25(["", "!"]).nbytes == 0

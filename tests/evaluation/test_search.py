@@ -1,0 +1,316 @@
+import json
+import os
+import subprocess
+import sys
+
+import faiss
+import numpy as np
+import pytest
+import torch
+
+from unmask.evaluation import search
+from unmask.evaluation.search import Exact, index, open_index, save_index, top_k, two_step
+from unmask.models.similarity import similarity
+
+
+def naive(q_ND, d_MD, k, *, ceiling_N=None, lowest=False):
+    """In float64, all at once; equal scores in order of document number."""
+    q_ND, d_MD = q_ND.astype(np.float64), d_MD.astype(np.float64)
+    norms = [np.linalg.norm(x, axis=1, keepdims=True) for x in (q_ND, d_MD)]
+    q_ND, d_MD = (x / np.where(n == 0, 1, n) for x, n in zip((q_ND, d_MD), norms, strict=True))
+    scores_NM = (q_ND @ d_MD.T).round(6)
+    if ceiling_N is not None:
+        scores_NM[scores_NM > ceiling_N[:, None]] = -np.inf
+    ids_NK = np.argsort(scores_NM if lowest else -scores_NM, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(scores_NM, ids_NK, 1), ids_NK
+
+
+def codes(count, size=6, *, seed=0, spread=3):
+    """Few values, so that many scores are equal; a zero vector among them."""
+    found = np.random.default_rng(seed).integers(-spread, spread + 1, (count, size)).astype(np.int8)
+    found[count // 2] = 0
+    return found
+
+
+def clustered(count, size=32, clusters=50, seed=0):
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).standard_normal((clusters, size))
+    found = centres[rng.integers(0, clusters, count)] + 0.5 * rng.standard_normal((count, size))
+    return np.clip(np.rint(30 * found), -127, 127).astype(np.int8)
+
+
+def packed(count, bits=64, *, seed=0, values=256):
+    """Packed bits with many equal distances."""
+    return np.random.default_rng(seed).integers(0, values, (count, bits // 8)).astype(np.uint8)
+
+
+def signs(bits_XB):
+    return 2 * np.unpackbits(bits_XB, axis=1).astype(np.int8) - 1
+
+
+def same(found, expected):
+    assert found[0].dtype == np.float32
+    np.testing.assert_allclose(found[0], expected[0], atol=2e-6)
+    np.testing.assert_array_equal(found[1], expected[1])
+
+
+TILINGS = {"tiny tiles": (3, 21, 4), "one tile": (64, 2**20, 32), "uneven": (7, 200, 5)}
+
+
+@pytest.fixture(params=TILINGS)
+def tiling(request, monkeypatch):
+    """Queries and scores of a tile, documents of a group."""
+    queries, scores, group = TILINGS[request.param]
+    monkeypatch.setitem(search.TILES, "cpu", (queries, scores))
+    monkeypatch.setattr(search, "GROUP", group)
+
+
+@pytest.mark.parametrize("k", [1, 10, 50, 80])
+def test_codes_give_the_naive_order_ties_included(k, tiling):
+    q_ND, d_MD = codes(20), codes(50, seed=1)
+    same(top_k(q_ND, d_MD, k), naive(q_ND, d_MD, k))
+
+
+@pytest.mark.parametrize("k", [1, 10, 300])
+@pytest.mark.parametrize("order", ["as they come", "better and better", "all equal"])
+def test_any_order_of_the_documents_gives_the_naive_ranking(k, order, tiling):
+    q_ND, d_MD = codes(9, 32, spread=100), codes(300, 32, seed=1, spread=100)
+    if order == "better and better":
+        d_MD = d_MD[np.argsort(np.asarray(similarity(q_ND[:1], d_MD))[0])]
+    if order == "all equal":
+        d_MD[:] = d_MD[0]
+    same(top_k(q_ND, d_MD, k), naive(q_ND, d_MD, k))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_floats_of_any_length_are_compared_by_cosine(dtype, tiling):
+    rng = np.random.default_rng(0)
+    q_ND, d_MD = (5 * rng.standard_normal((count, 16)).astype(dtype) for count in (10, 100))
+    same(top_k(q_ND, d_MD, 20), naive(q_ND, d_MD, 20))
+
+
+@pytest.mark.parametrize("bits", [32, 64, 1024])  # 32 are unpacked, the rest is counted
+@pytest.mark.parametrize("values", [3, 256])
+@pytest.mark.parametrize("k", [8, 60])
+def test_packed_bits_are_signs(bits, values, k, tiling):
+    q_NB, d_MB = packed(5, bits, values=values), packed(60, bits, seed=1, values=values)
+    same(top_k(q_NB, d_MB, k), naive(signs(q_NB), signs(d_MB), k))
+
+
+def test_exact_search_finds_what_faiss_finds():
+    q_ND, d_MD = (
+        codes(20, 64, spread=127),
+        100 * signs(packed(3000)),
+    )  # of equal length: faiss knows no cosine
+    peer = faiss.IndexScalarQuantizer(
+        64, faiss.ScalarQuantizer.QT_8bit_direct_signed, faiss.METRIC_INNER_PRODUCT
+    )
+    peer.add(d_MD.astype(np.float32))
+    dots_NK, _ = peer.search(q_ND.astype(np.float32), 10)
+    ids_NK = top_k(q_ND, d_MD, 10)[1]
+    found_NK = np.einsum("nd,nkd->nk", q_ND.astype(np.int64), d_MD[ids_NK].astype(np.int64))
+    np.testing.assert_array_equal(found_NK[dots_NK[:, 0] > 0], dots_NK[dots_NK[:, 0] > 0])
+
+
+def test_binary_search_equals_faiss_binary_search():
+    q_NB, d_MB = packed(20, 128), packed(3000, 128, seed=1)
+    peer = faiss.IndexBinaryFlat(128)
+    peer.add(d_MB)
+    distance_NK, ids_NK = peer.search(q_NB, 10)
+    scores_NK, found_NK = top_k(q_NB, d_MB, 10)
+    np.testing.assert_allclose(scores_NK, 1 - 2 * distance_NK / 128, atol=1e-6)
+    inside_N = distance_NK[:, -2] < distance_NK[:, -1]  # ties at the edge are faiss's choice
+    np.testing.assert_array_equal(np.sort(found_NK[inside_N, :9]), np.sort(ids_NK[inside_N, :9]))
+
+
+def test_a_pair_scores_the_same_in_any_search(tiling):
+    q_ND, d_MD = clustered(30), clustered(200, seed=1)
+    scores_NK, ids_NK = top_k(q_ND, d_MD, 7)
+    expected_NM = np.asarray(similarity(q_ND, d_MD))
+    np.testing.assert_array_equal(scores_NK, np.take_along_axis(expected_NM, ids_NK, 1))
+    np.testing.assert_array_equal(index(d_MD)(q_ND[4:5], 7)[0][0], scores_NK[4])
+
+
+def test_kinds_of_embeddings_may_be_mixed(tiling):
+    d_MD, bits_NB = codes(70, 32, seed=1), packed(6, 32)
+    same(top_k(bits_NB, d_MD, 5), naive(signs(bits_NB), d_MD, 5))
+    same(top_k(codes(6, 32).astype(np.float32), d_MD, 5), naive(codes(6, 32), d_MD, 5))
+
+
+def test_documents_may_be_mapped_into_memory(tmp_path):
+    d_MD = codes(50, seed=1)
+    np.save(tmp_path / "d.npy", d_MD)
+    mapped = np.load(tmp_path / "d.npy", mmap_mode="r")
+    same(top_k(codes(5), mapped, 9), naive(codes(5), d_MD, 9))
+
+
+def test_a_ceiling_hides_what_scores_more_and_lowest_turns_the_order_round(tiling):
+    q_ND, d_MD = codes(20), codes(50, seed=1)
+    ceiling_N = np.linspace(-0.9, 0.9, 20).astype(np.float32)
+    scores, ids = Exact(d_MD)(q_ND, 30, ceiling_N=ceiling_N)
+    expected = naive(q_ND, d_MD, 30, ceiling_N=ceiling_N)
+    assert np.isinf(expected[0]).any() and np.isfinite(expected[0]).any()
+    np.testing.assert_allclose(scores, expected[0], atol=2e-6)
+    np.testing.assert_array_equal(ids[np.isfinite(scores)], expected[1][np.isfinite(scores)])
+    same(Exact(d_MD)(q_ND, 30, lowest=True), naive(q_ND, d_MD, 30, lowest=True))
+
+
+def test_faiss_finds_nearly_all_that_exact_search_finds(monkeypatch):
+    monkeypatch.setattr(search, "PROBES", 4)  # of 102 lists: the share that 64 are for 170,000 documents
+    d_MD, q_ND = clustered(4000), clustered(100, seed=1)
+    (scores, ids), (expected, numbers) = top_k(q_ND, d_MD, 50, method="faiss"), top_k(q_ND, d_MD, 50)
+    recall = np.mean([len(set(a) & set(b)) / 50 for a, b in zip(ids, numbers, strict=True)])
+    assert recall > 0.95
+    np.testing.assert_allclose(scores[:, 0], expected[:, 0], atol=2e-3)
+    assert (np.diff(scores, axis=1) <= 0).all()
+
+
+def test_faiss_is_deterministic_and_orders_equal_scores_by_number():
+    d_MD = np.repeat(clustered(300), 3, axis=0)
+    found = [top_k(d_MD[:50], d_MD, 9, method="faiss") for _ in range(2)]
+    np.testing.assert_array_equal(*(ids for _, ids in found))
+    first_three = found[0][1][:, :3]
+    np.testing.assert_array_equal(first_three, (np.arange(50) // 3 * 3)[:, None] + np.arange(3))
+
+
+def test_where_the_lists_hold_too_few_all_are_looked_into(monkeypatch):
+    monkeypatch.setattr(search, "PROBES", 1)
+    d_MD, q_ND = clustered(2000), clustered(10, seed=1)
+    scores, ids = top_k(q_ND, d_MD, 1500, method="faiss")
+    np.testing.assert_allclose(scores, top_k(q_ND, d_MD, 1500)[0], atol=2e-3)
+    assert all(len(set(row)) == 1500 for row in ids) and ids.min() >= 0
+
+
+def test_an_index_is_asked_often():
+    d_MD, q_ND = clustered(500), clustered(20, seed=1)
+    find = index(d_MD, "faiss")
+    np.testing.assert_array_equal(find(q_ND, 5)[1][:7], find(q_ND[:7], 5)[1])
+
+
+def test_what_cannot_be_searched_is_refused():
+    with pytest.raises(ValueError, match="unknown search 'annoy': choose one of exact, faiss"):
+        top_k(codes(2), codes(5), 1, method="annoy")
+    with pytest.raises(ValueError, match="not packed bits"):
+        top_k(codes(2).view(np.uint8), codes(5).view(np.uint8), 1, method="faiss")
+    with pytest.raises(ValueError, match="needs queries and documents, got 2 and 0"):
+        top_k(codes(2), codes(5)[:0], 1)
+    with pytest.raises(ValueError, match="needs documents, got 0"):
+        index(codes(5)[:0])
+
+
+def test_two_steps_rescore_the_candidates(monkeypatch):
+    monkeypatch.setattr(search, "RESCORED", (3, 8))
+    q_ND, d_MD = clustered(10), clustered(90, seed=1)
+    q_NB, d_MB = (np.packbits(x > 0, axis=1) for x in (q_ND, d_MD))
+    for candidates in (90, 1000):
+        for found, expected in zip(
+            two_step(q_ND, d_MD, q_NB, d_MB, 12, candidates=candidates), Exact(d_MD)(q_ND, 12), strict=True
+        ):
+            np.testing.assert_array_equal(found, expected)
+    scores_NK, ids_NK = two_step(q_ND, d_MD, q_NB, d_MB, 12, candidates=20)
+    near_NC = naive(signs(q_NB), signs(d_MB), 20)[1]
+    for query, near_C in enumerate(np.sort(near_NC)):
+        expected = naive(q_ND[query : query + 1], d_MD[near_C], 12)
+        same((scores_NK[query], ids_NK[query]), (expected[0][0], near_C[expected[1][0]]))
+
+
+def test_two_steps_say_what_does_not_match():
+    bits = packed(5, 8)
+    with pytest.raises(ValueError, match="got 5 and 5 queries, 6 and 5 documents, uint8"):
+        two_step(codes(5), codes(6), bits, bits, 2, candidates=3)
+    with pytest.raises(ValueError, match="documents, int8"):
+        two_step(codes(5), codes(5), bits, bits.view(np.int8), 2, candidates=3)
+    with pytest.raises(ValueError, match="candidates is 1: the 2 best are chosen from them"):
+        two_step(codes(5), codes(5), bits, bits, 2, candidates=1)
+
+
+def test_a_saved_index_finds_what_an_index_in_memory_finds(tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "ADDED", 700)
+    d_MD, q_ND = clustered(2000), clustered(20, seed=1)
+    folder = save_index(d_MD, tmp_path / "some" / "index")
+    moved = folder.rename(tmp_path / "moved")
+    for found, expected in zip(open_index(moved)(q_ND, 9), index(d_MD, "faiss")(q_ND, 9), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert list((tmp_path / "some").iterdir()) == []  # nothing is left of the work
+
+
+def test_an_index_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def interrupted(index, path):
+        raise KeyboardInterrupt
+
+    with pytest.raises(FileNotFoundError, match="holds no index: write one with save_index"):
+        open_index(tmp_path / "index")
+    monkeypatch.setattr(search, "ADDED", 700)
+    monkeypatch.setattr(faiss, "write_index", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_index(clustered(2000), tmp_path / "index")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(FileExistsError, match="remove it, or save the index elsewhere"):
+        save_index(clustered(2000), tmp_path)
+
+
+MEASURED = """
+import json, resource, sys
+import numpy as np
+from pathlib import Path
+from unmask.evaluation.search import index
+
+def memory(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+mapped = np.load(sys.argv[1], mmap_mode="r")
+index(mapped[:1000])(np.array(mapped[:64]), 10)  # what the libraries take
+before = memory("VmRSS")
+found = index(mapped)
+for queries in (1, 64):
+    scores, ids = found(np.array(mapped[:queries]), 10)
+    assert (ids[:, 0] == range(queries)).all()
+print(json.dumps([before, memory("VmHWM"), mapped.nbytes / 2**20]))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
+@pytest.mark.parametrize("instructions", ["ALL", "AVX2"])  # AVX2: no integer products, so floats
+def test_memory_is_that_of_the_documents_and_a_tile(instructions, tmp_path):
+    np.save(tmp_path / "d.npy", np.random.default_rng(0).integers(-127, 128, (200_000, 512)).astype(np.int8))
+    # Freed memory goes back to the system at once, so that only what is in use counts.
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path / "d.npy")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stderr
+    before, peak, documents = json.loads(done.stdout)
+    assert peak < before + documents + 75  # MiB; the documents are 98, as floats 391
+
+
+def test_processors_without_integer_products_search_as_exactly():
+    """oneDNN's sums overflow on processors without VNNI instructions."""
+    script = """
+import numpy as np, torch
+from unmask.models.similarity import int_mm_is_exact, similarity
+x = np.random.default_rng(0).choice([-127, 126, 127], (9, 2560)).astype(np.int8)
+norm = np.linalg.norm(x.astype(float), axis=1)
+expected = (x.astype(np.int64) @ x.T.astype(np.int64)) / norm / norm[:, None]
+np.testing.assert_allclose(similarity(x, x), expected, rtol=2e-7)
+print(int_mm_is_exact(torch.device("cpu")))
+"""
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    assert done.stdout.strip() in ("False", "True")  # True only where oneDNN is not what multiplies
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("size", [24, 1000])
+def test_a_gpu_finds_the_same(size, monkeypatch):
+    q_ND, d_MD = codes(5, size, spread=127), codes(999, size, seed=1, spread=127)
+    q_NB, d_MB = packed(5, size), packed(999, size, seed=1)
+    found = [top_k(q_ND, d_MD, 10), top_k(q_NB, d_MB, 10)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for ours, expected in zip(found, [top_k(q_ND, d_MD, 10), top_k(q_NB, d_MB, 10)], strict=True):
+        same(ours, expected)

@@ -1,0 +1,210 @@
+"""Diffusion and next-token losses: formula, weights, masking, memory-saving chunks, peers."""
+
+import math
+
+import naive_losses
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from unmask.losses import diffusion_loss, next_token_loss
+from unmask.losses import pretraining as diffusion
+
+PADDINGS = {
+    "none": None,
+    "right": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]]),
+    "left": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]),
+}
+
+
+def problem(b=3, length=5, d=4, v=7, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    hidden_BLD = torch.randn(b, length, d, generator=generator, dtype=dtype)
+    unembedding_VD = torch.randn(v, d, generator=generator, dtype=dtype)
+    tokens_BL = torch.randint(v, (b, length), generator=generator)
+    t_B = torch.rand(b, generator=generator, dtype=torch.float64) * 0.9 + 0.1
+    masked_BL = torch.rand(b, length, generator=generator) < t_B[:, None]
+    return hidden_BLD, unembedding_VD, tokens_BL, masked_BL, t_B
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("seed", range(4))
+def test_diffusion_loss_is_the_formula(padding, seed):
+    arguments, valid_BL = problem(seed=seed), PADDINGS[padding]
+    every = torch.ones(3, 5) if valid_BL is None else valid_BL
+    expected = naive_losses.diffusion(*(x.tolist() for x in arguments), every.tolist())
+    assert diffusion_loss(*arguments, valid_BL).item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_next_token_loss_is_everything_masked_at_t_one(padding):
+    hidden, unembedding, tokens, masked, t = problem(seed=5)
+    everything = diffusion_loss(
+        hidden, unembedding, tokens, torch.ones_like(masked), torch.ones_like(t), PADDINGS[padding]
+    )
+    torch.testing.assert_close(next_token_loss(hidden, unembedding, tokens, PADDINGS[padding]), everything)
+
+
+def test_next_token_loss_equals_transformers():
+    hidden, unembedding, tokens, _, _ = problem(seed=6, dtype=torch.float32)
+    peer = ForCausalLMLoss(hidden @ unembedding.T, tokens, vocab_size=len(unembedding))
+    torch.testing.assert_close(next_token_loss(hidden, unembedding, tokens), peer)
+
+
+def test_expectation_is_nats_per_token():
+    """A model that loses c at every token has expectation c over t and masks."""
+    b, length, v = 20_000, 12, 9
+    generator = torch.Generator().manual_seed(7)
+    t_B = torch.rand(b, generator=generator) * 0.999 + 0.001
+    masked_BL = torch.rand(b, length, generator=generator) < t_B[:, None]
+    uniform = torch.zeros(b, length, 1), torch.zeros(v, 1), torch.zeros(b, length, dtype=torch.int64)
+    assert diffusion_loss(*uniform, masked_BL, t_B).item() == pytest.approx(math.log(v), rel=0.02)
+
+
+def test_logits_are_computed_for_paid_positions_only(monkeypatch):
+    hidden, unembedding, tokens, masked, t = problem(b=6, length=9, seed=8)
+    valid = torch.arange(9) < torch.tensor([9, 7, 5, 3, 2, 1])[:, None]
+    rows = []
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, weight: rows.append(len(x)) or linear(x, weight))
+    diffusion_loss(hidden, unembedding, tokens, masked, t, valid)
+    assert rows == [int((masked & valid)[:, 1:].sum())]
+
+
+def test_hidden_states_of_unpaid_positions_get_no_gradient():
+    hidden, unembedding, tokens, masked, t = problem(seed=9)
+    hidden.requires_grad_()
+    diffusion_loss(hidden, unembedding, tokens, masked, t).backward()
+    paid = F.pad(
+        masked[:, 1:], (0, 1)
+    )  # the state before a masked token pays for it; the last state never does
+    assert torch.equal(hidden.grad.ne(0).any(-1), paid)
+
+
+def test_a_batch_without_masked_token_is_zero_with_a_graph():
+    hidden, unembedding, tokens, masked, t = problem(seed=10)
+    hidden.requires_grad_()
+    masked = torch.zeros_like(masked)
+    masked[:, 0] = True  # the first token has no prediction
+    loss = diffusion_loss(hidden, unembedding, tokens, masked, t)
+    loss.backward()
+    assert loss.item() == 0 and hidden.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_micro_batches_with_the_global_normalizer_add_up(padding):
+    hidden, unembedding, tokens, masked, t = problem(seed=11)
+    valid = PADDINGS[padding]
+    positions = 12 if valid is None else 4 + 2 + 0
+    parts = [
+        diffusion_loss(
+            hidden[i : i + 1], unembedding, tokens[i : i + 1], masked[i : i + 1], t[i : i + 1],
+            None if valid is None else valid[i : i + 1], normalizer=positions,
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    torch.testing.assert_close(sum(parts), diffusion_loss(hidden, unembedding, tokens, masked, t, valid))
+    next_token = [
+        next_token_loss(hidden[i : i + 1], unembedding, tokens[i : i + 1], normalizer=12) for i in range(3)
+    ]
+    torch.testing.assert_close(sum(next_token), next_token_loss(hidden, unembedding, tokens))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_chunks_of_rows_change_neither_loss_nor_gradient(monkeypatch, autocast):
+    hidden, unembedding, tokens, _, _ = problem(b=4, length=9, seed=12, dtype=torch.float32)
+    inputs = [hidden.requires_grad_(), unembedding.requires_grad_()]
+
+    def loss_and_gradients():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = next_token_loss(hidden, unembedding, tokens)
+        return loss, *torch.autograd.grad(loss, inputs)
+
+    whole = loss_and_gradients()
+    monkeypatch.setattr(diffusion, "CPU_ROWS", 5)
+    # bfloat16 rounds each chunk's share of the output matrix's gradient.
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {}
+    for a, b in zip(loss_and_gradients(), whole):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 17])
+def test_the_fused_operation_of_gpus_gives_the_same_loss_and_gradient(rows, dtype, chunk):
+    """torch's operation runs on a CPU too, only slowly."""
+    generator = torch.Generator().manual_seed(16)
+    hidden, unembedding = (torch.randn(n, 6, generator=generator, dtype=dtype) for n in (rows, 11))
+    targets, weights = torch.arange(rows) % 11, torch.rand(rows, generator=generator)
+    inputs = [hidden.requires_grad_(), unembedding.requires_grad_()]
+    fused = (weights * diffusion._fused_cross_entropy(hidden, unembedding, targets, chunk)).sum()
+    ours = diffusion._WeightedNats.apply(hidden, unembedding, targets, weights, True)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, fused, **tolerance)
+    for a, b in zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(fused, inputs)):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_an_improbable_token_costs_what_it_should(scale):
+    """The loss is exact where the probability of the target is zero in floating point."""
+    hidden, unembedding = torch.tensor([[1.0], [-1.0]]), torch.tensor([[scale], [0.0]])
+    ours = diffusion._WeightedNats.apply(hidden, unembedding, torch.tensor([1, 1]), torch.ones(2), False)
+    exact = torch.nn.functional.cross_entropy(hidden @ unembedding.T, torch.tensor([1, 1]), reduction="sum")
+    torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_loss_and_gradient_of_the_cpu():
+    hidden, unembedding, tokens, masked, t = problem(
+        b=8, length=400, d=64, v=600, seed=17, dtype=torch.float32
+    )
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [x.to(device).detach().requires_grad_() for x in (hidden, unembedding)]
+        loss = diffusion_loss(*inputs, *(x.to(device) for x in (tokens, masked, t)))
+        results.append([x.cpu() for x in (loss, *torch.autograd.grad(loss, inputs))])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_by_finite_differences():
+    hidden, unembedding, tokens, masked, t = problem(b=2, length=4, d=3, v=5, seed=13)
+    inputs = [hidden.requires_grad_(), unembedding.requires_grad_()]
+    assert torch.autograd.gradcheck(lambda h, u: diffusion_loss(h, u, tokens, masked, t), inputs)
+    assert torch.autograd.gradcheck(lambda h, u: next_token_loss(h, u, tokens), inputs)
+
+
+def test_bfloat16_states_give_a_float32_loss():
+    hidden, unembedding, tokens, masked, t = problem(seed=14, dtype=torch.float32)
+    exact = diffusion_loss(hidden, unembedding, tokens, masked, t)
+    loss = diffusion_loss(hidden.bfloat16(), unembedding, tokens, masked, t.float())
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=0.03)
+
+
+def test_golden_value():
+    """Frozen on first writing: a refactoring must not change it."""
+    hidden = torch.arange(24.0).sin().reshape(2, 4, 3)
+    unembedding, tokens = torch.arange(15.0).cos().reshape(5, 3), torch.arange(8).reshape(2, 4) % 5
+    masked = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 1]]).bool()
+    loss = diffusion_loss(hidden, unembedding, tokens, masked, torch.tensor([0.75, 0.5]))
+    assert loss.item() == pytest.approx(2.480062, rel=1e-5)
+
+
+def test_bad_arguments_are_refused():
+    hidden, unembedding, tokens, masked, t = problem(seed=15)
+    with pytest.raises(ValueError, match=r"t must lie in \(0, 1\]"):
+        diffusion_loss(hidden, unembedding, tokens, masked, torch.zeros(3))
+    with pytest.raises(ValueError, match="masked_BL must be"):
+        diffusion_loss(hidden, unembedding, tokens, masked[:, 1:], t)
+    with pytest.raises(ValueError, match="Tokens and valid_BL must be"):
+        diffusion_loss(hidden, unembedding, tokens[:, 1:], masked, t)
+    with pytest.raises(ValueError, match=r"output matrix \(V, D\)"):
+        next_token_loss(hidden, unembedding.T, tokens)
+    with pytest.raises(ValueError, match="No position is predictable"):
+        next_token_loss(hidden[:, :1], unembedding, tokens[:, :1])
+    with pytest.raises(ValueError, match="normalizer must be above 0"):
+        next_token_loss(hidden, unembedding, tokens, normalizer=0)

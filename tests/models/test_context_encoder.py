@@ -1,0 +1,290 @@
+"""The contextual encoder: what its second stage reads, and its embedder."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from unmask.config import load_preset
+from unmask.evaluation.tasks import Task, evaluate
+from unmask.models import backbone
+from unmask.models import context_encoder as cde
+from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
+from unmask.models.embedder import Embedder
+from unmask.models.encoding import TokenSequence, after_context, encode_rows, join_chunks
+
+J = 4
+CORPUS = ["Open a file.", "Close the stream.", "Mean of an array."]
+TEXTS = ["Read a table from a file and return its rows.", "A mean.", "東京は日本の首都です。"]
+
+
+def encoder(context=J):
+    built = ContextualEncoder(tiny.model(seed=1), tiny.model(seed=2), context).eval()
+    with torch.no_grad():  # far from what any initialisation gives
+        built.second.null_D.normal_(generator=torch.Generator().manual_seed(3))
+    return built
+
+
+def embedder(**options):
+    return ContextEmbedder(encoder(), tiny.tokenizer(), device="cpu", **options)
+
+
+def vectors(count, seed=0):
+    return torch.randn(count, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def sequences(slots=J):
+    texts = [TokenSequence(s) for s in tiny.sequences(5, seed=3)]
+    return [after_context(s, slots) for s in [*texts, join_chunks(tiny.sequences(3, seed=4), 0)]]
+
+
+@torch.no_grad()
+def rows(second, context_KD, items=None, **options):
+    return encode_rows(second, items or sequences(second.slots), context_KD=context_KD, **options)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def far(found, expected):
+    assert (found - expected).norm() > 1e-2 * expected.norm()
+
+
+def naive(second, tokens_L, context_KD):
+    """A text's mean hidden state: every layer written out for one sequence, in float64."""
+    model = second.backbone.double()
+    config = model.config
+    nulls = [second.null_D.double()] * (second.slots - len(context_KD))
+    tokens_LD = model.embed_tokens.weight[torch.from_numpy(tokens_L).long()]
+    x = torch.cat([context_KD.double(), *(n[None] for n in nulls), tokens_LD])
+    position = torch.cat([torch.zeros(second.slots), torch.arange(len(tokens_L))]).double()
+    half = config.head_dim // 2
+    theta = config.rope_parameters["rope_theta"]
+    angle = position[:, None] / theta ** (torch.arange(half).double() / half)
+
+    def norm(y, weight):
+        return y / (y.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+
+    def rotated(y):
+        a, b = y[:, :half], y[:, half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1)
+
+    groups = config.num_attention_heads // config.num_key_value_heads
+    for layer in model.layers:
+        y, own = norm(x, layer.input_layernorm.weight), layer.self_attn
+        q, k, v = (p(y).unflatten(1, (-1, config.head_dim)) for p in (own.q_proj, own.k_proj, own.v_proj))
+        heads = []
+        for h in range(config.num_attention_heads):
+            query = rotated(norm(q[:, h], own.q_norm.weight))
+            key = rotated(norm(k[:, h // groups], own.k_norm.weight))
+            heads.append((query @ key.T / config.head_dim**0.5).softmax(1) @ v[:, h // groups])
+        x = x + own.o_proj(torch.cat(heads, 1))
+        x = x + layer.mlp(norm(x, layer.post_attention_layernorm.weight))
+    return norm(x, model.norm.weight)[second.slots :].mean(0)
+
+
+@pytest.mark.parametrize("known", [0, 3, J])
+def test_the_second_stage_is_a_transformer_over_unordered_slots_and_the_text(known):
+    context = vectors(known)
+    items = sequences()[:5]
+    found = rows(encoder().second, context, items)
+    second = encoder().second
+    with torch.no_grad():
+        expected = [naive(second, item.tokens_L[J:], context) for item in items]
+    close(found.double(), torch.stack(expected))
+
+
+def test_the_order_of_the_context_does_not_matter_its_content_does():
+    second, context = encoder().second, vectors(J)
+    found = rows(second, context)
+    close(rows(second, context[torch.tensor([2, 0, 3, 1])]), found)
+    far(rows(second, vectors(J, seed=1)), found)
+
+
+def test_without_attention_to_the_slots_it_is_the_plain_backbone():
+    """The text's positions do not move, and the slots enter through attention alone."""
+    second = encoder().second
+    text = torch.from_numpy(tiny.sequences(1, seed=5)[0]).long()[None]
+    tokens = torch.cat([torch.full((1, J), 7), text], 1)
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        plain = second.backbone(text).last_hidden_state
+        inputs = {"input_ids": tokens, "context_KD": vectors(2)}
+        seen = second(**inputs).last_hidden_state[:, J:]
+        mask[:, :J] = 0
+        unseen = second(**inputs, attention_mask=mask).last_hidden_state[:, J:]
+    close(unseen, plain)
+    far(seen, plain)
+
+
+def test_the_null_vector_stands_in_the_slots_that_remain():
+    second, context = encoder().second, vectors(2)
+    null = second.null_D.detach().expand(2, -1)
+    close(rows(second, context), rows(second, torch.cat([null[:1], context, null[1:]])))
+    far(rows(second, context), rows(second, torch.cat([context, context])))
+
+
+def test_batches_with_and_without_padding_and_single_texts_agree():
+    second, context = encoder().second, vectors(3)
+    expected = rows(second, context)
+    close(rows(second, context, packed=True), expected)
+    close(torch.cat([rows(second, context, [item]) for item in sequences()]), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = [rows(second, context, packed=packed) for packed in (False, True)]
+    for found in half:
+        torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
+
+
+def test_what_stands_in_the_places_of_the_slots_is_not_read():
+    second, context = encoder().second, vectors(J)
+    others = [
+        TokenSequence(np.concatenate([np.full(J, 9, np.int32), s.tokens_L[J:]]), s.chunk_L, s.rows)
+        for s in sequences()
+    ]
+    assert torch.equal(rows(second, context, others), rows(second, context))
+
+
+def test_the_stages_share_no_weights_and_the_null_vector_learns():
+    built = ContextualEncoder(tiny.model(), tiny.model(), J)
+    assert len({id(p) for p in built.parameters()}) == 2 * len(list(tiny.model().parameters())) + 1
+    encode_rows(built.second, sequences(), context_KD=vectors(2)).sum().backward()
+    assert built.second.null_D.grad.norm() > 0
+    built.zero_grad()
+    encode_rows(built.second, sequences(), context_KD=vectors(J)).sum().backward()
+    assert built.second.null_D.grad.norm() == 0  # there is a gradient, as DDP wants it
+    two = ContextualEncoder(tiny.model(), tiny.model(), J)
+    assert torch.equal(two.second.null_D, built.second.null_D)
+
+
+def test_a_causal_backbone_is_refused(tmp_path):
+    backbone.save(tiny.model(bidirectional=False), tiny.tokenizer(), tmp_path / "model")
+    with pytest.raises(ValueError, match=r"is causal: .* bidirectional"):
+        cde.build(tmp_path / "model", context=J)
+
+
+def test_an_encoder_without_slots_is_refused():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        encoder(context=0)
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path):
+    built = encoder()
+    path = cde.save(built, tiny.tokenizer(), tmp_path / "model", stage="cde", fingerprint="f")
+    assert {file.name for file in path.iterdir()} == {"first", "second", "null.safetensors", "unmask.json"}
+    assert backbone.facts(path) == {"stage": "cde", "fingerprint": "f", "context": J}
+    loaded = cde.load(path)
+    assert loaded.context == J
+    for (name, one), (_, two) in zip(built.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+    plain = Embedder.from_pretrained(path / "first", device="cpu")
+    np.testing.assert_array_equal(
+        plain.encode(TEXTS, "float32"), Embedder(built.first, tiny.tokenizer()).encode(TEXTS, "float32")
+    )
+
+
+def test_a_directory_that_holds_something_else_is_refused(tmp_path):
+    backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "plain", pooling="mean")
+    for path in (tmp_path / "plain", tmp_path / "none"):
+        with pytest.raises(ValueError, match=f"{path} is no contextual encoder"):
+            ContextEmbedder.from_pretrained(path)
+    path = cde.save(encoder(), tiny.tokenizer(), tmp_path / "contextual")
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        Embedder.from_pretrained(path)
+
+
+def test_an_embedder_gives_the_rows_of_the_two_stages():
+    ready = embedder().with_context(CORPUS)
+    plain = Embedder(ready.encoder.first, tiny.tokenizer(), device="cpu")
+    context = torch.from_numpy(plain.encode(CORPUS, "float32"))
+    tokens = [np.array(tiny.tokenizer()(t)["input_ids"], np.int32) for t in TEXTS]
+    expected = rows(ready.encoder.second, context, [after_context(TokenSequence(t), J) for t in tokens])
+    np.testing.assert_allclose(ready.encode(TEXTS, "float32"), expected, atol=1e-5)
+    documents = [join_chunks(tokens[:2], ready.separator_id), join_chunks(tokens[2:], ready.separator_id)]
+    expected = rows(ready.encoder.second, context, [after_context(d, J) for d in documents])
+    found = ready.encode_documents([TEXTS[:2], TEXTS[2:]], "float32")
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5)
+    late = ready.encode_tokens(TEXTS)
+    assert [len(t) for t in late] == [len(t) for t in tokens]
+    np.testing.assert_allclose([t.mean(0) for t in late], ready.encode(TEXTS, "float32"), atol=1e-5)
+
+
+def test_the_context_is_a_set_of_at_most_j_documents():
+    ready = embedder()
+    full = ready.with_context([*CORPUS, "東京は日本の首都です。"])
+    assert full.encoder is ready.encoder
+    np.testing.assert_allclose(
+        ready.with_context(["東京は日本の首都です。", *CORPUS]).encode(TEXTS, "float32"),
+        full.encode(TEXTS, "float32"), atol=1e-5,
+    )  # fmt: skip
+    none = ready.encode(TEXTS, "float32")
+    np.testing.assert_array_equal(ready.with_context([]).encode(TEXTS, "float32"), none)
+    far(torch.from_numpy(full.encode(TEXTS, "float32")), torch.from_numpy(none))
+    with pytest.raises(ValueError, match=f"at most {J} context documents, got 5"):
+        ready.with_context(["a file"] * 5)
+    with pytest.raises(ValueError, match="Text 1 of 2 has no tokens"):
+        ready.with_context(["a file", ""])
+
+
+def test_the_context_is_embedded_once_and_cut_as_asked(monkeypatch):
+    ready = embedder(normalize=True, max_length=8)
+    calls = []
+    ready.encoder.first.register_forward_hook(lambda *_: calls.append(1))
+    cut = ready.with_context([CORPUS[0] * 9], max_length=3)
+    assert calls == [1]
+    cut.encode(TEXTS)
+    assert calls == [1]
+    same = ready.with_context([tiny.tokenizer().decode(tiny.tokenizer()(CORPUS[0])["input_ids"][:3])])
+    found = cut.encode(TEXTS, "float32")
+    np.testing.assert_allclose(found, same.encode(TEXTS, "float32"), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)  # of the output, not the context
+    plain = Embedder(ready.encoder.first, tiny.tokenizer(), device="cpu", max_length=3)
+    np.testing.assert_allclose(cut.model.context_KD, plain.encode([CORPUS[0]], "float32"), atol=1e-6)
+
+
+def test_slots_count_for_the_token_budget():
+    ready = embedder(token_budget=2 * (J + 8), max_length=8)
+    shapes = []
+    ready.encoder.second.register_forward_pre_hook(
+        lambda module, _, kwargs: shapes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    ready.encode(["Compute the mean of an array along an axis"] * 8)
+    assert len(shapes) == 4 and max(shapes) <= 2 * (J + 8)
+
+
+def test_an_embedder_is_saved_with_its_options(tmp_path):
+    ready = embedder(max_length=9, normalize=True)
+    path = ready.save_pretrained(tmp_path / "model")
+    loaded = ContextEmbedder.from_pretrained(path, device="cpu")
+    facts = json.loads((path / "unmask.json").read_text())
+    assert facts == {
+        "pooling": "mean", "max_length": 9, "special_tokens": False, "normalize": True,
+        "separator": "<|endoftext|>", "context": J,
+    }  # fmt: skip
+    for one, two in ((ready, loaded), (ready.with_context(CORPUS), loaded.with_context(CORPUS))):
+        np.testing.assert_array_equal(two.encode(TEXTS, "float32"), one.encode(TEXTS, "float32"))
+
+
+def test_pooling_at_the_last_token_is_refused():
+    with pytest.raises(ValueError, match=r"pools by the mean .* got 'last'"):
+        embedder(pooling="last")
+
+
+def test_it_is_evaluated_as_every_embedder_is():
+    task = Task("t", "english", TEXTS[:2], [[text] for text in [*TEXTS, *CORPUS]], [{0}, {1}])
+    config = load_preset("smoke").evaluation
+    ready = embedder().with_context(CORPUS, max_length=config.document_length)
+    found = evaluate(ready, [task], config)["t"]
+    assert found.tolist() == [1.0, 1.0]  # each query is its document
+
+
+@pytest.mark.gpu
+def test_the_gpu_gives_the_embeddings_of_the_cpu():
+    expected = embedder().with_context(CORPUS).encode(TEXTS, "float32")
+    on_gpu = ContextEmbedder(encoder(), tiny.tokenizer(), device="cuda", mixed_precision=False)
+    np.testing.assert_allclose(on_gpu.with_context(CORPUS).encode(TEXTS, "float32"), expected, atol=1e-4)
+    half = ContextEmbedder(encoder(), tiny.tokenizer(), device="cuda", mixed_precision=True)
+    found = half.with_context(CORPUS).encode(TEXTS, "float32")
+    np.testing.assert_allclose(found, expected, atol=5e-2, rtol=5e-2)

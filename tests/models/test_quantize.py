@@ -1,0 +1,91 @@
+"""Quantisation: the paper's formulas exactly, the straight-through gradient, storage."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from unmask.models.quantize import (
+    binary,
+    bytes_per_embedding,
+    documents_per_megabyte,
+    int8,
+    int8_codes,
+    pack_binary,
+    unpack_binary,
+)
+
+MEANS = 1.5 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def test_int8_is_the_formula():
+    expected = [[math.floor(127 * math.tanh(x) + 0.5) for x in row] for row in MEANS.tolist()]
+    assert int8(MEANS).tolist() == expected
+    codes = int8_codes(MEANS)
+    assert codes.dtype == torch.int8 and codes.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_codes_are_exactly_whole_and_in_range(dtype):
+    extremes = torch.tensor([-torch.inf, -50.0, 50.0, torch.inf, 0.0, -0.0])
+    codes = int8(torch.cat([MEANS.flatten(), extremes]).to(dtype).requires_grad_())
+    assert torch.equal(codes, codes.round()) and codes.abs().max() == 127
+    assert codes.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_halves_are_rounded_up():
+    mean = torch.atanh(torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5], dtype=torch.float64) / 127)
+    halves = (127 * torch.tanh(mean)).tolist()
+    assert int8(mean).tolist() == [math.floor(half + 0.5) for half in halves]
+    assert int8(torch.tensor([-0.001, 0.001])).tolist() == [0, 0]
+
+
+def test_gradient_is_that_of_the_tanh():
+    mean = MEANS[:3].clone().requires_grad_()
+    weight = torch.randn(3, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    straight = torch.autograd.grad((weight * int8(mean)).sum(), mean)[0]
+    smooth = torch.autograd.grad((weight * 127 * torch.tanh(mean)).sum(), mean)[0]
+    assert torch.equal(straight, smooth) and straight.ne(0).any()
+
+
+def test_binary_is_the_sign_of_the_unquantised_mean():
+    assert binary(torch.tensor([-0.001, -0.0, 0.0, 3.0, -3.0])).tolist() == [-1, 1, 1, 1, -1]
+    assert binary(MEANS.bfloat16()).dtype == torch.bfloat16
+
+
+def test_packing_is_numpys_with_the_first_dimension_first():
+    packed = pack_binary(MEANS)
+    assert packed.dtype == np.uint8 and packed.shape == (200, 8)
+    assert np.array_equal(packed, np.packbits(MEANS.numpy() >= 0, axis=-1))
+    assert packed[0, 0] >> 7 == int(MEANS[0, 0] >= 0)
+    assert np.array_equal(packed, pack_binary(MEANS.numpy()))
+    assert np.array_equal(packed, pack_binary(binary(MEANS)))
+    assert np.array_equal(unpack_binary(packed), binary(MEANS).numpy())
+    with pytest.raises(ValueError, match="multiple of 8"):
+        pack_binary(MEANS[:, :60])
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "precision", "documents"),
+    [
+        (1024, "int8", 976),
+        (2560, "int8", 390),
+        (1024, "binary", 7812),
+        (2560, "ubinary", 3125),
+        (1024, "float32", 244),
+        (2560, "float32", 97),
+    ],
+)
+def test_documents_per_megabyte_are_table_1(dimensions, precision, documents):
+    assert documents_per_megabyte(dimensions, precision) == documents
+
+
+def test_bytes_are_those_of_the_arrays():
+    assert bytes_per_embedding(64, "float32") == MEANS[0].float().numpy().nbytes
+    assert bytes_per_embedding(64, "int8") == int8_codes(MEANS[0]).numpy().nbytes
+    assert bytes_per_embedding(64, "binary") == pack_binary(MEANS[0]).nbytes
+    with pytest.raises(ValueError, match="Unknown precision 'int4'; choose one of float32, int8"):
+        bytes_per_embedding(64, "int4")
+    with pytest.raises(ValueError, match="60 dimensions are no whole number of bytes in binary"):
+        bytes_per_embedding(60, "binary")

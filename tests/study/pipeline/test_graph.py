@@ -1,0 +1,275 @@
+"""The graph of notebooks: what is refused at the start, order, selection, and what makes a stage due."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toy_checkout import PARAMETERS, Checkout
+from unmask.study.pipeline.graph import (
+    Folders,
+    PipelineError,
+    Stage,
+    discover,
+    expected,
+    library_hash,
+    plan,
+    repeated,
+    seal,
+    select,
+    why_due,
+)
+
+PRESET = {"data": {"seed": 0}, "pair": {"steps": 10}}
+
+
+@pytest.fixture
+def diamond(checkout: Checkout) -> Checkout:
+    """00 → {01, 02} → 03, and 04 apart."""
+    checkout.notebook("00_backbone")
+    checkout.notebook("01_left", needs=["00_backbone"], reads=["pair"])
+    checkout.notebook("02_right", needs=["00_backbone"])
+    checkout.notebook("03_join", needs=["01_left", "02_right"])
+    checkout.notebook("04_apart")
+    return checkout
+
+
+def finish(stages: list[Stage], marks: dict, folders: Folders) -> None:
+    """Marks stages as done, as their execution would."""
+    for stage in stages:
+        folders.executed.mkdir(parents=True, exist_ok=True)
+        (folders.executed / f"{stage.name}.ipynb").touch()
+        done = folders.artifacts / stage.name / "done.json"
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.write_text(json.dumps(marks[stage.name]))
+
+
+def reasons(checkout: Checkout, preset: dict = PRESET) -> dict[str, str]:
+    stages = discover(checkout.folders.notebooks)
+    marks = expected(stages, preset, checkout.folders)
+    due = {stage.name: why_due(stage, marks[stage.name], checkout.folders) for stage in stages}
+    return {name: why for name, why in due.items() if why}
+
+
+def all_done(checkout: Checkout) -> None:
+    stages = discover(checkout.folders.notebooks)
+    finish(stages, expected(stages, PRESET, checkout.folders), checkout.folders)
+    assert reasons(checkout) == {}
+
+
+def test_order_is_by_number_where_the_needs_allow_it(diamond: Checkout) -> None:
+    names = [stage.name for stage in discover(diamond.folders.notebooks)]
+    assert names == ["00_backbone", "01_left", "02_right", "03_join", "04_apart"]
+
+
+def test_order_follows_the_needs_before_the_numbers(checkout: Checkout) -> None:
+    checkout.notebook("00_late", needs=["02_first"])
+    checkout.notebook("01_free")
+    checkout.notebook("02_first")
+    assert [s.name for s in discover(checkout.folders.notebooks)] == ["01_free", "02_first", "00_late"]
+
+
+def test_what_is_taken_comes_first_and_is_not_missed(diamond: Checkout) -> None:
+    metadata = {"unmask": {"needs": ["00_backbone"], "takes": ["03_join"], "reads": []}}
+    diamond.notebook("02a_report", metadata=metadata)
+    stages = {stage.name: stage for stage in discover(diamond.folders.notebooks)}
+    assert list(stages).index("02a_report") > list(stages).index("03_join")
+
+    def inputs() -> set[str]:
+        return set(expected(list(stages.values()), PRESET, diamond.folders)["02a_report"]["inputs"])
+
+    marks = expected(list(stages.values()), PRESET, diamond.folders)
+    finish([stages["00_backbone"]], marks, diamond.folders)
+    report = stages["02a_report"]
+    assert [task.stage for task in plan(list(stages.values()), [report], marks, diamond.folders)] == [report]
+    assert inputs() == {"00_backbone"}
+    finish([stages["03_join"]], marks, diamond.folders)
+    assert inputs() == {"00_backbone", "03_join"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"needs": ["01_lef"]}, "needs names '01_lef', which does not exist; did you mean '01_left'"),
+        ({"reads": ["pairs"]}, "reads names 'pairs', which does not exist; did you mean 'pair'"),
+        ({"needs": ["04_apart"]}, "the notebooks need each other in a circle: 04_apart → 04_apart"),
+        ({"parameters": None}, "no cell is tagged 'parameters'"),
+        ({"parameters": PARAMETERS + "\nsteps = 2 * 50"}, "not `steps = 2 * 50`; move what is derived to"),
+        ({"parameters": PARAMETERS + "\nimport os"}, "only `name: type = literal` lines, not `import os`"),
+        ({"parameters": PARAMETERS + "\nx: int"}, "only `name: type = literal` lines, not `x: int`"),
+        ({"parameters": "preset = ("}, "the parameters cell is not Python"),
+        ({"parameters": 'preset: str = "cpu"'}, "does not declare overrides, run, which the pipeline sets"),
+        ({"metadata": {}}, "does not say what it needs and reads"),
+        ({"metadata": {"unmask": {"needs": "00_backbone", "reads": []}}}, "must be lists of names"),
+        (
+            {"metadata": {"unmask": {"needs": [], "reads": [], "seeds": "all"}}},
+            "seeds must be one of each, once, pooled, got 'all'",
+        ),
+    ],
+)
+def test_a_notebook_that_cannot_work_is_refused(diamond: Checkout, settings: dict, message: str) -> None:
+    diamond.notebook("04_apart", **settings)
+    with pytest.raises(PipelineError) as error:
+        discover(diamond.folders.notebooks, PRESET)
+    assert message in str(error.value)
+    assert "04_apart" in str(error.value)
+
+
+def test_a_longer_circle_is_spelled_out(checkout: Checkout) -> None:
+    checkout.notebook("00_a", needs=["01_b"])
+    checkout.notebook("01_b", needs=["00_a"])
+    with pytest.raises(PipelineError, match=r"in a circle: 0._. → 0._. → 0._."):
+        discover(checkout.folders.notebooks)
+
+
+def test_what_is_no_notebook_is_refused(checkout: Checkout) -> None:
+    with pytest.raises(PipelineError, match="no notebook named NN_"):
+        discover(checkout.folders.notebooks)
+    (checkout.folders.notebooks / "00_text.ipynb").write_text("hello")
+    with pytest.raises(PipelineError, match=r"00_text\.ipynb is not a notebook"):
+        discover(checkout.folders.notebooks)
+
+
+def test_selection(diamond: Checkout) -> None:
+    stages = discover(diamond.folders.notebooks)
+    assert [s.name for s in select(stages, start="02")] == ["02_right", "03_join", "04_apart"]
+    for text in ("03", "03_join", "join", "03_join.ipynb"):
+        assert [s.name for s in select(stages, only=text)] == ["03_join"]
+    with pytest.raises(PipelineError, match="no notebook '03_joi'; did you mean '03_join'"):
+        select(stages, only="03_joi")
+    assert [s.name for s in select(stages, stop="right")] == [s.name for s in stages[:3]]
+    assert [s.name for s in select(stages, start="02", stop="03")] == ["02_right", "03_join"]
+    for both in ({"start": "00"}, {"stop": "03"}):
+        with pytest.raises(PipelineError, match="exclude each other"):
+            select(stages, only="01", **both)
+    with pytest.raises(PipelineError, match="--to 01: 01_left comes before 02_right, where --from 02 begins"):
+        select(stages, start="02", stop="01")
+
+
+def test_every_stage_is_due_until_it_ran(diamond: Checkout) -> None:
+    assert set(reasons(diamond).values()) == {"never ran"}
+    all_done(diamond)
+
+
+def test_a_changed_notebook_makes_it_and_what_follows_due(diamond: Checkout) -> None:
+    all_done(diamond)
+    diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
+    assert reasons(diamond) == {"01_left": "notebook changed", "03_join": "input 01_left changed"}
+
+
+def test_a_changed_preset_section_concerns_only_those_who_read_it(diamond: Checkout) -> None:
+    all_done(diamond)
+    assert reasons(diamond, PRESET | {"pair": {"steps": 11}, "merge": {"t": [0.5]}}) == {
+        "01_left": "preset section pair changed",
+        "03_join": "input 01_left changed",
+    }
+
+
+def test_changed_code_of_the_library_concerns_all(diamond: Checkout) -> None:
+    library = diamond.folders.library
+    assert library.is_relative_to(diamond.root), "this test writes into it"
+    before = library_hash(library)
+
+    def changed() -> bool:
+        library_hash.cache_clear()
+        return library_hash(library) != before
+
+    (library / "cli.py").write_text("")
+    (library / "study" / "pipeline" / "graph.py").write_text("")
+    module = library / "run.py"
+    source = module.read_text()
+    module.write_text(
+        '"""Another docstring."""\n\n# and a comment' + source[source.index("\n\nfrom __future__") :]
+    )
+    assert not changed()
+    module.write_text(source + "\nx = 1\n")
+    assert changed()
+
+
+def test_a_changed_library_is_given_as_the_reason(diamond: Checkout) -> None:
+    all_done(diamond)
+    done = diamond.folders.artifacts / "04_apart" / "done.json"
+    mark = json.loads(done.read_text())
+    mark |= {"library": "another", "versions": mark["versions"] | {"torch": "2.12.0"}}
+    done.write_text(json.dumps(seal(mark)))
+    assert reasons(diamond) == {"04_apart": "library changed, torch is another version"}
+
+
+def test_what_a_reader_leaves_in_a_notebook_does_not_count(diamond: Checkout) -> None:
+    all_done(diamond)
+    path = diamond.folders.notebooks / "01_left.ipynb"
+    document = json.loads(path.read_text())
+    for cell in document["cells"]:
+        cell["metadata"]["execution"] = {"iopub.status.busy": "2026-01-01T00:00:00Z"}
+        cell["source"] = cell["source"].splitlines(keepends=True)
+        if cell["cell_type"] == "code":
+            cell["execution_count"] = 7
+            cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": "hello"}]
+    document["metadata"] |= {"kernelspec": {"name": "other"}, "language_info": {"version": "3.12.1"}}
+    path.write_text(json.dumps(document))
+    assert reasons(diamond) == {}
+
+
+def test_a_missing_executed_notebook_is_made_again(diamond: Checkout) -> None:
+    all_done(diamond)
+    (diamond.folders.executed / "01_left.ipynb").unlink()
+    assert reasons(diamond) == {"01_left": "executed notebook is missing"}
+
+
+def test_half_a_record_counts_as_none(diamond: Checkout) -> None:
+    all_done(diamond)
+    (diamond.folders.artifacts / "04_apart" / "done.json").write_text('{"hash": "')
+    assert reasons(diamond) == {"04_apart": "never ran"}
+
+
+def test_a_stage_made_from_an_old_input_stays_due(diamond: Checkout) -> None:
+    """`--only 03` with 01 out of date: the record names the input as it was."""
+    all_done(diamond)
+    old = diamond.folders.done("01_left")["hash"]
+    stages = discover(diamond.folders.notebooks)
+    marks = expected(stages, PRESET | {"pair": {"steps": 11}}, diamond.folders)
+    assert marks["01_left"]["hash"] != old
+    mark = marks["03_join"]
+    done = diamond.folders.artifacts / "03_join" / "done.json"
+    done.write_text(json.dumps(seal(mark | {"inputs": mark["inputs"] | {"01_left": old}})))
+    assert reasons(diamond, PRESET | {"pair": {"steps": 11}})["03_join"] == "input 01_left changed"
+
+
+def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond: Checkout) -> None:
+    pooled = {"needs": ["01_left"], "reads": [], "seeds": "pooled"}
+    once = {"needs": ["01_left"], "reads": [], "seeds": "once"}
+    diamond.notebook("05_report", metadata={"unmask": pooled})
+    diamond.notebook("06_aside", metadata={"unmask": once})
+    stages = discover(diamond.folders.notebooks)
+    assert [stage.number for stage in repeated(stages)] == ["00", "01", "02", "03", "04"]
+    all_done(diamond)
+    other = Folders.of("smoke-seed1", root=diamond.root)
+    finish(stages[2:3], {"02_right": {"hash": "irrelevant"}}, other)
+    assert reasons(diamond) == {}
+    for value in ("one", "another"):
+        finish(stages[1:2], {"01_left": {"hash": value}}, other)
+        assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
+        all_done(diamond)
+
+
+def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond: Checkout) -> None:
+    stages = discover(diamond.folders.notebooks)
+    marks = expected(stages, PRESET, diamond.folders)
+    due = plan(stages, stages, marks, diamond.folders)
+    assert [task.stage.name for task in due] == [stage.name for stage in stages]
+    with pytest.raises(PipelineError, match="01_left needs the output of 00_backbone, which never ran"):
+        plan(stages, select(stages, only="01"), marks, diamond.folders)
+    finish(stages, marks, diamond.folders)
+    assert plan(stages, stages, marks, diamond.folders) == []
+    forced = plan(stages, select(stages, only="01"), marks, diamond.folders, force=True)
+    assert [(task.stage.name, task.why) for task in forced] == [("01_left", "forced")]
+
+
+def test_folders_follow_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "scratch"))
+    folders = Folders.of("mine")
+    assert folders.artifacts == tmp_path / "scratch" / "mine"
+    assert folders.executed.parts[-2:] == ("papermill_runs", "mine")
+    assert folders.results.parts[-2:] == ("results", "mine")

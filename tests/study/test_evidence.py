@@ -1,0 +1,402 @@
+"""Effects against naive loops, their coverage over seeds, verdicts, and claims kept, pooled and compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unmask.config import load_preset, resolved, seeded
+from unmask.run import Run, seed_run
+from unmask.study import evidence
+from unmask.study.evidence import (
+    VERDICTS,
+    Effect,
+    bootstrap,
+    claim,
+    fact,
+    highest,
+    judge,
+    keep,
+    keep_effects,
+    lowest,
+    not_run,
+    paired_bootstrap,
+    points,
+    pool,
+    pooled,
+    pooled_effects,
+    prediction_interval,
+)
+
+RNG = np.random.default_rng(4)
+ABOUT = {"source": "table 1", "paper": "+3", "notebook": "02_pair"}
+
+
+# Effects
+
+
+def test_the_interval_is_that_of_the_normal_approximation():
+    b = RNG.random(400)
+    a = b + 0.1 + 0.2 * RNG.standard_normal(400)
+    effect = paired_bootstrap(a, b, 10_000)
+    low, high = effect.interval
+    half_width = 1.96 * (a - b).std() / 20
+    assert effect.value == pytest.approx((a - b).mean())
+    assert (high - effect.value, effect.value - low) == pytest.approx((half_width, half_width), rel=0.06)
+    assert list(paired_bootstrap(b, b, 100)) == [0, 0, 0]
+
+
+def test_the_resamples_are_those_of_a_loop_and_the_same_for_all():
+    """Resample b holds the same queries for every system: what pooling over seeds rests on."""
+    a, b = RNG.random((2, 50))
+    drawn = np.random.default_rng(0)
+    for number, (first, second) in enumerate(
+        zip(bootstrap(a, 20).replicates_B, bootstrap(b, 20).replicates_B, strict=True)
+    ):
+        rows = drawn.choice(50, 50)
+        assert (first, second) == pytest.approx((a[rows].mean(), b[rows].mean())), number
+    together = paired_bootstrap(a, b, 20).replicates_B
+    assert together == pytest.approx((bootstrap(a, 20) - bootstrap(b, 20)).replicates_B)
+
+
+def test_a_query_that_a_run_did_not_ask_leaves_the_others_where_they_are():
+    whole = RNG.random(30)
+    some = np.where(np.arange(30) % 5, whole, np.nan)
+    drawn = np.random.default_rng(0)
+    expected = [np.nanmean(some[drawn.choice(30, 30)]) for _ in range(10)]
+    assert bootstrap(some, 10).replicates_B == pytest.approx(expected)
+    assert bootstrap(some, 10).value == pytest.approx(np.nanmean(whole[np.arange(30) % 5 > 0]))
+
+
+@pytest.mark.parametrize("values", [[], [np.nan, np.nan], np.ones((2, 2))])
+def test_an_effect_needs_values(values):
+    with pytest.raises(ValueError, match="a value per query"):
+        bootstrap(values, 10)
+
+
+def test_systems_are_compared_on_the_same_queries():
+    with pytest.raises(ValueError, match="same queries"):
+        paired_bootstrap([1.0, 2.0], [1.0], 10)
+
+
+def test_what_is_no_mean_is_computed_in_every_resample():
+    start, end, other = (bootstrap(RNG.random(40), 200) for _ in range(3))
+    share = (start - end).share_of(start)
+    assert share.value == pytest.approx(1 - end.value / start.value)
+    assert share.replicates_B == pytest.approx(1 - end.replicates_B / start.replicates_B)
+    effects = [start, end, other]
+    triples = list(zip(*(effect.replicates_B for effect in effects), strict=True))
+    assert lowest(effects).value == min(effect.value for effect in effects)
+    assert lowest(effects).replicates_B.tolist() == [min(three) for three in triples]
+    assert highest(effects).value == max(effect.value for effect in effects)
+    assert highest(effects).replicates_B.tolist() == [max(three) for three in triples]
+
+
+def test_a_share_of_nothing_is_a_number():
+    nothing, some = bootstrap(np.zeros(9), 50), bootstrap(RNG.random(9), 50)
+    assert np.isfinite([*some.share_of(nothing), *nothing.share_of(nothing)]).all()
+
+
+# Seeds
+
+
+def test_pooling_is_a_crossed_bootstrap():
+    effects = [bootstrap(RNG.random(60), 300) for _ in range(3)]
+    drawn_SB = np.random.default_rng(1).integers(3, size=(3, 300))
+    naive = [
+        np.mean([effects[seed].replicates_B[number] for seed in drawn_SB[:, number]]) for number in range(300)
+    ]
+    together = pool(effects)
+    assert together.replicates_B == pytest.approx(naive)
+    assert together.value == pytest.approx(np.mean([effect.value for effect in effects]))
+    assert together.interval == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])))
+
+
+def test_one_seed_is_the_paired_bootstrap():
+    effect = bootstrap(RNG.random(60), 300)
+    assert list(pool([effect])) == list(effect)
+    assert (pool([effect]).replicates_B == effect.replicates_B).all()
+
+
+def covered(seeds: int, between: float, trials: int = 100) -> tuple[float, float]:
+    """How often the intervals of one seed and of several hold a true effect of 0, over 200 queries.
+
+    Args:
+        between: standard deviation of the seeds' own effects, in standard errors of one seed.
+    """
+    rng, queries, hits = np.random.default_rng(7), 200, np.zeros(2)
+    for _ in range(trials):
+        common_N = rng.standard_normal(queries)
+        own_S = between / np.sqrt(queries) * rng.standard_normal(seeds)
+        effects = [bootstrap(common_N + own, 200) for own in own_S]
+        for number, effect in enumerate((effects[0], pool(effects))):
+            low, high = effect.interval
+            hits[number] += low <= 0 <= high
+    return tuple(hits / trials)
+
+
+def test_the_interval_over_seeds_holds_the_truth_where_one_seed_misleads():
+    alone, together = covered(3, between=0)
+    assert alone > 0.88 and together > 0.88
+    alone, together = covered(3, between=2)
+    assert alone < 0.7 < 0.8 < together
+
+
+def test_prediction_interval():
+    # By hand: mean 2, s = 1, t(0.975; 2) = 4.3027, √(4/3) = 1.1547
+    low, high = prediction_interval([1.0, 2.0, 3.0])
+    assert (low, high) == pytest.approx((2 - 4.96833, 2 + 4.96833), abs=1e-4)
+    with pytest.raises(ValueError, match="two seeds or more, got 1"):
+        prediction_interval([1.0])
+    rng = np.random.default_rng(2)
+    draws = rng.standard_normal((2000, 4))
+    inside = [low <= row[3] <= high for row in draws for low, high in [prediction_interval(row[:3])]]
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.015)
+
+
+# Verdicts and claims
+
+
+@pytest.mark.parametrize(
+    ("interval", "above", "below"),
+    [
+        ((0.1, 0.3), "reproduced", "contradicted"),
+        ((-0.3, -0.1), "contradicted", "reproduced"),
+        ((-0.1, 0.1), "not at this scale", "not at this scale"),
+        ((0.0, 0.2), "not at this scale", "not at this scale"),  # the bar itself is not above the bar
+    ],
+)
+def test_the_interval_decides(interval, above, below):
+    assert judge(interval, above=0.0) == above
+    assert judge(interval, below=0.0) == below
+    low, high = interval
+    assert judge((low - 0.02, high - 0.02), above=-0.02) == above
+    assert judge((low - 0.02, high - 0.02), below=-0.02) == below
+
+
+def test_a_bar_has_one_side():
+    for sides in ({}, {"above": 0.0, "below": 0.0}):
+        with pytest.raises(ValueError, match="either above= or below="):
+            judge((0.0, 1.0), **sides)
+
+
+def test_points_are_hundredths_and_other_units_are_as_they_are():
+    effect = Effect(0.123, np.array([0.101, 0.1456]))
+    assert points(effect).startswith("+12.3 [+10.") and points(effect).endswith("] points")
+    assert points(Effect(-0.345, np.full(3, -0.345)), "nats") == "-0.345 [-0.345, -0.345] nats"
+
+
+def test_a_claim_is_judged_by_its_effect():
+    effect = bootstrap(np.array([0.1, 0.2, 0.3]), 100)
+    made = claim("It works.", effect=effect, above=0, detail="a → b", headline=True, seeds=[0], **ABOUT)
+    assert made["verdict"] == "reproduced"
+    assert made["ours"] == f"{points(effect)}; a → b" and made["effect"] == points(effect)
+    assert (made["value"], made["interval"], made["values"]) == (
+        effect.value,
+        list(effect.interval),
+        {"0": effect.value},
+    )
+    against = claim("It works.", effect=effect, below=0, seeds=[0], **ABOUT)
+    assert (against["verdict"], against["bar"], against["headline"]) == ("contradicted", {"below": 0}, False)
+
+
+def test_facts_hold_or_do_not_and_what_was_not_run_says_why():
+    assert fact("Equal.", ours="5", holds=True, seeds=[], **ABOUT)["verdict"] == "reproduced"
+    assert fact("Equal.", ours="6", holds=False, seeds=[], **ABOUT)["verdict"] == "contradicted"
+    made = not_run("It scales.", source="table 2", paper="72.1", why="needs 64 GPUs")
+    assert made["verdict"] == "not run" in VERDICTS
+    assert made["ours"] == "not run (needs 64 GPUs)"
+    assert made["interval"] is None and made["seeds"] == [] and not made["headline"]
+
+
+def test_all_kinds_of_claims_have_the_same_fields(study):
+    kinds = [
+        *keep(study, [claim("A.", effect=bootstrap([0.0, 1.0], 9), above=0, seeds=[0], **ABOUT)]),
+        fact("B.", ours="5", holds=True, seeds=[], **ABOUT),
+        not_run("C.", source="s", paper="p", why="w"),
+    ]
+    assert len({frozenset(one) for one in kinds}) == 1
+    assert json.loads(json.dumps(kinds)) == kinds
+
+
+# Runs
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Notebook 12 of the run "smoke", in an empty checkout."""
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.setattr("unmask.run.repository", lambda: tmp_path)
+    monkeypatch.setattr(evidence, "repository", lambda: tmp_path)
+    return Run("12_report", "smoke", load_preset("smoke"))
+
+
+EFFECTS = {seed: 0.2 + 0.02 * seed + 0.1 * RNG.standard_normal(40) for seed in range(4)}  # per query
+
+
+def execute(study: Run, seed: int, *, corpus: str = "c", done: bool = True, **overrides) -> None:
+    """Leaves behind what the notebooks 00 and 02 of a run with this seed would."""
+    name = seed_run(study.name, seed) if seed else study.name
+    config = load_preset("smoke", seeded(seed) | overrides)
+    run = Run("02_pair", name, config)
+    claims = [
+        claim("It works.", effect=bootstrap(EFFECTS[seed], 100), above=0.1, seeds=[seed], **ABOUT),
+        fact("It is fast.", ours=f"{seed} ms", holds=seed < 2, seeds=[seed], **ABOUT),
+        not_run("It scales.", source="s", paper="p", why="w"),
+    ]
+    run.save({"claims": keep(run, claims)})
+    run.save({"corpus_hash": corpus, "claims": []}, "00_backbone")
+    versions = {"torch": "2.13.0"}
+    run.save({"preset": resolved(config), "commit": "abc", "versions": versions}, "provenance")
+    if done:
+        for stage in ("00_backbone", "02_pair"):
+            folder = run.artifacts().parent / stage
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "done.json").touch()
+
+
+def test_claims_are_pooled_over_the_seeds_at_hand(study):
+    execute(study, 0, done=False)  # executed by hand, perhaps
+    (alone, *_) = pooled(study)
+    assert alone["seeds"] == [0] and alone["value"] == bootstrap(EFFECTS[0], 100).value
+    for seed in (2, 1):
+        execute(study, seed)
+    works, fast, scales = pooled(study)
+    naive = pool([bootstrap(EFFECTS[seed], 100) for seed in range(3)])
+    assert works["value"] == pytest.approx(naive.value)
+    # The resamples were kept in half precision.
+    assert works["interval"] == pytest.approx(naive.interval, abs=1e-4)
+    assert works["seeds"] == [0, 1, 2] and works["verdict"] == judge(naive.interval, above=0.1)
+    assert works["values"] == {str(seed): pytest.approx(EFFECTS[seed].mean()) for seed in range(3)}
+    assert works["ours"] == works["effect"]
+    assert works["ours"].startswith(f"{100 * naive.value:+.1f} [")
+    assert (fast["verdict"], fast["ours"]) == (
+        "not at this scale",
+        "seed 0: 0 ms; seed 1: 1 ms; seed 2: 2 ms",
+    )
+    assert scales == not_run("It scales.", source="s", paper="p", why="w")
+    assert json.loads(json.dumps([works, fast])) == [works, fast]
+
+
+def test_effects_that_are_no_claims_are_pooled_as_well(study):
+    def distance(seed: int) -> dict[str, Effect]:
+        return {"code": bootstrap(EFFECTS[seed], 100), "english": bootstrap(-EFFECTS[seed], 100)}
+
+    for seed in range(3):
+        execute(study, seed)
+        run = Run("02_pair", seed_run("smoke", seed) if seed else "smoke", study.config)
+        saved = {"claims": [], "away": keep_effects(run, "away", distance(seed))}
+        run.save(saved)
+        assert saved["away"]["code"] == list(distance(seed)["code"])
+    found = pooled_effects(study, "02_pair", "away")
+    assert list(found) == ["code", "english"]
+    for key, effect in found.items():
+        assert list(effect) == pytest.approx(list(pool([distance(s)[key] for s in range(3)])), abs=1e-4)
+    assert pooled_effects(study, "02_pair", "near") == pooled_effects(study, "05_merge", "away") == {}
+
+
+def test_the_verdict_is_that_of_all_seeds_and_not_of_the_first(study):
+    EFFECTS_OF = {0: 0.11, 1: 0.05, 2: 0.04}
+    for seed, value in EFFECTS_OF.items():
+        execute(study, seed)
+        run = Run("02_pair", seed_run("smoke", seed) if seed else "smoke", study.config)
+        one = claim("It works.", effect=bootstrap([value] * 5, 50), above=0.1, seeds=[seed], **ABOUT)
+        run.save({"claims": keep(run, [one])})
+    (works,) = pooled(study)
+    assert study.load("02_pair")["claims"][0]["verdict"] == "reproduced"
+    assert works["verdict"] == "not at this scale"
+
+
+def test_runs_that_cannot_be_compared_are_left_out_and_named(study):
+    execute(study, 0)
+    execute(study, 1, corpus="another")
+    execute(study, 2, **{"pair.lr": 0.5})
+    execute(study, 3)
+    (study.results.parent / "smoke-seed3" / "provenance.json").unlink()
+    assert evidence.left_out(study) == {
+        "smoke-seed1": "differs in corpus",
+        "smoke-seed2": "differs in pair.lr",
+        "smoke-seed3": "has no provenance.json",
+    }
+    assert list(evidence.metrics(study)) == [0] and pooled(study)[0]["seeds"] == [0]
+
+
+def test_committed_results_of_other_machines_and_unfinished_notebooks_do_not_count(study, tmp_path):
+    execute(study, 0)
+    execute(study, 1)
+    (tmp_path / "artifacts" / "smoke-seed1" / "02_pair" / "done.json").unlink()
+    execute(study, 2, done=False)
+    assert {seed: list(saved) for seed, saved in evidence.metrics(study).items()} == {
+        0: ["00_backbone", "02_pair"],
+        1: ["00_backbone"],
+    }
+    assert pooled(study)[0]["seeds"] == [0]
+
+
+def test_missing_resamples_name_the_notebook_to_run(study):
+    execute(study, 0)
+    execute(study, 1)
+    (study.results.parent / "smoke-seed1" / "replicates" / "02_pair.npz").unlink()
+    with pytest.raises(FileNotFoundError, match="run notebook 02_pair of run 'smoke-seed1' again"):
+        pooled(study)
+
+
+def test_resamples_take_little_room(study):
+    effects = [bootstrap(RNG.random(50), 2000) for _ in range(5)]
+    keep(study, [claim("A.", effect=effect, above=0, seeds=[0], **ABOUT) for effect in effects])
+    kept = study.results / "replicates" / "12_report.npz"
+    assert kept.stat().st_size < 5 * 2 * 2000 + 2000
+    for number, effect in enumerate(effects):
+        found = effect.value + np.load(kept)[str(number)].astype(np.float64)
+        assert np.abs(found - effect.replicates_B).max() < 0.005 * effect.replicates_B.std()
+
+
+TABLES = {seed: {"BM25": {"code": 0.5}, "pair": {"code": 0.1 + 0.01 * seed}} for seed in range(3)}
+TABLES[2] |= {"reference": {"code": 0.7}}  # which was not installed for the others
+
+
+def test_a_run_is_compared_with_the_committed_seeds(study, tmp_path):
+    execute(study, 0)
+    assert evidence.commit_seeds(study, {0: TABLES[0], 1: TABLES[1]}) is None
+    assert evidence.against_committed(study, TABLES[0]) is None
+    path = evidence.commit_seeds(study, TABLES)
+    assert path == tmp_path / "results" / "seeds" / "smoke.json"
+    assert json.loads(path.read_text())["values"]["pair"]["code"] == pytest.approx([0.1, 0.11, 0.12])
+
+    found = evidence.against_committed(study, {"BM25": {"code": 0.5}, "pair": {"code": 0.2}})
+    low, high = prediction_interval([0.1, 0.11, 0.12])
+    assert [row["inside"] for row in found["rows"]] == [True, False]
+    assert found["rows"][1] == {
+        "model": "pair", "family": "code", "ours": 0.2, "mean": pytest.approx(0.11),
+        "low": pytest.approx(low), "high": pytest.approx(high), "n": 3, "inside": False,
+    }  # fmt: skip
+    assert found["differs"] == {}
+    some = evidence.against_committed(study, {"pair": {"code": 0.115}})["rows"]
+    assert [(row["ours"], row["inside"]) for row in some] == [(None, None), (0.115, True)]
+
+
+def test_what_differs_from_the_committed_seeds_is_told(study):
+    execute(study, 0)
+    evidence.commit_seeds(study, TABLES)
+    other = Run(study.stage, "smoke", load_preset("smoke", {"pair.lr": 0.5}))
+    execute(study, 0, corpus="another")
+    about = other.load("provenance")
+    other.save(about | {"commit": "def", "versions": {"torch": "2.14.0"}}, "provenance")
+    assert evidence.against_committed(other, TABLES[0])["differs"] == {
+        "corpus": ("another", "c"),
+        "pair.lr": (0.5, study.config.pair.lr),
+        "commit": ("def", "abc"),
+        "torch": ("2.14.0", "2.13.0"),
+    }
+
+
+def test_a_run_of_another_name_commits_nothing_and_three_seeds_are_compared_with_nothing(study):
+    execute(study, 0)
+    evidence.commit_seeds(study, TABLES)
+    assert evidence.commit_seeds(Run(study.stage, "mine", study.config), TABLES) is None
+    for seed in (1, 2):
+        execute(study, seed)
+    assert evidence.against_committed(study, TABLES[0]) is None
