@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from unmask.data import environment, installed
+from unmask.data import environment
 from unmask.data.corpus import SCHEMAS, SPLITS, write_table
 from unmask.data.registry import Source
 
@@ -50,7 +50,7 @@ ROWS = {"texts": ("environment", TEXTS), "pairs": ("docs", PAIRS), "documents": 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the environment's corpus, where it is not there yet, is this one."""
-    monkeypatch.setattr(installed, "build", build)
+    monkeypatch.setattr(environment, "build", build)
     monkeypatch.setattr(environment, "installed_packages", list)  # looking at all their files takes seconds
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from measure import Case, Row, child
 
 from unmask.config import load_preset
-from unmask.data.clusters import Neighbours, pack
-from unmask.data.pairs import Packing
+from unmask.data.batches import Packing
+from unmask.data.lookalikes import Neighbours, pack
+from unmask.data.mining import unit
 from unmask.data.prepare import Ragged
-from unmask.evaluation.search import unit
 
 PAIRS, WIDTH, CLUSTER = 1_000_000, 128, 1024
 COMPONENTS, BLOCK = 2_000, 50_000

@@ -13,6 +13,7 @@ from measure import Case
 from unmask.config import TripletConfig, load_preset
 from unmask.data.mining import mine
 from unmask.evaluation import similarity
+from unmask.evaluation.search import index
 
 PAIRS, WIDTH, CLUSTERS = 20_000, 256, 500
 
@@ -70,12 +71,12 @@ def mining_case(pairs: int = PAIRS) -> Case:
         """Where nothing is left to chance, both take the same documents."""
         few = replace(config, rank_window=config.negatives, margin=2.5)
         some = table.select(range(min(pairs, 1000)))
-        ours, peer = mine(embedder, some, few)[0], full_matrix(embedder, some, few)
+        ours, peer = mine(embedder, index, some, few)[0], full_matrix(embedder, some, few)
         for mined, ranked in zip(ours["negatives"], peer["negatives"], strict=True):
             assert set(mined) == set(ranked)
 
     programs = {
-        "unmask": {"": lambda: mine(embedder, table, config)},
+        "unmask": {"": lambda: mine(embedder, index, table, config)},
         "full matrix": {"": lambda: full_matrix(embedder, table, config)},
     }
     setting = (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unmask.data import installed, sources
+from unmask.data import environment, sources
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.environment import (
     Package,
@@ -88,7 +88,7 @@ def make_config(**changes) -> SimpleNamespace:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
     root = tmp_path_factory.mktemp("corpus")
-    return installed.build(make_config(), make_packages(root / "site"), root / "built", LANGUAGES)
+    return environment.build(make_config(), make_packages(root / "site"), root / "built", LANGUAGES)
 
 
 def texts_of(corpus: Corpus, split: str) -> dict[str, set[int]]:
@@ -164,18 +164,20 @@ def test_nothing_is_executed(corpus):
 
 
 def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path):
-    again = installed.build(make_config(), make_packages(tmp_path / "site"), tmp_path / "again", LANGUAGES)
+    again = environment.build(make_config(), make_packages(tmp_path / "site"), tmp_path / "again", LANGUAGES)
     assert again.hash == corpus.hash
-    other = installed.build(make_config(seed=1), make_packages(tmp_path / "x"), tmp_path / "other", LANGUAGES)
+    other = environment.build(
+        make_config(seed=1), make_packages(tmp_path / "x"), tmp_path / "other", LANGUAGES
+    )
     assert other.hash != corpus.hash
     program = (
         "import sys; from pathlib import Path; from test_environment import *\n"
-        f"packages = make_packages(Path({str(tmp_path)!r}) / 'child')\n"
-        f"print(installed.build(make_config(), packages, Path({str(tmp_path)!r}) / 'third', LANGUAGES).hash)"
+        f"root, name = Path({str(tmp_path)!r}), 'third'\n"
+        "print(environment.build(make_config(), make_packages(root / 'child'), root / name, LANGUAGES).hash)"
     )
-    folders = [str(Path(__file__).parent), str(Path(installed.__file__).parents[2])]
-    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(folders)}
-    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    folders = [str(Path(__file__).parent), str(Path(environment.__file__).parents[2])]
+    variables = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(folders)}
+    result = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
     assert result.stdout.strip() == corpus.hash, result.stderr
 
 
@@ -199,10 +201,10 @@ def test_interrupted_build_leaves_nothing(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(installed, "_card", interrupt)
+    monkeypatch.setattr(environment, "_card", interrupt)
     with pytest.raises(KeyboardInterrupt):
         packages = make_packages(tmp_path / "site")
-        installed.build(make_config(), packages, tmp_path / "data" / "built", LANGUAGES)
+        environment.build(make_config(), packages, tmp_path / "data" / "built", LANGUAGES)
     assert list((tmp_path / "data").iterdir()) == []
 
 
@@ -212,7 +214,7 @@ def test_open_corpus_builds_once(tmp_path, monkeypatch):
     monkeypatch.setattr(sources.environment, "installed_packages", lambda: packages)
     monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "1.0"})
     first = sources.open_corpus(make_config())
-    monkeypatch.setattr(installed, "build", None)  # the second time there is nothing to build
+    monkeypatch.setattr(environment, "build", None)  # the second time there is nothing to build
     assert sources.open_corpus(make_config(vocab_size=1024)).hash == first.hash
 
 
@@ -240,7 +242,7 @@ def test_undocumented_packages_are_refused(tmp_path):
     packages = make_packages(tmp_path / "site")
     (packages[2].root / "gamma" / "tools.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="no texts for 'test' after reading 3 packages; raise"):
-        installed.build(make_config(), packages, tmp_path / "built", LANGUAGES)
+        environment.build(make_config(), packages, tmp_path / "built", LANGUAGES)
     assert not (tmp_path / "built").exists()
 
 
@@ -248,7 +250,7 @@ def test_slice_takes_rich_and_quick_packages_first(tmp_path):
     sizes = {"huge": 9_000_000, "rich": 1_500_000, "poor": 1_000, "held": 5_000}
     packages = [Package(name, "1", "MIT", tmp_path, (), size) for name, size in sizes.items()]
     config = make_config(dev_packages=("poor",), test_packages=("held",), max_packages=3)
-    assert installed.assign_splits(config, packages) == {"held": "test", "poor": "dev", "rich": "train"}
+    assert environment.assign_splits(config, packages) == {"held": "test", "poor": "dev", "rich": "train"}
 
 
 def test_larger_classes_become_several_documents(tmp_path):

@@ -8,9 +8,10 @@ from datasets import Dataset
 
 import tiny
 from unmask.config import load_preset
-from unmask.data import mining, negatives
+from unmask.data import mining
 from unmask.data.corpus import SCHEMAS, Corpus, write_table
 from unmask.data.mining import draw, mine, mine_to
+from unmask.evaluation.search import index
 from unmask.models.embedder import Embedder
 from unmask.models.similarity import similarity
 
@@ -108,12 +109,11 @@ def naive(pairs, scores_NN, config):
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("block", [7, 4096])
 def test_mining_equals_the_rule_written_row_by_row(margin, window, block, monkeypatch):
-    monkeypatch.setattr(negatives, "ROWS", block)
-    monkeypatch.setattr(negatives, "SPARE", 1)  # so that searches go deeper
-    monkeypatch.setattr(negatives, "SCORES", 64)
+    monkeypatch.setattr(mining, "ROWS", block)
+    monkeypatch.setattr(mining, "SCORES", 64)
     embedder, pairs, scores_NN = linked()
     config = replace(CONFIG, margin=margin, rank_window=window)
-    mined, found = mine(embedder, pairs, config)
+    mined, found = mine(embedder, index, pairs, config)
     expected, own, unsafe, ranks = naive(pairs, scores_NN, config)
     assert columns(mined) == expected
     assert (found.own, found.unsafe) == (own, unsafe)
@@ -124,7 +124,7 @@ def test_mining_equals_the_rule_written_row_by_row(margin, window, block, monkey
 @pytest.mark.parametrize("window", WINDOWS)
 def test_every_pair_gets_its_number_of_distinct_negatives_and_none_is_its_own(margin, window):
     embedder, pairs, _ = linked()
-    mined, _ = mine(embedder, pairs, replace(CONFIG, margin=margin, rank_window=window))
+    mined, _ = mine(embedder, index, pairs, replace(CONFIG, margin=margin, rank_window=window))
     assert mined["query"][:] == pairs["query"][:]
     rows = list(pairs)
     for row, chosen in zip(rows, mined["negatives"], strict=True):
@@ -136,7 +136,7 @@ def test_every_pair_gets_its_number_of_distinct_negatives_and_none_is_its_own(ma
 @pytest.mark.parametrize("window", [2, 5, 1000])
 def test_the_margin_is_kept_wherever_there_are_enough_other_documents(window):
     embedder, pairs, scores = case()
-    mined, _ = mine(embedder, pairs, replace(CONFIG, rank_window=window, margin=0.1))
+    mined, _ = mine(embedder, index, pairs, replace(CONFIG, rank_window=window, margin=0.1))
     tested = 0
     for i, chosen in enumerate(columns(mined)):
         safe = scores[i] <= scores[i, i] + 0.1
@@ -149,7 +149,7 @@ def test_the_margin_is_kept_wherever_there_are_enough_other_documents(window):
 
 def test_where_too_few_are_safe_the_least_similar_fill_up():
     embedder, pairs, scores = case(8)
-    mined, found = mine(embedder, pairs, replace(CONFIG, margin=-2.5, rank_window=1000))
+    mined, found = mine(embedder, index, pairs, replace(CONFIG, margin=-2.5, rank_window=1000))
     assert found.last_resort == 24 and found.shares()["last resort"] == 1
     for i, chosen in enumerate(columns(mined)):
         others = sorted(scores[i, j] for j in range(8) if j != i)
@@ -158,23 +158,26 @@ def test_where_too_few_are_safe_the_least_similar_fill_up():
 
 def test_mining_is_deterministic_and_its_seed_matters():
     embedder, pairs, _ = case()
-    first, again = (columns(mine(embedder, pairs, CONFIG)[0]) for _ in range(2))
+    first, again = (columns(mine(embedder, index, pairs, CONFIG)[0]) for _ in range(2))
     assert first == again
-    assert columns(mine(embedder, pairs, replace(CONFIG, seed=1))[0]) != first
+    assert columns(mine(embedder, index, pairs, replace(CONFIG, seed=1))[0]) != first
 
 
 def test_texts_are_embedded_once_in_blocks_and_the_blocks_change_nothing(monkeypatch):
     embedder, pairs, _ = linked()
-    expected = columns(mine(embedder, pairs, CONFIG)[0])
+    expected = columns(mine(embedder, index, pairs, CONFIG)[0])
     monkeypatch.setattr(mining, "TEXTS", 7)
     embedder.seen.clear()
-    assert columns(mine(embedder, pairs, CONFIG)[0]) == expected
+    assert columns(mine(embedder, index, pairs, CONFIG)[0]) == expected
     assert sorted(embedder.seen) == sorted({*pairs["query"], *pairs["document"]})
 
 
 def test_an_embedder_without_lengths_that_returns_floats_mines_the_same():
     (codes, pairs, _), (floats, _, _) = case(), case(kind=Plain)
-    (mined, found), (other, other_found) = mine(codes, pairs, CONFIG), mine(floats, pairs, CONFIG)
+    (mined, found), (other, other_found) = (
+        mine(codes, index, pairs, CONFIG),
+        mine(floats, index, pairs, CONFIG),
+    )
     assert columns(mined) == columns(other)
     np.testing.assert_allclose(other_found.negative_similarity, found.negative_similarity, atol=1e-3)
 
@@ -197,21 +200,23 @@ def test_real_embedders_mine(library):
             "key": [str(i) for i in range(len(texts))],
         }
     )
-    mined, _ = mine(embedder, pairs, CONFIG)
+    mined, _ = mine(embedder, index, pairs, CONFIG)
     for document, chosen in zip(mined["document"], mined["negatives"], strict=True):
         assert len(set(chosen)) == 3 and set(chosen) <= set(texts) - {document}
 
 
 def test_faiss_mines_nearly_the_same_where_it_looks_into_all_lists():
     embedder, pairs, _ = case(100)
-    mined, other = (mine(embedder, pairs, replace(CONFIG, search=name))[0] for name in ("exact", "faiss"))
+    mined, other = (
+        mine(embedder, index, pairs, replace(CONFIG, search=name))[0] for name in ("exact", "faiss")
+    )
     # Half precision swaps a few neighbours in rank.
     assert np.equal(columns(mined), columns(other)).mean() > 0.95
 
 
 def test_statistics_and_lengths():
     embedder, pairs, scores = case()
-    mined, found = mine(embedder, pairs, replace(CONFIG, query_length=7, document_length=9))
+    mined, found = mine(embedder, index, pairs, replace(CONFIG, query_length=7, document_length=9))
     assert embedder.lengths == [7, 9]
     assert (found.pairs, found.documents, found.window) == (40, 40, 10)
     np.testing.assert_allclose(found.positive_similarity, np.diag(scores), rtol=1e-6)
@@ -231,7 +236,7 @@ def test_statistics_and_lengths():
 def test_a_data_set_that_is_too_small_is_refused_before_anything_is_embedded(columns, left):
     embedder, pairs, _ = case(4, **columns)
     with pytest.raises(ValueError, match=f"too few distinct documents for 3 negatives.*row 0 leaves {left} "):
-        mine(embedder, pairs, CONFIG)
+        mine(embedder, index, pairs, CONFIG)
     assert not embedder.seen
 
 
@@ -242,13 +247,13 @@ def test_an_embedder_that_answers_wrongly_is_refused():
 
     pairs, config = case()[1], CONFIG
     with pytest.raises(ValueError, match=r"int8 values of shape \(39, 4\) for 40 texts.* one row"):
-        mine(Wrong(np.zeros((39, 4), np.int8)), pairs, config)
+        mine(Wrong(np.zeros((39, 4), np.int8)), index, pairs, config)
     with pytest.raises(ValueError, match=r"uint8 values .* floats or int8 codes"):
-        mine(Wrong(np.zeros((40, 4), np.uint8)), pairs, config)
+        mine(Wrong(np.zeros((40, 4), np.uint8)), index, pairs, config)
     floats = np.zeros((40, 4), np.float32)
     floats[7, 2] = np.nan
     with pytest.raises(ValueError, match="not finite for the query of row 7, 'q7'"):
-        mine(Wrong(floats), pairs, config)
+        mine(Wrong(floats), index, pairs, config)
 
 
 def write_corpus(path, sizes):
@@ -291,12 +296,12 @@ def test_all_data_sets_go_into_one_file_and_nothing_else_is_left(tmp_path, monke
     slices, embedder = draw(corpus, ("english", "code"), 100, seed=0), case()[0]
     (tmp_path / "out").mkdir()
     path = tmp_path / "out" / "negatives.parquet"
-    statistics = mine_to(path, embedder, slices, CONFIG)
+    statistics = mine_to(path, embedder, index, slices, CONFIG)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     rows = pq.read_table(path).to_pylist()
     assert [row["dataset"] for row in rows] == ["a"] * 40 + ["b"] * 30
     for name, table in slices.items():
-        expected, found = mine(embedder, table, CONFIG)
+        expected, found = mine(embedder, index, table, CONFIG)
         assert [row for row in rows if row["dataset"] == name] == list(expected)
         np.testing.assert_array_equal(statistics[name].negative_rank, found.negative_rank)
 
@@ -305,12 +310,12 @@ def test_a_data_set_that_is_too_small_is_named_before_anything_is_embedded(tmp_p
     corpus = write_corpus(tmp_path / "corpus", {"a": ("english", 40), "b": ("english", 2)})
     slices, embedder = draw(corpus, ("english",), 100, seed=0), case()[0]
     with pytest.raises(ValueError, match="data set 'b': too few distinct documents"):
-        mine_to(tmp_path / "negatives.parquet", embedder, slices, CONFIG)
+        mine_to(tmp_path / "negatives.parquet", embedder, index, slices, CONFIG)
     assert not embedder.seen
 
 
 def test_no_file_is_left_of_mining_that_fails(tmp_path):
     slices = draw(write_corpus(tmp_path / "corpus", {"a": ("english", 60)}), ("english",), 100, seed=0)
     with pytest.raises(KeyError, match="q40"):
-        mine_to(tmp_path / "out.parquet", case(40)[0], slices, CONFIG)
+        mine_to(tmp_path / "out.parquet", case(40)[0], index, slices, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]

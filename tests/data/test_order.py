@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from unmask.data.order import permuted
+from unmask.data.batches import permuted
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 255, 256, 257, 1024, 1025, 99_991])

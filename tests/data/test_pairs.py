@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from unmask.data.pairs import BatchPlan, curriculum
+from unmask.data.batches import BatchPlan, curriculum
 
 
 def plan(**options):

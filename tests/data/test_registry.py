@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from unmask.config import ConfigError
-from unmask.data.languages import check_language, short_code
+from unmask.data.cldr import check_language, short_code
 from unmask.data.registry import (
     GROUPS,
     ROLES,

@@ -5,12 +5,11 @@ import pytest
 import torch
 
 import tiny
-from unmask.data.prompt import answers
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.reranking import rerank_task
 from unmask.evaluation.tasks import Task
 from unmask.models.instructions import INSTRUCTIONS
-from unmask.models.reranker import Reranker
+from unmask.models.reranker import Reranker, answers
 
 CHUNKS = [f"Number {i}, {'and more ' * (i % 5)}that is all." for i in range(30)]
 TASK = Task(

@@ -8,12 +8,13 @@ import torch
 
 import tiny
 from unmask.config import load_preset
+from unmask.data.tokens import join_chunks
 from unmask.evaluation.tasks import Task, evaluate
 from unmask.models import backbone
 from unmask.models import context_encoder as cde
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import Embedder
-from unmask.models.encoding import TokenSequence, after_context, encode_rows, join_chunks
+from unmask.models.encoding import TokenSequence, after_context, encode_rows
 
 J = 4
 CORPUS = ["Open a file.", "Close the stream.", "Mean of an array."]

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import tiny
+from unmask.data.tokens import join_chunks
 from unmask.models import encoding
 from unmask.models.embedder import Embedder
-from unmask.models.encoding import TokenSequence, context_windows, encode_rows, join_chunks, micro_batches
+from unmask.models.encoding import TokenSequence, context_windows, encode_rows, micro_batches
 
 MIXED = [3, 50, 7, 7, 20, 1, 120, 64, 2]
 

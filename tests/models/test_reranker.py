@@ -7,8 +7,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
-from unmask.data.prompt import AROUND_DOCUMENT, SYSTEM, TAIL, answers, around_query, chat_template
-from unmask.models.reranker import INSTRUCTION, Reranker
+from unmask.models.reranker import (
+    AROUND_DOCUMENT,
+    INSTRUCTION,
+    SYSTEM,
+    TAIL,
+    Reranker,
+    answers,
+    around_query,
+    chat_template,
+)
 
 QUERIES = ["How do I open a file?", "東京 ", "  two\n\nlines: ", "1 + 1 =", "(x)", "naïve"]
 DOCUMENTS = [

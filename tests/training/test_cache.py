@@ -4,8 +4,9 @@ import torch
 
 import tiny
 from unmask.data.documents import TokenDocument, contextual_batch, split_rows
+from unmask.data.tokens import join_chunks
 from unmask.losses import contextual_loss, pair_loss, triplet_loss
-from unmask.models.encoding import TokenSequence, encode_rows, join_chunks, micro_batches
+from unmask.models.encoding import TokenSequence, encode_rows, micro_batches
 from unmask.models.quantize import int8
 from unmask.training import cache
 from unmask.training.cache import cached_backward, cached_rows

@@ -6,10 +6,10 @@ import numpy as np
 
 import tiny
 from unmask.config import load_preset
-from unmask.data.clusters import Neighbours, pack
+from unmask.data.lookalikes import Neighbours, pack
+from unmask.data.mining import unit
 from unmask.data.prepare import Ragged, ends_of
 from unmask.data.tokenized import TokenDocument, TokenPairs
-from unmask.evaluation.search import unit
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.training.cde import Cde
 from unmask.training.qwen3 import Qwen3

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unmask.data import formats, prepare, reading, tokens
-from unmask.data.order import permuted
+from unmask.data.batches import permuted
 from unmask.data.prepare import Column, Prepared
 from unmask.data.reading import Unit, units
 from unmask.data.registry import Source

@@ -1,4 +1,5 @@
-"""Many languages without a download: pairs, documents and text from the CLDR data that comes with Babel.
+"""Many languages without a download: pairs, documents and text from the CLDR data that comes with Babel, and
+the check of language codes against it.
 
 An *entity* is a name (of a country, language, currency, script or city), a date, a number, a quantity or an
 amount of money. Its split follows from a hash of the entity alone, so that what is tested was never seen in
@@ -9,14 +10,19 @@ only as far as names resemble.
 
 from __future__ import annotations
 
+import difflib
 import random
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date, time, timedelta
+from functools import cache
 from hashlib import sha256
+from pathlib import Path
 
-from babel import Locale
-from babel.core import UnknownLocaleError, get_global
+import yaml
+from babel import Locale, UnknownLocaleError
+from babel.core import get_global
 from babel.dates import format_date, format_time
 from babel.numbers import (
     format_compact_decimal,
@@ -28,49 +34,25 @@ from babel.numbers import (
 )
 from babel.units import format_unit
 
-# Sixty languages whose names, dates, units and currencies CLDR covers in full, over all larger scripts and
-# families.
-LANGUAGES = (
-    *("af", "am", "ar", "az", "bg", "bn", "ca", "cs", "da", "de", "el", "en", "es", "et", "eu"),
-    *("fa", "fi", "fr", "gu", "he", "hi", "hr", "hu", "hy", "id", "is", "it", "ja", "ka", "kk"),
-    *("km", "kn", "ko", "lt", "lv", "mk", "ml", "mr", "my", "nb", "nl", "pa", "pl", "pt", "ro"),
-    *("ru", "sk", "sl", "sq", "sr", "sv", "sw", "ta", "te", "th", "tr", "uk", "ur", "vi", "zh"),
-)
-# Twelve of them, over six scripts, for a slice of the corpus.
-SLICE_LANGUAGES = ("ar", "de", "en", "es", "fr", "hi", "it", "ja", "ru", "sw", "tr", "zh")
-HEADING_LANGUAGES = (
-    "en",
-    "de",
-    "es",
-    "fr",
-    "it",
-)  # of the statistics documents' headings; the sections are English
+TABLES = Path(__file__).with_suffix(".yaml")  # languages, units, and the sentences of statistics documents
+_TABLES = yaml.safe_load(TABLES.read_text(encoding="utf8"))
+LANGUAGES = tuple(_TABLES["languages"])
+SLICE_LANGUAGES = tuple(_TABLES["slice"])
+# Of the statistics documents' headings; the sections are English.
+HEADING_LANGUAGES = ("en", "de", "es", "fr", "it")
 NAMES_PER_ENTITY = 6  # pairs of languages of one name in training; one in evaluation
 DRAWS_CROSS = 3_000  # dates, quantities and amounts each, over all languages
 DRAWS_MULTI = 60  # dates, numbers, quantities and amounts each, per language
-UNITS = (
-    *(
-        "length-kilometer",
-        "length-meter",
-        "length-centimeter",
-        "length-mile",
-        "mass-kilogram",
-        "mass-gram",
-        "mass-tonne",
-    ),
-    *("duration-year", "duration-month", "duration-week", "duration-day", "duration-hour", "duration-minute"),
-    *("duration-second", "volume-liter", "volume-milliliter", "volume-cubic-meter", "area-square-kilometer"),
-    *(
-        "area-hectare",
-        "speed-kilometer-per-hour",
-        "temperature-celsius",
-        "energy-kilowatt-hour",
-        "power-watt",
-    ),
-    *("digital-gigabyte", "digital-megabyte", "electric-volt", "frequency-hertz", "pressure-hectopascal"),
-)
+DRAWN = {"cross": ("date", "quantity", "amount"), "multi": ("date", "number", "quantity", "amount")}
+GROUP = {"cross": "cross-lingual", "multi": "multilingual"}
 
-Section = tuple[str, tuple[str, ...]]  # (topic of the query, equivalent sentences)
+# Code has languages too. Those of CodeSearchNet and CoRNStack, and "code" for sets that mix several.
+CODE = ("c", "code", "cpp", "csharp", "go", "java", "javascript", "php", "python", "ruby", "rust", "sql")
+# "mul": many languages at once (ISO 639-2); "ber": Berber, a family that Tatoeba's authors left undivided.
+_COLLECTIVE = ("mul", "ber")
+_FORM = re.compile(r"([a-z]{3})(?:_([A-Z][a-z]{3}))?")
+
+Section = tuple[str, list[str]]  # (topic of the query, equivalent sentences)
 
 
 def split_of(entity: str) -> str:
@@ -113,8 +95,8 @@ def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[d
         for code, name in found.items()
     ]
     currencies = [code for kind, code, split in entities if kind == "currency" and split == "train"]
-    pairs = [*_cross_names(named, entities, seed), *_cross_draws(locales, currencies, seed)]
-    monolingual = list(_multi(locales, currencies, seed))
+    pairs = [*_names(named, entities, seed), *_draws("cross", locales, currencies, seed)]
+    monolingual = list(_draws("multi", locales, currencies, seed))
     return {
         "texts": [*_name_texts(named, entities), *_pair_texts(monolingual)],
         "pairs": pairs + monolingual,
@@ -122,85 +104,73 @@ def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[d
     }
 
 
-def _pair(dataset: str, key: str, split: str, language: str, query: str, document: str) -> dict[str, str]:
-    group = {"cldr-cross": "cross-lingual", "cldr-multi": "multilingual"}[dataset]
-    row = {"query": query, "document": document, "key": key, "dataset": dataset, "group": group}
+def _pair(mode: str, key: str, split: str, language: str, query: str, document: str) -> dict[str, str]:
+    row = {"query": query, "document": document, "key": key, "dataset": f"cldr-{mode}", "group": GROUP[mode]}
     return row | {"language": language, "package": "cldr", "split": split}
 
 
-def _cross_names(named: dict, entities: list[tuple[str, str, str]], seed: int) -> Iterator[dict[str, str]]:
+def _names(named: dict, entities: list[tuple[str, str, str]], seed: int) -> Iterator[dict[str, str]]:
     """A name in one language → the same thing's name in another one."""
     for kind, code, split in entities:
         key = f"{kind}:{code}"
         draw = random.Random(f"{seed}/{key}")
-        spoken = [language for language in named if code in named[language][kind]]
-        pairs = [(a, b) for a in spoken for b in spoken if named[a][kind][code] != named[b][kind][code]]
+        names = {language: found[kind][code] for language, found in named.items() if code in found[kind]}
+        pairs = [(a, b) for a in names for b in names if names[a] != names[b]]
         for a, b in draw.sample(pairs, min(NAMES_PER_ENTITY if split == "train" else 1, len(pairs))):
-            yield _pair("cldr-cross", key, split, f"{a}-{b}", named[a][kind][code], named[b][kind][code])
+            yield _pair("cross", key, split, f"{a}-{b}", names[a], names[b])
+
+
+def _draws(
+    mode: str, locales: dict[str, Locale], currencies: list[str], seed: int
+) -> Iterator[dict[str, str]]:
+    """Drawn things in words → "cross": the same in another language; "multi": the same written briefly, each
+    in one language only."""
+    cross, known = mode == "cross", sorted(locales)
+    turns = DRAWS_CROSS * len(known) // len(LANGUAGES) if cross else DRAWS_MULTI * len(known)
+    for kind in DRAWN[mode]:
+        draw, seen = random.Random(f"{seed}/{mode}/{kind}"), set()
+        for turn in range(turns):
+            key, write = _draw(kind, currencies, draw)
+            a, b = draw.sample(known, 2) if cross else [known[turn // DRAWS_MULTI]] * 2
+            query, document = write(locales[a], True), write(locales[b], cross)
+            if key not in seen and _usable(key, query, document):
+                seen.add(key)
+                yield _pair(mode, key, split_of(key), f"{a}-{b}" if cross else a, query, document)
 
 
 def _draw(kind: str, currencies: list[str], draw: random.Random) -> tuple[str, Callable[[Locale, bool], str]]:
     """Draw one date, number, quantity or amount: its key, and how a locale writes it in words or briefly."""
     if kind == "date":
         day = date(1950, 1, 1) + timedelta(days=draw.randrange(36_500))
-        return f"date:{day}", lambda locale, words: format_date(
-            day, "full" if words else "short", locale=locale
-        )
+        return f"date:{day}", lambda locale, words: format_date(day, "full" if words else "short", locale)
     if kind == "number":
         value = draw.randrange(11, 1_000) * 10 ** draw.randrange(2, 8)
-        return (
-            f"number:{value}",
-            lambda locale, words: (
-                format_compact_decimal(value, format_type=_longest(locale), fraction_digits=2, locale=locale)
-                if words
-                else format_decimal(value, locale=locale)
-            ),
-        )
+        return f"number:{value}", lambda locale, words: _number(value, locale, words)
     if kind == "quantity":
-        unit, value = draw.choice(UNITS), draw.randrange(2, 1_000)
+        unit, value = draw.choice(_TABLES["units"]), draw.randrange(2, 1_000)
+        lengths = {True: "long", False: "short"}
         return f"{unit}:{value}", lambda locale, words: format_unit(
-            value, unit, "long" if words else "short", locale=locale
+            value, unit, lengths[words], locale=locale
         )
-    currency, value = draw.choice(currencies), draw.randrange(2, 5_000)
-    return f"{currency}:{value}", lambda locale, words: format_currency(
-        value, currency, locale=locale, format_type="name" if words else "standard"
+    money, value = draw.choice(currencies), draw.randrange(2, 5_000)
+    kinds = {True: "name", False: "standard"}
+    return f"{money}:{value}", lambda locale, words: format_currency(
+        value, money, locale=locale, format_type=kinds[words]
     )
 
 
-def _longest(locale: Locale) -> str:
-    """Chinese, Japanese and Korean have one way only to abbreviate large numbers."""
-    return "long" if "long" in locale.compact_decimal_formats else "short"
+def _number(value: int, locale: Locale, words: bool) -> str:
+    if not words:
+        return format_decimal(value, locale=locale)
+    # Chinese, Japanese and Korean have one way only to abbreviate large numbers.
+    longest = "long" if "long" in locale.compact_decimal_formats else "short"
+    return format_compact_decimal(value, format_type=longest, fraction_digits=2, locale=locale)
 
 
 def _usable(key: str, query: str, document: str) -> bool:
     """False for equal texts, and where Babel wrote a unit's identifier for want of a pattern."""
     identifier = key.partition(":")[0]
     return query != document and not ("-" in identifier and identifier in query + document)
-
-
-def _cross_draws(locales: dict[str, Locale], currencies: list[str], seed: int) -> Iterator[dict[str, str]]:
-    """A date, quantity or amount in words in one language → the same in another one."""
-    for kind in ("date", "quantity", "amount"):
-        draw, seen = random.Random(f"{seed}/cross/{kind}"), set()
-        for _ in range(DRAWS_CROSS * len(locales) // len(LANGUAGES)):
-            key, write = _draw(kind, currencies, draw)
-            a, b = draw.sample(sorted(locales), 2)
-            query, document = write(locales[a], True), write(locales[b], True)
-            if key not in seen and _usable(key, query, document):
-                seen.add(key)
-                yield _pair("cldr-cross", key, split_of(key), f"{a}-{b}", query, document)
-
-
-def _multi(locales: dict[str, Locale], currencies: list[str], seed: int) -> Iterator[dict[str, str]]:
-    """Something in words → the same written briefly; each drawn thing serves one language only."""
-    for kind in ("date", "number", "quantity", "amount"):
-        draw, seen = random.Random(f"{seed}/multi/{kind}"), set()
-        for language in [language for language in sorted(locales) for _ in range(DRAWS_MULTI)]:
-            key, write = _draw(kind, currencies, draw)
-            query, document = write(locales[language], True), write(locales[language], False)
-            if key not in seen and _usable(key, query, document):
-                seen.add(key)
-                yield _pair("cldr-multi", key, split_of(key), language, query, document)
 
 
 def _name_texts(named: dict, entities: list[tuple[str, str, str]]) -> Iterator[dict[str, str]]:
@@ -234,11 +204,7 @@ def _statistics(named: dict, entities: list[tuple[str, str, str]], seed: int) ->
     The sections hold figures and formats, no names of other entities, so nothing held out appears in training
     either. Training documents also come with the heading and queries in other languages than English.
     """
-    makers = {
-        "territory": _territory_sections,
-        "language": _language_sections,
-        "currency": _currency_sections,
-    }
+    makers = {"territory": _of_territory, "language": _of_language, "currency": _of_currency}
     for kind, code, split in entities:
         sections = makers[kind](code) if kind in makers else []
         if len(sections) < 4:
@@ -256,14 +222,8 @@ def _statistics_document(
 ) -> dict:
     draw = random.Random(f"{seed}/statistics/{kind}/{code}/{language}")
     sections = draw.sample(sections, len(sections))
-    noun = {"territory": "place", "language": "language", "currency": "currency"}[kind]
-    heading = draw.choice(
-        [f"{name}. Facts and figures.", f"Statistics: {name}", f"{name}, a {noun} in figures"]
-    )
-    queries = []
-    for topic, _ in sections:
-        templates = f"{topic} {name}", f"{name} {topic}", f"{name}: {topic}", f"the {topic} of {name}"
-        queries.append(draw.choice(templates))
+    heading = draw.choice(_TABLES["headings"]).format(name=name, noun=_TABLES["nouns"][kind])
+    queries = [draw.choice(_TABLES["queries"]).format(topic=topic, name=name) for topic, _ in sections]
     return {
         "document_id": f"cldr/{kind}/{code}/{language}",
         "dataset": "statistics",
@@ -276,146 +236,85 @@ def _statistics_document(
     }
 
 
-def _territory_sections(code: str) -> list[Section]:
+def _filled(kind: str, **facts: object) -> list[Section]:
+    table = _TABLES["sections"][kind].items()
+    return [(topic, [sentence.format(**facts) for sentence in sentences]) for topic, sentences in table]
+
+
+def _of_territory(code: str) -> list[Section]:
     """Facts about a country; none for what is no country (continents) or has no locale."""
     spoken = get_global("territory_languages").get(code, {})
-    currencies = get_global("territory_currencies").get(code, [])
     locale = _locale(f"und_{code}")
     if locale is None or not spoken or not code.isalpha():
         return []
-    share = max(facts["population_percent"] for facts in spoken.values())
-    official = sum(facts["official_status"] is not None for facts in spoken.values())
-    zones = len(get_global("territory_zones").get(code, ()))
-    sections = [
-        (
-            "languages",
-            (
-                f"{share:g} percent speak the most common tongue; {official} of {len(spoken)} are official.",
-                f"Of {len(spoken)} tongues, {official} are official; {share:g} percent share the largest.",
-            ),
-        ),
-        (
-            "time zones",
-            (f"Clocks follow {zones} different zones.", f"The land is divided into {zones} zones."),
-        ),
-        *_format_sections(locale),
-    ]
-    current = [(money, start) for money, start, end, tender in currencies if tender and end is None and start]
-    if current:
+    sections = _filled(
+        "territory",
+        share=max(facts["population_percent"] for facts in spoken.values()),
+        official=sum(facts["official_status"] is not None for facts in spoken.values()),
+        spoken=len(spoken),
+        zones=len(get_global("territory_zones").get(code, ())),
+    )
+    sections += _formats(locale)
+    tenders = get_global("territory_currencies").get(code, [])
+    if current := [(money, start) for money, start, end, tender in tenders if tender and not end and start]:
         money, start = current[-1]
         price = format_currency(1234.5, money, locale=locale)
-        sections.append(
-            (
-                "currency",
-                (
-                    f"People pay in {money}, legal tender since {start[0]}; a price reads {price}.",
-                    f"Since {start[0]} money is counted in {money}; in a shop one may read {price}.",
-                ),
-            )
-        )
+        sections += _filled("money", money=money, since=start[0], price=price)
     return sections
 
 
-def _language_sections(code: str) -> list[Section]:
+def _of_language(code: str) -> list[Section]:
     """Facts about a language; none where CLDR has no locale for it."""
     locale = _locale(code)
     if locale is None:
         return []
-    countries = [spoken[code] for spoken in get_global("territory_languages").values() if code in spoken]
-    plural = ["other", *sorted(locale.plural_form.tags)]
+    forms = ["other", *sorted(locale.plural_form.tags)]
     direction = {"ltr": "left to right", "rtl": "right to left"}[locale.text_direction]
-    sections = [
-        ("writing", (f"Lines run from {direction}.", f"Text is read {direction}.")),
-        (
-            "plural",
-            (
-                f"Nouns after a number take {len(plural)} forms: {', '.join(plural)}.",
-                f"Counting needs {len(plural)} grammatical forms ({', '.join(plural)}).",
-            ),
-        ),
-        *_format_sections(locale),
-    ]
+    sections = _filled("language", direction=direction, count=len(forms), forms=", ".join(forms))
+    sections += _formats(locale)
+    countries = [spoken[code] for spoken in get_global("territory_languages").values() if code in spoken]
     if countries:
         share = max(facts["population_percent"] for facts in countries)
-        sections.append(
-            (
-                "speakers",
-                (
-                    f"It is used in {len(countries)} countries, by up to {share:g} percent of the people.",
-                    f"People of {len(countries)} countries use it, in one of them {share:g} percent.",
-                ),
-            )
-        )
+        sections += _filled("speakers", countries=len(countries), share=share)
     return sections
 
 
-def _format_sections(locale: Locale) -> list[Section]:
+def _formats(locale: Locale) -> list[Section]:
     """How a locale writes numbers, dates, times and shares, and when its week begins."""
-    number, share = format_decimal(1234567.8, locale=locale), format_percent(0.25, locale=locale)
-    day, hour = (
-        format_date(date(2023, 3, 14), "short", locale=locale),
-        format_time(time(15, 30), "short", locale=locale),
-    )
     english = Locale.parse("en").days["format"]["wide"]
-    first, rest = english[locale.first_week_day], (english[locale.weekend_start], english[locale.weekend_end])
-    return [
-        ("numbers", (f"A large figure is written {number}.", f"With separators one writes {number}.")),
-        (
-            "percentages",
-            (f"A quarter of something is given as {share}.", f"One part in four is printed {share}."),
-        ),
-        (
-            "dates",
-            (f"The fourteenth of March 2023 becomes {day}.", f"In brief, 14 March 2023 is noted as {day}."),
-        ),
-        (
-            "clock",
-            (f"Half past three in the afternoon is {hour}.", f"Timetables show half past three as {hour}."),
-        ),
-        (
-            "week",
-            (
-                f"It starts on {first}; {rest[0]} and {rest[1]} bound the days of rest.",
-                f"The first day is {first}; people rest from {rest[0]} to {rest[1]}.",
-            ),
-        ),
-    ]
+    return _filled(
+        "formats",
+        number=format_decimal(1234567.8, locale=locale),
+        part=format_percent(0.25, locale=locale),
+        day=format_date(date(2023, 3, 14), "short", locale=locale),
+        hour=format_time(time(15, 30), "short", locale=locale),
+        first=english[locale.first_week_day],
+        start=english[locale.weekend_start],
+        end=english[locale.weekend_end],
+    )
 
 
-def _currency_sections(code: str) -> list[Section]:
+def _of_currency(code: str) -> list[Section]:
     """Facts about a currency; none for units that no country ever paid with."""
     tenders = [
-        (start, end)
+        (start[0], end and end[0])
         for currencies in get_global("territory_currencies").values()
         for money, start, end, tender in currencies
         if money == code and tender and start
     ]
     if not tenders:
         return []
-    first = min(start[0] for start, _ in tenders)
     current = sum(end is None for _, end in tenders)
-    last = max((end[0] for _, end in tenders if end), default=None)
-    decimals, symbol = get_currency_precision(code), get_currency_symbol(code, "en")
-    ended = "It is still legal tender" if current else f"It ceased to be legal tender in {last}"
-    return [
-        (
-            "introduction",
-            (f"The first notes and coins date from {first}.", f"It has been issued since {first}."),
-        ),
-        (
-            "smallest amount",
-            (f"Prices have {decimals} decimals.", f"Accounts are kept to {decimals} digits after the point."),
-        ),
-        ("symbol", (f"In print it is shortened to {symbol}.", f"Price tags carry the sign {symbol}.")),
-        (
-            "countries",
-            (
-                f"{current} territories pay with it today, {len(tenders)} did at some time.",
-                f"Out of {len(tenders)} places that ever used it, {current} do so now.",
-            ),
-        ),
-        ("validity", (f"{ended}.", f"{ended}, as the records show.")),
-    ]
+    last = max((end for _, end in tenders if end), default=None)
+    return _filled(
+        "currency",
+        first=min(start for start, _ in tenders),
+        decimals=get_currency_precision(code),
+        symbol=get_currency_symbol(code, "en"),
+        current=current,
+        ever=len(tenders),
+        ended="It is still legal tender" if current else f"It ceased to be legal tender in {last}",
+    )
 
 
 def _locale(code: str) -> Locale | None:
@@ -423,3 +322,43 @@ def _locale(code: str) -> Locale | None:
     with suppress(UnknownLocaleError, ValueError):
         return Locale.parse(code)
     return None
+
+
+def check_language(code: str) -> None:
+    """Accepts "deu", "rus_Cyrl", pairs of such ("deu-eng"), "mul" and languages of code ("python").
+
+    Raises: ValueError that says which part is unknown and names near codes.
+    """
+    if code in CODE:
+        return
+    for part in code.split("-"):
+        form = _FORM.fullmatch(part)
+        if form is None:
+            raise ValueError(
+                f"unknown language {part!r}: write an ISO 639-3 code of three letters, with a script or "
+                f"without (deu, rus_Cyrl), a pair of them (deu-eng), mul, or one of {', '.join(CODE)}"
+            )
+        language, script = form.groups()
+        if language not in _languages():
+            raise ValueError(f"unknown language {part!r}{_near(language, _languages())} (ISO 639-3)")
+        scripts = Locale("en").scripts
+        if script and script not in scripts:
+            raise ValueError(f"unknown script {script!r} of {part!r}{_near(script, scripts)} (ISO 15924)")
+
+
+def short_code(code: str) -> str:
+    """The code that web standards and many data sets use: "deu" → "de", "cmn_Hani" → "zh", "gsw" → "gsw"."""
+    language = code.partition("_")[0]
+    return get_global("language_aliases").get(language, language)
+
+
+@cache
+def _languages() -> frozenset[str]:
+    # The CLDR has the likely script of 7,000 languages, under the code of two letters if there is one.
+    codes = (*get_global("likely_subtags"), *get_global("language_aliases"), *_COLLECTIVE)
+    return frozenset(code for code in codes if len(code) == 3)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"; near: {', '.join(close)}" if close else ""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unmask.data.tokenized import TokenDocument
-from unmask.models.encoding import TokenSequence, join_chunks
+from unmask.data.tokens import TokenSequence, join_chunks
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,19 @@ def contextual_batch(
 ) -> ContextualBatch:
     """Draws up to `queries_per_document` queries of each document and lays the batch out for one encoding
     pass."""
-    queries, owner, numbers, golds = [], [], [], []
-    for index, document in enumerate(documents):
-        drawn = rng.permutation(len(document.queries))[:queries_per_document]
-        for number in sorted(drawn):
-            queries.append(TokenSequence(document.queries[number]))
-            owner.append(index)
-            numbers.append(number)
-            golds.append(document.golds[number])
-    counts = torch.zeros(len(documents), max(len(d.chunks) for d in documents))
+    drawn = [
+        (index, int(number))
+        for index, document in enumerate(documents)
+        for number in sorted(rng.permutation(len(document.queries))[:queries_per_document])
+    ]
+    queries = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
+    golds = [documents[index].golds[number] for index, number in drawn]
+    document_N, query_N = torch.tensor(drawn).T
+    counts = torch.zeros(len(documents), max(len(document.chunks) for document in documents))
     for index, document in enumerate(documents):
         counts[index, : len(document.chunks)] = torch.tensor([len(chunk) for chunk in document.chunks])
     joined = [join_chunks(document.chunks, separator_id) for document in documents]
-    indices = (torch.tensor(index) for index in (owner, numbers, golds))
-    return ContextualBatch(queries + joined, *indices, counts)
+    return ContextualBatch(queries + joined, document_N, query_N, torch.tensor(golds), counts)
 
 
 def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:

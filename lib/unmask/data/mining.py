@@ -1,32 +1,39 @@
 """Hard negatives: documents that an embedder takes for an answer and that are none.
 
-Shape suffixes: N pairs · M distinct documents · U distinct texts · D dimensions · R rows of a block · K
-negatives per query.
+Shape suffixes: N pairs · M distinct documents · U distinct texts · D dimensions · R rows of a block · X as
+many as wanted · W ranks of the window · K negatives per query.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
+from scipy.sparse import csr_matrix
 from tqdm.auto import tqdm
 
 from unmask.config import TripletConfig
 from unmask.data.corpus import Corpus
-from unmask.data.negatives import Mining, Own, choose, parts
-from unmask.evaluation.search import unit
+from unmask.store import replacing
+
+Search = Callable[
+    [np.ndarray, int], tuple[np.ndarray, np.ndarray]
+]  # (queries, k) → scores, numbers, best first
+Index = Callable[[np.ndarray, str], Search]  # (documents, method) → a search over them
 
 TEXTS = 4096  # texts embedded, read or written at once
 FEWEST = 64  # pairs drawn from a data set however small its share
+ROWS = 1024  # queries searched at once
+SCORES = 2**23  # scores kept at once while a search goes deeper
 
 
 class Encoder(Protocol):
@@ -39,9 +46,40 @@ class Encoder(Protocol):
         """An array (texts, dimensions) of floats or int8 codes, compared by cosine."""
 
 
-def mine(
-    embedder: Encoder, pairs: Dataset, config: TripletConfig, *, scratch: Path | None = None
-) -> tuple[Dataset, Mining]:
+@dataclass(frozen=True)
+class Mining:
+    """What was mined for one data set. A rank counts the documents that could be negatives; what is below the
+    window has rank W + 1.
+
+    `looked_at` are the documents down to the end of each query's window: `own` of them belong to the pair or
+    its like, `unsafe` of them are more than the margin better than the positive.
+    """
+
+    pairs: int
+    documents: int  # distinct ones
+    window: int
+    positive_similarity: np.ndarray  # (N,)
+    negative_similarity: np.ndarray  # (N, K)
+    positive_rank: np.ndarray  # (N,)
+    negative_rank: np.ndarray  # (N, K)
+    looked_at: int
+    own: int
+    unsafe: int
+    last_resort: int  # negatives above the margin, for want of others
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the documents looked at that were skipped, and of the negatives that are not from the
+        window."""
+        below = int((self.negative_rank > self.window).sum())
+        return {
+            "skipped: own": self.own / self.looked_at,
+            "skipped: margin": self.unsafe / self.looked_at,
+            "from below the window": below / self.negative_rank.size,
+            "last resort": self.last_resort / self.negative_rank.size,
+        }
+
+
+def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig) -> tuple[Dataset, Mining]:
     """Adds to each pair of one data set `config.negatives` hard negatives from the same data set.
 
     Of the distinct documents, a pair's own ones are left out: its document and those of pairs with its key or
@@ -54,21 +92,22 @@ def mine(
 
     Args:
         embedder: turns texts into vectors.
+        index: `unmask.evaluation.search.index`, or another one. Of equal scores, the document that comes
+            first in the data is to be the better.
         pairs: with columns query, document and key; they fit into memory (for others: `mine_to`).
-        config: negatives, margin, rank_window, query_length, document_length, seed, and search: "exact", or
-            "faiss", by which the window may miss documents (`unmask.evaluation.search`).
-        scratch: where embeddings are kept while this runs; default: the system's temporary directory.
+        config: negatives, margin, rank_window, query_length, document_length, seed, and search, the method of
+            the index: "exact", or "faiss", by which the window may miss documents.
     Returns: the pairs with a column `negatives` (a list of texts), and what was found.
     Raises: ValueError if the data set is too small to hold that many negatives, or the embedder's answer is
         not one vector of finite numbers per text.
     Source: pplx-embed, section 2.5; window and margin are choices of ours, the paper gives none.
     """
-    rows_NK, found = _mine(embedder, pairs, _numbered(pairs, config.negatives), config, scratch)
+    rows_NK, found = _mine(embedder, index, pairs, _Numbered(pairs, config.negatives), config)
     return pairs.add_column("negatives", _texts(pairs, rows_NK)), found
 
 
 def mine_to(
-    path: Path, embedder: Encoder, slices: Mapping[str, Dataset], config: TripletConfig
+    path: Path, embedder: Encoder, index: Index, slices: Mapping[str, Dataset], config: TripletConfig
 ) -> dict[str, Mining]:
     """Mines each data set as `mine` does and writes all of them into one Parquet file, piece by piece.
 
@@ -80,22 +119,18 @@ def mine_to(
     numbered = {}
     for name, pairs in slices.items():
         try:
-            numbered[name] = _numbered(pairs, config.negatives)
+            numbered[name] = _Numbered(pairs, config.negatives)
         except ValueError as error:
             raise ValueError(f"data set {name!r}: {error}") from error
     fields = next(iter(slices.values())).features.arrow_schema
     schema = pa.schema([*fields, pa.field("negatives", pa.list_(pa.string()))])
-    unfinished, statistics = path.with_name(path.name + ".part"), {}
-    try:
-        with pq.ParquetWriter(unfinished, schema) as writer:
-            for name, pairs in slices.items():
-                rows_NK, statistics[name] = _mine(embedder, pairs, numbered[name], config, path.parent)
-                for part in parts(len(pairs), TEXTS):
-                    columns = pairs[part] | {"negatives": _texts(pairs, rows_NK[part])}
-                    writer.write_table(pa.table(columns, schema=schema))
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    statistics = {}
+    with replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
+        for name, pairs in slices.items():
+            rows_NK, statistics[name] = _mine(embedder, index, pairs, numbered[name], config, path.parent)
+            for part in parts(len(pairs), TEXTS):
+                columns = pairs[part] | {"negatives": _texts(pairs, rows_NK[part])}
+                writer.write_table(pa.table(columns, schema=schema))
     return statistics
 
 
@@ -150,44 +185,62 @@ def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[s
     return drawn
 
 
-class _Numbered(NamedTuple):
-    """Distinct queries and documents of N pairs: rows where each is seen first, and the pairs' numbers."""
+class _Numbered:
+    """Distinct queries and documents of N pairs: rows where each is seen first, and the pairs' numbers.
 
-    query_rows: np.ndarray
-    query_N: np.ndarray
-    document_rows: np.ndarray
-    document_N: np.ndarray
-    own: Own
+    Raises: ValueError if a pair has fewer than so many documents that are not its own.
+    """
 
+    def __init__(self, pairs: Dataset, negatives: int):
+        self.query_rows, self.query_N = _distinct(pairs, "query")
+        self.document_rows, self.document_N = _distinct(pairs, "document")
+        self._groupings = []
+        for group_N in (_distinct(pairs, "key")[1], self.query_N):
+            links = np.ones(len(pairs), bool), (group_N, self.document_N)
+            self._groupings.append((group_N, csr_matrix(links, (group_N.max() + 1, len(self.document_rows)))))
+        for part in parts(len(pairs), ROWS):
+            others_R = len(self.document_rows) - self.own(part).getnnz(axis=1)
+            if others_R.min() < negatives:
+                row = int((others_R < negatives).argmax())
+                raise ValueError(
+                    f"too few distinct documents for {negatives} negatives per query: of "
+                    f"{len(self.document_rows)}, row {part.start + row} leaves {others_R[row]} that do not "
+                    "share its key, query or document; leave the data set out, or set triplet.negatives lower"
+                )
 
-def _numbered(pairs: Dataset, negatives: int) -> _Numbered:
-    """Raises: ValueError if a pair has fewer than so many documents that are not its own."""
-    queries, documents = _distinct(pairs, "query"), _distinct(pairs, "document")
-    own = Own((_distinct(pairs, "key")[1], queries[1]), documents[1])
-    own.check(negatives)
-    return _Numbered(*queries, *documents, own)
-
-
-def _mine(
-    embedder: Encoder, pairs: Dataset, of: _Numbered, config: TripletConfig, scratch: Path | None
-) -> tuple[np.ndarray, Mining]:
-    """For each pair the rows (N, K) of the pairs whose documents are its negatives, and what was found."""
-    with TemporaryDirectory(dir=scratch, prefix="mining-") as folder:
-        q_UD = _embed(embedder, pairs, "query", of.query_rows, config.query_length, Path(folder))
-        d_MD = _embed(embedder, pairs, "document", of.document_rows, config.document_length, Path(folder))
-        ids_NK, found = choose(q_UD, d_MD, of.query_N, of.document_N, of.own, config)
-    return of.document_rows[ids_NK], found
+    def own(self, part: slice) -> csr_matrix:
+        """Which documents (R, M) are a row's own: those of rows with its key or its query."""
+        by_key, by_query = (links[group_N[part]] for group_N, links in self._groupings)
+        return by_key + by_query
 
 
 def _distinct(pairs: Dataset, column: str) -> tuple[np.ndarray, np.ndarray]:
     """The rows where each distinct text of a column is seen first, and each row's number among those."""
     table = pairs.select_columns(column)
-    texts = (text for part in parts(len(table), TEXTS) for text in table[part][column])
-    digests = (blake2b(text.encode(), digest_size=8).digest() for text in texts)
-    hash_N = np.fromiter((int.from_bytes(digest) for digest in digests), np.uint64, len(table))
-    _, first_U, number_N = np.unique(hash_N, return_index=True, return_inverse=True)
+    texts = (text.encode() for part in parts(len(table), TEXTS) for text in table[part][column])
+    first_U, number_N = distinct(texts, len(table))
     order_U = np.argsort(first_U)
     return first_U[order_U], np.argsort(order_U)[number_N]
+
+
+def distinct(contents: Iterable[bytes], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each distinct content comes first, in any order, and each one's number among those."""
+    digests = (int.from_bytes(blake2b(content, digest_size=8).digest()) for content in contents)
+    hash_N = np.fromiter(digests, np.uint64, count)
+    _, first_U, number_N = np.unique(hash_N, return_index=True, return_inverse=True)
+    return first_U, number_N
+
+
+def _mine(
+    embedder: Encoder, index: Index, pairs: Dataset, of: _Numbered, config: TripletConfig,
+    scratch: Path | None = None,
+) -> tuple[np.ndarray, Mining]:  # fmt: skip
+    """For each pair the rows (N, K) of the pairs whose documents are its negatives, and what was found."""
+    with TemporaryDirectory(dir=scratch, prefix="mining-") as folder:
+        q_UD = _embed(embedder, pairs, "query", of.query_rows, config.query_length, Path(folder))
+        d_MD = _embed(embedder, pairs, "document", of.document_rows, config.document_length, Path(folder))
+        ids_NK, found = _choose(q_UD, d_MD, of, config, index)
+    return of.document_rows[ids_NK], found
 
 
 def _embed(
@@ -196,8 +249,7 @@ def _embed(
     """Embeddings of the rows' texts in a memory-mapped file: codes as they are, floats as unit vectors in
     half precision."""
     table, stored = pairs.select_columns(column), None
-    bar = tqdm(total=len(rows), desc=f"embedding {column} texts", unit="text", leave=False)
-    for part in parts(len(rows), TEXTS):
+    for part in tqdm(parts(len(rows), TEXTS), desc=f"embedding {column} texts", unit="block", leave=False):
         texts = table[rows[part].tolist()][column]
         places = [f"the {column} of row {row}" for row in rows[part]]
         x_UD = embed(embedder, texts, places, max_length=length)
@@ -207,11 +259,104 @@ def _embed(
             shape = (len(rows), x_UD.shape[1])
             stored = np.lib.format.open_memmap(folder / f"{column}.npy", "w+", x_UD.dtype, shape)
         stored[part] = x_UD
-        bar.update(len(texts))
-    bar.close()
     return stored
 
 
 def _texts(pairs: Dataset, rows_RK: np.ndarray) -> list[list[str]]:
     flat, count = pairs.select_columns("document")[rows_RK.ravel().tolist()]["document"], rows_RK.shape[1]
     return [flat[start : start + count] for start in range(0, len(flat), count)]
+
+
+def _choose(
+    q_UD: np.ndarray, d_MD: np.ndarray, of: _Numbered, config: TripletConfig, index: Index
+) -> tuple[np.ndarray, Mining]:
+    """The documents (N, K) that `mine` chooses, and what was found."""
+    pairs, documents, count = len(of.query_N), len(d_MD), config.negatives
+    # A narrower window would be filled up to so many in the same order anyway.
+    window = min(max(config.rank_window, count), documents)
+    search, exact = index(d_MD, config.search), index(d_MD, "exact")
+    rng = np.random.default_rng(config.seed)
+    ids_NK, rank_NK = np.empty((2, pairs, count), np.int64)
+    score_NK, rank_N = np.empty((pairs, count), np.float32), np.empty(pairs, np.int64)
+    positive_N, looked_at, own_seen, unsafe_seen = np.empty(pairs, np.float32), 0, 0, 0
+    for part in tqdm(parts(pairs, ROWS), desc="searching", unit="block", leave=False):
+        q_RD, own = q_UD[of.query_N[part]], of.own(part)
+        positive_R = _cosines(q_RD, d_MD[of.document_N[part]])
+        ceiling_R = positive_R + np.float32(config.margin)
+        score_RW, ids_RW, own_R = _first(search, q_RD, window, own)
+        known_RW = ids_RW >= 0
+        safe_RW = known_RW & (score_RW <= ceiling_R[:, None])
+        lottery_RW = np.where(safe_RW, rng.random(safe_RW.shape), np.inf)
+        drawn_RK = np.argsort(lottery_RW, axis=1)[:, :count]
+        ids_RK, score_RK = (np.take_along_axis(rows, drawn_RK, 1) for rows in (ids_RW, score_RW))
+        short = np.flatnonzero(safe_RW.sum(axis=1) < count)
+        if len(short):
+            below = _first(exact, q_RD[short], count, own[short], ceiling_R[short])
+            score_RK[short], ids_RK[short], _ = below
+            short = short[(ids_RK[short] < 0).any(axis=1)]
+        if len(short):  # the nearest ones of the opposite are the least similar
+            score_SK, ids_RK[short], _ = _first(exact, -q_RD[short], count, own[short])
+            score_RK[short] = -score_SK
+        hit_RKW = ids_RK[..., None] == ids_RW[:, None]
+        rank_NK[part] = 1 + np.where(hit_RKW.any(axis=2), hit_RKW.argmax(axis=2), window)
+        rank_N[part] = 1 + (score_RW > positive_R[:, None]).sum(axis=1)
+        ids_NK[part], score_NK[part], positive_N[part] = ids_RK, score_RK, positive_R
+        looked_at += int(own_R.sum() + known_RW.sum())
+        own_seen += int(own_R.sum())
+        unsafe_seen += int((known_RW & ~safe_RW).sum())
+    last_resort = int((score_NK > positive_N[:, None] + np.float32(config.margin)).sum())
+    return ids_NK, Mining(
+        pairs, documents, window, positive_N, score_NK, rank_N, rank_NK, looked_at, own_seen, unsafe_seen,
+        last_resort,
+    )  # fmt: skip
+
+
+def _first(
+    search: Search,
+    q_RD: np.ndarray,
+    wanted: int,
+    own: csr_matrix,
+    ceiling_R: np.ndarray | None = None,
+    depth: int = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first `wanted` documents for each query that are not its own and score at most its ceiling.
+
+    Returns: their scores (R, wanted) and numbers, −inf and −1 where there are no more, and how many own ones
+        came before the last.
+    """
+    documents = own.shape[1]
+    ceiling_R = np.full(len(q_RD), np.inf, np.float32) if ceiling_R is None else ceiling_R
+    depth = min(depth or wanted + int(own.getnnz(axis=1).max()), documents)
+    score_RX, ids_RX = map(np.array, search(q_RD, depth))
+    own_RX = own[np.arange(len(q_RD))[:, None], ids_RX].toarray()
+    usable_RX = ~own_RX & (ids_RX >= 0) & (score_RX <= ceiling_R[:, None])
+    order_RX = np.argsort(~usable_RX, axis=1, kind="stable")[:, :wanted]
+    taken_RX = np.take_along_axis(usable_RX, order_RX, 1)
+    scores = np.where(taken_RX, np.take_along_axis(score_RX, order_RX, 1), -np.inf)
+    ids = np.where(taken_RX, np.take_along_axis(ids_RX, order_RX, 1), -1)
+    before_R = np.where(taken_RX, order_RX + 1, 0).max(axis=1) - taken_RX.sum(axis=1)
+    lacking = np.flatnonzero(~taken_RX.all(axis=1)) if depth < documents else []
+    for part in parts(len(lacking), max(1, SCORES // (4 * depth))):
+        some = lacking[part]
+        deeper = _first(search, q_RD[some], wanted, own[some], ceiling_R[some], 4 * depth)
+        scores[some], ids[some], before_R[some] = deeper
+    return scores, ids, before_R
+
+
+def _cosines(q_ND: np.ndarray, d_ND: np.ndarray) -> np.ndarray:
+    """Cosine (N,) of each query and the document beside it, rounded once to float32."""
+    q_ND, d_ND = q_ND.astype(np.float64), d_ND.astype(np.float64)
+    squares_N = (q_ND**2).sum(axis=1) * (d_ND**2).sum(axis=1)
+    return ((q_ND * d_ND).sum(axis=1) / np.sqrt(np.where(squares_N == 0, 1, squares_N))).astype(np.float32)
+
+
+def unit(x_XD: np.ndarray) -> np.ndarray:
+    """Codes or floats as float32 vectors of length one; zero vectors stay."""
+    x_XD = np.asarray(x_XD, np.float32)
+    norm_X1 = np.linalg.norm(x_XD, axis=1, keepdims=True)
+    return x_XD / np.where(norm_X1 == 0, 1, norm_X1)
+
+
+def parts(count: int, size: int) -> list[slice]:
+    """Slices of `size` that together are range(count)."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

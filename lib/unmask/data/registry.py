@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from unmask.config import GROUPS, ConfigError
-from unmask.data.languages import check_language, short_code
+from unmask.data.cldr import check_language, short_code
 from unmask.store import artifacts_root, nearest, repository
 
 ROLES = ("text", "pairs", "triplets", "documents")

@@ -21,7 +21,6 @@ from unmask.data import (
     files,
     formats,
     gathering,
-    installed,
     lines,
     reading,
     registry,
@@ -30,7 +29,7 @@ from unmask.data import (
 from unmask.data.corpus import SCHEMAS, Corpus
 from unmask.data.registry import Source, load_registry, own_files
 from unmask.data.workers import cores
-from unmask.store import artifacts_root, write_atomic
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, write_atomic
 
 if TYPE_CHECKING:
     from unmask.config import DataConfig
@@ -72,12 +71,13 @@ def _open_environment(config: DataConfig) -> Corpus:
     with FileLock(path.with_suffix(".lock")):
         if not path.exists():
             languages = cldr.SLICE_LANGUAGES if config.max_packages else cldr.LANGUAGES
-            installed.build(config, environment.installed_packages(), path, languages)
+            environment.build(config, environment.installed_packages(), path, languages)
     return Corpus(path)
 
 
 def _environment(config: DataConfig) -> Path:
-    key = _key([installed.parameters(config), environment.installed_versions()], installed.CODE)
+    code = code_fingerprint(*environment.CODE)
+    key = fingerprint(environment.parameters(config), environment.installed_versions(), code)
     return artifacts_root() / "data" / f"{ENVIRONMENT}-{key}"
 
 

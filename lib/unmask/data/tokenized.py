@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from unmask.data import prepare, tokens
-from unmask.data.order import permuted
+from unmask.data.batches import permuted
 from unmask.data.prepare import Column, Prepared, Ragged, ends_of
 from unmask.data.tokens import StoredTokenizer, cut, encode
 from unmask.store import artifacts_root, fingerprint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -165,6 +165,48 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
             f"The texts hold {len(tokens)} tokens, not one block of {length}; give more or longer texts."
         )
     return tokens[: blocks * length].reshape(blocks, length)
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Tokens of one forward pass. For a document, `chunk_L` says which chunk each token belongs to (-1: a
+    separator, or context only)."""
+
+    tokens_L: np.ndarray
+    chunk_L: np.ndarray | None = None
+    rows: int = 1  # vectors that the sequence yields: its number of chunks
+
+    def __len__(self) -> int:
+        return len(self.tokens_L)
+
+
+def join_chunks(
+    chunks: Sequence[np.ndarray],
+    separator_id: int,
+    around: tuple[Sequence[int], Sequence[int]] = ((), ()),
+) -> TokenSequence:
+    """One sequence for a document of chunks, with a separator token between them (pplx-embed, section 2.4).
+
+    Separators are read by the model and belong to no chunk.
+
+    Args:
+        around: special tokens before and after the document; they belong to its first and to its last chunk,
+            so that a document of one chunk is a text.
+    """
+    before, after = around
+    chunks = list(chunks)
+    chunks[0] = np.concatenate([before, chunks[0]])
+    chunks[-1] = np.concatenate([chunks[-1], after])
+    tokens, owner = [], []
+    for index, chunk in enumerate(chunks):
+        if index:
+            tokens.append([separator_id])
+            owner.append([-1])
+        tokens.append(chunk)
+        owner.append(np.full(len(chunk), index))
+    return TokenSequence(
+        np.concatenate(tokens).astype(np.int32), np.concatenate(owner).astype(np.int32), len(chunks)
+    )
 
 
 @dataclass(frozen=True)

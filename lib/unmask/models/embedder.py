@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import END_OF_TEXT, batches, special_tokens_around
+from unmask.data.tokens import END_OF_TEXT, batches, join_chunks, special_tokens_around
 from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, interchange
 from unmask.models.attention import fast_attention, unpadded
@@ -31,7 +31,6 @@ from unmask.models.encoding import (
     TokenSequence,
     context_windows,
     encode_rows,
-    join_chunks,
     micro_batches,
     only_chunks,
     only_tokens,

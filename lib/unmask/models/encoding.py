@@ -8,57 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from unmask.data.tokens import TokenSequence
 from unmask.models.attention import unpadded, unpadded_inputs
 from unmask.models.pooling import last_token_pool, mean_pool, segment_mean
-
-
-@dataclass(frozen=True)
-class TokenSequence:
-    """Tokens of one forward pass. For a document, `chunk_L` says which chunk each token belongs to (-1: a
-    separator, or context only)."""
-
-    tokens_L: np.ndarray
-    chunk_L: np.ndarray | None = None
-    rows: int = 1  # vectors that the sequence yields: its number of chunks
-
-    def __len__(self) -> int:
-        return len(self.tokens_L)
-
-
-def join_chunks(
-    chunks: SequenceOf[np.ndarray],
-    separator_id: int,
-    around: tuple[SequenceOf[int], SequenceOf[int]] = ((), ()),
-) -> TokenSequence:
-    """One sequence for a document of chunks, with a separator token between them (pplx-embed, section 2.4).
-
-    Separators are read by the model and belong to no chunk.
-
-    Args:
-        around: special tokens before and after the document; they belong to its first and to its last chunk,
-            so that a document of one chunk is a text.
-    """
-    before, after = around
-    chunks = list(chunks)
-    chunks[0] = np.concatenate([before, chunks[0]])
-    chunks[-1] = np.concatenate([chunks[-1], after])
-    tokens, owner = [], []
-    for index, chunk in enumerate(chunks):
-        if index:
-            tokens.append([separator_id])
-            owner.append([-1])
-        tokens.append(chunk)
-        owner.append(np.full(len(chunk), index))
-    return TokenSequence(
-        np.concatenate(tokens).astype(np.int32), np.concatenate(owner).astype(np.int32), len(chunks)
-    )
 
 
 def context_windows(lengths: SequenceOf[int], window: int, overlap: int) -> list[tuple[int, int, np.ndarray]]:

@@ -25,12 +25,11 @@ from unmask.config import (
     TrainConfig,
     preset_from,
 )
+from unmask.data.batches import curriculum
 from unmask.data.blocks import Blocks, open_blocks
-from unmask.data.clusters import LSA, Neighbours, Surrogate, negative_similarity, neighbours
 from unmask.data.corpus import Corpus
+from unmask.data.lookalikes import LSA, Neighbours, Surrogate, negative_similarity, neighbours
 from unmask.data.mining import Encoder
-from unmask.data.pairs import curriculum
-from unmask.data.prompt import AROUND_DOCUMENT, answers, around_query, taken
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import TokenDocuments, TokenPairs, single_chunks, token_documents, token_pairs
 from unmask.data.tokens import StoredTokenizer, end_token, ending
@@ -38,6 +37,7 @@ from unmask.models import backbone
 from unmask.models import context_encoder as cde
 from unmask.models.instructions import INSTRUCTIONS, prompt
 from unmask.models.pretrained import require_checkpoint
+from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, taken
 from unmask.store import code_fingerprint, fingerprint, write_atomic
 from unmask.training.cde import Cde
 from unmask.training.distributed import Processes, full_weights

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from unmask.config import RerankerConfig
-from unmask.data.pairs import BatchPlan
-from unmask.data.prompt import padded
+from unmask.data.batches import BatchPlan
 from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss
 from unmask.models.encoding import micro_batches
+from unmask.models.reranker import padded
 from unmask.training.distributed import Processes
 from unmask.training.stages import LanguageModel, accumulate
 

@@ -9,13 +9,13 @@ import pytest
 
 import tiny
 from unmask.config import load_preset
-from unmask.data import clusters
-from unmask.data.clusters import Neighbours, Surrogate, negative_similarity, neighbours, pack, tour
-from unmask.data.pairs import BatchPlan, Packing
+from unmask.data import lookalikes
+from unmask.data.batches import BatchPlan, Packing
+from unmask.data.lookalikes import Neighbours, Surrogate, negative_similarity, neighbours, pack, tour
+from unmask.data.mining import unit
 from unmask.data.prepare import Ragged
 from unmask.data.tokenized import TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, tokenize
-from unmask.evaluation.search import unit
 
 CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2, packing="tour")
 
@@ -119,14 +119,14 @@ def test_a_data_set_no_larger_than_a_cluster_is_one():
 
 def test_centroids_are_computed_from_a_sample_where_points_are_many(monkeypatch):
     own, trained, train = pairs(2000), [], faiss.Kmeans.train
-    monkeypatch.setattr(clusters, "SAMPLE", 4 * 24 * 300)
+    monkeypatch.setattr(lookalikes, "SAMPLE", 4 * 24 * 300)
     monkeypatch.setattr(faiss.Kmeans, "train", lambda self, x: trained.append(len(x)) or train(self, x))
     sampled = pack(own, 250, CONFIG, seed=0)
     assert trained == [300]
     assert sorted(sampled.rows_N) == list(range(2000)) and len(sampled.ends_K) == 8
     assert difficulty(replace(own, packing=sampled)) > difficulty(own) + 0.1
     pack(own, 10, CONFIG, seed=0)
-    assert trained == [300, 200 * clusters.LEAST]
+    assert trained == [300, 200 * lookalikes.LEAST]
 
 
 @pytest.mark.parametrize("count", [1, 2, 60])
@@ -232,7 +232,7 @@ def token_pairs(queries, documents, identity="some pairs"):
 
 
 def find(data, stored, embedder=None, **options):
-    surrogate = Surrogate("letters", lambda: embedder) if embedder else Surrogate(clusters.LSA)
+    surrogate = Surrogate("letters", lambda: embedder) if embedder else Surrogate(lookalikes.LSA)
     return neighbours(
         data,
         **{"name": "docs", "stored": stored, "surrogate": surrogate, "config": CONFIG, "cluster_size": 0,
@@ -241,7 +241,7 @@ def find(data, stored, embedder=None, **options):
 
 
 def test_every_distinct_text_is_embedded_once_and_kept(stored, monkeypatch):
-    monkeypatch.setattr(clusters, "TEXTS", 3)
+    monkeypatch.setattr(lookalikes, "TEXTS", 3)
     queries, documents = ["is it 1?", "is it 2?", "is it 1?"], ["one: 1", "is it 2?", "two: 2"]
     data, embedder = token_pairs(queries, documents), Letters()
     own = find(data, stored, embedder)
@@ -255,7 +255,7 @@ def test_every_distinct_text_is_embedded_once_and_kept(stored, monkeypatch):
 
 
 def test_embedding_that_was_stopped_goes_on(stored, monkeypatch):
-    monkeypatch.setattr(clusters, "TEXTS", 4)
+    monkeypatch.setattr(lookalikes, "TEXTS", 4)
     data = token_pairs([f"{i}?" for i in range(10)], [f"it is {i}" for i in range(10)])
     stopped, rest = Letters(stop_at=8), Letters()
     with pytest.raises(KeyboardInterrupt):

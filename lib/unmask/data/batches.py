@@ -1,5 +1,8 @@
-"""Which rows make up a training step: a pure function of (seed, step), so that a restart at any step is
-exact and free."""
+"""Which rows a training step reads: a pure function of (seed, step), so that a restart at any step is exact
+and free.
+
+Shape suffixes: N rows · K clusters · P places.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,46 @@ from typing import Any
 
 import numpy as np
 
-from unmask.data.order import permuted
-
+ROUNDS = 6
 LOOK = 65_536  # keys read at a time in search of a second one
 FILL = 8  # times a batch's rows that are looked through to fill it with different ones
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio
+
+
+def permuted(indices: np.ndarray, size: int, seed: int | Sequence[int]) -> np.ndarray:
+    """π(indices), where π is a pseudo-random permutation of 0 … size − 1 that `seed` names: random order
+    without a list of it.
+
+    A balanced Feistel network permutes the numbers of 2k bits, the fewest that hold `size`: each round is
+    (left, right) → (right, left ⊕ f(right)) with a hash f of the round's own key. What lands at or above
+    `size` is sent through it again until it lands below (cycle walking), fewer than four times on average.
+
+    Args:
+        indices: integers in [0, size), any shape.
+        size: rows to permute, at least 1 and at most 2⁶².
+    Returns: int64, of the shape of `indices`; two different indices never share a value.
+    Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
+    values = np.array(indices, dtype=np.uint64).reshape(-1)
+    walking = np.arange(len(values))
+    while len(walking):
+        values[walking] = _feistel(values[walking], half, keys)
+        walking = walking[values[walking] >= size]
+    return values.astype(np.int64).reshape(np.shape(indices))
+
+
+def _feistel(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
+    low = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & low
+    for key in keys:
+        mixed = (right + key) * _ODD  # wraps around, as unsigned integers do
+        mixed ^= mixed >> np.uint64(32)
+        mixed *= _ODD
+        mixed ^= mixed >> np.uint64(29)
+        left, right = right, left ^ (mixed >> np.uint64(7) & low)
+    return left << half | right
 
 
 @dataclass(frozen=True)
@@ -69,25 +108,29 @@ class BatchPlan:
         if not self.names:
             raise ValueError("no training data: the corpus holds no data set for this stage")
         self._keys = {name: own if isinstance(own, int) else np.asarray(own) for name, own in keys.items()}
+        self._sizes = {name: own if isinstance(own, int) else len(own) for name, own in self._keys.items()}
         for name, own in self._keys.items():
             if not _two_distinct(own):
                 raise ValueError(
-                    f"data set {name!r} has {_size(own)} usable row(s): a batch needs at least 2 distinct "
-                    "ones; add data or leave the set out"
+                    f"data set {name!r} has {self._sizes[name]} usable row(s): a batch needs at least 2 "
+                    "distinct ones; add data or leave the set out"
                 )
         self._batch, self._seed, self._packings = batch, seed, packings or {}
-        sizes = np.array([_size(self._keys[name]) for name in self.names], dtype=np.float64)
-        rng = np.random.default_rng([seed, 0])
-        self._draws, self._slots, seen = [], [], dict.fromkeys(self.names, 0)
+        self._draws = self._drawn(steps, allowed or (lambda step: set(self.names)))
+
+    def _drawn(self, steps: int, allowed: Callable[[int], set[str]]) -> list[tuple[str, int]]:
+        """For each step the data set, and how often it was drawn before."""
+        sizes = np.array([self._sizes[name] for name in self.names], dtype=np.float64)
+        rng, seen, draws = np.random.default_rng([self._seed, 0]), dict.fromkeys(self.names, 0), []
         for step in range(steps):
-            names = allowed(step) if allowed else set(self.names)
+            names = allowed(step)
             weights = sizes * np.array([name in names for name in self.names])
             if not weights.sum():
                 raise ValueError(f"step {step} of the curriculum allows none of {self.names}")
             name = self.names[int(rng.choice(len(self.names), p=weights / weights.sum()))]
-            self._draws.append(name)
-            self._slots.append(seen[name])
+            draws.append((name, seen[name]))
             seen[name] += 1
+        return draws
 
     def samples(self, step: int) -> dict[str, Any]:
         """The same as `__call__`, as plain values for a report."""
@@ -96,11 +139,10 @@ class BatchPlan:
 
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
-        name = self._draws[step]
-        keys, packing = self._keys[name], self._packings.get(name)
-        count = _size(keys)
+        name, drawn = self._draws[step]
+        keys, count, packing = self._keys[name], self._sizes[name], self._packings.get(name)
         size = min(self._batch, count)
-        epoch, slot = divmod(self._slots[step], count // size)
+        epoch, slot = divmod(drawn, count // size)
         seed = [self._seed, 1, self.names.index(name), epoch]
         if packing:
             slot = int(permuted(np.array(slot), count // size, seed))
@@ -116,10 +158,6 @@ class BatchPlan:
             if len(first) >= enough or looked or width == count:
                 return name, rows[first]
             width = min(2 * width, count)  # the same things again: go on in the epoch's order to other ones
-
-
-def _size(keys: np.ndarray | int) -> int:
-    return keys if isinstance(keys, int) else len(keys)
 
 
 def _two_distinct(keys: np.ndarray | int) -> bool:

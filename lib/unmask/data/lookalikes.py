@@ -10,24 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_matrix
 
 from unmask.config import ClustersConfig
-from unmask.data import pairs, prepare
-from unmask.data.mining import Encoder, embed
-from unmask.data.negatives import parts
-from unmask.data.order import permuted
-from unmask.data.pairs import Packing
+from unmask.data import batches, prepare
+from unmask.data.batches import Packing, permuted
+from unmask.data.mining import Encoder, distinct, embed, parts, unit
 from unmask.data.prepare import Prepared, Ragged
 from unmask.data.tokenized import TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer
-from unmask.evaluation.search import unit
-from unmask.store import artifacts_root, fingerprint
+from unmask.store import artifacts_root, code_fingerprint, fingerprint
 
 LSA = "lsa"  # the surrogate that is no embedder
 COMPONENTS = 256  # LSA: dimensions
@@ -36,7 +31,7 @@ TEXTS = 4096  # embedded at once
 ROWS = 16_384  # assigned to clusters at once
 SAMPLE = 2**30  # bytes of the points that centroids are computed from, unless that were fewer than
 LEAST = 8  # points per centroid
-_CODE = (__file__, pairs.__file__)  # what clusters depend on
+_CODE = (__file__, batches.__file__)  # what clusters depend on
 
 
 @dataclass(frozen=True)
@@ -260,9 +255,7 @@ def _texts(data: TokenPairs | TokenDocuments) -> tuple[Ragged, Ragged]:
 
 def _numbered(texts: Sequence[np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
     """Where each distinct text comes first, and each text's number among those."""
-    digests = (blake2b(ids.tobytes(), digest_size=8).digest() for ids in texts)
-    hashes = np.fromiter((int.from_bytes(digest) for digest in digests), np.uint64, len(texts))
-    _, first_U, number = np.unique(hashes, return_index=True, return_inverse=True)
+    first_U, number = distinct((ids.tobytes() for ids in texts), len(texts))
     return {"first": first_U, "number": number}, {}
 
 
@@ -294,6 +287,6 @@ def _embedding(
 
 
 def _build(kind: str, key: list, units: Sequence[Any], work: Callable[[Any], Any], title: str) -> Prepared:
-    code = [Path(file).read_text(encoding="utf8") for file in _CODE]
-    folder = artifacts_root() / "data" / "prepared" / f"{kind}-{fingerprint(key, code)}"
+    name = f"{kind}-{fingerprint(key, code_fingerprint(*_CODE))}"
+    folder = artifacts_root() / "data" / "prepared" / name
     return prepare.build(folder, units, work, workers=1, title=title)
