@@ -32,24 +32,6 @@ def test_queries_point_at_their_document_and_chunk(limit):
         assert gold in {source[m].golds[i] for i in numbers}
 
 
-def test_the_draw_is_the_generators():
-    tokens = [[s.tokens_L.tolist() for s in batch(seed=seed).sequences] for seed in (0, 0, 1, 2, 3)]
-    assert tokens[0] == tokens[1]
-    assert any(other != tokens[0] for other in tokens[2:])
-
-
-def test_documents_are_joined_with_separators_that_belong_to_no_chunk():
-    found = batch()
-    for sequence, document in zip(found.sequences[-3:], documents(), strict=True):
-        assert sequence.rows == len(document.chunks)
-        assert len(sequence) == sum(map(len, document.chunks)) + len(document.chunks) - 1
-        for index, chunk in enumerate(document.chunks):
-            np.testing.assert_array_equal(sequence.tokens_L[sequence.chunk_L == index], chunk)
-        assert (sequence.tokens_L[sequence.chunk_L == -1] == 0).all()
-    lengths = [[len(chunk) for chunk in d.chunks] for d in documents()]
-    assert found.chunk_tokens_MC.tolist() == [row + [0] * (5 - len(row)) for row in lengths]
-
-
 def test_rows_are_split_into_queries_chunks_and_documents():
     found = batch()
     n = len(found.document_N)

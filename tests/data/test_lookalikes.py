@@ -62,19 +62,6 @@ def test_clusters_are_those_of_faiss_run_directly(size, attempts):
     assert sorted(map(tuple, ours)) == sorted(map(tuple, theirs))
 
 
-def test_the_same_seed_gives_the_same_clusters_with_several_threads():
-    threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(2)
-    try:
-        one, two = (pack(pairs(3000), 16, CONFIG, seed=1) for _ in range(2))
-        other = pack(pairs(3000), 16, CONFIG, seed=2)
-    finally:
-        faiss.omp_set_num_threads(threads)
-    np.testing.assert_array_equal(one.rows_N, two.rows_N)
-    np.testing.assert_array_equal(one.ends_K, two.ends_K)
-    assert not np.array_equal(one.rows_N, other.rows_N)
-
-
 @pytest.mark.parametrize("packing", ["tour", "random"])
 def test_smaller_clusters_make_harder_batches(packing):
     random = pairs(1600)
@@ -83,22 +70,6 @@ def test_smaller_clusters_make_harder_batches(packing):
     for size in (800, 200, 50):
         found.append(difficulty(replace(random, packing=pack(random, size, config, seed=0))))
     assert found == sorted(found) and min(np.diff(found)) > 0.02
-
-
-def test_a_tour_makes_batches_of_several_clusters_harder():
-    own = pairs(1600)
-    on_tour, at_random = (
-        difficulty(replace(own, packing=pack(own, 10, replace(CONFIG, packing=packing), 0)), batch=80)
-        for packing in ("tour", "random")
-    )
-    assert on_tour > at_random + 0.1
-
-
-def test_the_difficulty_is_the_mean_cosine_to_the_other_documents():
-    own, rows = pairs(), [3, 250, 17, 99]
-    q_ND, d_ND = (x.astype(np.float64) for x in own.points(rows))
-    cosines = [q @ d for i, q in enumerate(q_ND) for j, d in enumerate(d_ND) if i != j]
-    assert negative_similarity(own, rows) == pytest.approx(np.mean(cosines))
 
 
 def test_a_tour_goes_to_the_nearest_centroid_left():
@@ -110,23 +81,6 @@ def test_a_tour_goes_to_the_nearest_centroid_left():
         assert now == max(left, key=lambda cluster: centroids[cluster] @ centroids[last])
         left.remove(now)
     assert not left
-
-
-def test_a_data_set_no_larger_than_a_cluster_is_one():
-    packing = pack(pairs(30), 30, CONFIG, seed=0)
-    assert packing.rows_N.tolist() == list(range(30)) and packing.ends_K.tolist() == [30]
-
-
-def test_centroids_are_computed_from_a_sample_where_points_are_many(monkeypatch):
-    own, trained, train = pairs(2000), [], faiss.Kmeans.train
-    monkeypatch.setattr(lookalikes, "SAMPLE", 4 * 24 * 300)
-    monkeypatch.setattr(faiss.Kmeans, "train", lambda self, x: trained.append(len(x)) or train(self, x))
-    sampled = pack(own, 250, CONFIG, seed=0)
-    assert trained == [300]
-    assert sorted(sampled.rows_N) == list(range(2000)) and len(sampled.ends_K) == 8
-    assert difficulty(replace(own, packing=sampled)) > difficulty(own) + 0.1
-    pack(own, 10, CONFIG, seed=0)
-    assert trained == [300, 200 * lookalikes.LEAST]
 
 
 @pytest.mark.parametrize("count", [1, 2, 60])
@@ -159,13 +113,6 @@ def test_batches_of_look_alikes_are_a_function_of_seed_and_step():
         assert sorted(chain(*epoch)) == list(range(400))
     assert {tuple(sorted(rows)) for rows in forward[:50]} != {tuple(sorted(rows)) for rows in forward[50:]}
     assert plan(400, packing, seed=1)(0)[1].tolist() != forward[0]
-
-
-def test_neighbouring_batches_of_a_packing_are_not_neighbouring_steps():
-    packing = Packing(np.arange(400), np.arange(8, 401, 8))
-    first = [plan(400, packing)(step)[1].min() // 8 for step in range(50)]
-    assert sorted(first) == list(range(50))
-    assert (np.abs(np.diff(first)) == 1).mean() < 0.3
 
 
 def test_a_batch_of_look_alikes_is_filled_with_other_keys():
@@ -265,15 +212,6 @@ def test_embedding_that_was_stopped_goes_on(stored, monkeypatch):
     np.testing.assert_allclose(own.points([4])[1], unit(Letters().encode(["it is 4"])), atol=1e-3)
 
 
-def test_an_embedder_without_numbers_is_refused(stored):
-    class Broken(Letters):
-        def encode(self, texts):
-            return np.nan * super().encode(texts)
-
-    with pytest.raises(ValueError, match="not finite for a text of data set 'docs', '"):
-        find(token_pairs(["1?", "2?"], ["1", "2"]), stored, Broken())
-
-
 def test_word_statistics_are_deterministic_and_find_what_is_alike(stored):
     numbers = [f"the number {i} and what follows it" for i in range(40)]
     names = [f"read a table from file {i} row by row" for i in range(40)]
@@ -293,15 +231,6 @@ def documents(stored, identity="some documents"):
     ]
     golds = Ragged.of([np.zeros(len(x), np.int32) for x in queries], np.int32)
     return chunks, queries, TokenDocuments(*nested, golds, identity=identity)
-
-
-def test_a_document_is_the_mean_of_its_chunks_and_its_query_that_of_its_queries(stored):
-    chunks, queries, data = documents(stored)
-    own = find(data, stored, Letters())
-    for texts, x_ND in zip((queries, chunks), own.points(range(3)), strict=True):
-        for row, x_D in zip(texts, x_ND, strict=True):
-            mean_D = unit(Letters().encode(row)).mean(0)
-            np.testing.assert_allclose(x_D, mean_D / np.linalg.norm(mean_D), atol=1e-3)
 
 
 def test_the_filter_compares_each_query_of_a_document_with_the_other_documents(stored):
