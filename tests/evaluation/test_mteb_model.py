@@ -17,9 +17,9 @@ from unmask.config import load_preset
 from unmask.evaluation import mteb_model
 from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.mteb_model import MtebEncoder, as_mteb, benchmark_tasks, noisy, run_benchmark
+from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import Task, evaluate
 from unmask.models.embedder import Embedder
-from unmask.models.similarity import similarity
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
 DOCUMENTS = [

@@ -11,6 +11,7 @@ from datasets import Dataset
 
 import tiny
 from unmask.evaluation.metrics import retrieval_metrics
+from unmask.evaluation.search import similarity
 from unmask.evaluation.toolret import (
     METRICS,
     QUERIES,
@@ -22,7 +23,6 @@ from unmask.evaluation.toolret import (
     tool_metrics,
 )
 from unmask.models.embedder import Embedder
-from unmask.models.similarity import similarity
 
 CODE = ["Open a file.", "Close a file.", "Sort a list.", "Compute a mean."]
 WEB = [

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 
 from unmask.config import EvaluationConfig
 from unmask.data import mirror
+from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import Task
 from unmask.models.embedder import Embedder
-from unmask.models.similarity import similarity
 from unmask.store import fingerprint
 
 # Benchmarks by the name that `retrieval.benchmarks` calls them, as `mteb.get_tasks` wants them; any other is

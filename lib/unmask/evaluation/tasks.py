@@ -13,9 +13,9 @@ from torch import Tensor
 from unmask.config import FAMILIES, EvaluationConfig
 from unmask.data.corpus import Corpus
 from unmask.evaluation.metrics import Bm25, retrieval_metrics
+from unmask.evaluation.search import similarity
 from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import Embedder, quantized
-from unmask.models.similarity import similarity
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
 from unmask.study.evidence import Effect, paired_bootstrap
 from unmask.training.jobs import identity
