@@ -101,7 +101,7 @@ class Job:
     @cached_property
     def data(self) -> Any:
         """What the stage reads, prepared by the process that comes first."""
-        return triplets(self) if self.asked["stage"] == "triplet" else self.stage.read(self)
+        return self.stage.read(self)
 
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
@@ -675,6 +675,10 @@ class Contextual(Contrastive, name="contextual"):
 
 class Triplet(Contrastive, name="triplet"):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
+
+    @classmethod
+    def read(cls, job: Job) -> dict[str, TokenPairs]:
+        return triplets(job)
 
     def batch(self, step: int) -> tuple[str, list[tuple[int, list[TokenSequence], Tensor | None]]]:
         name, rows = self._plan(step)
