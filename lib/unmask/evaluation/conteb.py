@@ -21,14 +21,13 @@ import numpy as np
 from pyarrow import parquet
 from torch import Tensor
 
-from unmask.data import mirror
+from unmask.data import chunking, mirror
 from unmask.data.files import DataFile, data_files, did_you_mean, resolved, verify
 from unmask.data.formats import format_of, is_data, naming, place, shortened
 from unmask.data.lines import BadRow
 from unmask.data.registry import Source
 from unmask.evaluation.tasks import Task, ndcg
 from unmask.store import nearest
-from unmask.synthesis import chunking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
