@@ -15,7 +15,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -332,16 +332,13 @@ def _print_plan(due: Sequence[Due], name: str, preset: str, jobs: int) -> None:
         print("nothing to do: all of it is up to date")
         return
     times = [known.get(task.stage.name) for task in due]
-    total = (
-        f"about {graph.clock(sum(times))}" if None not in times else "time unknown: no earlier run to go by"
-    )
-    if jobs > 1 and None not in times:
-        total += " one after the other"
-    print(f"{len(due)} notebook{'s' if len(due) > 1 else ''} to run as {name!r}, {total}")
-    rows = [("notebook", "why", "time")]
-    for task, seconds in zip(due, times, strict=True):
-        rows.append((task.stage.name, task.why, f"about {graph.clock(seconds)}" if seconds else "unknown"))
-    _print_table(rows)
+    total = "time unknown: no earlier run to go by"
+    if None not in times:
+        total = f"about {graph.clock(sum(times))}{' one after the other' * (jobs > 1)}"
+    print(f"{len(due)} notebook{'s' * (len(due) > 1)} to run as {name!r}, {total}")
+    said = [f"about {graph.clock(seconds)}" if seconds else "unknown" for seconds in times]
+    rows = [(task.stage.name, task.why, time) for task, time in zip(due, said, strict=True)]
+    _print_table([("notebook", "why", "time"), *rows])
 
 
 def _print_cost(preset: Preset, gpus: int | None, gpu_memory: float, due: Sequence[Due]) -> None:
@@ -351,9 +348,8 @@ def _print_cost(preset: Preset, gpus: int | None, gpu_memory: float, due: Sequen
     """
     from unmask.study.plan import describe
 
-    parallel = preset.parallel
     if gpus is None:
-        gpus = parallel.num_processes if parallel.num_processes > 1 else 0
+        gpus = preset.parallel.num_processes if preset.parallel.num_processes > 1 else 0
     names = [task.stage.name for task in due]
     print(describe(preset, gpus=gpus, stages=names, gpu_memory=gpu_memory * 1e9))
 
@@ -444,140 +440,69 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     preset = argparse.ArgumentParser(add_help=False)
-    preset.add_argument(
-        "--preset", default="cpu", metavar="NAME", help=f"default cpu; there are: {', '.join(preset_names())}"
-    )
-    preset.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a value of the preset, for instance pair.steps=50; may be repeated",
-    )
+    there = f"default cpu; there are: {', '.join(preset_names())}"
+    preset.add_argument("--preset", default="cpu", metavar="NAME", help=there)
+    change = "change a value of the preset, for instance pair.steps=50; may be repeated"
+    preset.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=change)
     shared = argparse.ArgumentParser(add_help=False, parents=[preset])
     shared.add_argument(
-        "--run", default="", metavar="NAME", help="name of the run's folders; default: the preset's"
+        "--run", default="", metavar="NAME", help="name of its folders; default: the preset's"
     )
     seeds = shared.add_mutually_exclusive_group()
-    seeds.add_argument(
-        "--seed",
-        type=_count,
-        metavar="N",
-        help="repeat the run with seed N in all trainings, as run NAME-seedN",
-    )
-    seeds.add_argument(
-        "--seeds",
-        type=_count,
-        default=1,
-        metavar="K",
-        help="K seeds: those from 1 to K - 1 as runs of their own, then the run itself, which pools them",
-    )
+    again = "repeat the run with seed N in all trainings, as run NAME-seedN"
+    seeds.add_argument("--seed", type=_count, metavar="N", help=again)
+    pooled = "K seeds: those from 1 to K - 1 as runs of their own, then the run itself, which pools them"
+    seeds.add_argument("--seeds", type=_count, default=1, metavar="K", help=pooled)
 
-    one = commands.add_parser(
-        "run",
-        parents=[shared],
-        help="execute the notebooks that are due",
-        description=run.__doc__,
-        epilog=(
-            "SIGTERM and SIGINT let a training write a checkpoint before the run ends, with status 75 after "
-            "SIGTERM; a second one ends it at once. UNMASK_GRACE_SECONDS is the time that this may take "
-            f"(default {GRACE:.0f})."
-        ),
-    )
-    one.add_argument("--from", dest="start", metavar="NN", help="leave out the notebooks before this one")
-    one.add_argument("--to", dest="stop", metavar="NN", help="leave out the notebooks after this one")
-    one.add_argument("--only", metavar="NN", help="this notebook only")
-    one.add_argument(
-        "--force", action="store_true", help="run the selected notebooks even if they are up to date"
-    )
-    one.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="say what would run, why, and what it takes, and run nothing; needs no GPU",
-    )
-    one.add_argument(
-        "--gpu-memory",
-        type=float,
-        default=80,
-        metavar="GB",
-        help="memory of a GPU that --dry-run plans with, default 80",
-    )
-    one.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of a training, over all machines; default: the preset's"
-    )
-    one.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="J",
-        help="run up to J independent notebooks side by side, each on its share of the GPUs (one at least); "
-        "default 1",
-    )
-    one.add_argument(
-        "--machines",
-        type=int,
-        metavar="M",
-        help="machines that share the artifacts folder and are given the same command; default: the preset's",
-    )
-    one.add_argument(
-        "--machine-rank",
-        type=int,
-        default=0,
-        metavar="R",
-        help="which of them this is, from 0; machine 0 executes the notebooks, the others train along",
-    )
-    one.add_argument(
-        "--main-host", default="", metavar="HOST", help="name of machine 0 as the others reach it"
-    )
-    one.set_defaults(command=run)
+    def command(name: str, function: Callable, about: str, *parents: argparse.ArgumentParser, of=commands):
+        added = of.add_parser(name, parents=parents, help=about, description=function.__doc__)
+        added.set_defaults(command=function)
+        return added
 
-    two = commands.add_parser(
-        "status", parents=[shared], help="what is done, and what is due", description=status.__doc__
-    )
-    two.set_defaults(command=status)
+    _add_run_options(command("run", run, "execute the notebooks that are due", shared))
+    command("status", status, "what is done, and what is due", shared)
 
-    texts = commands.add_parser("encode", help="embed a file of texts", description=encode.__doc__)
+    texts = command("encode", encode, "embed a file of texts")
     texts.add_argument("model", metavar="MODEL", help="a checkpoint directory, or a name on the Hub")
-    texts.add_argument(
-        "input",
-        type=Path,
-        metavar="INPUT",
-        help=".parquet, .jsonl, .csv and the like, or .txt with a text in each line",
-    )
+    kinds = ".parquet, .jsonl, .csv and the like, or .txt with a text in each line"
+    texts.add_argument("input", type=Path, metavar="INPUT", help=kinds)
     texts.add_argument("output", type=Path, metavar="OUTPUT", help="the array, an .npy file")
-    texts.add_argument(
-        "--precision",
-        default="int8",
-        choices=("float32", "int8", "binary", "ubinary"),
-        help="numbers of an embedding, default int8",
-    )
-    texts.add_argument(
-        "--dimensions", type=_count, metavar="N", help="keep only the first N; default: all of them"
-    )
+    numbers = ("float32", "int8", "binary", "ubinary")
+    texts.add_argument("--precision", default="int8", choices=numbers, help="of an embedding, default int8")
+    texts.add_argument("--dimensions", type=_count, metavar="N", help="keep only the first N; default: all")
     texts.add_argument("--column", default="text", metavar="NAME", help="where the texts are, default text")
-    texts.set_defaults(command=encode)
 
-    three = commands.add_parser("mirror", help="models and data for hosts without internet")
-    actions = three.add_subparsers(required=True, metavar="action")
-    pull = actions.add_parser(
-        "pull",
-        parents=[preset],
-        help="fetch what a preset reads from the Hub, or go on with that",
-        description=mirror_pull.__doc__,
-    )
+    mirrors = commands.add_parser("mirror", help="models and data for hosts without internet")
+    actions = mirrors.add_subparsers(required=True, metavar="action")
+    pull = command("pull", mirror_pull, "fetch what a preset reads, or go on with that", preset, of=actions)
     pull.add_argument("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
-    pull.set_defaults(command=mirror_pull)
-    check = actions.add_parser(
-        "check",
-        parents=[preset],
-        help="say what is missing in a mirror, and verify the rest",
-        description=mirror_check.__doc__,
-    )
-    check.add_argument(
-        "--from", dest="source", type=Path, metavar="DIR", help="the mirror; default: UNMASK_MIRROR"
-    )
+    check = command("check", mirror_check, "say what is missing, and verify the rest", preset, of=actions)
+    known = "the mirror; default: UNMASK_MIRROR"
+    check.add_argument("--from", dest="source", type=Path, metavar="DIR", help=known)
     check.add_argument("--quick", action="store_true", help="compare sizes only, not checksums")
-    check.set_defaults(command=mirror_check)
     for action in (pull, check):
         action.add_argument("--jobs", type=_count, default=4, metavar="N", help="files at a time, default 4")
     return parser
+
+
+def _add_run_options(one: argparse.ArgumentParser) -> None:
+    one.epilog = (
+        "SIGTERM and SIGINT let a training write a checkpoint before the run ends, with status 75 after "
+        "SIGTERM; a second one ends it at once. UNMASK_GRACE_SECONDS is the time that this may take "
+        f"(default {GRACE:.0f})."
+    )
+    add = one.add_argument
+    add("--from", dest="start", metavar="NN", help="leave out the notebooks before this one")
+    add("--to", dest="stop", metavar="NN", help="leave out the notebooks after this one")
+    add("--only", metavar="NN", help="this notebook only")
+    add("--force", action="store_true", help="run the selected notebooks even if they are up to date")
+    add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
+    add("--gpu-memory", type=float, default=80, metavar="GB", help="that --dry-run plans with, default 80")
+    add("--gpus", type=int, metavar="N", help="of a training, over all machines; default: the preset's")
+    share = "run up to J independent notebooks side by side, each on its share of the GPUs; default 1"
+    add("--jobs", type=int, default=1, metavar="J", help=share)
+    several = "machines that share the artifacts folder and are given the same command; default: the preset's"
+    add("--machines", type=int, metavar="M", help=several)
+    rank = "which of them this is, from 0; machine 0 executes the notebooks, the others train along"
+    add("--machine-rank", type=int, default=0, metavar="R", help=rank)
+    add("--main-host", default="", metavar="HOST", help="name of machine 0 as the others reach it")

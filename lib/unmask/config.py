@@ -118,6 +118,7 @@ class ParallelConfig:
     num_processes: Count = 1  # over all machines
     num_machines: Count = 1
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # every process holds the model, or they share its parameters
+    launcher: str = ""  # what starts them, if they are on several machines: "srun torchrun --nnodes=8 …"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 import tiny
 from unmask.config import TRAINED, load_preset
-from unmask.losses import diffusion_loss, next_token_loss, pair_loss, qwen3_loss
+from unmask.losses import diffusion_loss, next_token_loss, pair_loss
 from unmask.models import backbone
 from unmask.models.context_encoder import SecondStage
 from unmask.models.encoding import TokenSequence, after_context
@@ -87,26 +87,6 @@ def test_flops_of_a_cached_step_are_what_torch_counts(budget):
         cached_backward(model, sequences, lambda rows: pair_loss(rows[:16], rows[16:]), token_budget=budget)
 
     expected = {t.stage: t.flops / t.steps for t in plan.trainings(small(**sizes), 1)}["pair"]
-    assert expected == pytest.approx(counted(step), rel=0.03)
-
-
-@pytest.mark.parametrize("negatives", [0, 2])
-def test_flops_of_a_step_with_hard_negatives_are_what_torch_counts(negatives):
-    n, length = 8, 32
-    sizes = {"batch": n, "query_length": length, "document_length": length, "token_budget": 4096}
-    preset = small(**{f"qwen3.{key}": value for key, value in sizes.items()} | {"qwen3.negatives": 2})
-    model = eager()
-    sequences = [TokenSequence(np.full(length, 7, np.int32)) for _ in range((2 + negatives) * n)]
-
-    def loss(rows):
-        hard = rows[2 * n :].unflatten(0, (n, negatives)) if negatives else None
-        return qwen3_loss(rows[:n], rows[n : 2 * n], hard)
-
-    def step():
-        cached_backward(model, sequences, loss, token_budget=4096, pooling="last")
-
-    steps = {t.name: t.flops / t.steps for t in plan.trainings(preset, 1)}
-    expected = steps["full" if negatives else "weak"]  # the first phase has none
     assert expected == pytest.approx(counted(step), rel=0.03)
 
 
@@ -249,20 +229,6 @@ def test_what_a_training_changes_is_planned_for():
     assert full.tokens == 5 * preset.qwen3.batch * (lengths[0] + 3 * lengths[1])
 
 
-def test_a_contextual_encoder_holds_two_models():
-    preset = load_preset("gpu", {"cde.batch_sizes": [512], "cde.token_budget": 16384})
-    planned = {t.name: t for t in plan.trainings(preset, 1) if t.stage == "cde"}
-    plain, context = planned["b512-c512-filtered"], planned["context"]
-    total, _ = plan.parameters(preset)
-    more = context.memory_bytes_per_gpu - plain.memory_bytes_per_gpu
-    assert 18 * total < more < 18 * total + plain.memory_bytes_per_gpu
-    assert plan.disk_bytes(preset, [context]) - plan.disk_bytes(preset, [plain]) == (2 * 12 + 4) * total
-
-
-def test_a_ready_checkpoint_needs_no_autoregressive_training():
-    assert "ar" not in {t.stage for t in plan.trainings(load_preset("paper-0.6b"), 8)}
-
-
 def test_sharing_divides_the_state_and_more_gpus_the_work():
     preset = load_preset("paper-0.6b")
     alone, shared = (plan.memory_bytes(preset, "diffusion", gpus) for gpus in (1, 32))
@@ -271,14 +237,6 @@ def test_sharing_divides_the_state_and_more_gpus_the_work():
     assert plan.memory_bytes(ddp, "diffusion", 32) > shared
     one, many = (plan.trainings(preset, gpus)[0] for gpus in (1, 32))
     assert one.flops == many.flops and one.gpu_hours == pytest.approx(many.gpu_hours)
-
-
-def test_gradient_checkpointing_trades_flops_for_memory():
-    key = "diffusion.gradient_checkpointing"
-    without, with_it = (load_preset("paper-0.6b", {key: value}) for value in (False, True))
-    less, more = (plan.trainings(preset, 32)[0] for preset in (without, with_it))
-    assert more.memory_bytes_per_gpu < 0.5 * less.memory_bytes_per_gpu
-    assert 1.25 < more.flops / less.flops < 4 / 3
 
 
 def test_gpus_without_a_text_are_paid_for():

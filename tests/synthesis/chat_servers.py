@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from unmask.config import SynthesisConfig
-from unmask.synthesis.queries import Synthesis, synthesize_pairs
+from unmask.synthesis.ask import Synthesis, synthesize_pairs
 
 # What a fault does in place of a right answer; see Handler.do_POST.
-FAULTS = ("malformed", "half", "cut", "429", "500", "hang", "no completion")
+FAULTS = ("half", "cut", "429", "500", "hang")
 
 
 class ChatServer:
@@ -117,8 +117,6 @@ class Handler(BaseHTTPRequestHandler):
             owner.closing.wait(30)
             self.close_connection = True
             return None
-        if fault == "no completion":
-            return self.send(200, {"object": "list"})
         if fault in ("429", "503"):
             return self.send(int(fault), {"error": {"message": "busy"}}, {"Retry-After": "0.3"})
         if fault is not None and fault.isdigit():
@@ -136,8 +134,6 @@ class Handler(BaseHTTPRequestHandler):
                 "usage": {"prompt_tokens": len(prompt.split()), "completion_tokens": 7},
             }
         ).encode()
-        if fault == "malformed":
-            return self.send(200, whole[: len(whole) // 2])
         if fault == "half":  # promises more than it sends, then hangs up
             return self.send(200, whole[: len(whole) // 2], {"Content-Length": str(len(whole))})
         if fault == "cut":  # hangs up before the status line

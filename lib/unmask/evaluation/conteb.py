@@ -23,14 +23,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unmask.config import EvaluationConfig
-from unmask.data import mirror
+from unmask.data import chunking, mirror
 from unmask.data.lines import BadRow
 from unmask.data.reading import document_of
 from unmask.data.registry import Source
 from unmask.evaluation.tasks import Task, located, ndcg
 from unmask.models.embedder import Embedder
 from unmask.store import nearest
-from unmask.synthesis import chunking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 import pytest
 
 import tiny
-from unmask.synthesis.chunking import chunks
+from unmask.data.chunking import chunks
 
 SENTENCE = "Read a table from a file and return its rows. "
 JAPANESE = "東京は日本の首都です。大きな都市です。" * 30
