@@ -19,8 +19,7 @@ from unmask.models.embedder import Embedder
 from unmask.models.encoding import encode_rows, micro_batches
 from unmask.models.quantize import int8
 from unmask.training.distributed import ALONE
-from unmask.training.jobs import data_report, run_job
-from unmask.training.loop import train
+from unmask.training.loop import data_report, run_job, train
 from unmask.training.neighbours import Cde
 from unmask.training.stages import Pair
 

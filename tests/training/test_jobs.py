@@ -14,7 +14,7 @@ from unmask.config import load_preset, resolved
 from unmask.data.tokens import tokenize
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
-from unmask.training.jobs import data_report, job_fingerprint, job_identity, prepare_data, run_job
+from unmask.training.loop import data_report, job_fingerprint, job_identity, prepare_data, run_job
 from unmask.training.neighbours import drawn_batches
 from unmask.training.stages import Job, identity
 

@@ -19,8 +19,8 @@ from unmask.models.encoding import encode_rows
 from unmask.models.instructions import INSTRUCTIONS, instructed
 from unmask.models.quantize import int8
 from unmask.training.distributed import ALONE
-from unmask.training.jobs import data_report, job_fingerprint, run_job
 from unmask.training.launch import milestones
+from unmask.training.loop import data_report, job_fingerprint, run_job
 from unmask.training.neighbours import Qwen3
 from unmask.training.stages import Contrastive
 

@@ -14,8 +14,7 @@ from unmask.models import backbone
 from unmask.models.instructions import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 from unmask.training.distributed import ALONE
-from unmask.training.jobs import run_job
-from unmask.training.loop import train
+from unmask.training.loop import run_job, train
 from unmask.training.neighbours import Reranking
 from unmask.training.stages import Job
 

@@ -18,7 +18,7 @@ from unmask.models.embedder import Embedder, quantized
 from unmask.models.similarity import similarity
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
 from unmask.study.evidence import Effect, paired_bootstrap
-from unmask.training.jobs import identity
+from unmask.training.stages import identity
 
 # Of the library: what scores depend on, beside the checkpoint and the task.
 _CODE = ("models", "evaluation/metrics.py")

@@ -16,6 +16,7 @@ first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +32,8 @@ def cached_backward(
     sequences: Sequence[TokenSequence],
     loss_of_rows: Callable[[Tensor], Tensor],
     *,
-    token_budget: int,
-    keep_tokens: int = 0,
-    pooling: str = "mean",
     processes: Processes = ALONE,
-    last: bool = True,
-    **inputs: Tensor,
+    **options: Any,
 ) -> Tensor:
     """Adds the gradient of the loss to the model's parameters and returns the detached loss.
 
@@ -45,14 +42,11 @@ def cached_backward(
             document's chunks one after the other.
         loss_of_rows: scalar loss of all rows (R, D), of which each process gives its part, so that the parts
             add up; quantisation belongs here.
-        token_budget, keep_tokens, pooling, processes, last, inputs: as for `cached_rows`.
+        processes, options: as for `cached_rows`.
 
     If everything fits into one micro-batch, this is plain backpropagation.
     """
-    rows_RD, push = cached_rows(
-        model, sequences, token_budget=token_budget, keep_tokens=keep_tokens,
-        pooling=pooling, processes=processes, last=last, **inputs,
-    )  # fmt: skip
+    rows_RD, push = cached_rows(model, sequences, processes=processes, **options)
     loss = loss_of_rows(rows_RD.requires_grad_())
     push(*torch.autograd.grad(loss, rows_RD))
     return processes.sum(loss.detach())

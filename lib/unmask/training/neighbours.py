@@ -166,7 +166,7 @@ class Qwen3(Pair, name="qwen3"):
             hard_NKD = hard_RD.unflatten(0, (n, config.negatives))
             return matryoshka(loss, (q_ND, d_ND, hard_NKD), config.dimensions)
 
-        total = self._cached(module, batch.sequences, loss_of_rows, processes)
+        total = self._cached(module, batch.sequences, loss_of_rows, processes=processes)
         tokens = sum(map(len, batch.sequences))
         return {"loss": total, "tokens": tokens, "dataset": batch.dataset, "pairs": n}
 

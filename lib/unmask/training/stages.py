@@ -10,6 +10,7 @@ Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -22,6 +23,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from unmask import losses
 from unmask.config import (
     GROUPS,
     ContextualConfig,
@@ -46,15 +48,6 @@ from unmask.data.tokenized import (
     token_pairs,
 )
 from unmask.data.tokens import StoredTokenizer, end_token
-from unmask.losses import (
-    contextual_loss,
-    diffusion_loss,
-    insent_loss,
-    matryoshka,
-    next_token_loss,
-    pair_loss,
-    triplet_loss,
-)
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
@@ -63,7 +56,6 @@ from unmask.models.quantize import int8
 from unmask.store import fingerprint
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import Processes
-from unmask.training.schedule import cosine_ramp
 
 STAGES: dict[str, type[Stage]] = {}  # by the name of their section in a preset
 
@@ -118,8 +110,11 @@ class Job:
 class Stage:
     """One training objective, from its data to its gradient.
 
-    The class methods make it from a job; the others train it. `batch` and `samples` depend on nothing but the
-    seed and the step.
+    The class methods make it from a job, among them `read(job)`, the tokenised training data. The others
+    train it: `batch(step)`, the global batch of a step, the same on every process, and
+    `backward(module, batch, step, processes)`, which adds this process's share of the batch's gradient to the
+    parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them. `batch` and
+    `samples` depend on nothing but the seed and the step.
     """
 
     head = False  # whether the model keeps its output matrix
@@ -140,11 +135,6 @@ class Stage:
     def ends(cls, config: TrainConfig) -> bool:
         """Whether an end is put after each text: a last token to pool at that means the same for all."""
         return False
-
-    @classmethod
-    def read(cls, job: Job) -> Any:
-        """The training data, tokenised."""
-        raise NotImplementedError
 
     @classmethod
     def prepare(cls, job: Job) -> list[dict[str, Any]]:
@@ -195,36 +185,25 @@ class Stage:
         """Which data set and rows a step reads, for the report of a failure."""
         return self._plan.samples(step)
 
-    def batch(self, step: int) -> Any:
-        """The global batch of a step, the same on every process."""
-        raise NotImplementedError
-
     def module(self, model: nn.Module) -> nn.Module:
         """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them. Several
         modules that are run each on its own are an nn.ModuleList."""
         return model
-
-    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
-        """Adds this process's share of the batch's gradient to the parameters.
-
-        Returns: metrics of the global batch, "loss" (a tensor) and "tokens" among them.
-        """
-        raise NotImplementedError
 
 
 def identity(path: Path) -> str:
     """Identity of an input: a checkpoint of ours by its fingerprint, anything else by its content."""
     if not path.exists():  # a name on the Hub
         return str(path)
-    known = backbone.facts(path).get("fingerprint") if path.is_dir() else None
-    if known:
+    if known := backbone.facts(path).get("fingerprint"):
         return known
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
+    files = sorted(filter(Path.is_file, path.glob("*"))) if path.is_dir() else [path]
+    return fingerprint([_sha256(file) for file in files])
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def surrogate(job: Job) -> Surrogate:
@@ -378,7 +357,7 @@ class NextToken(Pretraining, name="ar"):
             return module(
                 tokens,
                 None,
-                lambda hidden, head: next_token_loss(hidden, head, tokens, normalizer=predictable),
+                lambda hidden, head: losses.next_token_loss(hidden, head, tokens, normalizer=predictable),
             )
 
         loss = self._accumulate(module, torch.arange(len(tokens_BL)), forward, processes)
@@ -428,7 +407,7 @@ class Diffusion(Pretraining, name="diffusion"):
             return module(
                 tokens.masked_fill(masked, self._mask_token_id),
                 None if whole else valid.long(),
-                lambda hidden, head: diffusion_loss(
+                lambda hidden, head: losses.diffusion_loss(
                     hidden, head, tokens, masked, divisor, None if whole else valid, normalizer=predictable
                 ),
             )
@@ -464,6 +443,9 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     )
 
 
+Near = Mapping[str, Neighbours] | None  # data set → its look-alikes
+
+
 class Contrastive(Stage):
     """What the contrastive stages share: single-dataset batches, of look-alikes if the config says so, and a
     model that is run as it is.
@@ -480,7 +462,7 @@ class Contrastive(Stage):
         data: Mapping[str, Any],
         config: ContrastiveConfig,
         allowed: Callable[[int], set[str]] | None = None,
-        neighbours: Mapping[str, Neighbours] | None = None,
+        neighbours: Near = None,
     ):
         self._data, self._config, self._neighbours = data, config, neighbours or {}
         keys = {name: self._keys(rows) for name, rows in data.items()}
@@ -514,19 +496,12 @@ class Contrastive(Stage):
         """The keys of a data set, as `BatchPlan` takes them."""
         return rows.keys
 
-    def _cached(
-        self,
-        module: nn.Module,
-        sequences: Sequence[TokenSequence],
-        loss_of_rows: Callable[[Tensor], Tensor],
-        processes: Processes,
-        last: bool = True,
-    ) -> Tensor:
+    def _cached(self, module: nn.Module, sequences: list, loss_of_rows: Callable, **more: Any) -> Tensor:
         """`cached_backward` under the stage's settings."""
         config = self._config
         return cached_backward(
             module, sequences, loss_of_rows, token_budget=config.token_budget, keep_tokens=config.keep_tokens,
-            pooling=getattr(config, "pooling", "mean"), processes=processes, last=last,
+            pooling=getattr(config, "pooling", "mean"), **more,
         )  # fmt: skip
 
     def _negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
@@ -579,7 +554,7 @@ class Pair(Contrastive, name="pair"):
         """This process's part of the loss of N pairs, given the vectors of queries and documents."""
         config, n = self._config, len(rows_RD) // 2
         embeddings_RD = int8(rows_RD) if config.quantize else rows_RD
-        return pair_loss(
+        return losses.pair_loss(
             embeddings_RD[:n], embeddings_RD[n:], temperature=config.temperature, margin=config.margin,
             negatives_NN=negatives_NN, queries=processes.slice(n),
         )  # fmt: skip
@@ -590,7 +565,7 @@ class Pair(Contrastive, name="pair"):
         def loss_of_rows(rows_RD: Tensor) -> Tensor:
             return self.loss(rows_RD, batch.negatives_NN, processes)
 
-        loss = self._cached(module, batch.sequences, loss_of_rows, processes)
+        loss = self._cached(module, batch.sequences, loss_of_rows, processes=processes)
         tokens = sum(map(len, batch.sequences))
         return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": len(batch.sequences) // 2}
 
@@ -604,11 +579,7 @@ class Contextual(Contrastive, name="contextual"):
     """
 
     def __init__(
-        self,
-        data: Mapping[str, Sequence[TokenDocument]],
-        config: ContextualConfig,
-        separator_id: int,
-        neighbours: Mapping[str, Neighbours] | None = None,
+        self, data: Mapping[str, Any], config: ContextualConfig, separator_id: int, neighbours: Near = None
     ):
         super().__init__(data, config, neighbours=neighbours)
         self._separator_id = separator_id
@@ -662,13 +633,13 @@ class Contextual(Contrastive, name="contextual"):
                 "queries": processes.slice(len(q_ND)),
             }  # fmt: skip
             if config.objective == "insent":
-                loss, vectors = partial(insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
+                loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
             else:
-                loss = partial(contextual_loss, alpha=config.alpha, beta=beta, margin=config.margin)
+                loss = partial(losses.contextual_loss, alpha=config.alpha, beta=beta, margin=config.margin)
                 vectors = (q_ND, chunks_MCD, documents_MD)
-            return matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
+            return losses.matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
 
-        loss = self._cached(module, batch.sequences, loss_of_rows, processes)
+        loss = self._cached(module, batch.sequences, loss_of_rows, processes=processes)
         row = {"loss": loss, "tokens": sum(map(len, batch.sequences)), "dataset": name}
         return row if config.objective == "insent" else row | {"beta": beta}
 
@@ -700,16 +671,24 @@ class Triplet(Contrastive, name="triplet"):
             def loss_of_rows(rows_RD: Tensor, n: int = n, negatives_NN: Any = negatives_NN) -> Tensor:
                 codes_RD = int8(rows_RD)
                 hard_NKD = codes_RD[2 * n :].unflatten(0, (n, config.negatives))
-                loss = triplet_loss(
+                loss = losses.triplet_loss(
                     codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=config.temperature,
                     negatives_NN=negatives_NN, queries=processes.slice(n),
                 )  # fmt: skip
                 return loss * (n / count)
 
-            total += self._cached(module, sequences, loss_of_rows, processes, last=number == len(parts))
+            total += self._cached(
+                module, sequences, loss_of_rows, processes=processes, last=number == len(parts)
+            )
         tokens = sum(len(sequence) for _, sequences, _ in parts for sequence in sequences)
         return {"loss": total, "tokens": tokens, "dataset": name, "pairs": count}
 
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def cosine_ramp(start: float, end: float, step: int, steps: int) -> float:
+    """Half a cosine from `start` at step 0 to `end` at the last step: β of pplx-embed, section 2.4."""
+    share = step / max(1, steps - 1)
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
