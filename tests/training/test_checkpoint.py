@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from unmask.training import checkpoint
 from unmask.training.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
@@ -47,14 +46,6 @@ def test_weights_and_moments_come_back_and_the_next_step_is_the_same(tmp_path, d
     step(other, fresh)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
-
-
-def test_the_optimisers_step_count_follows_its_parameter():
-    """The fused optimiser reads its step count on the parameter's device; "meta" stands in for a GPU."""
-    elsewhere = tiny.model(head=True).to("meta")
-    fresh = torch.optim.AdamW(elsewhere.parameters(), lr=1e-3)
-    checkpoint.start_moments(fresh, 2)
-    assert {v.device.type for state in fresh.state.values() for v in state.values()} == {"meta"}
 
 
 def test_a_checkpoint_holds_no_pickle_and_replaces_the_older_one(tmp_path):

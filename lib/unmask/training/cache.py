@@ -28,13 +28,9 @@ from unmask.training.distributed import ALONE, Processes
 
 
 def cached_backward(
-    model: torch.nn.Module,
-    sequences: Sequence[TokenSequence],
-    loss_of_rows: Callable[[Tensor], Tensor],
-    *,
-    processes: Processes = ALONE,
-    **options: Any,
-) -> Tensor:
+    model: torch.nn.Module, sequences: Sequence[TokenSequence], loss_of_rows: Callable[[Tensor], Tensor], *,
+    processes: Processes = ALONE, **options: Any,
+) -> Tensor:  # fmt: skip
     """Adds the gradient of the loss to the model's parameters and returns the detached loss.
 
     Args:
@@ -53,16 +49,10 @@ def cached_backward(
 
 
 def cached_rows(
-    model: torch.nn.Module,
-    sequences: Sequence[TokenSequence],
-    *,
-    token_budget: int,
-    keep_tokens: int = 0,
-    pooling: str = "mean",
-    processes: Processes = ALONE,
-    last: bool = True,
-    **inputs: Tensor,
-) -> tuple[Tensor, Callable[[Tensor], None]]:
+    model: torch.nn.Module, sequences: Sequence[TokenSequence], *,
+    token_budget: int, keep_tokens: int = 0, pooling: str = "mean",
+    processes: Processes = ALONE, last: bool = True, **inputs: Tensor,
+) -> tuple[Tensor, Callable[[Tensor], None]]:  # fmt: skip
     """Embeds now and backpropagates later: the two halves of gradient caching, for models whose rows other
     models read.
 

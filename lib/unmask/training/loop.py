@@ -19,18 +19,13 @@ import torch
 from torch import nn
 
 import unmask.training.neighbours  # noqa: F401  (its stages put their names into STAGES)
-from unmask.config import TrainConfig
+from unmask.config import TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention
 from unmask.run import PREEMPTED
 from unmask.store import code_fingerprint, fingerprint, write_atomic
-from unmask.training.checkpoint import (
-    latest_checkpoint,
-    load_checkpoint,
-    remove_checkpoints,
-    save_checkpoint,
-)
+from unmask.training import checkpoint
 from unmask.training.distributed import Processes, full_weights
 from unmask.training.stages import Job, Stage, identity
 
@@ -111,19 +106,20 @@ def data_report(checkpoint: Path) -> list[dict[str, Any]]:
     return json.loads((checkpoint.parent / DATA_REPORT).read_text(encoding="utf8"))
 
 
-def job_identity(asked: Mapping[str, Any]) -> dict[str, str]:
-    """What the result of a job depends on, in named parts, to say which of them differs: "values" (of the
-    preset and of the job), "data" (the corpus, mined triplets, look-alikes), "code" and "start"."""
+def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that the result of a job depends on, by name, so that a message can say what differs: values
+    of the preset and of the job, the corpus ("data"), files, the starting point, and "code"."""
     job = Job(asked)
-    backbone = job.preset.backbone
-    shape = None if job.get("start") else fingerprint(backbone)
-    own = job.get("groups"), job.get("milestones"), job.get("bidirectional")
-    start = identity(Path(job.get("start") or asked["tokenizer"]))
+    sections = {asked["stage"]: job.config} | ({} if job.get("start") else {"backbone": job.preset.backbone})
+    start = {key: identity(Path(job.get(key))) for key in ("start", "tokenizer") if job.get(key)}
     return {
-        "values": fingerprint(asked["stage"], job.config, shape, backbone.mask_token, own),
-        "data": fingerprint(job.corpus.hash, job.stage.inputs(job)),
+        **{f"{name}.{key}": value for name, one in sections.items() for key, value in resolved(one).items()},
+        "backbone.mask_token": job.preset.backbone.mask_token,
+        **{key: job.get(key) for key in ("stage", "groups", "milestones", "bidirectional")},
+        **start,
+        **job.stage.inputs(job),
+        "data": job.corpus.hash,
         "code": code_fingerprint(*(LIBRARY / name for name in CODE)),
-        "start": start,
     }
 
 
@@ -133,17 +129,11 @@ def job_fingerprint(asked: Mapping[str, Any]) -> str:
 
 
 def train(
-    stage: Stage,
-    model: nn.Module,
-    config: TrainConfig,
-    folder: Path,
-    *,
-    fingerprint: str,
+    stage: Stage, model: nn.Module, config: TrainConfig, folder: Path, *, fingerprint: str,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
     after_step: Callable[[int], None] = lambda done: None,
-    processes: Processes | None = None,
-    signals: Sequence[int] = (),
-) -> nn.Module:
+    processes: Processes | None = None, signals: Sequence[int] = (),
+) -> nn.Module:  # fmt: skip
     """Trains `model` in place for `config.steps` steps and returns it.
 
     Every step draws its samples and random numbers from (seed, step) alone. Killed at any moment, the next
@@ -183,8 +173,8 @@ def train(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "stopped.json").unlink(missing_ok=True)
     processes.wait()
-    last = latest_checkpoint(checkpoints, fingerprint)
-    done = load_checkpoint(last, model, optimizer) if last else 0
+    last = checkpoint.latest_checkpoint(checkpoints, fingerprint)
+    done = checkpoint.load_checkpoint(last, model, optimizer) if last else 0
     losses = _keep_rows(log, done, write=processes.main)
     if processes.main:
         report({"total": config.steps, "done": done})
@@ -245,7 +235,7 @@ def train(
             if not finished and (asked or (step + 1) % config.checkpoint_every == 0):
                 if processes.main:
                     lines.flush()
-                last = save_checkpoint(
+                last = checkpoint.save_checkpoint(
                     checkpoints, model, optimizer, step + 1, fingerprint,
                     keep=config.keep_checkpoints, processes=processes,
                 )  # fmt: skip
@@ -282,7 +272,7 @@ def stop_signals() -> Iterator[list[int]]:
 def finish(folder: Path) -> None:
     """Removes what the training whose model lies in a folder needs no more. Another one's checkpoints stay:
     somebody paid for them."""
-    remove_checkpoints(folder / "checkpoints", backbone.facts(folder / "model").get("fingerprint"))
+    checkpoint.remove_checkpoints(folder / "checkpoints", backbone.facts(folder / "model").get("fingerprint"))
     shutil.rmtree(folder / "torchrun", ignore_errors=True)
 
 

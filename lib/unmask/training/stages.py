@@ -24,29 +24,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from unmask import losses
-from unmask.config import (
-    GROUPS,
-    ContextualConfig,
-    ContrastiveConfig,
-    DiffusionConfig,
-    PretrainConfig,
-    TrainConfig,
-    preset_from,
-)
+from unmask.config import GROUPS, ContextualConfig, ContrastiveConfig, TrainConfig, preset_from
+from unmask.data import tokenized
 from unmask.data.blocks import Blocks, open_blocks
 from unmask.data.clusters import LSA, Neighbours, Surrogate, neighbours
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.mining import Encoder
 from unmask.data.pairs import BatchPlan, curriculum
 from unmask.data.sources import open_corpus
-from unmask.data.tokenized import (
-    TokenDocument,
-    TokenDocuments,
-    TokenPairs,
-    single_chunks,
-    token_documents,
-    token_pairs,
-)
+from unmask.data.tokenized import TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, end_token
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
@@ -255,7 +241,7 @@ def triplets(job: Job) -> dict[str, TokenPairs]:
 
 def _tokenised(job: Job, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
     reading = job.stage.reading(job, rows[0]["group"])
-    return token_pairs(rows, job.stored, name=name, identity=file, negatives=negatives, **reading)
+    return tokenized.token_pairs(rows, job.stored, name=name, identity=file, negatives=negatives, **reading)
 
 
 def by_dataset(rows: Dataset) -> dict[str, Dataset]:
@@ -271,12 +257,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, tokens_BL: Tensor, attention_mask: Tensor | None, loss: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        hidden_BLD = self.model.base_model(
-            input_ids=tokens_BL, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+    def forward(self, tokens_BL: Tensor, valid_BL: Tensor | None, loss: Callable[..., Tensor]) -> Tensor:
+        mask_BL = None if valid_BL is None else valid_BL.long()
+        hidden_BLD = self.model.base_model(tokens_BL, attention_mask=mask_BL, use_cache=False)[0]
         return loss(hidden_BLD, self.model.get_output_embeddings().weight)
 
 
@@ -297,7 +280,7 @@ class Pretraining(Stage):
     def prepare(cls, job: Job) -> list[dict[str, Any]]:
         return job.data.report()
 
-    def __init__(self, blocks_NL: np.ndarray | Blocks, config: PretrainConfig):
+    def __init__(self, blocks_NL: np.ndarray | Blocks, config: TrainConfig):
         self._blocks, self._config = blocks_NL, config
         self._plan = BatchPlan(
             {"text": len(blocks_NL)}, batch=config.batch, steps=config.steps, seed=config.seed
@@ -306,18 +289,14 @@ class Pretraining(Stage):
     def module(self, model: PreTrainedModel) -> nn.Module:
         return LanguageModel(model)
 
-    def _accumulate(
-        self,
-        module: nn.Module,
-        order: Tensor,
-        forward: Callable[[Tensor], Tensor],
-        processes: Processes,
+    def _backward(
+        self, module: nn.Module, order_B: Tensor, forward: Callable[[Tensor], Tensor], processes: Processes
     ) -> Tensor:
-        """Sums the gradients of `forward(rows)` over micro-batches of the rows in `order`."""
+        """Sums the gradients of `forward(rows)` over micro-batches of the rows in `order_B`."""
         rows = max(1, self._config.token_budget // self._blocks.shape[1])
         # Every process runs as many passes as the others.
-        parts = order.tensor_split(_ceil(_ceil(len(order), rows), processes.count) * processes.count)
-        return accumulate(module, parts, forward, processes)
+        passes = math.ceil(math.ceil(len(order_B) / rows) / processes.count)
+        return accumulate(module, order_B.tensor_split(passes * processes.count), forward, processes)
 
 
 def accumulate(
@@ -347,20 +326,13 @@ class NextToken(Pretraining, name="ar"):
     def batch(self, step: int) -> Tensor:
         return torch.from_numpy(self._blocks[self._plan(step)[1]].astype(np.int64))
 
-    def backward(
-        self, module: nn.Module, tokens_BL: Tensor, step: int, processes: Processes
-    ) -> dict[str, Any]:
-        predictable = tokens_BL.shape[0] * (tokens_BL.shape[1] - 1)
-
+    def backward(self, module: nn.Module, tokens_BL: Tensor, step: int, processes: Processes) -> dict:
         def forward(rows: Tensor) -> Tensor:
             tokens = tokens_BL[rows].to(processes.device)
-            return module(
-                tokens,
-                None,
-                lambda hidden, head: losses.next_token_loss(hidden, head, tokens, normalizer=predictable),
-            )
+            loss = partial(losses.next_token_loss, tokens_BL=tokens, normalizer=tokens_BL[:, 1:].numel())
+            return module(tokens, None, loss)
 
-        loss = self._accumulate(module, torch.arange(len(tokens_BL)), forward, processes)
+        loss = self._backward(module, torch.arange(len(tokens_BL)), forward, processes)
         return {"loss": loss, "tokens": tokens_BL.numel()}
 
 
@@ -384,18 +356,15 @@ class Diffusion(Pretraining, name="diffusion"):
     def of(cls, job: Job, model: PreTrainedModel) -> Diffusion:
         return cls(job.data, job.config, model.config.mask_token_id)
 
-    def __init__(self, blocks_NL: np.ndarray | Blocks, config: DiffusionConfig, mask_token_id: int):
+    def __init__(self, blocks_NL: np.ndarray | Blocks, config: TrainConfig, mask_token_id: int):
         super().__init__(blocks_NL, config)
         self._mask_token_id = mask_token_id
 
     def batch(self, step: int) -> Noised:
-        return noise(
-            self._blocks[self._plan(step)[1]],
-            self._config,
-            np.random.default_rng([self._config.seed, 2, step]),
-        )
+        rng = np.random.default_rng([self._config.seed, 2, step])
+        return noise(self._blocks[self._plan(step)[1]], self._config, rng)
 
-    def backward(self, module: nn.Module, batch: Noised, step: int, processes: Processes) -> dict[str, Any]:
+    def backward(self, module: nn.Module, batch: Noised, step: int, processes: Processes) -> dict:
         predictable = int((batch.valid_BL.sum(1) - 1).sum())
 
         def forward(rows: Tensor) -> Tensor:
@@ -404,21 +373,20 @@ class Diffusion(Pretraining, name="diffusion"):
                 x[rows].to(processes.device, non_blocking=True)
                 for x in (batch.tokens_BL, batch.masked_BL, batch.divisor_B, batch.valid_BL)
             )
-            return module(
-                tokens.masked_fill(masked, self._mask_token_id),
-                None if whole else valid.long(),
-                lambda hidden, head: losses.diffusion_loss(
-                    hidden, head, tokens, masked, divisor, None if whole else valid, normalizer=predictable
-                ),
-            )
+            valid = None if whole else valid
+            loss = partial(
+                losses.diffusion_loss, tokens_BL=tokens, masked_BL=masked, t_B=divisor, valid_BL=valid,
+                normalizer=predictable,
+            )  # fmt: skip
+            return module(tokens.masked_fill(masked, self._mask_token_id), valid, loss)
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
         order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
-        loss = self._accumulate(module, order, forward, processes)
+        loss = self._backward(module, order, forward, processes)
         return {"loss": loss, "tokens": int(batch.valid_BL.sum())}
 
 
-def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generator) -> Noised:
+def noise(tokens_BL: np.ndarray, config: TrainConfig, rng: np.random.Generator) -> Noised:
     """The forward process: t ~ U(t_min, t_max) per sequence, every token masked with probability t, 1 % of
     sequences cut.
 
@@ -444,6 +412,17 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
 
 
 Near = Mapping[str, Neighbours] | None  # data set → its look-alikes
+Allowed = Callable[[int], set[str]] | None  # as for `BatchPlan`
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N queries of one data set, and all texts that their loss looks at."""
+
+    dataset: str
+    sequences: list[TokenSequence]  # the queries come first
+    count: int  # N
+    negatives: Tensor | None  # (N, documents), False: the document is no negative of the query
 
 
 class Contrastive(Stage):
@@ -452,7 +431,7 @@ class Contrastive(Stage):
 
     Args:
         data: data sets of rows.
-        allowed: as for `BatchPlan`.
+        allowed: data sets that may be drawn at a step. Default: all, always.
         neighbours: of each data set, for a `cluster_size` or a `filter_margin`; their clusters are of this
             size.
     """
@@ -461,7 +440,7 @@ class Contrastive(Stage):
         self,
         data: Mapping[str, Any],
         config: ContrastiveConfig,
-        allowed: Callable[[int], set[str]] | None = None,
+        allowed: Allowed = None,
         neighbours: Near = None,
     ):
         self._data, self._config, self._neighbours = data, config, neighbours or {}
@@ -496,12 +475,31 @@ class Contrastive(Stage):
         """The keys of a data set, as `BatchPlan` takes them."""
         return rows.keys
 
-    def _cached(self, module: nn.Module, sequences: list, loss_of_rows: Callable, **more: Any) -> Tensor:
-        """`cached_backward` under the stage's settings."""
+    def loss(self, rows_RD: Tensor, batch: Any, step: int, processes: Processes) -> Tensor:
+        """This process's part of the loss of a batch, given the vectors of its texts."""
+        raise NotImplementedError
+
+    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
+        loss = self._cached(module, batch, step, processes)
+        tokens = sum(map(len, batch.sequences))
+        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
+
+    def _cached(
+        self,
+        module: nn.Module,
+        batch: Any,
+        step: int,
+        processes: Processes,
+        *,
+        weight: float = 1.0,
+        **more: Any,
+    ) -> Tensor:
+        """Adds the gradient of a batch's loss, times a weight, and returns that loss."""
         config = self._config
         return cached_backward(
-            module, sequences, loss_of_rows, token_budget=config.token_budget, keep_tokens=config.keep_tokens,
-            pooling=getattr(config, "pooling", "mean"), **more,
+            module, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch, step, processes) * weight,
+            token_budget=config.token_budget, keep_tokens=config.keep_tokens,
+            pooling=getattr(config, "pooling", "mean"), processes=processes, **more,
         )  # fmt: skip
 
     def _negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
@@ -510,15 +508,6 @@ class Contrastive(Stage):
         if self._config.filter_margin < 0:
             return None
         return torch.from_numpy(self._neighbours[name].negatives(rows, self._config.filter_margin, *which))
-
-
-@dataclass(frozen=True)
-class PairBatch:
-    """N pairs of one data set."""
-
-    dataset: str
-    sequences: list[TokenSequence]  # the N queries, then the N documents
-    negatives_NN: Tensor | None  # False: the document of pair j is no negative of query i
 
 
 class Pair(Contrastive, name="pair"):
@@ -534,7 +523,7 @@ class Pair(Contrastive, name="pair"):
         return pairs(job)
 
     @classmethod
-    def allowed(cls, job: Job) -> Callable[[int], set[str]] | None:
+    def allowed(cls, job: Job) -> Allowed:
         """Groups that are named are trained on from the first step to the last."""
         config = job.config
         return None if job.get("groups") else curriculum(groups(job), config.curriculum, config.steps)
@@ -543,31 +532,26 @@ class Pair(Contrastive, name="pair"):
     def of(cls, job: Job, model: nn.Module) -> Stage:
         return cls(job.data, job.config, cls.allowed(job), cls._near(job))
 
-    def batch(self, step: int) -> PairBatch:
+    def batch(self, step: int) -> Batch:
         name, rows = self._plan(step)
         pairs = self._data[name]
-        queries = [TokenSequence(pairs.queries[i]) for i in rows]
-        documents = [TokenSequence(pairs.documents[i]) for i in rows]
-        return PairBatch(name, queries + documents, self._negatives(name, rows))
+        texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
+        return Batch(name, list(map(TokenSequence, texts)), len(rows), self._negatives(name, rows))
 
-    def loss(self, rows_RD: Tensor, negatives_NN: Tensor | None, processes: Processes) -> Tensor:
-        """This process's part of the loss of N pairs, given the vectors of queries and documents."""
-        config, n = self._config, len(rows_RD) // 2
-        embeddings_RD = int8(rows_RD) if config.quantize else rows_RD
+    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
+        config, n = self._config, batch.count
+        rows_RD = int8(rows_RD) if config.quantize else rows_RD
         return losses.pair_loss(
-            embeddings_RD[:n], embeddings_RD[n:], temperature=config.temperature, margin=config.margin,
-            negatives_NN=negatives_NN, queries=processes.slice(n),
+            rows_RD[:n], rows_RD[n:], temperature=config.temperature, margin=config.margin,
+            negatives_NN=batch.negatives, queries=processes.slice(n),
         )  # fmt: skip
 
-    def backward(
-        self, module: nn.Module, batch: PairBatch, step: int, processes: Processes
-    ) -> dict[str, Any]:
-        def loss_of_rows(rows_RD: Tensor) -> Tensor:
-            return self.loss(rows_RD, batch.negatives_NN, processes)
 
-        loss = self._cached(module, batch.sequences, loss_of_rows, processes=processes)
-        tokens = sum(map(len, batch.sequences))
-        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": len(batch.sequences) // 2}
+@dataclass(frozen=True)
+class DocumentBatch(Batch):
+    """Queries, then the documents that they ask about."""
+
+    layout: ContextualBatch
 
 
 class Contextual(Contrastive, name="contextual"):
@@ -588,13 +572,13 @@ class Contextual(Contrastive, name="contextual"):
     def read(cls, job: Job) -> dict[str, TokenDocuments]:
         corpus, config, data = job.corpus, job.config, {}
         for name in corpus.datasets("documents", "train"):
-            data[name] = token_documents(
+            data[name] = tokenized.token_documents(
                 corpus.documents("train", name), job.stored,
                 name=name, identity=corpus.identity("documents", name),
                 query_length=config.query_length, chunk_length=config.chunk_length, chunks=config.chunks,
             )  # fmt: skip
         for name in corpus.datasets("pairs", "train") if config.single else ():
-            data[name] = single_chunks(
+            data[name] = tokenized.single_chunks(
                 corpus.pairs("train", name), job.stored,
                 name=name, identity=corpus.identity("pairs", name), count=config.single, seed=config.seed,
                 query_length=config.query_length, document_length=config.chunk_length,
@@ -607,41 +591,43 @@ class Contextual(Contrastive, name="contextual"):
         return cls(job.data, job.config, separator_id, cls._near(job))
 
     @staticmethod
-    def _keys(rows: Sequence[TokenDocument]) -> int:
+    def _keys(rows: TokenDocuments) -> int:
         return len(rows)
 
-    def batch(self, step: int) -> tuple[str, ContextualBatch, Tensor | None]:
+    def batch(self, step: int) -> DocumentBatch:
         name, rows = self._plan(step)
-        batch = contextual_batch(
-            [self._data[name][i] for i in rows],
-            separator_id=self._separator_id,
+        layout = contextual_batch(
+            [self._data[name][i] for i in rows], separator_id=self._separator_id,
             queries_per_document=self._config.queries_per_document,
             rng=np.random.default_rng([self._config.seed, 3, step]),
-        )
-        return name, batch, self._negatives(name, rows, batch.document_N.numpy(), batch.query_N.numpy())
+        )  # fmt: skip
+        negatives = self._negatives(name, rows, layout.document_N.numpy(), layout.query_N.numpy())
+        return DocumentBatch(name, layout.sequences, len(layout.document_N), negatives, layout)
 
-    def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
-        name, batch, negatives_NM = batch
+    def loss(self, rows_RD: Tensor, batch: DocumentBatch, step: int, processes: Processes) -> Tensor:
+        config, layout = self._config, batch.layout
+        q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, layout)
+        shared = {
+            "document_N": layout.document_N.to(rows_RD.device), "gold_N": layout.gold_N.to(rows_RD.device),
+            "temperature": config.temperature, "chunk_mask_MC": mask_MC, "negatives_NM": batch.negatives,
+            "queries": processes.slice(batch.count),
+        }  # fmt: skip
+        if config.objective == "insent":
+            loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
+        else:
+            weights = {"alpha": config.alpha, "beta": self.beta(step)}
+            loss = partial(losses.contextual_loss, margin=config.margin, **weights)
+            vectors = (q_ND, chunks_MCD, documents_MD)
+        return losses.matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
+
+    def beta(self, step: int) -> float:
+        """The weight of the document-level term at a step."""
         config = self._config
-        beta = cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
+        return cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
 
-        def loss_of_rows(rows_RD: Tensor) -> Tensor:
-            q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, batch)
-            shared = {
-                "document_N": batch.document_N.to(rows_RD.device), "gold_N": batch.gold_N.to(rows_RD.device),
-                "temperature": config.temperature, "chunk_mask_MC": mask_MC, "negatives_NM": negatives_NM,
-                "queries": processes.slice(len(q_ND)),
-            }  # fmt: skip
-            if config.objective == "insent":
-                loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
-            else:
-                loss = partial(losses.contextual_loss, alpha=config.alpha, beta=beta, margin=config.margin)
-                vectors = (q_ND, chunks_MCD, documents_MD)
-            return losses.matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
-
-        loss = self._cached(module, batch.sequences, loss_of_rows, processes=processes)
-        row = {"loss": loss, "tokens": sum(map(len, batch.sequences)), "dataset": name}
-        return row if config.objective == "insent" else row | {"beta": beta}
+    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
+        row = super().backward(module, batch, step, processes)
+        return row if self._config.objective == "insent" else row | {"beta": self.beta(step)}
 
 
 class Triplet(Contrastive, name="triplet"):
@@ -651,41 +637,32 @@ class Triplet(Contrastive, name="triplet"):
     def read(cls, job: Job) -> dict[str, TokenPairs]:
         return triplets(job)
 
-    def batch(self, step: int) -> tuple[str, list[tuple[int, list[TokenSequence], Tensor | None]]]:
+    def batch(self, step: int) -> list[Batch]:
+        """The parts of a batch, each with a loss of its own."""
         name, rows = self._plan(step)
-        parts = np.array_split(rows, min(self._config.accumulation, len(rows)))
-        pairs = self._data[name]
-        batches = []
-        for part in parts:
+        pairs, parts = self._data[name], []
+        for part in np.array_split(rows, min(self._config.accumulation, len(rows))):
             texts = [pairs.queries[i] for i in part] + [pairs.documents[i] for i in part]
             texts += [negative for i in part for negative in pairs.negatives[i]]
-            batches.append((len(part), [TokenSequence(text) for text in texts], self._negatives(name, part)))
-        return name, batches
+            sequences = list(map(TokenSequence, texts))
+            parts.append(Batch(name, sequences, len(part), self._negatives(name, part)))
+        return parts
 
-    def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
-        config = self._config
-        name, parts = batch
-        total, count = torch.zeros((), device=processes.device), sum(n for n, *_ in parts)
-        for number, (n, sequences, negatives_NN) in enumerate(parts, 1):
+    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
+        n, codes_RD = batch.count, int8(rows_RD)
+        hard_NKD = codes_RD[2 * n :].unflatten(0, (n, self._config.negatives))
+        return losses.triplet_loss(
+            codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=self._config.temperature,
+            negatives_NN=batch.negatives, queries=processes.slice(n),
+        )  # fmt: skip
 
-            def loss_of_rows(rows_RD: Tensor, n: int = n, negatives_NN: Any = negatives_NN) -> Tensor:
-                codes_RD = int8(rows_RD)
-                hard_NKD = codes_RD[2 * n :].unflatten(0, (n, config.negatives))
-                loss = losses.triplet_loss(
-                    codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=config.temperature,
-                    negatives_NN=negatives_NN, queries=processes.slice(n),
-                )  # fmt: skip
-                return loss * (n / count)
-
-            total += self._cached(
-                module, sequences, loss_of_rows, processes=processes, last=number == len(parts)
-            )
-        tokens = sum(len(sequence) for _, sequences, _ in parts for sequence in sequences)
-        return {"loss": total, "tokens": tokens, "dataset": name, "pairs": count}
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
+    def backward(self, module: nn.Module, parts: list[Batch], step: int, processes: Processes) -> dict:
+        count, total = sum(part.count for part in parts), torch.zeros((), device=processes.device)
+        for part in parts:
+            weight, last = part.count / count, part is parts[-1]
+            total += self._cached(module, part, step, processes, weight=weight, last=last)
+        tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
+        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": count}
 
 
 def cosine_ramp(start: float, end: float, step: int, steps: int) -> float:
