@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -423,11 +423,13 @@ class Batch:
     sequences: list[TokenSequence]  # the queries come first
     count: int  # N
     negatives: Tensor | None  # (N, documents), False: the document is no negative of the query
+    weight: float = field(default=1.0, kw_only=True)  # of its loss in the step's
 
 
 class Contrastive(Stage):
     """What the contrastive stages share: single-dataset batches, of look-alikes if the config says so, and a
-    model that is run as it is.
+    model that is run as it is. `loss(rows_RD, batch, step, processes)` is this process's part of the loss of
+    a batch, given the vectors of its texts.
 
     Args:
         data: data sets of rows.
@@ -437,12 +439,9 @@ class Contrastive(Stage):
     """
 
     def __init__(
-        self,
-        data: Mapping[str, Any],
-        config: ContrastiveConfig,
-        allowed: Allowed = None,
-        neighbours: Near = None,
-    ):
+        self, data: Mapping[str, Any], config: ContrastiveConfig,
+        allowed: Allowed = None, neighbours: Near = None,
+    ):  # fmt: skip
         self._data, self._config, self._neighbours = data, config, neighbours or {}
         keys = {name: self._keys(rows) for name, rows in data.items()}
         packings = {name: own.packing for name, own in self._neighbours.items() if own.packing}
@@ -475,29 +474,20 @@ class Contrastive(Stage):
         """The keys of a data set, as `BatchPlan` takes them."""
         return rows.keys
 
-    def loss(self, rows_RD: Tensor, batch: Any, step: int, processes: Processes) -> Tensor:
-        """This process's part of the loss of a batch, given the vectors of its texts."""
-        raise NotImplementedError
-
     def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
         loss = self._cached(module, batch, step, processes)
         tokens = sum(map(len, batch.sequences))
         return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
 
-    def _cached(
-        self,
-        module: nn.Module,
-        batch: Any,
-        step: int,
-        processes: Processes,
-        *,
-        weight: float = 1.0,
-        **more: Any,
-    ) -> Tensor:
-        """Adds the gradient of a batch's loss, times a weight, and returns that loss."""
+    def _cached(self, module: nn.Module, batch: Any, step: int, processes: Processes, **more) -> Tensor:
+        """Adds the gradient of a batch's loss and returns that loss."""
         config = self._config
+
+        def loss_of_rows(rows_RD: Tensor) -> Tensor:
+            return batch.weight * self.loss(rows_RD, batch, step, processes)
+
         return cached_backward(
-            module, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch, step, processes) * weight,
+            module, batch.sequences, loss_of_rows,
             token_budget=config.token_budget, keep_tokens=config.keep_tokens,
             pooling=getattr(config, "pooling", "mean"), processes=processes, **more,
         )  # fmt: skip
@@ -644,8 +634,8 @@ class Triplet(Contrastive, name="triplet"):
         for part in np.array_split(rows, min(self._config.accumulation, len(rows))):
             texts = [pairs.queries[i] for i in part] + [pairs.documents[i] for i in part]
             texts += [negative for i in part for negative in pairs.negatives[i]]
-            sequences = list(map(TokenSequence, texts))
-            parts.append(Batch(name, sequences, len(part), self._negatives(name, part)))
+            sequences, weight = list(map(TokenSequence, texts)), len(part) / len(rows)
+            parts.append(Batch(name, sequences, len(part), self._negatives(name, part), weight=weight))
         return parts
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
@@ -657,12 +647,12 @@ class Triplet(Contrastive, name="triplet"):
         )  # fmt: skip
 
     def backward(self, module: nn.Module, parts: list[Batch], step: int, processes: Processes) -> dict:
-        count, total = sum(part.count for part in parts), torch.zeros((), device=processes.device)
+        total = torch.zeros((), device=processes.device)
         for part in parts:
-            weight, last = part.count / count, part is parts[-1]
-            total += self._cached(module, part, step, processes, weight=weight, last=last)
+            total += self._cached(module, part, step, processes, last=part is parts[-1])
         tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
-        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": count}
+        pairs = sum(part.count for part in parts)
+        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs}
 
 
 def cosine_ramp(start: float, end: float, step: int, steps: int) -> float:
