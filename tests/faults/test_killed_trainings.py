@@ -194,7 +194,7 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(workspace, strategy):
     assert not hidden(folder)
 
     # Killed when the model was saved and its checkpoints were not yet removed.
-    (folder / "checkpoints" / "step-0000196").mkdir(parents=True)
+    (folder / "checkpoints" / f"step-0000196-{backbone.facts(model)['fingerprint']}").mkdir(parents=True)
     again = begin("hit")
     again.join(60)
     assert again.exitcode == 0 and not (folder / "checkpoints").exists()

@@ -90,25 +90,6 @@ def test_documents_that_are_known_to_be_no_negatives_are_left_out(shape, share):
         assert total == contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options)
 
 
-def test_insent_weighs_documents_not_queries():
-    """A query asked twice changes nothing about its document's share, unlike in the paper's local loss."""
-    q, chunks, _, _, gold, _ = problem(3, 3, 3, 4, 8, padded=False)
-    document, rows = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0, 1, 2])
-    once = insent_loss(q, chunks, document, gold)
-    torch.testing.assert_close(insent_loss(q[rows], chunks, document[rows], gold[rows]), once)
-    assert local_loss(q[rows], chunks, document[rows], gold[rows]) != local_loss(q, chunks, document, gold)
-
-
-def test_other_chunks_of_the_own_document_are_no_negatives_of_insents_batch_term():
-    q, chunks, _, document, gold, _ = problem(4, 3, 3, 4, 8, padded=False)
-    inputs = chunks.clone().requires_grad_()
-    insent_loss(q[:1], inputs, document[:1], gold[:1], lam=0.0).backward()
-    touched = inputs.grad.ne(0).any(-1)
-    expected = torch.ones(3, 3, dtype=torch.bool)
-    expected[document[0]] = torch.arange(3) == gold[0]
-    assert (touched == expected).all()
-
-
 @pytest.mark.parametrize("document", [[0, 0, 0], [0, 1, 2]])
 def test_distinct_documents_do_what_the_papers_mask_does(document):
     """The printed sum over queries with M^dup, where it meets no other document twice."""
@@ -122,13 +103,6 @@ def test_distinct_documents_do_what_the_papers_mask_does(document):
 def test_one_query_per_document_is_the_pair_loss():
     q, _, documents, _, _, _ = problem(5, 5, 2, 4, 7)
     torch.testing.assert_close(global_loss(q, documents, torch.arange(5)), pair_loss(q, documents))
-
-
-def test_repeating_a_query_does_not_repeat_its_document():
-    q, chunks, _, document, gold, _ = problem(4, 3, 3, 4, 8, padded=False)
-    twice = [x.repeat_interleave(2, dim=0) for x in (q, document, gold)]
-    once = batch_loss(q, chunks, document, gold)
-    torch.testing.assert_close(batch_loss(twice[0], chunks, twice[1], twice[2]), once)
 
 
 def test_padding_chunks_have_no_say_and_no_gradient():

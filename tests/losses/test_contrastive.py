@@ -79,12 +79,6 @@ def test_what_is_known_to_be_no_negative_is_left_out(share, diagonal):
     assert found.item() == pytest.approx(naive_losses.triplet(q, d, hard, 0.05, negatives), rel=1e-10)
 
 
-def test_for_qwen3_it_is_like_a_document_that_is_the_positive_once_more():
-    inputs, document_N = batch(8, 2, 4, 7), torch.tensor([0, 1, 2, 0, 4, 1, 6, 0])
-    found = qwen3_loss(*inputs, negatives_NN=document_N[:, None] != document_N)
-    torch.testing.assert_close(found, qwen3_loss(*inputs, document_N=document_N))
-
-
 def test_a_query_without_any_negative_has_no_loss_and_a_finite_gradient():
     q_ND, d_ND = (x.requires_grad_() for x in batch(4, 0, 3, 2)[:2])
     loss = pair_loss(q_ND, d_ND, negatives_NN=torch.zeros(4, 4, dtype=torch.bool))
@@ -125,15 +119,6 @@ def test_without_masks_they_equal_sentence_transformers(name):
     gradients = (torch.autograd.grad(x, inputs, materialize_grads=True) for x in (ours, theirs))
     for a, b in zip(*gradients):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
-
-
-def test_a_masked_false_negative_has_no_say():
-    q_ND = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
-    d_ND = torch.tensor([[0.5, 1.0, 0.0], [1.0, 0.1, 0.0]])  # d_1 is far closer to q_0 than d_0 is
-    moved = torch.tensor([[0.5, 1.0, 0.0], [1.0, 0.2, 0.0]])  # still is, and as far from q_1 as before
-    assert pair_loss(q_ND, d_ND) == pair_loss(q_ND, moved)
-    unmasked = [pair_loss(q_ND, x, margin=math.inf) for x in (d_ND, moved)]
-    assert unmasked[0] > unmasked[1] > pair_loss(q_ND, moved)
 
 
 def test_what_qwen3_masks_gets_no_gradient():
@@ -205,5 +190,5 @@ def test_bad_arguments_are_refused(call, message):
 
 def test_an_embedding_that_is_no_number_is_named():
     bad = torch.tensor([[1.0, 0.0], [0.0, 1.0], [math.nan, 0.0]])
-    with pytest.raises(FloatingPointError, match=r"d_ND holds NaN or infinity, first in row 2 \(1 of 3"):
+    with pytest.raises(FloatingPointError, match="d_ND holds NaN or infinity in 1 of 3 rows, first in row 2"):
         pair_loss(torch.eye(3)[:, :2] + 1, bad)

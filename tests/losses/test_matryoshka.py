@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from unmask.losses import contextual_loss, matryoshka, pair_loss
-from unmask.models.quantize import int8
 
 PAPER = [128, 256, 512, 1024, 2048, 2560]
 
@@ -26,11 +25,6 @@ def test_every_embedding_of_the_contextual_loss_is_cut():
     embeddings = (q_ND, chunks_MCD, documents_MD)
     expected = (loss(*(x[..., :4] for x in embeddings)) + loss(*embeddings)) / 2
     torch.testing.assert_close(matryoshka(loss, embeddings, [4, 8, 16]), expected)
-
-
-def test_cutting_codes_is_quantising_the_cut():
-    mean_BD = torch.randn(5, 16, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(int8(mean_BD)[:, :8], int8(mean_BD[:, :8]))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from unmask.losses import contextual_loss, pair_loss, triplet_loss
 from unmask.models.encoding import TokenSequence, encode_rows, micro_batches
 from unmask.models.quantize import int8
 from unmask.training import cache
-from unmask.training.cache import cached_backward, cached_rows
+from unmask.training.cache import cached_backward
 
 
 def pair(rows):
@@ -86,22 +86,6 @@ def test_what_is_kept_is_embedded_once(monkeypatch):
     assert counts[0] == 2 * groups - 1 > counts[1] > counts[2] == groups
 
 
-def test_rows_embedded_now_take_their_gradient_later():
-    items, _ = case("contextual")
-    model = tiny.model()
-    rows, push = cached_rows(model, items, token_budget=60)
-    assert not rows.requires_grad and not tiny.gradients(model)
-    gradient = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
-    push(gradient)
-    found = tiny.gradients(model)
-    model.zero_grad()
-    expected = encode_rows(model, items)
-    expected.backward(gradient)
-    torch.testing.assert_close(rows, expected.detach(), atol=1e-5, rtol=1e-5)
-    for name, own in tiny.gradients(model).items():
-        assert (found[name] - own).norm() <= 1e-5 * own.norm()
-
-
 @pytest.mark.parametrize("name", ["pair", "contextual"])
 def test_a_process_without_a_sequence_takes_part_all_the_same(monkeypatch, name):
     """With fewer sequences than processes, a group is empty: it is run forward and adds nothing."""
@@ -146,44 +130,3 @@ def test_dropout_is_replayed():
     torch.testing.assert_close(first, loss.detach())
     for name, gradient in tiny.gradients(model).items():
         torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-4)
-
-
-def test_micro_batches_cover_everything_once_within_the_budget():
-    lengths = [3, 50, 7, 7, 20, 1, 120]
-    groups = micro_batches(lengths, 60)
-    assert sorted(i for g in groups for i in g) == list(range(7))
-    for group in groups:
-        assert len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 60
-
-
-def test_late_chunking_pools_each_chunks_own_tokens():
-    model = tiny.model()
-    chunks = tiny.sequences(3, seed=1)
-    sequence = join_chunks(chunks, 0)
-    with torch.no_grad():
-        hidden = model(torch.from_numpy(sequence.tokens_L).long()[None]).last_hidden_state[0]
-        rows = encode_rows(model, [sequence, join_chunks(chunks[:1], 0)])
-    start = 0
-    for index, chunk in enumerate(chunks):
-        torch.testing.assert_close(
-            rows[index], hidden[start : start + len(chunk)].mean(0), atol=1e-5, rtol=1e-4
-        )
-        start += len(chunk) + 1
-    assert len(rows) == 4
-
-
-def test_a_documents_vector_is_the_mean_over_all_its_chunk_tokens():
-    documents = [TokenDocument(tiny.sequences(n, seed=n), tiny.sequences(1), [0]) for n in (2, 4)]
-    batch = contextual_batch(documents, separator_id=0, queries_per_document=1, rng=np.random.default_rng(0))
-    model = tiny.model()
-    with torch.no_grad():
-        _, _, documents_MD, mask_MC = split_rows(
-            torch.cat([encode_rows(model, [s]) for s in batch.sequences]), batch
-        )
-        for m, document in enumerate(documents):
-            sequence = join_chunks(document.chunks, 0)
-            hidden = model(torch.from_numpy(sequence.tokens_L).long()[None]).last_hidden_state[0]
-            torch.testing.assert_close(
-                documents_MD[m], hidden[sequence.chunk_L >= 0].mean(0), atol=1e-5, rtol=1e-4
-            )
-    assert mask_MC.tolist() == [[True, True, False, False], [True] * 4]

@@ -19,10 +19,8 @@ from unmask.models.embedder import Embedder
 from unmask.models.encoding import encode_rows, micro_batches
 from unmask.models.quantize import int8
 from unmask.training.distributed import ALONE
-from unmask.training.jobs import data_report, run_job
-from unmask.training.loop import train
+from unmask.training.loop import data_report, run_job
 from unmask.training.neighbours import Cde
-from unmask.training.stages import Pair
 
 
 def case(*, context=7, **changes):
@@ -46,7 +44,7 @@ def plain(settings, model, batch):
     n = len(rows_RD) // 2
     loss = pair_loss(
         rows_RD[:n], rows_RD[n:], temperature=settings.temperature, margin=settings.margin,
-        negatives_NN=batch.negatives_NN,
+        negatives_NN=batch.negatives,
     )  # fmt: skip
     loss.backward()
     return loss.item(), tiny.gradients(model)
@@ -76,43 +74,6 @@ def test_two_stage_caching_equals_plain_backpropagation(context, dropout, quanti
     assert_same(step(stage, model, batch), plain(settings, model, batch))
 
 
-def test_false_negatives_of_the_surrogate_are_left_out():
-    settings, stage, model = case(token_budget=30, sequence_dropout=0.4)
-    batch = stage.batch(0)
-    negatives_NN = torch.rand(9, 9, generator=torch.Generator().manual_seed(0)) < 0.5
-    masked = replace(batch, negatives_NN=negatives_NN | torch.eye(9, dtype=torch.bool))
-    found = step(stage, model, masked)
-    assert found[0] < step(stage, model, batch)[0]
-    assert_same(found, plain(settings, model, masked))
-
-
-def test_dropout_is_replayed_in_both_stages():
-    settings, stage, model = case(token_budget=30, sequence_dropout=0.4, quantize=False)
-    for network in (model.first, model.second.backbone):
-        for layer in network.layers:
-            layer.self_attn.attention_dropout = 0.3
-        network.config.attention_dropout = 0.3
-    model.train()
-    batch = stage.batch(0)
-    torch.manual_seed(0)
-    found = step(stage, model, batch)
-    after = torch.get_rng_state()
-
-    def embed(network, sequences, **inputs):  # the same random numbers, with a graph all along
-        groups = micro_batches([len(s) for s in sequences], settings.token_budget)[::-1]
-        parts = [encode_rows(network, [sequences[i] for i in group], **inputs) for group in groups]
-        return torch.cat(parts)[torch.from_numpy(np.concatenate(groups).argsort())]
-
-    model.zero_grad()
-    torch.manual_seed(0)
-    context_KD = embed(model.first, batch.context)[batch.kept]
-    rows_RD = embed(model.second, batch.sequences, context_KD=context_KD)
-    loss = pair_loss(rows_RD[:9], rows_RD[9:], temperature=settings.temperature, margin=settings.margin)
-    loss.backward()
-    assert torch.equal(after, torch.get_rng_state())
-    assert_same(found, (loss.item(), tiny.gradients(model)))
-
-
 def test_a_step_whose_context_is_dropped_altogether_teaches_the_null_vector():
     _, stage, model = case(sequence_dropout=0.4)
     batch = replace(stage.batch(0), kept=np.array([], int))
@@ -137,45 +98,6 @@ def test_the_context_are_documents_of_the_batch_each_once():
     assert sorted(c.tokens_L.tolist() for c in batch.context) == sorted(
         s.tokens_L[20:].tolist() for s in batch.sequences[9:]
     )
-
-
-def test_context_documents_are_dropped_with_the_probability_configured():
-    _, stage, _ = case(sequence_dropout=0.3, steps=300)
-    kept = [batch.kept for batch in map(stage.batch, range(300))]
-    share = np.mean([len(k) for k in kept]) / 7
-    assert share == pytest.approx(0.7, abs=4 * (0.21 / 2100) ** 0.5)
-    assert {i for k in kept for i in k} == set(range(7))
-
-
-def test_only_the_context_is_added_to_the_pairs_batches():
-    settings, stage, _ = case()
-    pair = Pair({"one": pairs(12)}, settings)
-    for number in range(4):
-        ours, theirs = stage.batch(number), pair.batch(number)
-        assert stage.samples(number) == pair.samples(number)
-        assert [s.tokens_L[7:].tolist() for s in ours.sequences] == [
-            s.tokens_L.tolist() for s in theirs.sequences
-        ]
-
-
-def test_gradient_checkpointing_changes_memory_not_the_weights(tmp_path):
-    trained = []
-    for recomputed in (False, True):
-        settings, stage, model = case(steps=3, gradient_checkpointing=recomputed)
-        train(stage, model, settings, tmp_path / str(recomputed), fingerprint="a")
-        assert model.first.is_activation_checkpointing == model.second.backbone.is_activation_checkpointing
-        assert model.first.is_activation_checkpointing == recomputed
-        trained.append(model)
-    for one, two in zip(*(model.parameters() for model in trained), strict=True):
-        torch.testing.assert_close(one, two)
-
-
-def test_both_stages_layers_are_found():
-    """What is compiled, and what FSDP2 divides."""
-    _, _, model = case()
-    assert list(backbone.layers(model)) == [*model.first.layers, *model.second.backbone.layers]
-    head = tiny.model(head=True)
-    assert list(backbone.layers(head)) == list(head.model.layers)
 
 
 @pytest.fixture

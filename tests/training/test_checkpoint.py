@@ -1,4 +1,3 @@
-import json
 import shutil
 
 import pytest
@@ -6,8 +5,12 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from unmask.training import checkpoint
-from unmask.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from unmask.training.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    remove_checkpoints,
+    save_checkpoint,
+)
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -45,45 +48,32 @@ def test_weights_and_moments_come_back_and_the_next_step_is_the_same(tmp_path, d
         assert torch.equal(one, two)
 
 
-def test_the_optimisers_step_count_follows_its_parameter():
-    """The fused optimiser reads its step count on the parameter's device; "meta" stands in for a GPU."""
-    elsewhere = tiny.model(head=True).to("meta")
-    fresh = torch.optim.AdamW(elsewhere.parameters(), lr=1e-3)
-    checkpoint.start_moments(fresh, 2)
-    assert {v.device.type for state in fresh.state.values() for v in state.values()} == {"meta"}
-
-
 def test_a_checkpoint_holds_no_pickle_and_replaces_the_older_one(tmp_path):
     model, optimizer = trained()
     save_checkpoint(tmp_path, model, optimizer, 2, "a")
     save_checkpoint(tmp_path, model, optimizer, 4, "a")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000004"]
-    files = {path.name for path in (tmp_path / "step-0000004").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000004-a"]
+    files = {path.name for path in (tmp_path / "step-0000004-a").iterdir()}
     assert files == {SHARD, "state.json"}
-    assert load_file(tmp_path / "step-0000004" / SHARD).keys() >= {"model/model.norm.weight"}
+    assert load_file(tmp_path / "step-0000004-a" / SHARD).keys() >= {"model/model.norm.weight"}
 
 
-def test_what_a_kill_left_and_what_another_training_wrote_is_removed(tmp_path):
+def test_another_trainings_checkpoints_are_neither_taken_nor_touched(tmp_path):
     model, optimizer = trained()
-    save_checkpoint(tmp_path, model, optimizer, 2, "a")
-    shutil.copytree(tmp_path / "step-0000002", tmp_path / ".step-0000004.123.tmp")
-    shutil.copytree(tmp_path / "step-0000002", tmp_path / "step-0000009")
-    (tmp_path / "step-0000009" / "state.json").write_text(json.dumps({"step": 9, "fingerprint": "b"}))
-    assert latest_checkpoint(tmp_path, "a") == tmp_path / "step-0000002"
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000002"]
-    assert latest_checkpoint(tmp_path, "c") is None
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("gone", [SHARD, "state.json"])
-def test_a_checkpoint_that_a_kill_left_half_removed_is_none(tmp_path, gone):
-    model, optimizer = trained()
-    save_checkpoint(tmp_path, model, optimizer, 4, "a")
-    shutil.copytree(tmp_path / "step-0000004", tmp_path / "step-0000002")
-    (tmp_path / "step-0000002" / gone).unlink()
-    last = latest_checkpoint(tmp_path, "a")
-    assert last == tmp_path / "step-0000004"
-    assert load_checkpoint(last, *trained(seed=1)) == 4
-    (last / gone).unlink()
+    paid = save_checkpoint(tmp_path, model, optimizer, 4, "other")
     assert latest_checkpoint(tmp_path, "a") is None
-    assert not list(tmp_path.iterdir())
+    for number in (2, 4):
+        own = save_checkpoint(tmp_path, model, optimizer, number, "a")
+    assert latest_checkpoint(tmp_path, "a") == own
+    assert latest_checkpoint(tmp_path, "other") == paid
+    remove_checkpoints(tmp_path, "a")
+    assert list(tmp_path.iterdir()) == [paid]
+
+
+def test_what_a_kill_left_half_written_is_not_taken_and_goes_with_the_rest(tmp_path):
+    model, optimizer = trained()
+    last = save_checkpoint(tmp_path, model, optimizer, 2, "a")
+    shutil.copytree(last, tmp_path / ".step-0000004-a.tmp")
+    assert latest_checkpoint(tmp_path, "a") == last
+    remove_checkpoints(tmp_path, "a")
+    assert not tmp_path.exists()

@@ -1,7 +1,6 @@
 """Jobs: the stages' data from a corpus of a few sentences, and trainings on it."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ from unmask.config import load_preset, resolved
 from unmask.data.tokens import tokenize
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
-from unmask.training.jobs import data_report, job_fingerprint, job_identity, prepare_data, run_job
+from unmask.training.loop import data_report, job_fingerprint, job_identity, prepare_data, run_job
 from unmask.training.neighbours import drawn_batches
-from unmask.training.stages import Job, identity
+from unmask.training.stages import Job
 
 TINY = {
     "steps": 2,
@@ -122,16 +121,6 @@ def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
         assert batch["similarity"] == pytest.approx(others.mean(), abs=1e-3)
 
 
-def test_batches_of_look_alikes_are_measured_to_be_harder(start, tmp_path):
-    own, whole = job("pair", start, tmp_path), {"batch": 6, "query_length": 40, "document_length": 60}
-    random, clustered = (
-        drawn_batches(own | {"changes": whole | {"cluster_size": size}}, 8) for size in (0, 6)
-    )
-    assert [len(batch["rows"]) for batch in random] == [6] * 8
-    similarity = [np.mean([batch["similarity"] for batch in batches]) for batches in (random, clustered)]
-    assert similarity[1] > similarity[0] + 0.02
-
-
 def test_what_was_prepared_before_is_not_tokenised_again(start, tmp_path):
     one = job("pair", start, tmp_path)
     report = prepare_data(one)
@@ -181,27 +170,16 @@ def test_a_causal_start_reads_both_sides_if_it_is_told_to(tmp_path, start):
     assert marks[0] != marks[1]
 
 
-def test_what_a_ready_backbone_is_stays_with_what_descends_from_it(tmp_path, start):
-    base = backbone.save(
-        tiny.model(head=True), tiny.tokenizer(), tmp_path / "base", source="four bits a weight"
-    )
-    trained = run_job(job("diffusion", base, tmp_path), lambda row: None)
-    assert backbone.facts(trained)["source"] == "four bits a weight"
-    assert "source" not in backbone.facts(run_job(job("pair", start, tmp_path), lambda row: None))
-
-
-def test_a_name_on_the_hub_is_its_own_identity():
-    assert identity(Path("organisation/one")) != identity(Path("organisation/two"))
-
-
 def test_what_differs_between_two_jobs_is_named(start, tmp_path):
     def differs(**more):
         one = job("pair", start, tmp_path)
         one, two = (job_identity(one | changed) for changed in ({}, more))
-        return {name for name in one if one[name] != two[name]}
+        return {name for name in one | two if one.get(name) != two.get(name)}
 
     other = backbone.save(tiny.model(head=True), tiny.tokenizer(), tmp_path / "other", fingerprint="other")
     assert differs() == set()
-    assert differs(changes={"lr": 1.0}) == differs(groups=["code"]) == {"values"}
+    assert differs(changes={"lr": 1.0}) == {"pair.lr"}
+    assert differs(groups=["code"]) == {"groups"}
     assert differs(start=str(other)) == {"start"}
-    assert differs(changes={"cluster_size": 8}) == {"values", "data"}
+    near = differs(changes={"cluster_size": 8})
+    assert near == {"pair.cluster_size", "surrogate", "clusters"}

@@ -17,8 +17,8 @@ from unmask.config import resolved
 from unmask.models import backbone
 from unmask.run import ANNOUNCEMENT, Run
 from unmask.store import write_atomic
-from unmask.training.jobs import run_job
 from unmask.training.launch import TrainingStopped, follow, history, launch, launch_all
+from unmask.training.loop import run_job
 
 LIB = Path(backbone.__file__).parents[1]
 STEPS = 100

@@ -8,15 +8,12 @@ from transformers import AutoModelForCausalLM
 import tiny
 import tiny_corpus
 from unmask.config import load_preset, resolved
-from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss
 from unmask.models import backbone
 from unmask.models.instructions import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 from unmask.training.distributed import ALONE
-from unmask.training.jobs import run_job
-from unmask.training.loop import train
-from unmask.training.neighbours import Reranking
+from unmask.training.loop import run_job
 from unmask.training.stages import Job
 
 
@@ -51,24 +48,6 @@ def test_a_step_is_the_mean_over_prompts_that_are_read_alone():
     assert row["tokens"] == sum(map(len, batch.prompts)) and row["prompts"] == len(batch.prompts)
     for name, gradient in tiny.gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
-
-
-def test_the_model_learns_to_answer(tmp_path):
-    """Here token 30 in a document is what makes it the right one, and 31 the wrong one."""
-    queries = tiny.sequences(16, seed=0, longest=8)
-    documents, negatives = ([np.array([5, word, 7])] * 16 for word in (30, 31))
-    data = TokenPairs(queries, documents, [], [[negative] for negative in negatives])
-    settings = tiny_stages.config("reranker", steps=40, batch=16, negatives=1, lr=1e-2, token_budget=10_000)
-    stage = Reranking({"one": data}, settings, tiny_stages.ANSWERS)
-    model, losses = tiny_stages.model("reranker"), []
-    train(
-        stage, model, settings, tmp_path,
-        fingerprint="x", report=lambda row: losses.append(row.get("loss")), processes=ALONE,
-    )  # fmt: skip
-    assert losses[-1] < 0.1 < np.log(2) < losses[1]
-    yes, no = tiny_stages.ANSWERS
-    logits_BV = model(torch.tensor([[9, 5, 30, 7], [9, 5, 31, 7]])).logits[:, -1]
-    assert logits_BV.argmax(1).tolist() == [yes, no]
 
 
 @pytest.fixture

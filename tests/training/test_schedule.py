@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from unmask.config import load_preset
-from unmask.training.schedule import cosine_ramp, lr_factor
+from unmask.training.loop import lr_factor
+from unmask.training.stages import cosine_ramp
 
 PAIR = load_preset("smoke").pair
 

@@ -20,7 +20,7 @@ from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import Embedder, quantized
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
 from unmask.study.evidence import Effect, paired_bootstrap
-from unmask.training.jobs import identity
+from unmask.training.stages import identity
 
 _unreachable = cache(mirror.unreachable)  # the Hub is asked once
 # Of the library: what scores depend on, beside the checkpoint and the task.

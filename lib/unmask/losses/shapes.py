@@ -55,7 +55,7 @@ def check_finite(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         bad = ~tensor.isfinite().all(-1)
         if bad.any():
+            first, count = int(bad.nonzero()[0, 0]), int(bad.sum())
             raise FloatingPointError(
-                f"{name} holds NaN or infinity, first in row {int(bad.nonzero()[0, 0])} "
-                f"({int(bad.sum())} of {len(tensor)} rows): the model that made it has diverged."
+                f"{name} holds NaN or infinity in {count} of {len(tensor)} rows, first in row {first}"
             )

@@ -88,7 +88,7 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str
 
 
 def added_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a training read (`unmask.training.jobs.data_report`), the languages of a data set added up.
+    """What a training read (`unmask.training.loop.data_report`), the languages of a data set added up.
 
     The first column names the data set or source, "name/language"; of "epochs" the largest counts.
     """

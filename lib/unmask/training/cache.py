@@ -16,6 +16,7 @@ first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +28,9 @@ from unmask.training.distributed import ALONE, Processes
 
 
 def cached_backward(
-    model: torch.nn.Module,
-    sequences: Sequence[TokenSequence],
-    loss_of_rows: Callable[[Tensor], Tensor],
-    *,
-    token_budget: int,
-    keep_tokens: int = 0,
-    pooling: str = "mean",
-    processes: Processes = ALONE,
-    last: bool = True,
-    **inputs: Tensor,
-) -> Tensor:
+    model: torch.nn.Module, sequences: Sequence[TokenSequence], loss_of_rows: Callable[[Tensor], Tensor], *,
+    processes: Processes = ALONE, **options: Any,
+) -> Tensor:  # fmt: skip
     """Adds the gradient of the loss to the model's parameters and returns the detached loss.
 
     Args:
@@ -45,30 +38,21 @@ def cached_backward(
             document's chunks one after the other.
         loss_of_rows: scalar loss of all rows (R, D), of which each process gives its part, so that the parts
             add up; quantisation belongs here.
-        token_budget, keep_tokens, pooling, processes, last, inputs: as for `cached_rows`.
+        processes, options: as for `cached_rows`.
 
     If everything fits into one micro-batch, this is plain backpropagation.
     """
-    rows_RD, push = cached_rows(
-        model, sequences, token_budget=token_budget, keep_tokens=keep_tokens,
-        pooling=pooling, processes=processes, last=last, **inputs,
-    )  # fmt: skip
+    rows_RD, push = cached_rows(model, sequences, processes=processes, **options)
     loss = loss_of_rows(rows_RD.requires_grad_())
     push(*torch.autograd.grad(loss, rows_RD))
     return processes.sum(loss.detach())
 
 
 def cached_rows(
-    model: torch.nn.Module,
-    sequences: Sequence[TokenSequence],
-    *,
-    token_budget: int,
-    keep_tokens: int = 0,
-    pooling: str = "mean",
-    processes: Processes = ALONE,
-    last: bool = True,
-    **inputs: Tensor,
-) -> tuple[Tensor, Callable[[Tensor], None]]:
+    model: torch.nn.Module, sequences: Sequence[TokenSequence], *,
+    token_budget: int, keep_tokens: int = 0, pooling: str = "mean",
+    processes: Processes = ALONE, last: bool = True, **inputs: Tensor,
+) -> tuple[Tensor, Callable[[Tensor], None]]:  # fmt: skip
     """Embeds now and backpropagates later: the two halves of gradient caching, for models whose rows other
     models read.
 

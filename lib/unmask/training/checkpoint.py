@@ -11,8 +11,8 @@ import errno
 import json
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,36 +26,30 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_checkpoint(
-    folder: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    fingerprint: str,
-    *,
-    keep: int = 1,
-    processes: Processes = ALONE,
-) -> Path:
-    """Writes `folder`/step-N under a temporary name, renames it, then removes all but the `keep` newest.
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, fingerprint: str, *,
+    keep: int = 1, processes: Processes = ALONE,
+) -> Path:  # fmt: skip
+    """Writes `folder`/step-N-FINGERPRINT under a temporary name, renames it, then removes all but the `keep`
+    newest of the same training. What another training wrote stays.
 
     A full disk or a kill in between leaves the previous checkpoint as it was.
 
     Raises: OSError that names the folder and the space needed, on every process if one of them fails.
     """
-    path = folder / f"step-{step:07d}"
-    temporary = folder / f".{path.name}.tmp"
-    state = _state(model, optimizer)
+    path = folder / f"step-{step:07d}-{fingerprint}"
+    temporary, state = folder / f".{path.name}.tmp", _state(model, optimizer)
     if processes.main:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     processes.wait()
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
-            writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-            dcp.save(state, storage_writer=writer)
+            dcp.save(
+                state, storage_writer=dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+            )
         if processes.main:
-            files = sorted(file.name for file in temporary.iterdir())
-            facts = {"step": step, "fingerprint": fingerprint, "files": files}
-            (temporary / "state.json").write_text(json.dumps(facts))
+            facts = {"step": step, "fingerprint": fingerprint}
+            (temporary / "state.json").write_text(json.dumps(facts), encoding="utf8")
             replace_directory(temporary, path)
     except (Exception, CheckpointException) as error:  # the latter is none of the former
         size = sum(t.numel() * t.element_size() for t in state.values())
@@ -66,25 +60,27 @@ def save_checkpoint(
         if processes.main:
             shutil.rmtree(temporary, ignore_errors=True)
     if processes.main:
-        for old in sorted(folder.glob("step-*"))[:-keep]:
+        for old in _own(folder, fingerprint)[:-keep]:
             shutil.rmtree(old)
     processes.wait()
     return path
 
 
 def latest_checkpoint(folder: Path, fingerprint: str) -> Path | None:
-    """The newest complete checkpoint of the same training; what a kill left half-written or another training
-    wrote is removed."""
-    found = None
-    for path in sorted(folder.iterdir()):
-        facts = _facts(path) if path.name.startswith("step-") else {}
-        if facts.get("fingerprint") == fingerprint and all(
-            (path / name).is_file() for name in facts["files"]
-        ):
-            found = path
-        else:
-            shutil.rmtree(path)
-    return found
+    """The newest checkpoint of a training; one of another fingerprint is neither taken nor touched."""
+    return next(reversed(_own(folder, fingerprint)), None)
+
+
+def remove_checkpoints(folder: Path, fingerprint: str) -> None:
+    """Removes a training's own checkpoints, and what a kill left of one that was being written."""
+    for path in folder.glob(f"*step-*-{fingerprint}*"):
+        shutil.rmtree(path)
+    with suppress(OSError):  # those of another training stay
+        folder.rmdir()
+
+
+def _own(folder: Path, fingerprint: str) -> list[Path]:
+    return sorted(folder.glob(f"step-*-{fingerprint}"))
 
 
 def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -92,11 +88,10 @@ def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.O
 
     The processes may be another number than those that wrote the checkpoint.
     """
-    step = _facts(path)["step"]
+    step = json.loads((path / "state.json").read_text(encoding="utf8"))["step"]
     start_moments(optimizer, step)
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        reader = dcp.HuggingFaceStorageReader(str(path))
-        dcp.load(_state(model, optimizer), storage_reader=reader)
+        dcp.load(_state(model, optimizer), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     return step
 
 
@@ -107,11 +102,6 @@ def start_moments(optimizer: torch.optim.Optimizer, step: int) -> None:
             # The fused optimiser reads its step count on the parameter's device.
             count = torch.tensor(float(step), device=parameter.device)
             optimizer.state[parameter] = {"step": count} | {k: torch.zeros_like(parameter) for k in MOMENTS}
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    file = path / "state.json"
-    return json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

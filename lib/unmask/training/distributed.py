@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unmask.models import backbone
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -30,34 +31,28 @@ class Processes:
     """One process and its peers; by default it is alone, on the CPU, in float32.
 
     Args:
-        accelerator: knows the peers and this process's device.
+        accelerator: knows the peers.
         strategy: "ddp" (every process holds the whole model) or "fsdp2" (they share its parameters).
         half: whether a forward pass computes in bfloat16. accelerate's own precision cannot change between
             two trainings of one process.
+        rank, count: which of how many processes this is.
+        device: where it computes.
     """
 
     accelerator: Accelerator | None = None
     strategy: str = "ddp"
     half: bool = False
+    rank: int = 0
+    count: int = 1
+    device: torch.device = CPU
 
     @classmethod
     def start(cls, precision: str, strategy: str = "ddp") -> Processes:
         """Joins the other processes that torchrun started, if there are any."""
         # accelerate joins CPU processes only where the CPU was asked for.
-        accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
-        return cls(accelerator, strategy, half=backbone.computes_in_bf16(precision))
-
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device if self.accelerator else torch.device("cpu")
-
-    @property
-    def count(self) -> int:
-        return self.accelerator.num_processes if self.accelerator else 1
-
-    @property
-    def rank(self) -> int:
-        return self.accelerator.process_index if self.accelerator else 0
+        peers = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
+        half = backbone.computes_in_bf16(precision)
+        return cls(peers, strategy, half, peers.process_index, peers.num_processes, peers.device)
 
     @property
     def main(self) -> bool:

@@ -1,6 +1,6 @@
 """Trainings run in child processes: a notebook starts one, watches it, and takes it along when it dies.
 
-    launch(run, "pair", job) in the notebook  →  python -m unmask.training.launch job.json …  →  engine.train
+    launch(run, "pair", job) in the notebook  →  python -m unmask.training.launch job.json …  →  loop.train
 
 One child works through all trainings of a `launch_all`, since starting one takes seconds. With several
 processes torchrun stands in between. The main process prints one JSON line per step, from which the notebook
@@ -38,8 +38,14 @@ from unmask.models.backbone import facts
 from unmask.models.pretrained import require_checkpoint
 from unmask.run import ANNOUNCEMENT, Run, grace_seconds
 from unmask.store import artifacts_root, write_atomic
-from unmask.training.jobs import MILESTONES, job_fingerprint, prepare_data, run_job
-from unmask.training.loop import Preempted, finish
+from unmask.training.loop import (
+    MILESTONES,
+    Preempted,
+    finish,
+    job_fingerprint,
+    prepare_data,
+    run_job,
+)
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
@@ -65,8 +71,8 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
 
     Args:
         stage: section of the preset to train, one of `config.TRAINED`.
-        job: what else the stage needs, see `unmask.training.jobs`: `start` (checkpoint directory), changed
-            values, files.
+        job: what else the stage needs, see `unmask.training.stages.Job`: `start` (checkpoint directory),
+            changed values, files.
         name: folder of the training under the notebook's artifacts; default: the stage.
     Raises: as `launch_all`.
     """

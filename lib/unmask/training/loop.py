@@ -1,4 +1,5 @@
-"""One training loop for all stages, on one process or many."""
+"""From a job (preset, stage, starting checkpoint, files) to a trained checkpoint: what a training child
+process does, and the one training loop for all stages, on one process or many."""
 
 from __future__ import annotations
 
@@ -8,25 +9,30 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
-from unmask.config import TrainConfig
+import unmask.training.neighbours  # noqa: F401  (its stages put their names into STAGES)
+from unmask.config import TrainConfig, resolved
+from unmask.data.tokens import ending
+from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention
-from unmask.models.context_encoder import ContextualEncoder
 from unmask.run import PREEMPTED
-from unmask.store import write_atomic
-from unmask.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from unmask.training.distributed import Processes
-from unmask.training.schedule import lr_factor
-from unmask.training.stages import Stage
+from unmask.store import code_fingerprint, fingerprint, write_atomic
+from unmask.training import checkpoint
+from unmask.training.distributed import Processes, full_weights
+from unmask.training.stages import Job, Stage, identity
 
+LIBRARY = Path(__file__).parents[1]
+CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
+MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
+DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 EXPLOSION_WINDOW = 20  # logged steps over which the loss is averaged before it is called exploding
 
 
@@ -38,18 +44,96 @@ class Preempted(SystemExit):
         self.step = step
 
 
+def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) -> Path:
+    """Trains what a job says, together with the processes that run the same job, and returns the checkpoint
+    directory.
+
+    Args:
+        asked: see `stages.Job`.
+        report: see `train`.
+    """
+    job, folder, mark = Job(asked), Path(asked["folder"]), asked["fingerprint"]
+    config, stage_class = job.config, job.stage
+    processes = Processes.start(config.precision, job.preset.parallel.strategy)
+    read = stage_class.prepare(job)
+    if processes.main:
+        write_atomic(folder / DATA_REPORT, json.dumps(read, indent=1, ensure_ascii=False) + "\n")
+    model = stage_class.model(job)
+    stage, facts = stage_class.of(job, model), stage_class.facts(job)
+    tokenizer = ending(job.tokenizer) if stage_class.ends(config) else job.tokenizer
+    path, milestones = folder / "model", folder / MILESTONES / mark
+
+    def save(path: Path, identity: str) -> None:
+        weights = full_weights(model)
+        if processes.main:
+            stage_class.save(model, tokenizer, path, weights=weights, **facts, fingerprint=identity)
+        processes.wait()
+
+    def after_step(done: int) -> None:
+        if done in job.get("milestones", ()):
+            save(milestones / f"step-{done:07d}", f"{mark}-{done}")
+
+    with stop_signals() as signals:  # until the model is saved, which is too late to stop
+        train(
+            stage, model, config, folder,
+            fingerprint=mark, report=report, after_step=after_step, processes=processes, signals=signals,
+        )  # fmt: skip
+        save(path, mark)
+        if processes.main:
+            for other in set(milestones.parent.glob("*")) - {milestones}:  # of the training replaced just now
+                shutil.rmtree(other)
+            finish(folder)
+    if signals:  # too late to stop this training, but not the next one
+        raise Preempted(config.steps)
+    return path
+
+
+def prepare_data(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tokenises what a job will read, with a progress bar, in as many processes as there are cores, and finds
+    the look-alikes if it trains on such.
+
+    A training does the same where it was not done before, with its GPUs waiting.
+
+    Returns: see `data_report`.
+    """
+    job = Job(asked)
+    return job.stage.prepare(job)
+
+
+def data_report(checkpoint: Path) -> list[dict[str, Any]]:
+    """What the training that made a checkpoint read: a row per data set or text source with what was cut,
+    left out and repeated."""
+    return json.loads((checkpoint.parent / DATA_REPORT).read_text(encoding="utf8"))
+
+
+def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that the result of a job depends on, by name, so that a message can say what differs: values
+    of the preset and of the job, the corpus ("data"), files, the starting point, and "code"."""
+    job = Job(asked)
+    sections = {asked["stage"]: job.config} | ({} if job.get("start") else {"backbone": job.preset.backbone})
+    start = {key: identity(Path(job.get(key))) for key in ("start", "tokenizer") if job.get(key)}
+    return {
+        **{f"{name}.{key}": value for name, one in sections.items() for key, value in resolved(one).items()},
+        "backbone.mask_token": job.preset.backbone.mask_token,
+        **{key: job.get(key) for key in ("stage", "groups", "milestones", "bidirectional")},
+        **start,
+        **job.stage.inputs(job),
+        "data": job.corpus.hash,
+        "code": code_fingerprint(*(LIBRARY / name for name in CODE)),
+    }
+
+
+def job_fingerprint(asked: Mapping[str, Any]) -> str:
+    """One name for all of `job_identity`."""
+    return fingerprint(job_identity(asked))
+
+
 def train(
-    stage: Stage,
-    model: PreTrainedModel | ContextualEncoder,
-    config: TrainConfig,
-    folder: Path,
-    *,
-    fingerprint: str,
+    stage: Stage, model: nn.Module, config: TrainConfig, folder: Path, *, fingerprint: str,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
     after_step: Callable[[int], None] = lambda done: None,
-    processes: Processes | None = None,
-    signals: Sequence[int] = (),
-) -> PreTrainedModel | ContextualEncoder:
+    processes: Processes | None = None, signals: Sequence[int] = (),
+) -> nn.Module:  # fmt: skip
     """Trains `model` in place for `config.steps` steps and returns it.
 
     Every step draws its samples and random numbers from (seed, step) alone. Killed at any moment, the next
@@ -82,21 +166,15 @@ def train(
         compile_layers(model)
     model.train()
     module = processes.parallel(stage.module(model))
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        fused=True,
-    )
+    betas, groups = (config.beta1, config.beta2), parameter_groups(model, config.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
     checkpoints, log = folder / "checkpoints", folder / "metrics.jsonl"
     if processes.main:
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "stopped.json").unlink(missing_ok=True)
-        latest_checkpoint(checkpoints, fingerprint)  # removes what is of no use
     processes.wait()
-    last, done = latest_checkpoint(checkpoints, fingerprint), 0
-    if last:
-        done = load_checkpoint(last, model, optimizer)
+    last = checkpoint.latest_checkpoint(checkpoints, fingerprint)
+    done = checkpoint.load_checkpoint(last, model, optimizer) if last else 0
     losses = _keep_rows(log, done, write=processes.main)
     if processes.main:
         report({"total": config.steps, "done": done})
@@ -128,7 +206,10 @@ def train(
             current = batch.result()
             if step + 1 < config.steps:
                 batch = loader.submit(stage.batch, step + 1)
-            row = stage.backward(module, current, step, processes)
+            try:
+                row = stage.backward(module, current, step, processes)
+            except FloatingPointError as error:  # a loss that was given NaN
+                raise stop(str(error), step) from None
             # Every process asks whether any of them was told to stop, so that all stop at the same step.
             asked = processes.sum(torch.tensor(float(bool(signals)), device=processes.device))
             norm = _clip(model, config.clip)
@@ -144,13 +225,8 @@ def train(
                 raise stop(f"the loss is {config.explode:g} times what it was at the start", step)
             optimizer.step()
             optimizer.zero_grad()
-            row = {
-                "step": step,
-                **row,
-                "lr": lr,
-                "grad_norm": norm,
-                "seconds": time.perf_counter() - started,
-            }
+            seconds = time.perf_counter() - started
+            row = {"step": step, **row, "lr": lr, "grad_norm": norm, "seconds": seconds}
             if processes.main:
                 report(row)
                 if logged:
@@ -159,7 +235,7 @@ def train(
             if not finished and (asked or (step + 1) % config.checkpoint_every == 0):
                 if processes.main:
                     lines.flush()
-                last = save_checkpoint(
+                last = checkpoint.save_checkpoint(
                     checkpoints, model, optimizer, step + 1, fingerprint,
                     keep=config.keep_checkpoints, processes=processes,
                 )  # fmt: skip
@@ -179,7 +255,6 @@ def stop_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield received
         return
-    before = {}
 
     def handler(number: int, frame: object) -> None:
         received.append(number)
@@ -195,9 +270,27 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def finish(folder: Path) -> None:
-    """Removes what a training needs no more once its result is saved."""
-    for name in ("checkpoints", "torchrun"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    """Removes what the training whose model lies in a folder needs no more. Another one's checkpoints stay:
+    somebody paid for them."""
+    checkpoint.remove_checkpoints(folder / "checkpoints", backbone.facts(folder / "model").get("fingerprint"))
+    shutil.rmtree(folder / "torchrun", ignore_errors=True)
+
+
+def lr_factor(config: TrainConfig, step: int) -> float:
+    """Factor on the peak learning rate at `step` (0-based).
+
+    "wsd": linear warm-up, constant, cosine to zero over the last `decay` steps (pplx-embed, appendix A).
+    "cosine", "linear": linear warm-up, then to zero in that form (CDE's is linear). The last step trained
+    still has a positive rate.
+    """
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    decay = config.decay if config.schedule == "wsd" else config.steps - config.warmup
+    start = config.steps - decay
+    if decay == 0 or step < start:
+        return 1.0
+    share = (step - start) / decay
+    return 1 - share if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))
 
 
 def exploding(losses: Sequence[float], factor: float) -> bool:

@@ -6,7 +6,7 @@ B prompts · L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import Processes
-from unmask.training.stages import Job, LanguageModel, Pair, PairBatch, Stage, accumulate, triplets
+from unmask.training.stages import Allowed, Batch, Job, LanguageModel, Pair, Stage, accumulate, triplets
 
 
 @dataclass(frozen=True)
-class ContextBatch(PairBatch):
+class ContextBatch(Batch):
     """Pairs with room for their context, and the documents that all of them see."""
 
     context: list[TokenSequence]
@@ -64,12 +64,12 @@ class Cde(Pair, name="cde"):
 
     def batch(self, step: int) -> ContextBatch:
         pairs, config = super().batch(step), self._config
-        documents = pairs.sequences[len(pairs.sequences) // 2 :]
+        documents = pairs.sequences[pairs.count :]
         rng = np.random.default_rng([config.seed, 4, step])
         context = [documents[i] for i in rng.permutation(len(documents))[: config.context]]
         kept = np.flatnonzero(rng.random(len(context)) >= config.sequence_dropout)
         sequences = [after_context(sequence, config.context) for sequence in pairs.sequences]
-        return ContextBatch(pairs.dataset, sequences, pairs.negatives_NN, context, kept)
+        return ContextBatch(pairs.dataset, sequences, pairs.count, pairs.negatives, context, kept)
 
     def module(self, model: ContextualEncoder) -> nn.ModuleList:
         return nn.ModuleList([model.first, model.second])
@@ -82,29 +82,22 @@ class Cde(Pair, name="cde"):
         documents_KD, push = cached_rows(first, batch.context, **options)
         context_KD = documents_KD[batch.kept].requires_grad_()
         loss = cached_backward(
-            second, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch.negatives_NN, processes),
+            second, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch, step, processes),
             context_KD=context_KD, **options,
         )  # fmt: skip
         gradient_KD = torch.zeros_like(documents_KD)
         gradient_KD[batch.kept] = context_KD.grad / processes.count
         push(gradient_KD)
         tokens = sum(map(len, [*batch.context, *batch.sequences]))  # slots are computed, so they count
-        pairs = len(batch.sequences) // 2
-        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": pairs}
+        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
 
 
 @dataclass(frozen=True)
-class Qwen3Batch:
+class Qwen3Batch(Batch):
     """N queries, then N documents, then the K hard negatives of each query."""
 
-    dataset: str
-    sequences: list[TokenSequence]
     document_N: Tensor
     hard_document_NK: Tensor  # both number what is read: equal tokens, equal numbers
-    negatives_NN: Tensor | None
-
-    def __len__(self) -> int:
-        return len(self.document_N)
 
 
 class Qwen3(Pair, name="qwen3"):
@@ -128,7 +121,7 @@ class Qwen3(Pair, name="qwen3"):
         return reading | {"around_query": (prompt(INSTRUCTIONS[group]), reading["around_query"][1])}
 
     @classmethod
-    def allowed(cls, job: Job) -> Callable[[int], set[str]] | None:
+    def allowed(cls, job: Job) -> Allowed:
         return None if job.config.negatives else super().allowed(job)
 
     @classmethod
@@ -142,33 +135,21 @@ class Qwen3(Pair, name="qwen3"):
         documents = [pairs.documents[i] for i in rows]
         hard = [negative for i in rows for negative in pairs.negatives[i]] if count else []
         number = _numbers([*documents, *hard])
-        return Qwen3Batch(
-            name,
-            [TokenSequence(text) for text in [*(pairs.queries[i] for i in rows), *documents, *hard]],
-            number[: len(rows)],
-            number[len(rows) :].unflatten(0, (len(rows), count)),
-            self._negatives(name, rows),
-        )
+        n, texts = len(rows), [*(pairs.queries[i] for i in rows), *documents, *hard]
+        numbers = number[:n], number[n:].unflatten(0, (n, count))
+        return Qwen3Batch(name, list(map(TokenSequence, texts)), n, self._negatives(name, rows), *numbers)
 
-    def backward(
-        self, module: nn.Module, batch: Qwen3Batch, step: int, processes: Processes
-    ) -> dict[str, Any]:
-        config, n = self._config, len(batch)
+    def loss(self, rows_RD: Tensor, batch: Qwen3Batch, step: int, processes: Processes) -> Tensor:
+        config, n = self._config, batch.count
         loss = partial(
             qwen3_loss, temperature=config.temperature, margin=config.margin, queries=processes.slice(n),
             document_N=batch.document_N, hard_document_NK=batch.hard_document_NK,
-            negatives_NN=batch.negatives_NN,
+            negatives_NN=batch.negatives,
         )  # fmt: skip
-
-        def loss_of_rows(rows_RD: Tensor) -> Tensor:
-            rows_RD = int8(rows_RD) if config.quantize else rows_RD
-            q_ND, d_ND, hard_RD = rows_RD.split([n, n, len(rows_RD) - 2 * n])
-            hard_NKD = hard_RD.unflatten(0, (n, config.negatives))
-            return matryoshka(loss, (q_ND, d_ND, hard_NKD), config.dimensions)
-
-        total = self._cached(module, batch.sequences, loss_of_rows, processes)
-        tokens = sum(map(len, batch.sequences))
-        return {"loss": total, "tokens": tokens, "dataset": batch.dataset, "pairs": n}
+        rows_RD = int8(rows_RD) if config.quantize else rows_RD
+        q_ND, d_ND, hard_RD = rows_RD.split([n, n, len(rows_RD) - 2 * n])
+        hard_NKD = hard_RD.unflatten(0, (n, config.negatives))
+        return matryoshka(loss, (q_ND, d_ND, hard_NKD), config.dimensions)
 
 
 def _numbers(texts: list[np.ndarray]) -> Tensor:
@@ -237,12 +218,10 @@ class Reranking(Stage, name="reranker"):
 
         def forward(group: np.ndarray) -> Tensor:
             tokens_BL, last_B = padded([batch.prompts[i] for i in group])
-            where = last_B.to(processes.device), batch.answer_B[group].to(processes.device)
-            return module(
-                tokens_BL.to(processes.device, non_blocking=True),
-                None,
-                lambda hidden, head: answer_loss(hidden, head, *where, normalizer=len(lengths)),
-            )
+            answer_B = batch.answer_B[group]
+            tokens_BL, last_B, answer_B = (x.to(processes.device) for x in (tokens_BL, last_B, answer_B))
+            loss = partial(answer_loss, last_B=last_B, answer_B=answer_B, normalizer=len(lengths))
+            return module(tokens_BL, None, loss)
 
         groups = micro_batches(lengths, self._config.token_budget, processes.count)
         loss = accumulate(module, groups, forward, processes)

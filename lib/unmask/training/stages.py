@@ -10,8 +10,9 @@ Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -22,39 +23,17 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from unmask.config import (
-    GROUPS,
-    ContextualConfig,
-    ContrastiveConfig,
-    DiffusionConfig,
-    PretrainConfig,
-    TrainConfig,
-    preset_from,
-)
+from unmask import losses
+from unmask.config import GROUPS, ContextualConfig, ContrastiveConfig, TrainConfig, preset_from
+from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.blocks import Blocks, open_blocks
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.lookalikes import LSA, Neighbours, Surrogate, neighbours
 from unmask.data.mining import Encoder
 from unmask.data.sources import open_corpus
-from unmask.data.tokenized import (
-    TokenDocument,
-    TokenDocuments,
-    TokenPairs,
-    single_chunks,
-    token_documents,
-    token_pairs,
-)
+from unmask.data.tokenized import TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, end_token
-from unmask.losses import (
-    contextual_loss,
-    diffusion_loss,
-    insent_loss,
-    matryoshka,
-    next_token_loss,
-    pair_loss,
-    triplet_loss,
-)
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
@@ -63,7 +42,6 @@ from unmask.models.quantize import int8
 from unmask.store import fingerprint
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import Processes
-from unmask.training.schedule import cosine_ramp
 
 STAGES: dict[str, type[Stage]] = {}  # by the name of their section in a preset
 
@@ -118,8 +96,11 @@ class Job:
 class Stage:
     """One training objective, from its data to its gradient.
 
-    The class methods make it from a job; the others train it. `batch` and `samples` depend on nothing but the
-    seed and the step.
+    The class methods make it from a job, among them `read(job)`, the tokenised training data. The others
+    train it: `batch(step)`, the global batch of a step, the same on every process, and
+    `backward(module, batch, step, processes)`, which adds this process's share of the batch's gradient to the
+    parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them. `batch` and
+    `samples` depend on nothing but the seed and the step.
     """
 
     head = False  # whether the model keeps its output matrix
@@ -140,11 +121,6 @@ class Stage:
     def ends(cls, config: TrainConfig) -> bool:
         """Whether an end is put after each text: a last token to pool at that means the same for all."""
         return False
-
-    @classmethod
-    def read(cls, job: Job) -> Any:
-        """The training data, tokenised."""
-        raise NotImplementedError
 
     @classmethod
     def prepare(cls, job: Job) -> list[dict[str, Any]]:
@@ -195,36 +171,25 @@ class Stage:
         """Which data set and rows a step reads, for the report of a failure."""
         return self._plan.samples(step)
 
-    def batch(self, step: int) -> Any:
-        """The global batch of a step, the same on every process."""
-        raise NotImplementedError
-
     def module(self, model: nn.Module) -> nn.Module:
         """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them. Several
         modules that are run each on its own are an nn.ModuleList."""
         return model
-
-    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
-        """Adds this process's share of the batch's gradient to the parameters.
-
-        Returns: metrics of the global batch, "loss" (a tensor) and "tokens" among them.
-        """
-        raise NotImplementedError
 
 
 def identity(path: Path) -> str:
     """Identity of an input: a checkpoint of ours by its fingerprint, anything else by its content."""
     if not path.exists():  # a name on the Hub
         return str(path)
-    known = backbone.facts(path).get("fingerprint") if path.is_dir() else None
-    if known:
+    if known := backbone.facts(path).get("fingerprint"):
         return known
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return digest.hexdigest()[:16]
+    files = sorted(filter(Path.is_file, path.glob("*"))) if path.is_dir() else [path]
+    return fingerprint([_sha256(file) for file in files])
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def surrogate(job: Job) -> Surrogate:
@@ -276,7 +241,7 @@ def triplets(job: Job) -> dict[str, TokenPairs]:
 
 def _tokenised(job: Job, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
     reading = job.stage.reading(job, rows[0]["group"])
-    return token_pairs(rows, job.stored, name=name, identity=file, negatives=negatives, **reading)
+    return tokenized.token_pairs(rows, job.stored, name=name, identity=file, negatives=negatives, **reading)
 
 
 def by_dataset(rows: Dataset) -> dict[str, Dataset]:
@@ -292,12 +257,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, tokens_BL: Tensor, attention_mask: Tensor | None, loss: Callable[[Tensor, Tensor], Tensor]
-    ) -> Tensor:
-        hidden_BLD = self.model.base_model(
-            input_ids=tokens_BL, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+    def forward(self, tokens_BL: Tensor, valid_BL: Tensor | None, loss: Callable[..., Tensor]) -> Tensor:
+        mask_BL = None if valid_BL is None else valid_BL.long()
+        hidden_BLD = self.model.base_model(tokens_BL, attention_mask=mask_BL, use_cache=False)[0]
         return loss(hidden_BLD, self.model.get_output_embeddings().weight)
 
 
@@ -318,7 +280,7 @@ class Pretraining(Stage):
     def prepare(cls, job: Job) -> list[dict[str, Any]]:
         return job.data.report()
 
-    def __init__(self, blocks_NL: np.ndarray | Blocks, config: PretrainConfig):
+    def __init__(self, blocks_NL: np.ndarray | Blocks, config: TrainConfig):
         self._blocks, self._config = blocks_NL, config
         self._plan = BatchPlan(
             {"text": len(blocks_NL)}, batch=config.batch, steps=config.steps, seed=config.seed
@@ -327,18 +289,14 @@ class Pretraining(Stage):
     def module(self, model: PreTrainedModel) -> nn.Module:
         return LanguageModel(model)
 
-    def _accumulate(
-        self,
-        module: nn.Module,
-        order: Tensor,
-        forward: Callable[[Tensor], Tensor],
-        processes: Processes,
+    def _backward(
+        self, module: nn.Module, order_B: Tensor, forward: Callable[[Tensor], Tensor], processes: Processes
     ) -> Tensor:
-        """Sums the gradients of `forward(rows)` over micro-batches of the rows in `order`."""
+        """Sums the gradients of `forward(rows)` over micro-batches of the rows in `order_B`."""
         rows = max(1, self._config.token_budget // self._blocks.shape[1])
         # Every process runs as many passes as the others.
-        parts = order.tensor_split(_ceil(_ceil(len(order), rows), processes.count) * processes.count)
-        return accumulate(module, parts, forward, processes)
+        passes = math.ceil(math.ceil(len(order_B) / rows) / processes.count)
+        return accumulate(module, order_B.tensor_split(passes * processes.count), forward, processes)
 
 
 def accumulate(
@@ -368,20 +326,13 @@ class NextToken(Pretraining, name="ar"):
     def batch(self, step: int) -> Tensor:
         return torch.from_numpy(self._blocks[self._plan(step)[1]].astype(np.int64))
 
-    def backward(
-        self, module: nn.Module, tokens_BL: Tensor, step: int, processes: Processes
-    ) -> dict[str, Any]:
-        predictable = tokens_BL.shape[0] * (tokens_BL.shape[1] - 1)
-
+    def backward(self, module: nn.Module, tokens_BL: Tensor, step: int, processes: Processes) -> dict:
         def forward(rows: Tensor) -> Tensor:
             tokens = tokens_BL[rows].to(processes.device)
-            return module(
-                tokens,
-                None,
-                lambda hidden, head: next_token_loss(hidden, head, tokens, normalizer=predictable),
-            )
+            loss = partial(losses.next_token_loss, tokens_BL=tokens, normalizer=tokens_BL[:, 1:].numel())
+            return module(tokens, None, loss)
 
-        loss = self._accumulate(module, torch.arange(len(tokens_BL)), forward, processes)
+        loss = self._backward(module, torch.arange(len(tokens_BL)), forward, processes)
         return {"loss": loss, "tokens": tokens_BL.numel()}
 
 
@@ -405,18 +356,15 @@ class Diffusion(Pretraining, name="diffusion"):
     def of(cls, job: Job, model: PreTrainedModel) -> Diffusion:
         return cls(job.data, job.config, model.config.mask_token_id)
 
-    def __init__(self, blocks_NL: np.ndarray | Blocks, config: DiffusionConfig, mask_token_id: int):
+    def __init__(self, blocks_NL: np.ndarray | Blocks, config: TrainConfig, mask_token_id: int):
         super().__init__(blocks_NL, config)
         self._mask_token_id = mask_token_id
 
     def batch(self, step: int) -> Noised:
-        return noise(
-            self._blocks[self._plan(step)[1]],
-            self._config,
-            np.random.default_rng([self._config.seed, 2, step]),
-        )
+        rng = np.random.default_rng([self._config.seed, 2, step])
+        return noise(self._blocks[self._plan(step)[1]], self._config, rng)
 
-    def backward(self, module: nn.Module, batch: Noised, step: int, processes: Processes) -> dict[str, Any]:
+    def backward(self, module: nn.Module, batch: Noised, step: int, processes: Processes) -> dict:
         predictable = int((batch.valid_BL.sum(1) - 1).sum())
 
         def forward(rows: Tensor) -> Tensor:
@@ -425,21 +373,20 @@ class Diffusion(Pretraining, name="diffusion"):
                 x[rows].to(processes.device, non_blocking=True)
                 for x in (batch.tokens_BL, batch.masked_BL, batch.divisor_B, batch.valid_BL)
             )
-            return module(
-                tokens.masked_fill(masked, self._mask_token_id),
-                None if whole else valid.long(),
-                lambda hidden, head: diffusion_loss(
-                    hidden, head, tokens, masked, divisor, None if whole else valid, normalizer=predictable
-                ),
-            )
+            valid = None if whole else valid
+            loss = partial(
+                losses.diffusion_loss, tokens_BL=tokens, masked_BL=masked, t_B=divisor, valid_BL=valid,
+                normalizer=predictable,
+            )  # fmt: skip
+            return module(tokens.masked_fill(masked, self._mask_token_id), valid, loss)
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
         order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
-        loss = self._accumulate(module, order, forward, processes)
+        loss = self._backward(module, order, forward, processes)
         return {"loss": loss, "tokens": int(batch.valid_BL.sum())}
 
 
-def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generator) -> Noised:
+def noise(tokens_BL: np.ndarray, config: TrainConfig, rng: np.random.Generator) -> Noised:
     """The forward process: t ~ U(t_min, t_max) per sequence, every token masked with probability t, 1 % of
     sequences cut.
 
@@ -464,24 +411,37 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     )
 
 
+Near = Mapping[str, Neighbours] | None  # data set → its look-alikes
+Allowed = Callable[[int], set[str]] | None  # as for `BatchPlan`
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N queries of one data set, and all texts that their loss looks at."""
+
+    dataset: str
+    sequences: list[TokenSequence]  # the queries come first
+    count: int  # N
+    negatives: Tensor | None  # (N, documents), False: the document is no negative of the query
+    weight: float = field(default=1.0, kw_only=True)  # of its loss in the step's
+
+
 class Contrastive(Stage):
     """What the contrastive stages share: single-dataset batches, of look-alikes if the config says so, and a
-    model that is run as it is.
+    model that is run as it is. `loss(rows_RD, batch, step, processes)` is this process's part of the loss of
+    a batch, given the vectors of its texts.
 
     Args:
         data: data sets of rows.
-        allowed: as for `BatchPlan`.
+        allowed: data sets that may be drawn at a step. Default: all, always.
         neighbours: of each data set, for a `cluster_size` or a `filter_margin`; their clusters are of this
             size.
     """
 
     def __init__(
-        self,
-        data: Mapping[str, Any],
-        config: ContrastiveConfig,
-        allowed: Callable[[int], set[str]] | None = None,
-        neighbours: Mapping[str, Neighbours] | None = None,
-    ):
+        self, data: Mapping[str, Any], config: ContrastiveConfig,
+        allowed: Allowed = None, neighbours: Near = None,
+    ):  # fmt: skip
         self._data, self._config, self._neighbours = data, config, neighbours or {}
         keys = {name: self._keys(rows) for name, rows in data.items()}
         packings = {name: own.packing for name, own in self._neighbours.items() if own.packing}
@@ -514,19 +474,22 @@ class Contrastive(Stage):
         """The keys of a data set, as `BatchPlan` takes them."""
         return rows.keys
 
-    def _cached(
-        self,
-        module: nn.Module,
-        sequences: Sequence[TokenSequence],
-        loss_of_rows: Callable[[Tensor], Tensor],
-        processes: Processes,
-        last: bool = True,
-    ) -> Tensor:
-        """`cached_backward` under the stage's settings."""
+    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
+        loss = self._cached(module, batch, step, processes)
+        tokens = sum(map(len, batch.sequences))
+        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
+
+    def _cached(self, module: nn.Module, batch: Any, step: int, processes: Processes, **more) -> Tensor:
+        """Adds the gradient of a batch's loss and returns that loss."""
         config = self._config
+
+        def loss_of_rows(rows_RD: Tensor) -> Tensor:
+            return batch.weight * self.loss(rows_RD, batch, step, processes)
+
         return cached_backward(
-            module, sequences, loss_of_rows, token_budget=config.token_budget, keep_tokens=config.keep_tokens,
-            pooling=getattr(config, "pooling", "mean"), processes=processes, last=last,
+            module, batch.sequences, loss_of_rows,
+            token_budget=config.token_budget, keep_tokens=config.keep_tokens,
+            pooling=getattr(config, "pooling", "mean"), processes=processes, **more,
         )  # fmt: skip
 
     def _negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
@@ -535,15 +498,6 @@ class Contrastive(Stage):
         if self._config.filter_margin < 0:
             return None
         return torch.from_numpy(self._neighbours[name].negatives(rows, self._config.filter_margin, *which))
-
-
-@dataclass(frozen=True)
-class PairBatch:
-    """N pairs of one data set."""
-
-    dataset: str
-    sequences: list[TokenSequence]  # the N queries, then the N documents
-    negatives_NN: Tensor | None  # False: the document of pair j is no negative of query i
 
 
 class Pair(Contrastive, name="pair"):
@@ -559,7 +513,7 @@ class Pair(Contrastive, name="pair"):
         return pairs(job)
 
     @classmethod
-    def allowed(cls, job: Job) -> Callable[[int], set[str]] | None:
+    def allowed(cls, job: Job) -> Allowed:
         """Groups that are named are trained on from the first step to the last."""
         config = job.config
         return None if job.get("groups") else curriculum(groups(job), config.curriculum, config.steps)
@@ -568,31 +522,26 @@ class Pair(Contrastive, name="pair"):
     def of(cls, job: Job, model: nn.Module) -> Stage:
         return cls(job.data, job.config, cls.allowed(job), cls._near(job))
 
-    def batch(self, step: int) -> PairBatch:
+    def batch(self, step: int) -> Batch:
         name, rows = self._plan(step)
         pairs = self._data[name]
-        queries = [TokenSequence(pairs.queries[i]) for i in rows]
-        documents = [TokenSequence(pairs.documents[i]) for i in rows]
-        return PairBatch(name, queries + documents, self._negatives(name, rows))
+        texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
+        return Batch(name, list(map(TokenSequence, texts)), len(rows), self._negatives(name, rows))
 
-    def loss(self, rows_RD: Tensor, negatives_NN: Tensor | None, processes: Processes) -> Tensor:
-        """This process's part of the loss of N pairs, given the vectors of queries and documents."""
-        config, n = self._config, len(rows_RD) // 2
-        embeddings_RD = int8(rows_RD) if config.quantize else rows_RD
-        return pair_loss(
-            embeddings_RD[:n], embeddings_RD[n:], temperature=config.temperature, margin=config.margin,
-            negatives_NN=negatives_NN, queries=processes.slice(n),
+    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
+        config, n = self._config, batch.count
+        rows_RD = int8(rows_RD) if config.quantize else rows_RD
+        return losses.pair_loss(
+            rows_RD[:n], rows_RD[n:], temperature=config.temperature, margin=config.margin,
+            negatives_NN=batch.negatives, queries=processes.slice(n),
         )  # fmt: skip
 
-    def backward(
-        self, module: nn.Module, batch: PairBatch, step: int, processes: Processes
-    ) -> dict[str, Any]:
-        def loss_of_rows(rows_RD: Tensor) -> Tensor:
-            return self.loss(rows_RD, batch.negatives_NN, processes)
 
-        loss = self._cached(module, batch.sequences, loss_of_rows, processes)
-        tokens = sum(map(len, batch.sequences))
-        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": len(batch.sequences) // 2}
+@dataclass(frozen=True)
+class DocumentBatch(Batch):
+    """Queries, then the documents that they ask about."""
+
+    layout: ContextualBatch
 
 
 class Contextual(Contrastive, name="contextual"):
@@ -604,11 +553,7 @@ class Contextual(Contrastive, name="contextual"):
     """
 
     def __init__(
-        self,
-        data: Mapping[str, Sequence[TokenDocument]],
-        config: ContextualConfig,
-        separator_id: int,
-        neighbours: Mapping[str, Neighbours] | None = None,
+        self, data: Mapping[str, Any], config: ContextualConfig, separator_id: int, neighbours: Near = None
     ):
         super().__init__(data, config, neighbours=neighbours)
         self._separator_id = separator_id
@@ -617,13 +562,13 @@ class Contextual(Contrastive, name="contextual"):
     def read(cls, job: Job) -> dict[str, TokenDocuments]:
         corpus, config, data = job.corpus, job.config, {}
         for name in corpus.datasets("documents", "train"):
-            data[name] = token_documents(
+            data[name] = tokenized.token_documents(
                 corpus.documents("train", name), job.stored,
                 name=name, identity=corpus.identity("documents", name),
                 query_length=config.query_length, chunk_length=config.chunk_length, chunks=config.chunks,
             )  # fmt: skip
         for name in corpus.datasets("pairs", "train") if config.single else ():
-            data[name] = single_chunks(
+            data[name] = tokenized.single_chunks(
                 corpus.pairs("train", name), job.stored,
                 name=name, identity=corpus.identity("pairs", name), count=config.single, seed=config.seed,
                 query_length=config.query_length, document_length=config.chunk_length,
@@ -636,41 +581,43 @@ class Contextual(Contrastive, name="contextual"):
         return cls(job.data, job.config, separator_id, cls._near(job))
 
     @staticmethod
-    def _keys(rows: Sequence[TokenDocument]) -> int:
+    def _keys(rows: TokenDocuments) -> int:
         return len(rows)
 
-    def batch(self, step: int) -> tuple[str, ContextualBatch, Tensor | None]:
+    def batch(self, step: int) -> DocumentBatch:
         name, rows = self._plan(step)
-        batch = contextual_batch(
-            [self._data[name][i] for i in rows],
-            separator_id=self._separator_id,
+        layout = contextual_batch(
+            [self._data[name][i] for i in rows], separator_id=self._separator_id,
             queries_per_document=self._config.queries_per_document,
             rng=np.random.default_rng([self._config.seed, 3, step]),
-        )
-        return name, batch, self._negatives(name, rows, batch.document_N.numpy(), batch.query_N.numpy())
+        )  # fmt: skip
+        negatives = self._negatives(name, rows, layout.document_N.numpy(), layout.query_N.numpy())
+        return DocumentBatch(name, layout.sequences, len(layout.document_N), negatives, layout)
 
-    def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
-        name, batch, negatives_NM = batch
+    def loss(self, rows_RD: Tensor, batch: DocumentBatch, step: int, processes: Processes) -> Tensor:
+        config, layout = self._config, batch.layout
+        q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, layout)
+        shared = {
+            "document_N": layout.document_N.to(rows_RD.device), "gold_N": layout.gold_N.to(rows_RD.device),
+            "temperature": config.temperature, "chunk_mask_MC": mask_MC, "negatives_NM": batch.negatives,
+            "queries": processes.slice(batch.count),
+        }  # fmt: skip
+        if config.objective == "insent":
+            loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
+        else:
+            weights = {"alpha": config.alpha, "beta": self.beta(step)}
+            loss = partial(losses.contextual_loss, margin=config.margin, **weights)
+            vectors = (q_ND, chunks_MCD, documents_MD)
+        return losses.matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
+
+    def beta(self, step: int) -> float:
+        """The weight of the document-level term at a step."""
         config = self._config
-        beta = cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
+        return cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
 
-        def loss_of_rows(rows_RD: Tensor) -> Tensor:
-            q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, batch)
-            shared = {
-                "document_N": batch.document_N.to(rows_RD.device), "gold_N": batch.gold_N.to(rows_RD.device),
-                "temperature": config.temperature, "chunk_mask_MC": mask_MC, "negatives_NM": negatives_NM,
-                "queries": processes.slice(len(q_ND)),
-            }  # fmt: skip
-            if config.objective == "insent":
-                loss, vectors = partial(insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
-            else:
-                loss = partial(contextual_loss, alpha=config.alpha, beta=beta, margin=config.margin)
-                vectors = (q_ND, chunks_MCD, documents_MD)
-            return matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
-
-        loss = self._cached(module, batch.sequences, loss_of_rows, processes)
-        row = {"loss": loss, "tokens": sum(map(len, batch.sequences)), "dataset": name}
-        return row if config.objective == "insent" else row | {"beta": beta}
+    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
+        row = super().backward(module, batch, step, processes)
+        return row if self._config.objective == "insent" else row | {"beta": self.beta(step)}
 
 
 class Triplet(Contrastive, name="triplet"):
@@ -680,36 +627,35 @@ class Triplet(Contrastive, name="triplet"):
     def read(cls, job: Job) -> dict[str, TokenPairs]:
         return triplets(job)
 
-    def batch(self, step: int) -> tuple[str, list[tuple[int, list[TokenSequence], Tensor | None]]]:
+    def batch(self, step: int) -> list[Batch]:
+        """The parts of a batch, each with a loss of its own."""
         name, rows = self._plan(step)
-        parts = np.array_split(rows, min(self._config.accumulation, len(rows)))
-        pairs = self._data[name]
-        batches = []
-        for part in parts:
+        pairs, parts = self._data[name], []
+        for part in np.array_split(rows, min(self._config.accumulation, len(rows))):
             texts = [pairs.queries[i] for i in part] + [pairs.documents[i] for i in part]
             texts += [negative for i in part for negative in pairs.negatives[i]]
-            batches.append((len(part), [TokenSequence(text) for text in texts], self._negatives(name, part)))
-        return name, batches
+            sequences, weight = list(map(TokenSequence, texts)), len(part) / len(rows)
+            parts.append(Batch(name, sequences, len(part), self._negatives(name, part), weight=weight))
+        return parts
 
-    def backward(self, module: nn.Module, batch, step: int, processes: Processes) -> dict[str, Any]:
-        config = self._config
-        name, parts = batch
-        total, count = torch.zeros((), device=processes.device), sum(n for n, *_ in parts)
-        for number, (n, sequences, negatives_NN) in enumerate(parts, 1):
+    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
+        n, codes_RD = batch.count, int8(rows_RD)
+        hard_NKD = codes_RD[2 * n :].unflatten(0, (n, self._config.negatives))
+        return losses.triplet_loss(
+            codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=self._config.temperature,
+            negatives_NN=batch.negatives, queries=processes.slice(n),
+        )  # fmt: skip
 
-            def loss_of_rows(rows_RD: Tensor, n: int = n, negatives_NN: Any = negatives_NN) -> Tensor:
-                codes_RD = int8(rows_RD)
-                hard_NKD = codes_RD[2 * n :].unflatten(0, (n, config.negatives))
-                loss = triplet_loss(
-                    codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=config.temperature,
-                    negatives_NN=negatives_NN, queries=processes.slice(n),
-                )  # fmt: skip
-                return loss * (n / count)
-
-            total += self._cached(module, sequences, loss_of_rows, processes, last=number == len(parts))
-        tokens = sum(len(sequence) for _, sequences, _ in parts for sequence in sequences)
-        return {"loss": total, "tokens": tokens, "dataset": name, "pairs": count}
+    def backward(self, module: nn.Module, parts: list[Batch], step: int, processes: Processes) -> dict:
+        total = torch.zeros((), device=processes.device)
+        for part in parts:
+            total += self._cached(module, part, step, processes, last=part is parts[-1])
+        tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
+        pairs = sum(part.count for part in parts)
+        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs}
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
+def cosine_ramp(start: float, end: float, step: int, steps: int) -> float:
+    """Half a cosine from `start` at step 0 to `end` at the last step: β of pplx-embed, section 2.4."""
+    share = step / max(1, steps - 1)
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
