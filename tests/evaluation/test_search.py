@@ -11,7 +11,6 @@ import torch
 from unmask.evaluation import search
 from unmask.evaluation.search import (
     Exact,
-    _padded,
     index,
     open_index,
     save_index,
@@ -122,13 +121,6 @@ def test_a_pair_scores_the_same_in_any_search(tiling):
     np.testing.assert_array_equal(index(d_MD)(q_ND[4:5], 7)[0][0], scores_NK[4])
 
 
-def test_documents_may_be_mapped_into_memory(tmp_path):
-    d_MD = codes(50, seed=1)
-    np.save(tmp_path / "d.npy", d_MD)
-    mapped = np.load(tmp_path / "d.npy", mmap_mode="r")
-    same(top_k(codes(5), mapped, 9), naive(codes(5), d_MD, 9))
-
-
 def test_a_ceiling_hides_what_scores_more_and_lowest_turns_the_order_round(tiling):
     q_ND, d_MD = codes(20), codes(50, seed=1)
     ceiling_N = np.linspace(-0.9, 0.9, 20).astype(np.float32)
@@ -206,13 +198,11 @@ def test_two_steps_rescore_the_candidates(monkeypatch):
 
 
 def test_two_steps_say_what_does_not_match():
-    bits = packed(5, 8)
-    with pytest.raises(ValueError, match="got 5 and 5 queries, 6 and 5 documents, uint8"):
-        two_step(codes(5), codes(6), bits, bits, 2, candidates=3)
-    with pytest.raises(ValueError, match="documents, int8"):
-        two_step(codes(5), codes(5), bits, bits.view(np.int8), 2, candidates=3)
+    for documents, bits in ((codes(6), packed(5, 8)), (codes(5), packed(5, 8).view(np.int8))):
+        with pytest.raises(ValueError, match="both kinds of embeddings of the same texts, and packed bits"):
+            two_step(codes(5), documents, packed(5, 8), bits, 2, candidates=3)
     with pytest.raises(ValueError, match="candidates is 1: the 2 best are chosen from them"):
-        two_step(codes(5), codes(5), bits, bits, 2, candidates=1)
+        two_step(codes(5), codes(5), packed(5, 8), packed(5, 8), 2, candidates=1)
 
 
 def test_a_saved_index_finds_what_an_index_in_memory_finds(tmp_path, monkeypatch):
@@ -257,14 +247,6 @@ def test_similarity_of_int8_codes_is_exact(dimensions):
     # Equal codes tie exactly, wherever they stand.
     repeated = similarity(q, np.concatenate([d, d[::-1]]))
     assert torch.equal(repeated[:, :40], repeated[:, 40:].flip(1))
-
-
-@pytest.mark.parametrize(("rows", "size"), [(1, 3), (17, 1024), (24, 8), (33, 30)])
-def test_what_a_gpu_multiplies_is_padded_with_zeros(rows, size):
-    x = torch.randint(-127, 128, (rows, size), dtype=torch.int8)
-    padded = _padded(x)
-    assert len(padded) >= 17 and len(padded) % 8 == padded.shape[1] % 8 == 0
-    assert torch.equal(padded[:rows, :size], x) and padded.int().abs().sum() == x.int().abs().sum()
 
 
 def test_similarity_of_floats_bits_and_mixtures():

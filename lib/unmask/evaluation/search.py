@@ -244,9 +244,7 @@ def two_step(
     """
     if len(q_ND) != len(q_bits_NB) or len(d_MD) != len(d_bits_MB) or d_bits_MB.dtype != np.uint8:
         raise ValueError(
-            f"two_step needs both kinds of embeddings of the same texts, and packed bits as uint8; got "
-            f"{len(q_ND)} and {len(q_bits_NB)} queries, {len(d_MD)} and {len(d_bits_MB)} documents, "
-            f"{d_bits_MB.dtype}"
+            "two_step needs both kinds of embeddings of the same texts, and packed bits as uint8"
         )
     if candidates < k:
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
@@ -347,13 +345,8 @@ def _scaled(dots_XY: Tensor, q_inverse: Tensor, d_inverse: Tensor) -> Tensor:
 
 def _inverse_norms(codes_XD: Tensor) -> Tensor:
     """1 / Euclidean norm (X,), float64, of int8 codes; zero for zero vectors."""
-    squares_X = torch.cat(
-        [
-            sum(part_RW.square().sum(dim=1).double() for part_RW in rows_RD.float().split(EXACT_WIDTH, 1))
-            for rows_RD in codes_XD.split(ROWS)
-        ]
-    )
-    return squares_X.rsqrt().masked_fill(squares_X == 0, 0)
+    norm_X = torch.cat([rows_RD.double().norm(dim=1) for rows_RD in codes_XD.split(ROWS)])
+    return norm_X.reciprocal().masked_fill(norm_X == 0, 0)
 
 
 def _values(embeddings: Tensor) -> Tensor:
