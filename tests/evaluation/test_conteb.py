@@ -98,12 +98,6 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.mirror
-def test_the_mirrors_squad_is_all_of_its_validation_split():
-    task = squad(questions=20_000)
-    assert (len(task.documents), len(task.chunks), len(task.queries)) == (48, 2067, 10570)
-
-
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 @pytest.mark.parametrize("readme", [False, True])
 def test_a_folder_is_read_with_and_without_readme_and_may_have_several_answers(tmp_path, readme, suffix):
@@ -209,15 +203,6 @@ def test_the_theme_is_named_in_the_first_chunk_only():
     ]
 
 
-def test_built_rows_are_what_the_loader_reads(tmp_path):
-    documents, queries = build([ROW, ROW], tiny.tokenizer(), length=20)
-    task = load(repository(tmp_path / "own", documents, queries, split="test"))
-    assert task == as_task("own", documents, queries)
-    assert len(task.documents) == 2 and len(task.queries) == 6
-    half = len(task.documents[0])
-    assert task.relevant[3:] == [{chunk + half for chunk in relevant} for relevant in task.relevant[:3]]
-
-
 def question(**changes):
     return {**ROW, "questions": [ROW["questions"][0], ROW["questions"][0] | changes]}
 
@@ -289,19 +274,6 @@ def test_a_larger_corpus_is_harder_and_the_whole_one_is_the_task():
     assert not np.array_equal(sizes[2], at_corpus_size(task, scores, 4, seed=1))
     with pytest.raises(ValueError, match="has 9 documents, not 10"):
         at_corpus_size(task, scores, 10)
-
-
-def test_a_corpus_of_one_document_is_a_ranking_of_its_own_chunks():
-    task, scores = random_task(np.random.default_rng(1))
-    first = np.cumsum([0, *map(len, task.documents)])
-    alone = at_corpus_size(task, scores, 1)
-    for q, relevant in enumerate(task.relevant):
-        owners = {int(np.searchsorted(first, chunk, side="right")) - 1 for chunk in relevant}
-        columns = [c for d in sorted(owners) for c in range(first[d], first[d + 1])]
-        single = Task(
-            "s", "contextual", ["q"], [["x"] * len(columns)], [{columns.index(c) for c in relevant}]
-        )
-        assert alone[q] == pytest.approx(ndcg(single, scores[q : q + 1, columns])[0])
 
 
 def test_the_first_documents_keep_their_queries():

@@ -89,10 +89,6 @@ def test_a_ranking_has_the_metrics_of_its_scores(scores):
     assert set(nothing.values()) == {0}
 
 
-def test_relevant_documents_may_have_numbers_beyond_those_ranked():
-    assert ranking_metrics(np.array([[1, 0], [0, 1]]), [{10**6}, {0, 7}], (2,))["recall@2"] == 0.25
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -169,9 +165,3 @@ def test_bm25_of_nothing():
     assert Bm25(["word"]).scores([]).shape == (0, 1)
     with pytest.raises(ValueError, match="at least one document"):
         Bm25([])
-
-
-def test_bm25_size_is_that_of_its_postings():
-    one, two = Bm25(["red apple apple"]), Bm25(["red apple apple", "red pear"])
-    assert two.nbytes - one.nbytes == 2 * (4 + 4) + 8  # weight and number of two postings; one more word
-    assert Bm25(["", "!"]).nbytes == 0

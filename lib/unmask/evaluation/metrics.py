@@ -84,7 +84,7 @@ def best_columns(scores_NM: Tensor, k: int, document_ids: Sequence[str] | None =
     descending = sorted(range(documents), key=ids.__getitem__, reverse=True)
     column_M = torch.tensor(descending, device=scores_NM.device)
     tiles = scores_NM.split(max(1, CACHED // documents))
-    places = [best_of(scores_QM[:, column_M], min(k, documents))[1] for scores_QM in tiles]
+    places = [best_of(scores_QM.T[column_M], min(k, documents))[1] for scores_QM in tiles]
     return column_M[torch.cat(places)].cpu().numpy()
 
 

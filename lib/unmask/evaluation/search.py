@@ -158,15 +158,15 @@ class Exact:
         q_tiles = _tensor(q_ND).to(device).split(queries)
         ceilings = [None] * len(q_tiles)
         if ceiling_N is not None:
-            ceilings = torch.as_tensor(ceiling_N, device=device)[:, None].split(queries)
+            ceilings = torch.as_tensor(ceiling_N, device=device).split(queries)
         best: list = [None] * len(q_tiles)
         for start in range(0, len(self.d_MD), step):
             d_TD = _tensor(self.d_MD[start : start + step]).to(device)
-            for tile, (q_QD, ceiling_Q1) in enumerate(zip(q_tiles, ceilings, strict=True)):
-                scores_QT = self._scores(q_QD, d_TD, start)
-                if ceiling_Q1 is not None:
-                    scores_QT.masked_fill_(scores_QT > ceiling_Q1, -torch.inf)
-                best[tile] = best_of(scores_QT.neg_() if lowest else scores_QT, k, start, best[tile])
+            for tile, (q_QD, ceiling_Q) in enumerate(zip(q_tiles, ceilings, strict=True)):
+                scores_TQ = self._scores(q_QD, d_TD, start)
+                if ceiling_Q is not None:
+                    scores_TQ.masked_fill_(scores_TQ > ceiling_Q, -torch.inf)
+                best[tile] = best_of(scores_TQ.neg_() if lowest else scores_TQ, k, start, best[tile])
         scores_NK, ids_NK = (torch.cat(parts).cpu().numpy() for parts in zip(*best, strict=True))
         return -scores_NK if lowest else scores_NK, ids_NK
 
@@ -180,37 +180,37 @@ class Exact:
         return queries, max(step // GROUP, 1) * GROUP
 
     def _scores(self, q_QD: Tensor, d_TD: Tensor, start: int) -> Tensor:
-        """Cosines (Q, T), computed with documents as rows, which is fastest."""
+        """Cosines (T, Q): with documents as rows, the product and its maxima are fastest."""
         if d_TD.dtype != torch.int8:
-            return similarity(d_TD, q_QD).float().T
+            return similarity(d_TD, q_QD).float()
         inverse_T1 = self.inverse_M[start : start + len(d_TD), None].to(d_TD.device)
-        return _scaled(_dots(d_TD, q_QD), _inverse_norms(q_QD), inverse_T1).T
+        return _scaled(_dots(d_TD, q_QD), _inverse_norms(q_QD), inverse_T1)
 
 
 def best_of(
-    scores_QT: Tensor, k: int, start: int = 0, before: tuple[Tensor, Tensor] | None = None
+    scores_TQ: Tensor, k: int, start: int = 0, before: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k best of each row, in order: scores and columns. Of equal scores, the lower column is better.
+    """The k best of each column, in order: scores and rows (Q, K). Of equal scores, the earlier is better.
 
-    Columns come in groups. A group whose maximum is below the k-th highest maximum, or not above the k-th
-    best score so far, holds nothing that is needed; all others are sorted.
+    Rows come in groups. A group whose maximum is below the k-th highest maximum, or not above the k-th best
+    score so far, holds nothing that is needed; all others are sorted.
 
     Args:
-        scores_QT: not NaN.
-        start: number of the first column.
-        before: what was found in columns below `start`, to be joined.
+        scores_TQ: not NaN.
+        start: number of the first row.
+        before: what was found in rows before `start`, to be joined.
     """
-    if missing := -scores_QT.shape[1] % GROUP:
-        scores_QT = pad(scores_QT, (0, missing), value=-torch.inf)
-    scores_QGT = scores_QT.unflatten(1, (-1, GROUP))
-    highest_QG = scores_QGT.amax(dim=2).contiguous()
-    least_Q1 = highest_QG.topk(min(k, highest_QG.shape[1])).values[:, -1:]
-    if before is not None and before[0].shape[1] == k:
-        worst_Q1 = before[0][:, -1:]
-        least_Q1 = least_Q1.maximum(worst_Q1.nextafter(torch.full_like(worst_Q1, torch.inf)))
+    if missing := -len(scores_TQ) % GROUP:
+        scores_TQ = pad(scores_TQ, (0, 0, 0, missing), value=-torch.inf)
+    scores_GTQ = scores_TQ.unflatten(0, (-1, GROUP))
+    highest_QG = scores_GTQ.amax(dim=1).T.contiguous()
+    if before is None or before[0].shape[1] < k:
+        least_Q1 = highest_QG.topk(min(k, highest_QG.shape[1])).values[:, -1:]
+    else:  # above the worst so far
+        least_Q1 = before[0][:, -1:].nextafter(torch.full_like(highest_QG[:, :1], torch.inf))
     count = int((highest_QG >= least_Q1).sum(dim=1).max())
     group_QC1 = highest_QG.topk(count).indices.sort().values[..., None]
-    scores_QX = scores_QGT.gather(1, group_QC1.expand(-1, -1, GROUP)).flatten(1)
+    scores_QX = scores_GTQ.permute(2, 0, 1).gather(1, group_QC1.expand(-1, -1, GROUP)).flatten(1)
     ids_QX = (start + GROUP * group_QC1 + torch.arange(GROUP, device=group_QC1.device)).flatten(1)
     if before is not None:
         scores_QX, ids_QX = (torch.cat(parts, dim=1) for parts in zip(before, (scores_QX, ids_QX)))
@@ -244,9 +244,7 @@ def two_step(
     """
     if len(q_ND) != len(q_bits_NB) or len(d_MD) != len(d_bits_MB) or d_bits_MB.dtype != np.uint8:
         raise ValueError(
-            f"two_step needs both kinds of embeddings of the same texts, and packed bits as uint8; got "
-            f"{len(q_ND)} and {len(q_bits_NB)} queries, {len(d_MD)} and {len(d_bits_MB)} documents, "
-            f"{d_bits_MB.dtype}"
+            "two_step needs both kinds of embeddings of the same texts, and packed bits as uint8"
         )
     if candidates < k:
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
@@ -347,13 +345,8 @@ def _scaled(dots_XY: Tensor, q_inverse: Tensor, d_inverse: Tensor) -> Tensor:
 
 def _inverse_norms(codes_XD: Tensor) -> Tensor:
     """1 / Euclidean norm (X,), float64, of int8 codes; zero for zero vectors."""
-    squares_X = torch.cat(
-        [
-            sum(part_RW.square().sum(dim=1).double() for part_RW in rows_RD.float().split(EXACT_WIDTH, 1))
-            for rows_RD in codes_XD.split(ROWS)
-        ]
-    )
-    return squares_X.rsqrt().masked_fill(squares_X == 0, 0)
+    norm_X = torch.cat([rows_RD.double().norm(dim=1) for rows_RD in codes_XD.split(ROWS)])
+    return norm_X.reciprocal().masked_fill(norm_X == 0, 0)
 
 
 def _values(embeddings: Tensor) -> Tensor:

@@ -85,16 +85,13 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
             rows.setdefault(("contextual", row["task"]), []).append(row)
     tasks = []
     for family, name in sorted(rows, key=lambda key: (FAMILIES.index(key[0]), key[1])):
-        if family == "contextual":
-            task = _document_task(name, family, _by_hash(rows[family, name], "document_id"), config)
-        else:
-            task = _pair_task(name, family, _by_hash(rows[family, name], "query", "document"), config)
-        if not task.queries:
+        make = _document_task if family == "contextual" else _pair_task
+        tasks.append(make(name, family, rows[family, name], config))
+        if not tasks[-1].queries:
             raise ValueError(
                 f"the {split} split gives no task {name!r} of at most {config.max_documents} chunks: "
                 "raise evaluation.max_documents"
             )
-        tasks.append(task)
     if not tasks:
         raise ValueError(
             f"the corpus holds nothing out for {split!r}: set hold_out in the registry of its sources, or "
@@ -103,36 +100,32 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
     return tasks
 
 
-def _by_hash(rows: list[dict], *columns: str) -> list[dict]:
-    return sorted(rows, key=lambda row: hashlib.sha256("\0".join(row[c] for c in columns).encode()).digest())
+def _hash(*texts: str) -> bytes:
+    return hashlib.sha256("\0".join(texts).encode()).digest()
 
 
 def _pair_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
-    rows = rows[: config.max_documents]
+    rows = sorted(rows, key=lambda row: _hash(row["query"], row["document"]))[: config.max_documents]
     texts = sorted({row["document"] for row in rows})
     number = {text: i for i, text in enumerate(texts)}
     of_key: dict[str, set[int]] = {}
     for row in rows:
         of_key.setdefault(row["key"], set()).add(number[row["document"]])
     asked = rows[: config.max_queries]
-    return Task(
-        name, family, [r["query"] for r in asked], [[t] for t in texts], [of_key[r["key"]] for r in asked]
-    )
+    relevant = [of_key[row["key"]] for row in asked]
+    return Task(name, family, [row["query"] for row in asked], [[text] for text in texts], relevant)
 
 
 def _document_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
-    chosen, first, candidates = [], 0, []
-    for row in rows:
+    documents, asked, first = [], [], 0
+    for row in sorted(rows, key=lambda row: _hash(row["document_id"])):
         if first + len(row["chunks"]) > config.max_documents:
             break
-        chosen.append(list(row["chunks"]))
-        candidates += [
-            {"query": query, "gold": first + gold}
-            for query, gold in zip(row["queries"], row["golds"], strict=True)
-        ]
+        documents.append(list(row["chunks"]))
+        asked += [(query, {first + gold}) for query, gold in zip(row["queries"], row["golds"], strict=True)]
         first += len(row["chunks"])
-    asked = _by_hash(candidates, "query")[: config.max_queries]
-    return Task(name, family, [a["query"] for a in asked], chosen, [{a["gold"]} for a in asked])
+    asked = sorted(asked, key=lambda one: _hash(one[0]))[: config.max_queries]
+    return Task(name, family, [query for query, _ in asked], documents, [gold for _, gold in asked])
 
 
 def located(repo: str) -> str:
@@ -250,6 +243,6 @@ def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, 
     families: dict[str, list[float]] = {}
     for task in tasks:
         families.setdefault(task.family, []).append(means[task.name])
-    return {family: float(np.mean(values)) for family, values in families.items()} | {
-        "average": float(np.mean(list(means.values())))
+    return {
+        family: float(np.mean(row)) for family, row in (families | {"average": [*means.values()]}).items()
     }
