@@ -324,7 +324,8 @@ def scripts_of(language: str) -> regex.Pattern:
     """
     codes = _languages()
     if language not in codes:
-        raise ValueError(f"synthesis.languages: unknown language {language!r}{nearest(language, codes)}")
+        alike = [name for name in codes if name[:1] == language[:1].upper()]
+        raise ValueError(f"synthesis.languages: unknown language {language!r}{nearest(language, alike)}")
     parts = codes[language].split("_")
     likely = get_global("likely_subtags").get(parts[0], "").split("_")
     script = next((part for part in (*parts[1:], *likely[1:]) if len(part) == 4), None)
