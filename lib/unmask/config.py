@@ -88,6 +88,7 @@ class ParallelConfig:
     num_processes: int  # over all machines
     num_machines: int
     strategy: str  # "ddp": every process holds the model; "fsdp2": they share its parameters
+    launcher: str = ""  # what starts them, if they are on several machines: "srun torchrun --nnodes=8 …"
 
 
 @dataclass(frozen=True)
@@ -496,7 +497,7 @@ def _check(preset: Preset) -> None:
     if parallel.num_processes % parallel.num_machines:
         raise ConfigError(
             f"{where}: {parallel.num_processes} processes cannot be shared evenly by "
-            f"{parallel.num_machines} machines: change one of them (--gpus, --machines)"
+            f"{parallel.num_machines} machines: change one of them (--gpus, parallel.num_machines)"
         )
     if parallel.strategy not in ("ddp", "fsdp2"):
         raise ConfigError(f"{where}.strategy must be 'ddp' or 'fsdp2', got {parallel.strategy!r}")

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import psutil
 
 from unmask.store import repository
-from unmask.study.pipeline.signals import alive, send
 
 T = TypeVar("T")
 SEED = int(os.environ.get("UNMASK_FAULTS_SEED", "0"))
@@ -63,6 +62,23 @@ def environment(artifacts: Path) -> Mapping[str, str]:
         "PYTHONPATH": str(repository() / "lib"),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run. A zombie does not, and may never be collected where init does not do its work."""
+    running = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running
+
+
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Sends a signal to those that are still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def until(condition: Callable[[], T], what: str, seconds: float = 120, pause: float = 0.001) -> T:

@@ -28,10 +28,11 @@ from faults import (
     hidden,
     linux,
     say,
+    send,
     until,
 )
+from unmask.run import PREEMPTED
 from unmask.store import repository
-from unmask.study.pipeline.signals import PREEMPTED, send
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
 

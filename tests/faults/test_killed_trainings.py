@@ -19,6 +19,7 @@ import tiny
 import tiny_corpus
 from faults import (
     GRACE,
+    alive,
     assert_no_process_left,
     command,
     dice,
@@ -34,7 +35,6 @@ from unmask.config import load_preset
 from unmask.data import sources
 from unmask.models import backbone
 from unmask.run import PREEMPTED, Run
-from unmask.study.pipeline.signals import alive
 from unmask.training.checkpoint import MOMENTS, latest_checkpoint
 from unmask.training.launch import TrainingStopped, history, launch
 

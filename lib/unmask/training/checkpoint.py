@@ -73,17 +73,15 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path, fingerprint: str) -> Path | None:
-    """The newest complete checkpoint of the same training; what a kill left half-written or another training
-    wrote is removed."""
+    """The newest complete checkpoint of the same training; what a kill left half-written is removed, what
+    another training wrote stays."""
     found = None
     for path in sorted(folder.iterdir()):
         facts = _facts(path) if path.name.startswith("step-") else {}
-        if facts.get("fingerprint") == fingerprint and all(
-            (path / name).is_file() for name in facts["files"]
-        ):
-            found = path
-        else:
+        if not facts or not all((path / name).is_file() for name in facts["files"]):
             shutil.rmtree(path)
+        elif facts["fingerprint"] == fingerprint:
+            found = path
     return found
 
 

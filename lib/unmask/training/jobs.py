@@ -24,6 +24,7 @@ from unmask.config import (
     RerankerConfig,
     TrainConfig,
     preset_from,
+    resolved,
 )
 from unmask.data.blocks import Blocks, open_blocks
 from unmask.data.clusters import LSA, Neighbours, Surrogate, negative_similarity, neighbours
@@ -142,18 +143,28 @@ def stage_config(job: Mapping[str, Any]) -> tuple[Preset, TrainConfig]:
     return preset, replace(getattr(preset, job["stage"]), **job.get("changes", {}))
 
 
-def job_fingerprint(job: Mapping[str, Any]) -> str:
-    """Identifies everything that the result depends on: configuration, corpus, starting point, files and
-    code."""
+def made_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that the result of a job depends on: values of the preset and of the job, corpus, starting
+    point, files, and code."""
     preset, config = stage_config(job)
     files = {key: identity(Path(job[key])) for key in ("start", "tokenizer", "negatives") if job.get(key)}
     if _looks_around(config):
         files["surrogate"] = _surrogate(job, preset).identity
         files["clusters"] = fingerprint(replace(preset.clusters, surrogate=""))
-    shape = None if job.get("start") else preset.backbone
-    asked = job.get("groups"), job.get("milestones"), job.get("bidirectional")
-    parts = (config, shape and fingerprint(shape), preset.backbone.mask_token, asked, files)
-    return fingerprint(job["stage"], *parts, open_corpus(preset.data).hash, code_hash())
+    sections = {job["stage"]: config} | ({} if job.get("start") else {"backbone": preset.backbone})
+    return {
+        **{f"{name}.{key}": value for name, one in sections.items() for key, value in resolved(one).items()},
+        "backbone.mask_token": preset.backbone.mask_token,
+        **{key: job.get(key) for key in ("stage", "groups", "milestones", "bidirectional")},
+        **files,
+        "data": open_corpus(preset.data).hash,
+        "code": code_hash(),
+    }
+
+
+def job_fingerprint(job: Mapping[str, Any]) -> str:
+    """Identifies a training, see `made_of`."""
+    return fingerprint(made_of(job))
 
 
 def identity(path: Path) -> str:
