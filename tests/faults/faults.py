@@ -12,8 +12,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ LEFT = 20  # seconds after which no process may be left
 
 # A server that has the slow imports behind it and has never computed anything is safe and quick to fork.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["unmask.training.launch", "unmask.models.merge"])
+forkserver.set_forkserver_preload(["unmask.training.launch"])
 
 
 def dice(name: str) -> random.Random:
@@ -92,25 +92,6 @@ def until(condition: Callable[[], T], what: str, seconds: float = 120, pause: fl
 
 def say(number: signal.Signals, target: str, moment: str) -> None:
     print(f"  {number.name} to the {target}, {moment}", flush=True)
-
-
-@contextmanager
-def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Stops processes where they are, so that what they are at can be looked at and hit."""
-    processes = list(processes)
-    send(processes, signal.SIGSTOP)
-    until(lambda: all(_stopped(process) for process in processes), "processes to stop")
-    try:
-        yield
-    finally:
-        send(processes, signal.SIGCONT)
-
-
-def _stopped(process: psutil.Process) -> bool:
-    try:
-        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def family(pid: int) -> list[psutil.Process]:

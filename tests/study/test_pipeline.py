@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -243,14 +242,6 @@ def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond: Checkout) -> N
     assert plan(stages, stages, marks, diamond.folders) == []
     forced = plan(stages, select(stages, only="01"), marks, diamond.folders, force=True)
     assert [(task.stage.name, task.why) for task in forced] == [("01_left", "forced")]
-
-
-def test_folders_follow_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "scratch"))
-    folders = Folders.of("mine")
-    assert folders.artifacts == tmp_path / "scratch" / "mine"
-    assert folders.executed.parts[-2:] == ("papermill_runs", "mine")
-    assert folders.results.parts[-2:] == ("results", "mine")
 
 
 def share(processes: int, machines: int = 1, launcher: str = "", **options) -> list[Slot]:

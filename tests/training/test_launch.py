@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 import tiny
 import tiny_corpus
-from unmask.config import resolved
 from unmask.models import backbone
 from unmask.run import Run
 from unmask.store import write_atomic
@@ -192,14 +191,6 @@ def test_sigterm_in_the_second_of_three_keeps_what_was_done(start, tmp_path, pro
     assert (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done] == before
 
 
-def test_a_start_that_is_no_checkpoint_is_refused_by_the_training(start, tmp_path):
-    run = Run.open("02_pair", "smoke", OVERRIDES, run="r")
-    job = {"values": resolved(run.config), "stage": "pair", "folder": str(tmp_path / "f"), "fingerprint": "a"}
-    with pytest.raises(ValueError, match="is no checkpoint: there is no such directory"):
-        run_job(job | {"start": str(tmp_path / "none")}, lambda row: None)
-    assert not (tmp_path / "f").exists()
-
-
 # At a low rate: rounding to INT8 amplifies what two processes round otherwise.
 TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-4}
 
@@ -211,31 +202,6 @@ def processes_of(folder):
         if any(str(folder) in part for part in process.info["cmdline"] or []) and not dead(process):
             found.append(process)
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", [OVERRIDES, TWO], ids=["one process", "two processes"])
-def test_sigterm_reaches_the_training_which_saves_itself(start, tmp_path, overrides, capfd):
-    never = overrides | {"pair.checkpoint_every": 1000, "pair.steps": 1000}
-    run, folder = Run.open("02_pair", "smoke", never, run="r"), tmp_path / "r" / "02_pair" / "pair"
-
-    def notebook():
-        try:
-            launch(run, "pair", {"start": start})
-        except TrainingStopped as stop:
-            print(f"STOPPED {stop}")
-
-    process = multiprocessing.get_context("fork").Process(target=notebook)
-    process.start()
-    wait_for(lambda: not process.is_alive() or "loss" in capfd.readouterr().out, seconds=120)
-    process.terminate()
-    process.join(60)
-    said = capfd.readouterr().out
-    assert process.exitcode == 0
-    (checkpoint,) = folder.glob("checkpoints/step-*")
-    assert f"STOPPED training pair was told to stop after {int(checkpoint.name[5:])} steps" in said
-    assert not processes_of(folder)
-    assert len(history(folder / "model")) == int(checkpoint.name[5:])
 
 
 @pytest.mark.slow

@@ -364,8 +364,10 @@ def run_stages(
         for one in crew.run():
             if one.status == 0:
                 _finish(one, marks[one.stage.name], folders)
-            provenance.record(folders, about, one.stage.name, one.outcome(about))
+            provenance.record(folders, about, one.stage.name, one.outcome())
     if crew.stopped and crew.left:
+        for failure in crew.failures:  # of before
+            _say(failure)
         raise Interrupted(crew.stopped, crew.killed)
     if crew.failures:
         raise NotebookError("\n".join(crew.failures))
@@ -402,7 +404,7 @@ class _Process:
             left = f"about {clock(max(self.estimate - self.seconds, 0))} left"
         return f"{self.title} · {clock(self.seconds)} elapsed · {left}"
 
-    def outcome(self, about: dict[str, Any]) -> dict[str, Any]:
+    def outcome(self) -> dict[str, Any]:
         """For the record of the run."""
         return {
             "started": _utc(self.started),
@@ -410,8 +412,6 @@ class _Process:
             "peak_memory_bytes": self.peak,
             "exit_status": int(self.status != 0),
             "resumed": self.resumed,
-            "commit": about["commit"],
-            "dirty": about["dirty"],
         }
 
 

@@ -59,6 +59,7 @@ def record(folders: Folders, about: dict[str, Any], stage: str, outcome: dict[st
 
     The hash of the corpus comes from the first notebook's metrics, where these hold one.
     """
+    outcome |= {key: about[key] for key in ("commit", "dirty")}
     stages = read(folders).get("stages", {}) | {stage: outcome}
     corpus = _json(folders.results / "00_backbone.json").get("corpus_hash")
     document = about | {"corpus_hash": corpus, "stages": dict(sorted(stages.items()))}
