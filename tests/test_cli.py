@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -205,7 +204,7 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
     (checkout.root / ".venv" / "bin" / "activate").touch()
     checkout.path_with("scontrol", '[ "$1" = show ] && printf "node-a\\nnode-b\\n" || echo "$@" >> "$LOG"')
     stopped = "trap 'kill $!; exit 75' TERM; kill $PPID; sleep 9 & wait" if status == 75 else f"exit {status}"
-    path = checkout.path_with("unmask", f'echo "$HEAD" "$@" >> "$LOG"; {stopped}')
+    path = checkout.path_with("unmask", f'printf "%s\\n" "$HEAD" "$@" > "$LOG.unmask"; {stopped}')
     log = checkout.root / "log"
     slurm = {
         "SLURM_SUBMIT_DIR": str(checkout.root),
@@ -223,10 +222,11 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
         ["bash", template, *arguments], env=environment, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == status and result.stderr == ""
-    head, *others = log.read_text().splitlines()
-    assert others == (["requeue 7"] if requeued else [])
-    options = cli._parser().parse_args(shlex.split(head)[1:])
-    assert head.startswith("node-a run ") and (options.gpus, options.preset) == (16, "paper-0.6b")
+    assert not requeued or log.read_text() == "requeue 7\n"
+    assert log.exists() == requeued
+    head, *command = log.with_name("log.unmask").read_text().splitlines()
+    options = cli._parser().parse_args(command)
+    assert (head, options.gpus, options.preset) == ("node-a", 16, "paper-0.6b")
     parallel = load_preset(options.preset, cli._overrides(options.set)).parallel
     assert parallel.num_machines == 2
     assert parallel.launcher.startswith("srun ") and "--nnodes=2 --nproc-per-node=8" in parallel.launcher

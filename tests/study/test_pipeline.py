@@ -129,22 +129,19 @@ def test_selection(diamond: Checkout) -> None:
         select(stages, start="02", stop="01")
 
 
-def test_every_stage_is_due_until_it_ran(diamond: Checkout) -> None:
+def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond: Checkout) -> None:
     assert set(reasons(diamond).values()) == {"never ran"}
-    all_done(diamond)
-
-
-def test_a_changed_notebook_makes_it_and_what_follows_due(diamond: Checkout) -> None:
-    all_done(diamond)
-    diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
-    assert reasons(diamond) == {"01_left": "notebook changed", "03_join": "input 01_left changed"}
-
-
-def test_a_changed_preset_section_concerns_only_those_who_read_it(diamond: Checkout) -> None:
     all_done(diamond)
     assert reasons(diamond, PRESET | {"pair": {"steps": 11}, "merge": {"t": [0.5]}}) == {
         "01_left": "preset section pair changed",
         "03_join": "input 01_left changed",
+    }
+    diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
+    (diamond.folders.executed / "04_apart.ipynb").unlink()
+    assert reasons(diamond) == {
+        "01_left": "notebook changed",
+        "03_join": "input 01_left changed",
+        "04_apart": "executed notebook is missing",
     }
 
 
@@ -193,12 +190,6 @@ def test_what_a_reader_leaves_in_a_notebook_does_not_count(diamond: Checkout) ->
     document["metadata"] |= {"kernelspec": {"name": "other"}, "language_info": {"version": "3.12.1"}}
     path.write_text(json.dumps(document))
     assert reasons(diamond) == {}
-
-
-def test_a_missing_executed_notebook_is_made_again(diamond: Checkout) -> None:
-    all_done(diamond)
-    (diamond.folders.executed / "01_left.ipynb").unlink()
-    assert reasons(diamond) == {"01_left": "executed notebook is missing"}
 
 
 def test_a_stage_made_from_an_old_input_stays_due(diamond: Checkout) -> None:
