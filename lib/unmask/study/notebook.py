@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import psutil
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -93,7 +94,7 @@ class Execution:
             finally:
                 with contextlib.suppress(ProcessLookupError, TypeError):
                     os.killpg(self.kernel, signal.SIGKILL)  # what the notebook left running
-                self._hide_paths()
+                self._clean()
         if self.stopped:
             raise SystemExit(PREEMPTED)
         return self._named(
@@ -117,10 +118,14 @@ class Execution:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.kernel, number)
 
-    def _hide_paths(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            path = Path(self.job["output"])
-            write_atomic(path, self._named(path.read_text(encoding="utf8")))
+    def _clean(self) -> None:
+        """Takes from the executed notebook this machine's paths and what a vanished progress bar left."""
+        path = Path(self.job["output"])
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs = [one for one in cell.outputs if "text" not in one or one.text.strip()]
+        write_atomic(path, self._named(nbformat.writes(notebook) + "\n"))
 
     def _named(self, text: str) -> str:
         """A text with paths as a reader of the checkout would write them."""
