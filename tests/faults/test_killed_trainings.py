@@ -34,7 +34,7 @@ from unmask.training.launch import TrainingStopped, history, launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
 
-STEPS, EVERY = 200, 4  # in all, and between two checkpoints
+STEPS, EVERY = 120, 4  # in all, and between two checkpoints
 OVERRIDES = {
     "pair.steps": STEPS,
     "pair.batch": 8,
@@ -122,7 +122,7 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(workspace, strategy):
         return start(notebook, workspace, workspace, name, overrides)
 
     whole = begin("whole")
-    whole.join(120)
+    whole.join(300)
     assert whole.exitcode == 0, (workspace / "processes.log").read_text()
     expected = workspace / "whole" / "02_pair" / "pair" / "model"
 
@@ -138,7 +138,7 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(workspace, strategy):
             assert history(folder / "model")[-1]["step"] < newest_step(folder)
 
     last = begin("hit")
-    last.join(120)
+    last.join(300)
     assert last.exitcode == 0, (workspace / "processes.log").read_text()
     assert_no_process_left(workspace, [])
     model = folder / "model"
