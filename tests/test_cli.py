@@ -12,7 +12,7 @@ import pytest
 import unmask
 from toy_checkout import Checkout
 from unmask import cli
-from unmask.config import TRAINED
+from unmask.config import TRAINED, load_preset
 from unmask.store import repository
 
 
@@ -64,7 +64,7 @@ def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(seeds: Checkout) -
     (seeds.root / "broken").touch()
     first = seeds.unmask(*command)
     assert first.returncode == 1 and "00_pair" in first.stderr
-    assert executed(seeds, "smoke-seed1") == executed(seeds, "smoke") == []
+    assert executed(seeds, "smoke") == []
     (seeds.root / "broken").unlink()
     second = seeds.unmask(*command)
     assert second.returncode == 0, second.stderr
@@ -132,7 +132,7 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
 
 
 def test_a_dry_run_plans_machines_that_are_elsewhere(two: Checkout) -> None:
-    arguments = ("--gpus", "8", "--machines", "2", "--machine-rank", "1", "--dry-run")
+    arguments = ("--gpus", "8", "--set", "parallel.num_machines=2", "--dry-run")
     result = two.unmask("run", "--preset", "smoke", *arguments)
     assert result.returncode == 0 and result.stderr == ""
     assert "plan of preset 'smoke' on 8 GPUs, ddp" in result.stdout
@@ -158,12 +158,13 @@ def test_status_of_a_run_that_never_was(two: Checkout) -> None:
         (["--from", "01", "--to", "00"], "--to 00: 00_backbone comes before 01_pair, where --from 01 begins"),
         (["--only", "01"], "01_pair needs the output of 00_backbone, which never ran"),
         (["--run", "../elsewhere"], "take one without '/'"),
-        (["--gpus", "3", "--machines", "2"], "3 processes cannot be shared evenly by 2 machines"),
+        (
+            ["--gpus", "3", "--set", "parallel.num_machines=2"],
+            "3 processes cannot be shared evenly by 2 machines",
+        ),
         (["--gpus", "0"], "parallel.num_processes must be greater than or equal to 1, got 0"),
         (["--gpus", "2"], "--gpus 2: this machine has no GPU; --set parallel.num_processes=2 trains with"),
-        (["--gpus", "2", "--machines", "2"], "2 machines: name the one with rank 0 by --main-host"),
-        (["--machine-rank", "1"], "--machine-rank 1: there is one machine; see --machines"),
-        (["--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["--gpus", "2", "--set", "parallel.num_machines=2"], "2 machines need parallel.launcher"),
         (["--run", "seeds"], "--run seeds: a run's name is its folders', and this one is taken"),
     ],
 )
@@ -186,76 +187,24 @@ def test_a_grace_period_that_is_none_is_refused(two: Checkout) -> None:
 
 
 def test_what_is_asked_for_on_the_command_line_is_in_the_executed_notebook(two: Checkout) -> None:
-    result = two.unmask("run", "--preset", "smoke", "--only", "00", "--gpus", "1", "--machines", "1")
+    result = two.unmask("run", "--preset", "smoke", "--only", "00", "--gpus", "1")
     assert result.returncode == 0, result.stderr
     parameters = "".join(two.executed("00_backbone")["cells"][2]["source"])
-    assert 'overrides = {"parallel.num_processes": 1, "parallel.num_machines": 1}' in parameters
+    assert 'overrides = {"parallel.num_processes": 1}' in parameters
     again = two.unmask("run", "--preset", "smoke", "--only", "00", "--set", "parallel.num_processes=2")
     assert again.stdout.startswith("nothing to do: 00_backbone is up to date")
 
 
-@pytest.mark.parametrize(
-    ("cell", "status", "said"),
-    [
-        ("import os; assert os.environ['UNMASK_MAIN_HOST'] == 'localhost'", 0, ""),
-        ("1 / 0", 1, "unmask: the main machine's run ended with status 1"),
-        ("import os, signal; os.kill(os.getppid(), signal.SIGTERM)", 75, "unmask: pre-empted (SIGTERM)"),
-    ],
-)
-def test_the_other_machines_end_as_the_first_one_does(
-    checkout: Checkout, cell: str, status: int, said: str
-) -> None:
-    checkout.notebook("00_backbone", [cell, "import time; time.sleep(1)"])
-    path = checkout.path_with("nvidia-smi", "exit 9")
-    several = ["--machines", "2", "--main-host", "localhost", "--set", "parallel.num_processes=2"]
-    command = ["run", "--preset", "smoke", *several]
-    other = checkout.start(*command, "--machine-rank", "1", PATH=path)
-    try:
-        line = other.stdout.readline()
-        first = checkout.unmask(*command, PATH=path)
-        _, errors = other.communicate(timeout=60)
-    finally:
-        other.kill()
-    assert line == "machine 1: waiting for the machine with rank 0\n"
-    assert (first.returncode, other.returncode) == (status, status), first.stderr + errors
-    assert errors.startswith(said) and "Traceback" not in errors
-    if not status:
-        late = checkout.unmask(*command, "--machine-rank", "1", PATH=path)
-        assert late.returncode == 0 and late.stdout.startswith("nothing to do")
-
-
-def test_a_machine_that_waits_for_the_first_one_can_be_stopped(two: Checkout) -> None:
-    several = ["--machines", "2", "--main-host", "localhost", "--set", "parallel.num_processes=2"]
-    path = two.path_with("nvidia-smi", "exit 9")
-    other = two.start("run", "--preset", "smoke", *several, "--machine-rank", "1", PATH=path)
-    try:
-        other.stdout.readline()
-        other.terminate()
-        _, errors = other.communicate(timeout=30)
-    finally:
-        other.kill()
-    assert other.returncode == 75 and errors.startswith("unmask: pre-empted (SIGTERM)")
-
-
-SRUN = """while [ "${1#--}" != "$1" ]; do shift; done
-SLURM_NODEID=0 "$@"; first=$?
-SLURM_NODEID=1 "$@"; second=$?
-[ $first -gt $second ] && exit $first
-exit $second"""
-SCONTROL = '[ "$1" = show ] && printf "node-a\\nnode-b\\n" || echo "$@" >> "$LOG"'
-
-
 @pytest.mark.parametrize(("status", "requeued"), [(0, False), (1, False), (75, True)])
-def test_the_slurm_template_starts_one_run_per_node_and_goes_on_after_pre_emption(
+def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emption(
     checkout: Checkout, status: int, requeued: bool
 ) -> None:
     template = repository() / "papermill_runs" / "slurm.sbatch"
-    subprocess.run(["bash", "-n", template], check=True)
     (checkout.root / ".venv" / "bin").mkdir(parents=True)
     (checkout.root / ".venv" / "bin" / "activate").touch()
-    checkout.path_with("srun", SRUN)
-    checkout.path_with("scontrol", SCONTROL)
-    path = checkout.path_with("unmask", f'echo "$@" >> "$LOG"; exit {status}')
+    checkout.path_with("scontrol", '[ "$1" = show ] && printf "node-a\\nnode-b\\n" || echo "$@" >> "$LOG"')
+    stopped = "trap 'kill $!; exit 75' TERM; sleep 9 & kill $PPID; wait" if status == 75 else f"exit {status}"
+    path = checkout.path_with("unmask", f'printf "%s\\n" "$HEAD" "$@" > "$LOG.unmask"; {stopped}')
     log = checkout.root / "log"
     slurm = {
         "SLURM_SUBMIT_DIR": str(checkout.root),
@@ -268,17 +217,20 @@ def test_the_slurm_template_starts_one_run_per_node_and_goes_on_after_pre_emptio
     environment = (
         checkout.environment | slurm | {"PATH": path, "LOG": str(log), "UNMASK_ARTIFACTS": "/shared"}
     )
-    arguments = ["--preset", "smoke", "--set", "pair.lr=1e-3"]
+    arguments = ["--preset", "paper-0.6b", "--set", "pair.lr=1e-3"]
     result = subprocess.run(
         ["bash", template, *arguments], env=environment, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == status and result.stderr == ""
-    lines = log.read_text().splitlines()
-    assert lines[2:] == (["requeue 7"] if requeued else [])
-    for rank, line in enumerate(lines[:2]):
-        options = cli._parser().parse_args(line.split())
-        assert (options.gpus, options.machines, options.machine_rank) == (16, 2, rank)
-        assert (options.main_host, options.preset, options.set) == ("node-a", "smoke", ["pair.lr=1e-3"])
+    assert not requeued or log.read_text() == "requeue 7\n"
+    assert log.exists() == requeued
+    head, *command = log.with_name("log.unmask").read_text().splitlines()
+    options = cli._parser().parse_args(command)
+    assert (head, options.gpus, options.preset) == ("node-a", 16, "paper-0.6b")
+    parallel = load_preset(options.preset, cli._overrides(options.set)).parallel
+    assert parallel.num_machines == 2
+    assert parallel.launcher.startswith("srun ") and "--nnodes=2 --nproc-per-node=8" in parallel.launcher
+    assert parallel.launcher.endswith("--rdzv-backend=c10d --rdzv-endpoint=node-a:29500")
 
 
 def test_a_full_disk_is_noticed_at_the_start(

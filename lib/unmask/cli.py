@@ -13,7 +13,6 @@ import fcntl
 import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,13 +21,14 @@ from typing import Any
 import yaml
 
 from unmask import __version__
+from unmask.children import on_signal
 from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved, seeded
 from unmask.data import manifest, mirror
 from unmask.models import pretrained
 from unmask.models.pretrained import require_checkpoint
-from unmask.run import GRACE, PREEMPTED, grace_seconds, seed_run
-from unmask.study.pipeline import graph, machines, signals
-from unmask.study.pipeline.graph import Due, Folders, PipelineError
+from unmask.run import GRACE, Folders, grace_seconds, seed_run
+from unmask.study import pipeline, provenance
+from unmask.study.pipeline import Due, PipelineError
 
 FREE_BYTES = 2**30  # of disk space; a cpu run needs less than this
 
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     With --seeds K the run is repeated with the seeds 1 to K − 1, each as a run of its own, before it is
     executed itself: its report holds what all of them found.
     """
-    with signals.on_signal(signals.interrupt):
+    with on_signal(pipeline.interrupt):
         for seed in _seeds(options):
             _run(options, arguments, seed)
     return 0
@@ -68,27 +68,26 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _run(options: argparse.Namespace, arguments: list[str], seed: int | None) -> None:
     overrides = _overrides(options.set, seed)
-    for key, value in (("num_processes", options.gpus), ("num_machines", options.machines)):
-        if value is not None:
-            overrides[f"parallel.{key}"] = value
+    if options.gpus is not None:
+        overrides["parallel.num_processes"] = options.gpus
     preset = load_preset(options.preset, overrides)
     if preset.backbone.checkpoint and not (options.dry_run and _packaged(preset)):
         require_checkpoint(preset.backbone.checkpoint)
     name = _run_name(options, seed)
     folders = Folders.of(name)
-    stages = graph.discover(folders.notebooks, SECTIONS)
-    selected = graph.select(stages, options.start, options.only, options.stop)
-    if seed and not (selected := graph.repeated(selected)):
+    stages = pipeline.discover(folders.notebooks, SECTIONS)
+    selected = pipeline.select(stages, options.start, options.only, options.stop)
+    if seed and not (selected := pipeline.repeated(selected)):
         if options.seed:
             raise PipelineError(f"--seed {seed}: no notebook selected is repeated with other seeds")
         return
     if not options.dry_run:
         mirror.require(preset)
     data = _identity(preset, folders, stages, sure=not options.dry_run)
-    marks = graph.expected(stages, resolved(preset), folders, data)
+    marks = pipeline.expected(stages, resolved(preset), folders, data)
 
     def plan() -> list[Due]:
-        return graph.plan(stages, selected, marks, folders, force=options.force)
+        return pipeline.plan(stages, selected, marks, folders, force=options.force)
 
     if options.dry_run:
         due = plan()
@@ -96,25 +95,14 @@ def _run(options: argparse.Namespace, arguments: list[str], seed: int | None) ->
         if due:
             _print_cost(preset, options.gpus, options.gpu_memory, due)
         return
-    slots = machines.slots(
-        preset.parallel,
-        gpus=options.gpus,
-        jobs=options.jobs,
-        machine_rank=options.machine_rank,
-        main_host=options.main_host,
-    )
+    slots = pipeline.slots(preset.parallel, gpus=options.gpus, jobs=options.jobs)
     grace = grace_seconds()
-    if options.main_host:
-        os.environ["UNMASK_MAIN_HOST"] = options.main_host  # for the kernels and their trainings
+    if options.accept_code:
+        os.environ["UNMASK_ACCEPT_CODE"] = "1"  # for the trainings, see `unmask.training.launch`
     _check_space(folders.artifacts)
-    if options.machine_rank:
-        _follow(plan(), folders, options.machine_rank, grace)
-        return
-    several = preset.parallel.num_machines > 1
-    with _lock(folders, name), machines.leading(folders) if several else contextlib.nullcontext():
+    with _lock(folders, name):
         due = plan()
         _note_stale_inputs(due, stages, marks, folders)
-        _refresh_prose(selected, due, marks, folders)
         if due:
             _print_plan(due, name, options.preset, options.jobs)
             command = shlex.join(["unmask", *arguments])
@@ -138,19 +126,19 @@ def _status(options: argparse.Namespace, seed: int | None) -> None:
     preset = load_preset(options.preset, _overrides(options.set, seed))
     name = _run_name(options, seed)
     folders = Folders.of(name)
-    stages = graph.discover(folders.notebooks, SECTIONS)
+    stages = pipeline.discover(folders.notebooks, SECTIONS)
     data = _identity(preset, folders, stages, sure=False)
-    marks = graph.expected(stages, resolved(preset), folders, data)
+    marks = pipeline.expected(stages, resolved(preset), folders, data)
     rows = [("stage", "state", "finished (UTC)", "took")]
-    for stage in graph.repeated(stages) if seed else stages:
-        state, finished, took = graph.why_due(stage, marks[stage.name], folders), "", ""
+    records = provenance.read(folders).get("stages", {})
+    for stage in pipeline.repeated(stages) if seed else stages:
+        state, finished, took = pipeline.why_due(stage, marks[stage.name], folders), "", ""
         if done := folders.done(stage.name):
             state = f"stale: {state}" if state else "done"
-            finished, took = done["finished"][:19].replace("T", " "), graph.clock(done["wall_seconds"])
-        elif (folders.logs / f"{stage.name}.failed.ipynb").is_file():
-            state = "failed"
-        elif (folders.logs / f"{stage.name}.partial.ipynb").is_file():
-            state = "running or interrupted"
+            finished, took = done["finished"][:19].replace("T", " "), pipeline.clock(done["wall_seconds"])
+        elif (folders.executed / f"{stage.name}.ipynb").is_file():
+            failed = records.get(stage.name, {}).get("exit_status")
+            state = "failed" if failed else "running or interrupted"
         rows.append((stage.name, state, finished, took))
     print(f"run {name!r}, preset {options.preset!r}")
     _print_table(rows)
@@ -237,7 +225,7 @@ def mirror_check(options: argparse.Namespace, arguments: list[str]) -> int:
     return 1
 
 
-def _identity(preset: Preset, folders: Folders, stages: Sequence[graph.Stage], *, sure: bool) -> str:
+def _identity(preset: Preset, folders: Folders, stages: Sequence[pipeline.Stage], *, sure: bool) -> str:
     """What the corpus is made of. A question neither waits for the Hub nor fails for missing data: unless
     `sure`, what the last run recorded is taken for it."""
     from unmask.data.sources import identity
@@ -263,12 +251,10 @@ def _execute(
     overrides: dict[str, Any],
     name: str,
     command: str,
-    slots: Sequence[machines.Slot],
+    slots: Sequence[pipeline.Slot],
     grace: float,
 ) -> None:
-    from unmask.study.pipeline import execute, provenance  # papermill takes two seconds to import
-
-    execute.run_stages(
+    pipeline.run_stages(
         due,
         marks,
         folders,
@@ -282,51 +268,17 @@ def _execute(
     )
 
 
-def _follow(due: Sequence[Due], folders: Folders, rank: int, grace: float) -> None:
-    """A machine that executes no notebook: its part of the trainings, until the first machine has ended."""
-    if not due:
-        print("nothing to do: all of it is up to date")
-        return
-    print(f"machine {rank}: waiting for the machine with rank 0", flush=True)
-    machines.wait_for_leader(folders)
-    from unmask.training.launch import follow
-
-    try:
-        with machines.following(folders):
-            follow(folders.artifacts, machine_rank=rank)
-    except RuntimeError:
-        if machines.told(folders).get("exit_status") == PREEMPTED:
-            raise signals.Interrupted(signal.SIGTERM) from None
-        raise
-    finally:
-        signals.end_children(grace)
-
-
-def _refresh_prose(
-    selected: Sequence[graph.Stage], due: Sequence[Due], marks: dict[str, dict[str, Any]], folders: Folders
-) -> None:
-    running = {task.stage.name for task in due}
-    for stage in selected:
-        if stage.name not in running and folders.done(stage.name)["prose"] != stage.prose:
-            from unmask.study.pipeline import execute
-
-            execute.refresh(stage, marks[stage.name], folders)
-            print(f"{stage.name}: only its prose changed; brought up to date without running it")
-
-
 def _note_stale_inputs(
-    due: Sequence[Due], stages: Sequence[graph.Stage], marks: dict[str, dict[str, Any]], folders: Folders
+    due: Sequence[Due], stages: Sequence[pipeline.Stage], marks: dict[str, dict[str, Any]], folders: Folders
 ) -> None:
     running = {task.stage.name for task in due}
     needed = {need for task in due for need in task.stage.needs} - running
     for stage in stages:
-        if stage.name in needed and (why := graph.why_due(stage, marks[stage.name], folders)):
+        if stage.name in needed and (why := pipeline.why_due(stage, marks[stage.name], folders)):
             print(f"note: {stage.name} is out of date ({why}) and is used as it is")
 
 
 def _print_plan(due: Sequence[Due], name: str, preset: str, jobs: int) -> None:
-    from unmask.study.pipeline import provenance
-
     known = provenance.durations(Folders.of(name), Folders.of(preset))
     if not due:
         print("nothing to do: all of it is up to date")
@@ -334,9 +286,9 @@ def _print_plan(due: Sequence[Due], name: str, preset: str, jobs: int) -> None:
     times = [known.get(task.stage.name) for task in due]
     total = "time unknown: no earlier run to go by"
     if None not in times:
-        total = f"about {graph.clock(sum(times))}{' one after the other' * (jobs > 1)}"
+        total = f"about {pipeline.clock(sum(times))}{' one after the other' * (jobs > 1)}"
     print(f"{len(due)} notebook{'s' * (len(due) > 1)} to run as {name!r}, {total}")
-    said = [f"about {graph.clock(seconds)}" if seconds else "unknown" for seconds in times]
+    said = [f"about {pipeline.clock(seconds)}" if seconds else "unknown" for seconds in times]
     rows = [(task.stage.name, task.why, time) for task, time in zip(due, said, strict=True)]
     _print_table([("notebook", "why", "time"), *rows])
 
@@ -500,9 +452,6 @@ def _add_run_options(one: argparse.ArgumentParser) -> None:
     add("--gpu-memory", type=float, default=80, metavar="GB", help="that --dry-run plans with, default 80")
     add("--gpus", type=int, metavar="N", help="of a training, over all machines; default: the preset's")
     share = "run up to J independent notebooks side by side, each on its share of the GPUs; default 1"
-    add("--jobs", type=int, default=1, metavar="J", help=share)
-    several = "machines that share the artifacts folder and are given the same command; default: the preset's"
-    add("--machines", type=int, metavar="M", help=several)
-    rank = "which of them this is, from 0; machine 0 executes the notebooks, the others train along"
-    add("--machine-rank", type=int, default=0, metavar="R", help=rank)
-    add("--main-host", default="", metavar="HOST", help="name of machine 0 as the others reach it")
+    add("--jobs", type=_count, default=1, metavar="J", help=share)
+    accept = "go on from checkpoints, and with models, that earlier versions of the code made"
+    add("--accept-code", action="store_true", help=accept)

@@ -516,7 +516,7 @@ def _conflicts(preset: Preset) -> Iterator[str]:
     if parallel.num_processes % parallel.num_machines:
         yield (
             f"parallel: {parallel.num_processes} processes cannot be shared evenly by "
-            f"{parallel.num_machines} machines: change one of them (--gpus, --machines)"
+            f"{parallel.num_machines} machines: change one of them (--gpus, parallel.num_machines)"
         )
     if diffusion.t_min > diffusion.t_max:
         yield f"diffusion needs 0 < t_min <= t_max <= 1, got {diffusion.t_min} and {diffusion.t_max}"

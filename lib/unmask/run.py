@@ -12,12 +12,13 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unmask.config import load_preset
-from unmask.store import artifacts_root, repository, write_atomic
+from unmask.store import artifacts_root, fingerprint, repository, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 GRACE = 120.0  # seconds, see grace_seconds
 PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
-ANNOUNCEMENT = ".trainings.json"  # in a run's artifacts: what the first machine tells the others
 
 
 def grace_seconds() -> float:
@@ -56,6 +56,53 @@ def seed_runs(artifacts: Path) -> dict[int, Path]:
     name = re.compile(rf"{re.escape(artifacts.name)}-seed([1-9]\d*)")
     matches = ((name.fullmatch(path.name), path) for path in artifacts.parent.glob("*"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where the notebooks of one run come from and where its output goes."""
+
+    root: Path  # top level of the checkout
+    notebooks: Path
+    artifacts: Path  # checkpoints and logs of this run
+    executed: Path  # executed notebooks of this run
+    results: Path  # metrics, figures and report of this run
+    library: Path  # the package, whose code is an input of every stage
+
+    @classmethod
+    def of(cls, run: str, root: Path | None = None, artifacts: Path | None = None) -> Folders:
+        """Folders of the run named `run`, by default in this checkout."""
+        artifacts = artifacts or (artifacts_root() if root is None else root / "artifacts")
+        root = root or repository()
+        return cls(
+            root=root,
+            notebooks=root / "notebooks",
+            artifacts=artifacts / run,
+            executed=root / "papermill_runs" / run,
+            results=root / "results" / run,
+            library=root / "lib" / "unmask",
+        )
+
+    @property
+    def logs(self) -> Path:
+        return self.artifacts / "logs"
+
+    def done(self, stage: str) -> dict[str, Any] | None:
+        """What was recorded when `stage` finished; None where it did not finish."""
+        path = self.artifacts / stage / "done.json"
+        try:
+            return json.loads(path.read_text(encoding="utf8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+
+    def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
+        """What the runs that repeat this one with other seeds made of some stages: run → hash."""
+        found = {}
+        for folder in seed_runs(self.artifacts).values():
+            other = Folders.of(folder.name, self.root, folder.parent)
+            done = {stage: mark["hash"] for stage in stages if (mark := other.done(stage))}
+            found |= {folder.name: fingerprint(done)} if done else {}
+        return found
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import psutil
 
 from unmask.store import repository
-from unmask.study.pipeline.signals import alive, send
 
 T = TypeVar("T")
 SEED = int(os.environ.get("UNMASK_FAULTS_SEED", "0"))
@@ -30,7 +29,7 @@ LEFT = 20  # seconds after which no process may be left
 
 # A server that has the slow imports behind it and has never computed anything is safe and quick to fork.
 forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(["unmask.training.launch", "unmask.models.merge"])
+forkserver.set_forkserver_preload(["unmask.training.launch"])
 
 
 def dice(name: str) -> random.Random:
@@ -65,6 +64,23 @@ def environment(artifacts: Path) -> Mapping[str, str]:
     }
 
 
+def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run. A zombie does not, and may never be collected where init does not do its work."""
+    running = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+    return running
+
+
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """Sends a signal to those that are still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
 def until(condition: Callable[[], T], what: str, seconds: float = 120, pause: float = 0.001) -> T:
     """Waits for a condition and returns its value."""
     end = time.monotonic() + seconds
@@ -76,25 +92,6 @@ def until(condition: Callable[[], T], what: str, seconds: float = 120, pause: fl
 
 def say(number: signal.Signals, target: str, moment: str) -> None:
     print(f"  {number.name} to the {target}, {moment}", flush=True)
-
-
-@contextmanager
-def frozen(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """Stops processes where they are, so that what they are at can be looked at and hit."""
-    processes = list(processes)
-    send(processes, signal.SIGSTOP)
-    until(lambda: all(_stopped(process) for process in processes), "processes to stop")
-    try:
-        yield
-    finally:
-        send(processes, signal.SIGCONT)
-
-
-def _stopped(process: psutil.Process) -> bool:
-    try:
-        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -28,10 +28,11 @@ from faults import (
     hidden,
     linux,
     say,
+    send,
     until,
 )
+from unmask.run import PREEMPTED
 from unmask.store import repository
-from unmask.study.pipeline.signals import PREEMPTED, send
 
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
 
@@ -67,18 +68,16 @@ class Checkout:
     def done(self) -> list[str]:
         return sorted(path.parent.name for path in self.artifacts.glob("smoke/*/done.json"))
 
-    def metrics(self) -> dict[str, Any]:
-        """All that the run has found out, without the times."""
-        folder = self.root / "results" / "smoke"
-        return {
-            path.name: timeless(json.loads(path.read_text(encoding="utf8")))
-            for path in folder.glob("*.json")
-            if path.name != "provenance.json"
-        }
-
-    def weights(self) -> dict[str, bytes]:
+    def results(self) -> dict[str, Any]:
+        """All that the run has found out, without the times, and the weights that it has trained."""
+        found: dict[str, Any] = {}
+        for path in (self.root / "results" / "smoke").glob("*.json"):
+            if path.name != "provenance.json":
+                found[path.name] = timeless(json.loads(path.read_text(encoding="utf8")))
         folder = self.artifacts / "smoke"
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+        return found | {
+            str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")
+        }
 
 
 def timeless(value: Any) -> Any:
@@ -143,8 +142,7 @@ def test_a_run_hit_eight_times_ends_as_if_uninterrupted(tmp_path):
     assert hit.start().wait(600) == 0, hit.said
     assert_no_process_left(hit.root, [])
     assert hit.done == whole.done
-    assert hit.metrics() == whole.metrics()
-    assert hit.weights() == whole.weights()
+    assert hit.results() == whole.results()
     assert not hidden(hit.root)
 
 

@@ -4,7 +4,6 @@ import torch
 
 import tiny
 from unmask.data.documents import TokenDocument, contextual_batch, split_rows
-from unmask.data.tokens import join_chunks
 from unmask.losses import contextual_loss, pair_loss, triplet_loss
 from unmask.models.encoding import TokenSequence, encode_rows, micro_batches
 from unmask.models.quantize import int8

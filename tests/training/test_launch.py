@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,14 +15,15 @@ from safetensors.torch import load_file
 
 import tiny
 import tiny_corpus
-from unmask.config import resolved
 from unmask.models import backbone
-from unmask.run import ANNOUNCEMENT, Run
+from unmask.run import Run
 from unmask.store import write_atomic
-from unmask.training.launch import TrainingStopped, follow, history, launch, launch_all
+from unmask.training import launch as launching
+from unmask.training import loop
+from unmask.training.launch import TrainingStopped, history, launch, launch_all
 from unmask.training.loop import run_job
 
-LIB = Path(backbone.__file__).parents[1]
+LIB = Path(backbone.__file__).parents[2]
 STEPS = 100
 OVERRIDES = {
     "pair.steps": STEPS,
@@ -46,6 +49,10 @@ def wait_for(condition, seconds=60):
         assert time.monotonic() < end, "nothing happened in time"
         time.sleep(0.005)
     return value
+
+
+def read(path):
+    return json.loads(path.read_text())
 
 
 def dead(process):
@@ -184,14 +191,6 @@ def test_sigterm_in_the_second_of_three_keeps_what_was_done(start, tmp_path, pro
     assert (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done] == before
 
 
-def test_a_start_that_is_no_checkpoint_is_refused_by_the_training(start, tmp_path):
-    run = Run.open("02_pair", "smoke", OVERRIDES, run="r")
-    job = {"values": resolved(run.config), "stage": "pair", "folder": str(tmp_path / "f"), "fingerprint": "a"}
-    with pytest.raises(ValueError, match="is no checkpoint: there is no such directory"):
-        run_job(job | {"start": str(tmp_path / "none")}, lambda row: None)
-    assert not (tmp_path / "f").exists()
-
-
 # At a low rate: rounding to INT8 amplifies what two processes round otherwise.
 TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-4}
 
@@ -203,31 +202,6 @@ def processes_of(folder):
         if any(str(folder) in part for part in process.info["cmdline"] or []) and not dead(process):
             found.append(process)
     return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overrides", [OVERRIDES, TWO], ids=["one process", "two processes"])
-def test_sigterm_reaches_the_training_which_saves_itself(start, tmp_path, overrides, capfd):
-    never = overrides | {"pair.checkpoint_every": 1000, "pair.steps": 1000}
-    run, folder = Run.open("02_pair", "smoke", never, run="r"), tmp_path / "r" / "02_pair" / "pair"
-
-    def notebook():
-        try:
-            launch(run, "pair", {"start": start})
-        except TrainingStopped as stop:
-            print(f"STOPPED {stop}")
-
-    process = multiprocessing.get_context("fork").Process(target=notebook)
-    process.start()
-    wait_for(lambda: not process.is_alive() or "loss" in capfd.readouterr().out, seconds=120)
-    process.terminate()
-    process.join(60)
-    said = capfd.readouterr().out
-    assert process.exitcode == 0
-    (checkpoint,) = folder.glob("checkpoints/step-*")
-    assert f"STOPPED training pair was told to stop after {int(checkpoint.name[5:])} steps" in said
-    assert not processes_of(folder)
-    assert len(history(folder / "model")) == int(checkpoint.name[5:])
 
 
 @pytest.mark.slow
@@ -260,21 +234,21 @@ def test_two_processes_die_with_their_notebook_and_end_as_one_would(start, tmp_p
 
 
 @pytest.mark.slow
-def test_a_second_machine_joins_every_training_until_the_run_has_finished(start, tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_MAIN_HOST", "127.0.0.1")
-    sharded = TWO | {"parallel.num_machines": 2, "parallel.strategy": "fsdp2", "pair.steps": 10}
-    run = Run.open("02_pair", "smoke", sharded, run="r")
-    second = multiprocessing.get_context("fork").Process(
-        target=follow, args=(tmp_path / "r",), kwargs={"machine_rank": 1}
-    )
-    second.start()
-    try:
-        two = launch(run, "pair", {"start": start})
-        write_atomic(tmp_path / "r" / ANNOUNCEMENT, json.dumps({"finished": True, "exit_status": 0}))
-        second.join(30)
-        assert second.exitcode == 0
-    finally:
-        second.kill()
+def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkeypatch):
+    """`srun` of two machines, which here are one."""
+    tool = tmp_path / "bin" / "srun"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\necho "from srun"\n"$@" & "$@" & wait\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{Path(sys.executable).parent}", prepend=os.pathsep)
+    launcher = "srun torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29533"
+    sharded = {"parallel.num_machines": 2, "parallel.strategy": "fsdp2", "parallel.launcher": launcher}
+    run = Run.open("02_pair", "smoke", TWO | sharded | {"pair.steps": 10}, run="r")
+    with pytest.raises(RuntimeError, match="no such command, or a variable is not set"):
+        launch(run, "pair", {"start": start})
+    monkeypatch.setenv("HEAD", "127.0.0.1")
+    two = launch(run, "pair", {"start": start})
+    assert (two.parent / "rank-1.log").exists()
     job = json.loads((two.parent / "job.json").read_text())
     one = run_job(job | {"folder": str(tmp_path / "one")}, lambda row: None)
     for here, there in zip(history(two), history(one), strict=True):
@@ -285,10 +259,42 @@ def test_a_second_machine_joins_every_training_until_the_run_has_finished(start,
         torch.testing.assert_close(weights[0][key], value, rtol=1e-3, atol=1e-4)
 
 
-def test_a_second_machine_learns_that_the_run_failed(tmp_path):
-    (tmp_path / ANNOUNCEMENT).write_text('{"finished": true, "exit_status": 1}')
-    with pytest.raises(RuntimeError, match="ended with status 1"):
-        follow(tmp_path, machine_rank=1)
+def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, monkeypatch):
+    def opened(**changes):
+        return Run.open("02_pair", "smoke", OVERRIDES | changes, run="r")
+
+    began: list[dict] = []
+    monkeypatch.setattr(launching, "prepare_data", lambda job: None)
+    monkeypatch.setattr(launching, "_train", lambda run, jobs: began.extend(map(read, jobs.values())))
+    launch(opened(), "pair", {"start": start})
+    folder = tmp_path / "r" / "02_pair" / "pair"
+    checkpoint = folder / "checkpoints" / "step-0000005"
+    checkpoint.mkdir(parents=True)
+
+    monkeypatch.setattr(loop, "code_fingerprint", lambda *paths: "tomorrow's")
+    with pytest.raises(RuntimeError, match=r"differs in code \(.* → tomorrow's\)\. .* --accept-code`\. "):
+        launch(opened(), "pair", {"start": start})
+    with pytest.raises(
+        RuntimeError, match=r"differs in code .*, pair.lr \(0.0?\d* → 0.5\)\. Train anew: move"
+    ):
+        launch(opened(**{"pair.lr": 0.5}), "pair", {"start": start})
+    monkeypatch.setenv("UNMASK_ACCEPT_CODE", "1")
+    with pytest.raises(RuntimeError, match=r"differs in code .*, pair.lr"):
+        launch(opened(**{"pair.lr": 0.5}), "pair", {"start": start})
+    launch(opened(), "pair", {"start": start})  # goes on, as the same training
+    monkeypatch.delenv("UNMASK_ACCEPT_CODE")
+    launch(opened(), "pair", {"start": start})  # once is enough
+    assert len(began) == 3 and len({job["fingerprint"] for job in began}) == 1
+    assert checkpoint.is_dir()
+
+    # A finished model of accepted code is not trained again; with other values it is.
+    shutil.rmtree(folder / "checkpoints")
+    facts = {"fingerprint": began[0]["fingerprint"]}
+    write_atomic(folder / "model" / "unmask.json", json.dumps(facts))
+    launch(opened(), "pair", {"start": start})
+    assert len(began) == 3
+    launch(opened(**{"pair.lr": 0.5}), "pair", {"start": start})
+    assert len(began) == 4 and began[3]["fingerprint"] != began[0]["fingerprint"]
 
 
 def test_history_reads_the_metrics_beside_a_checkpoint(tmp_path):

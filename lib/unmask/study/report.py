@@ -19,7 +19,7 @@ from unmask.store import repository
 from unmask.study.evidence import VERDICTS, Effect, in_unit, points
 from unmask.study.figures import picture
 from unmask.study.gates import failed
-from unmask.study.pipeline.graph import clock
+from unmask.study.pipeline import clock
 
 if TYPE_CHECKING:
     from unmask.config import Preset

@@ -1,31 +1,24 @@
 """Trainings run in child processes: a notebook starts one, watches it, and takes it along when it dies.
 
-    launch(run, "pair", job) in the notebook  →  python -m unmask.training.launch job.json …  →  loop.train
+    launch(run, "pair", job) in the notebook  →  python -m unmask.training.launch job.json …  →  loop.run_job
 
 One child works through all trainings of a `launch_all`, since starting one takes seconds. With several
-processes torchrun stands in between. The main process prints one JSON line per step, from which the notebook
-draws its progress bars; everything else goes to the log files of each training.
-
-With several machines, which share one file system, `launch` announces what it starts in a file, and `follow`
-starts the other machines' part of it.
+processes torchrun stands in between; on several machines, what the preset's `parallel.launcher` says. The
+main process prints one JSON line per step, from which the notebook draws its progress bars; everything else
+goes to the log files of each training.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
-import signal
-import socket
+import shlex
+import shutil
 import subprocess
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +26,13 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from unmask.config import ParallelConfig, preset_from, resolved
+from unmask.children import bound, die_with, ended_together
+from unmask.config import ParallelConfig, resolved
 from unmask.models.backbone import facts
 from unmask.models.pretrained import require_checkpoint
-from unmask.run import ANNOUNCEMENT, Run, grace_seconds
-from unmask.store import artifacts_root, write_atomic
-from unmask.training.loop import (
-    MILESTONES,
-    Preempted,
-    finish,
-    job_fingerprint,
-    prepare_data,
-    run_job,
-)
+from unmask.run import Run, grace_seconds
+from unmask.store import fingerprint, write_atomic
+from unmask.training.loop import MILESTONES, Preempted, finish, job_identity, prepare_data, run_job
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
@@ -71,8 +58,8 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
 
     Args:
         stage: section of the preset to train, one of `config.TRAINED`.
-        job: what else the stage needs, see `unmask.training.stages.Job`: `start` (checkpoint directory),
-            changed values, files.
+        job: what else the stage needs, see `stages.Job`: `start` (checkpoint directory), changed
+            values, files.
         name: folder of the training under the notebook's artifacts; default: the stage.
     Raises: as `launch_all`.
     """
@@ -92,7 +79,8 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
     Returns: name → directory of the finished checkpoint.
     Raises:
         RuntimeError: a training failed; the message carries its name, its error and the path of its log. What
-            finished before it stays, what comes after it was not started.
+            finished before it stays, what comes after it was not started. Or checkpoints of an interrupted
+            training lie where another one is to be; the message says in what they differ.
         TrainingStopped: one was told to stop; the next call goes on.
     """
     due, models = {}, {}
@@ -108,7 +96,7 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
         }
         if "start" in specification:
             specification["start"] = require_checkpoint(specification["start"])
-        specification["fingerprint"] = job_fingerprint(specification)
+        specification |= _identity(specification, folder)
         models[name] = folder / "model"
         if facts(models[name]).get("fingerprint") == specification["fingerprint"]:
             finish(folder)  # a kill may have come in between
@@ -123,58 +111,6 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
     return models
 
 
-def _train(run: Run, jobs: Mapping[str, Path]) -> None:
-    """Starts the child processes, and ends with them."""
-    paths = list(jobs.values())
-    with paths[0].with_name(LOG).open("a", encoding="utf8") as log, _announced(run, paths) as meeting_point:
-        child = _start(paths, run.config.parallel, 0, meeting_point, stdout=subprocess.PIPE, stderr=log)
-        with _ended_together(child) as told_to_stop:
-            last = _watch(child, run.stage)
-            child.wait()
-    name = last.get("training", next(iter(jobs)))
-    if "stopped" in last or told_to_stop:  # even if it had just finished: the notebook is to end
-        when = f" after {last['stopped']} steps" if "stopped" in last else ""
-        raise TrainingStopped(f"training {name} was told to stop{when}; what it did is kept, run it again")
-    if child.returncode:
-        log_path = jobs[name].with_name(LOG)
-        raise RuntimeError(
-            f"training {name} failed: {last.get('error') or _last_line(log_path)}\n(log: {log_path})"
-        )
-
-
-def follow(artifacts: Path, *, machine_rank: int) -> None:
-    """What a machine that does not run the notebooks does: its part of every training that is announced.
-
-    Args:
-        artifacts: folder of the run, shared by all machines.
-    Returns: when the run has finished.
-    Raises: RuntimeError if the run failed.
-    """
-    path, seen = artifacts / ANNOUNCEMENT, None
-    while True:
-        announced = _read(path)
-        if announced.get("finished"):
-            if announced["exit_status"]:
-                raise RuntimeError(f"the main machine's run ended with status {announced['exit_status']}")
-            return
-        training = announced.get("training")
-        if training and training != seen:
-            seen = training
-            jobs = [Path(job) for job in training["jobs"]]
-            parallel = preset_from(json.loads(jobs[0].read_text(encoding="utf8"))["values"]).parallel
-            with jobs[0].with_name(f"train.{machine_rank}.log").open("w", encoding="utf8") as log:
-                child = _start(jobs, parallel, machine_rank, training, stdout=log, stderr=log)
-                with _ended_together(child):
-                    # Until it has ended, or the main machine has given it up.
-                    while child.poll() is None and _read(path).get("training") == training:
-                        time.sleep(0.5)
-        time.sleep(0.5)
-
-
-def _read(announcement: Path) -> dict[str, Any]:
-    return json.loads(announcement.read_text(encoding="utf8")) if announcement.is_file() else {}
-
-
 def history(checkpoint: Path) -> list[dict[str, Any]]:
     """The logged metrics of the training that made a checkpoint."""
     lines = (checkpoint.parent / "metrics.jsonl").read_text(encoding="utf8").splitlines()
@@ -186,86 +122,76 @@ def milestones(checkpoint: Path) -> list[Path]:
     return sorted((checkpoint.parent / MILESTONES / facts(checkpoint)["fingerprint"]).glob("step-*"))
 
 
-def _start(
-    jobs: Sequence[Path],
-    parallel: ParallelConfig,
-    machine_rank: int,
-    meeting_point: Mapping[str, Any] | None,
-    **streams,
-) -> subprocess.Popen:
-    """Starts the processes of some trainings on this machine."""
-    per_machine = parallel.num_processes // parallel.num_machines
-    command = [sys.executable, "-m"]
-    threads = {}
-    if parallel.num_processes > 1 or parallel.strategy == "fsdp2":
-        # torchrun leaves its workers this long to save themselves.
-        command += ["torch.distributed.run", f"--shutdown-timeout={grace_seconds():.0f}"]
-        command += [f"--nproc-per-node={per_machine}", f"--log-dir={jobs[0].parent / 'torchrun'}"]
-        if meeting_point:
-            command += [f"--nnodes={parallel.num_machines}", f"--node-rank={machine_rank}"]
-            command += [f"--master-addr={meeting_point['host']}", f"--master-port={meeting_point['port']}"]
-        else:
-            command += ["--standalone"]
-        command += ["-m"]
-        cores = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
-        threads = {"OMP_NUM_THREADS": str(max(1, cores // per_machine))}
-    return subprocess.Popen(
-        [*command, "unmask.training.launch", *map(str, jobs)],
-        text=True, env=MEMORY | os.environ | threads | {"UNMASK_LAUNCHER": str(os.getpid())},
-        preexec_fn=partial(_die_with, os.getpid()),
-        **streams,
-    )  # fmt: skip
+def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Fingerprint of a training, and what it is made of.
 
+    Where nothing but the code has changed since the training in the folder began, and that was accepted
+    (`unmask run --accept-code`), it stays the same training, also for those that start from it.
 
-@contextmanager
-def _announced(run: Run, jobs: Sequence[Path]) -> Iterator[dict[str, Any] | None]:
-    """Tells the other machines where to meet for some trainings; None if there are none."""
-    if run.config.parallel.num_machines == 1:
-        yield None
-        return
-    host = os.environ.get("UNMASK_MAIN_HOST") or socket.gethostname()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    training = {"jobs": [str(job) for job in jobs], "host": host, "port": port, "started": time.time()}
-    path = artifacts_root() / run.name / ANNOUNCEMENT
-    write_atomic(path, json.dumps({"training": training}))
-    try:
-        yield training
-    finally:
-        write_atomic(path, "{}")
-
-
-@contextmanager
-def _ended_together(child: subprocess.Popen) -> Iterator[list[int]]:
-    """Passes SIGTERM on to the child, and leaves none behind.
-
-    Yields: the signals that came.
+    Raises: RuntimeError if checkpoints of another training lie there: somebody paid for them.
     """
-    received: list[int] = []
+    file, made = folder / "job.json", job_identity(job)
+    before = json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
+    earlier, accepted = before.get("made_of", {}), before.get("accepted", [])
+    changed = [key for key in sorted(earlier | made) if earlier.get(key) != made.get(key)]
+    if os.environ.get("UNMASK_ACCEPT_CODE"):
+        accepted = [*accepted, made["code"]]
+    if changed == ["code"] and made["code"] in accepted:
+        return {"fingerprint": before["fingerprint"], "made_of": earlier, "accepted": accepted}
+    if changed and any(folder.glob("checkpoints/step-*")):
+        told = ", ".join(f"{key} ({earlier.get(key)} → {made.get(key)})" for key in changed[:8])
+        raise RuntimeError(
+            f"{folder} holds checkpoints of a training that differs in {told}. "
+            + ("Go on from them: `unmask run --accept-code`. " if changed == ["code"] else "")
+            + "Train anew: move that folder away."
+        )
+    return {"fingerprint": fingerprint(made), "made_of": made, "accepted": accepted}
 
-    def handler(number: int, frame: object) -> None:
-        received.append(number)
-        if len(received) == 1:  # a second one would cut short torchrun's own orderly end
-            child.terminate()
 
-    in_main = threading.current_thread() is threading.main_thread()  # which alone may handle signals
-    before = signal.signal(signal.SIGTERM, handler) if in_main else None
-    try:
-        yield received
-    finally:
-        try:
-            if child.poll() is None:
-                if not received:
-                    child.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(grace_seconds())
-        finally:
-            if child.poll() is None:
-                child.kill()
+def _train(run: Run, jobs: Mapping[str, Path]) -> None:
+    """Starts the child processes, and ends with them."""
+    parallel, first = run.config.parallel, next(iter(jobs))
+    with jobs[first].with_name(LOG).open("a", encoding="utf8") as log:
+        child = subprocess.Popen(
+            _command(list(jobs.values()), parallel),
+            env=MEMORY | os.environ | _threads(parallel),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        with ended_together(child, grace_seconds()) as told_to_stop:
+            last = _watch(child, run.stage)
             child.wait()
-            if in_main:
-                signal.signal(signal.SIGTERM, before)
+    name = last.get("training", first)
+    if "stopped" in last or told_to_stop:  # even if it had just finished: the notebook is to end
+        when = f" after {last['stopped']} steps" if "stopped" in last else ""
+        raise TrainingStopped(f"training {name} was told to stop{when}; what it did is kept, run it again")
+    if child.returncode:
+        path = jobs[name].with_name(LOG)
+        lines = path.read_text(encoding="utf8").split("\n") if path.is_file() else []
+        said = [last.get("error"), *filter(str.strip, reversed(lines)), "it left no message"]
+        raise RuntimeError(f"training {name} failed: {next(filter(None, said))}\n(log: {path})")
+
+
+def _command(jobs: Sequence[Path], parallel: ParallelConfig) -> list[str]:
+    """What starts the processes of some trainings."""
+    command = [sys.executable]
+    if parallel.launcher:
+        command = shlex.split(os.path.expandvars(parallel.launcher))
+        if not shutil.which(command[0]) or "$" in "".join(command):
+            raise RuntimeError(f"parallel.launcher: no such command, or a variable is not set: {command}")
+    elif parallel.num_processes > 1 or parallel.strategy == "fsdp2":
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={parallel.num_processes}", f"--log-dir={jobs[0].parent / 'torchrun'}"]
+        command += [f"--shutdown-timeout={grace_seconds():.0f}"]  # for its workers to save themselves
+    return bound([*command, "-m", "unmask.training.launch", *map(str, jobs)])
+
+
+def _threads(parallel: ParallelConfig) -> dict[str, str]:
+    """This machine's processes share its cores."""
+    here = parallel.num_processes // parallel.num_machines
+    cores = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+    return {"OMP_NUM_THREADS": str(max(1, cores // here))} if here > 1 else {}
 
 
 def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:
@@ -273,54 +199,26 @@ def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:
 
     Returns: the last words, among them "training" (the one under way), and "error" or "stopped", if any.
     """
-    bar, last = None, {}
+    bar, last = tqdm(disable=True), {}
     for line in child.stdout:
+        if not line.startswith("{"):  # a launcher's own
+            continue
         row = json.loads(line)
         if not last.keys() & {"error", "stopped"}:
             last = row
         if "error" in row:
             child.kill()  # the other processes would wait for the one that failed
         elif "total" in row:
-            if bar is not None:
-                bar.close()
-            seen, spent = 0, 0.0
-            bar = tqdm(
-                total=row["total"],
-                initial=row["done"],
-                desc=f"{notebook}/{row['training']}",
-                unit="step",
-                mininterval=1,
-                file=sys.stdout,
-            )
+            bar.close()
+            seen, spent, name = 0, 0.0, f"{notebook}/{row['training']}"
+            steps = {"total": row["total"], "initial": row["done"], "unit": "step"}
+            bar = tqdm(desc=name, mininterval=1, file=sys.stdout, **steps)
         elif "loss" in row:
             seen, spent = seen + row["tokens"], spent + row["seconds"]
             bar.set_postfix_str(f"loss {row['loss']:.3f}, {seen / spent:,.0f} tok/s", refresh=False)
             bar.update()
-    if bar is not None:
-        bar.close()
+    bar.close()
     return last
-
-
-def _last_line(log: Path) -> str:
-    text = log.read_text(encoding="utf8") if log.is_file() else ""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it left no message"
-
-
-def _die_with(parent: int) -> None:
-    """Runs in a child: Linux kills it when its parent dies, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _die_with_torchrun() -> None:
-    """The same in a worker, whose parent is torchrun, whose parent is the launching process."""
-    parent = psutil.Process().parent()
-    if parent is None or str(parent.ppid()) != os.environ["UNMASK_LAUNCHER"]:
-        os._exit(1)
-    _die_with(parent.pid)
 
 
 def main(paths: Sequence[str]) -> None:
@@ -328,13 +226,12 @@ def main(paths: Sequence[str]) -> None:
     else."""
     # Buffered, even under torchrun's `python -u`: a row is one write, so two processes' rows do not mingle.
     metrics = os.fdopen(os.dup(1), "w", encoding="utf8")
-    if "RANK" in os.environ:  # torchrun starts its workers as sessions of their own
-        _die_with_torchrun()
     rank = os.environ.get("RANK", "0")
-    log = LOG if rank == "0" else f"rank-{rank}.log"
+    if "RANK" in os.environ:
+        _die_with_torchrun()
     for path in map(Path, paths):
         job = json.loads(path.read_text(encoding="utf8"))
-        _log_to(path.with_name(log))
+        _log_to(path.with_name(LOG if rank == "0" else f"rank-{rank}.log"))
 
         def say(row: dict[str, Any], name: str = job["name"]) -> None:
             print(json.dumps({"training": name} | row), file=metrics, flush=True)
@@ -353,6 +250,14 @@ def main(paths: Sequence[str]) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.compiler.reset()
+
+
+def _die_with_torchrun() -> None:
+    """In a worker, which torchrun starts as a session of its own, and which took seconds to come so far."""
+    parent = psutil.Process().parent()
+    if parent is None or "torch" not in " ".join(parent.cmdline()):
+        os._exit(1)
+    die_with(parent.pid)
 
 
 def _log_to(path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from toy_checkout import PARAMETERS, Checkout
-from unmask.study.pipeline.graph import (
-    Folders,
+from toy_checkout import Checkout
+from unmask.config import SECTIONS, ParallelConfig, load_preset, resolved
+from unmask.run import Folders
+from unmask.study import pipeline
+from unmask.study.pipeline import (
     PipelineError,
+    Slot,
     Stage,
+    clock,
     discover,
     expected,
     library_hash,
@@ -19,6 +22,7 @@ from unmask.study.pipeline.graph import (
     repeated,
     seal,
     select,
+    slots,
     why_due,
 )
 
@@ -64,25 +68,17 @@ def test_order_is_by_number_where_the_needs_allow_it(diamond: Checkout) -> None:
     assert names == ["00_backbone", "01_left", "02_right", "03_join", "04_apart"]
 
 
-def test_order_follows_the_needs_before_the_numbers(checkout: Checkout) -> None:
-    checkout.notebook("00_late", needs=["02_first"])
-    checkout.notebook("01_free")
-    checkout.notebook("02_first")
-    assert [s.name for s in discover(checkout.folders.notebooks)] == ["01_free", "02_first", "00_late"]
-
-
-def test_what_is_taken_comes_first_and_is_not_missed(diamond: Checkout) -> None:
+def test_what_is_taken_is_not_missed(diamond: Checkout) -> None:
     metadata = {"unmask": {"needs": ["00_backbone"], "takes": ["03_join"], "reads": []}}
-    diamond.notebook("02a_report", metadata=metadata)
+    diamond.notebook("05_report", metadata=metadata)
     stages = {stage.name: stage for stage in discover(diamond.folders.notebooks)}
-    assert list(stages).index("02a_report") > list(stages).index("03_join")
 
     def inputs() -> set[str]:
-        return set(expected(list(stages.values()), PRESET, diamond.folders)["02a_report"]["inputs"])
+        return set(expected(list(stages.values()), PRESET, diamond.folders)["05_report"]["inputs"])
 
     marks = expected(list(stages.values()), PRESET, diamond.folders)
     finish([stages["00_backbone"]], marks, diamond.folders)
-    report = stages["02a_report"]
+    report = stages["05_report"]
     assert [task.stage for task in plan(list(stages.values()), [report], marks, diamond.folders)] == [report]
     assert inputs() == {"00_backbone"}
     finish([stages["03_join"]], marks, diamond.folders)
@@ -92,21 +88,13 @@ def test_what_is_taken_comes_first_and_is_not_missed(diamond: Checkout) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"needs": ["01_lef"]}, "needs names '01_lef', which does not exist; did you mean '01_left'"),
-        ({"reads": ["pairs"]}, "reads names 'pairs', which does not exist; did you mean 'pair'"),
-        ({"needs": ["04_apart"]}, "the notebooks need each other in a circle: 04_apart → 04_apart"),
-        ({"parameters": None}, "no cell is tagged 'parameters'"),
-        ({"parameters": PARAMETERS + "\nsteps = 2 * 50"}, "not `steps = 2 * 50`; move what is derived to"),
-        ({"parameters": PARAMETERS + "\nimport os"}, "only `name: type = literal` lines, not `import os`"),
-        ({"parameters": PARAMETERS + "\nx: int"}, "only `name: type = literal` lines, not `x: int`"),
-        ({"parameters": "preset = ("}, "the parameters cell is not Python"),
-        ({"parameters": 'preset: str = "cpu"'}, "does not declare overrides, run, which the pipeline sets"),
-        ({"metadata": {}}, "does not say what it needs and reads"),
-        ({"metadata": {"unmask": {"needs": "00_backbone", "reads": []}}}, "must be lists of names"),
-        (
-            {"metadata": {"unmask": {"needs": [], "reads": [], "seeds": "all"}}},
-            "seeds must be one of each, once, pooled, got 'all'",
-        ),
+        ({"needs": ["01_lef"]}, "'01_lef', which is no earlier notebook; did you mean '01_left'"),
+        ({"needs": ["04_apart"]}, "'04_apart', which is no earlier notebook"),
+        ({"reads": ["pairs"]}, "reads 'pairs', which is no section of a preset; did you mean 'pair'"),
+        ({"parameters": None}, "one cell must be tagged 'parameters' and declare preset, overrides, run"),
+        ({"parameters": 'preset: str = "cpu"'}, "one cell must be tagged 'parameters' and declare"),
+        ({"metadata": {}}, "is no notebook that says what it needs and reads (KeyError('unmask'))"),
+        ({"metadata": {"unmask": {"needs": [], "reads": [], "seeds": "all"}}}, "seeds 'all', which is not"),
     ],
 )
 def test_a_notebook_that_cannot_work_is_refused(diamond: Checkout, settings: dict, message: str) -> None:
@@ -117,18 +105,11 @@ def test_a_notebook_that_cannot_work_is_refused(diamond: Checkout, settings: dic
     assert "04_apart" in str(error.value)
 
 
-def test_a_longer_circle_is_spelled_out(checkout: Checkout) -> None:
-    checkout.notebook("00_a", needs=["01_b"])
-    checkout.notebook("01_b", needs=["00_a"])
-    with pytest.raises(PipelineError, match=r"in a circle: 0._. → 0._. → 0._."):
-        discover(checkout.folders.notebooks)
-
-
 def test_what_is_no_notebook_is_refused(checkout: Checkout) -> None:
     with pytest.raises(PipelineError, match="no notebook named NN_"):
         discover(checkout.folders.notebooks)
     (checkout.folders.notebooks / "00_text.ipynb").write_text("hello")
-    with pytest.raises(PipelineError, match=r"00_text\.ipynb is not a notebook"):
+    with pytest.raises(PipelineError, match=r"00_text\.ipynb is no notebook"):
         discover(checkout.folders.notebooks)
 
 
@@ -148,22 +129,19 @@ def test_selection(diamond: Checkout) -> None:
         select(stages, start="02", stop="01")
 
 
-def test_every_stage_is_due_until_it_ran(diamond: Checkout) -> None:
+def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond: Checkout) -> None:
     assert set(reasons(diamond).values()) == {"never ran"}
-    all_done(diamond)
-
-
-def test_a_changed_notebook_makes_it_and_what_follows_due(diamond: Checkout) -> None:
-    all_done(diamond)
-    diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
-    assert reasons(diamond) == {"01_left": "notebook changed", "03_join": "input 01_left changed"}
-
-
-def test_a_changed_preset_section_concerns_only_those_who_read_it(diamond: Checkout) -> None:
     all_done(diamond)
     assert reasons(diamond, PRESET | {"pair": {"steps": 11}, "merge": {"t": [0.5]}}) == {
         "01_left": "preset section pair changed",
         "03_join": "input 01_left changed",
+    }
+    diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
+    (diamond.folders.executed / "04_apart.ipynb").unlink()
+    assert reasons(diamond) == {
+        "01_left": "notebook changed",
+        "03_join": "input 01_left changed",
+        "04_apart": "executed notebook is missing",
     }
 
 
@@ -177,7 +155,7 @@ def test_changed_code_of_the_library_concerns_all(diamond: Checkout) -> None:
         return library_hash(library) != before
 
     (library / "cli.py").write_text("")
-    (library / "study" / "pipeline" / "graph.py").write_text("")
+    (library / "study" / "pipeline.py").write_text("")
     module = library / "run.py"
     source = module.read_text()
     module.write_text(
@@ -188,8 +166,10 @@ def test_changed_code_of_the_library_concerns_all(diamond: Checkout) -> None:
     assert changed()
 
 
-def test_a_changed_library_is_given_as_the_reason(diamond: Checkout) -> None:
+def test_a_changed_library_is_given_as_the_reason_and_other_prose_is_none(diamond: Checkout) -> None:
     all_done(diamond)
+    diamond.notebook("04_apart", prose="# A better question")
+    assert reasons(diamond) == {}
     done = diamond.folders.artifacts / "04_apart" / "done.json"
     mark = json.loads(done.read_text())
     mark |= {"library": "another", "versions": mark["versions"] | {"torch": "2.12.0"}}
@@ -210,18 +190,6 @@ def test_what_a_reader_leaves_in_a_notebook_does_not_count(diamond: Checkout) ->
     document["metadata"] |= {"kernelspec": {"name": "other"}, "language_info": {"version": "3.12.1"}}
     path.write_text(json.dumps(document))
     assert reasons(diamond) == {}
-
-
-def test_a_missing_executed_notebook_is_made_again(diamond: Checkout) -> None:
-    all_done(diamond)
-    (diamond.folders.executed / "01_left.ipynb").unlink()
-    assert reasons(diamond) == {"01_left": "executed notebook is missing"}
-
-
-def test_half_a_record_counts_as_none(diamond: Checkout) -> None:
-    all_done(diamond)
-    (diamond.folders.artifacts / "04_apart" / "done.json").write_text('{"hash": "')
-    assert reasons(diamond) == {"04_apart": "never ran"}
 
 
 def test_a_stage_made_from_an_old_input_stays_due(diamond: Checkout) -> None:
@@ -267,9 +235,68 @@ def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond: Checkout) -> N
     assert [(task.stage.name, task.why) for task in forced] == [("01_left", "forced")]
 
 
-def test_folders_follow_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "scratch"))
-    folders = Folders.of("mine")
-    assert folders.artifacts == tmp_path / "scratch" / "mine"
-    assert folders.executed.parts[-2:] == ("papermill_runs", "mine")
-    assert folders.results.parts[-2:] == ("results", "mine")
+def share(processes: int, machines: int = 1, launcher: str = "", **options) -> list[Slot]:
+    """`slots` with the options' defaults."""
+    parallel = ParallelConfig(processes, machines, "ddp", launcher)
+    return slots(parallel, **{"gpus": None, "jobs": 1} | options)
+
+
+def fake_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(pipeline, "visible_gpus", lambda: [str(index) for index in range(count)])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "jobs", "here", "devices", "processes"),
+    [
+        (8, 2, 8, ["0,1,2,3", "4,5,6,7"], 4),
+        (8, 3, 8, ["0,1", "2,3", "4,5"], 2),
+        (None, 2, 8, ["0,1,2,3", "4,5,6,7"], 1),  # the preset's one process each
+        (2, 3, 2, ["0", "1"], 1),  # no more notebooks at once than GPUs
+    ],
+)
+def test_notebooks_side_by_side_have_disjoint_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int | None, jobs: int, here: int, devices: list, processes: int
+) -> None:
+    fake_gpus(monkeypatch, here)
+    assert share(gpus or 1, gpus=gpus, jobs=jobs) == [
+        Slot({"CUDA_VISIBLE_DEVICES": names}, {"parallel.num_processes": processes}) for names in devices
+    ]
+    assert share(8, gpus=8) if here == 8 else share(1, jobs=1) == [Slot()]  # alone it has all of them
+
+
+@pytest.mark.parametrize(
+    ("here", "processes", "machines", "options", "message"),
+    [
+        (0, 2, 1, {"gpus": 2}, "this machine has no GPU; --set parallel.num_processes=2 trains with two"),
+        (4, 8, 1, {"gpus": 8}, "8 GPUs are needed on this machine, and it has 4: --gpus 4 uses all"),
+        (
+            4,
+            16,
+            2,
+            {"launcher": "srun torchrun"},
+            "8 GPUs are needed on this machine, and it has 4: --gpus 8",
+        ),
+        (8, 16, 2, {}, "trainings on 2 machines need parallel.launcher"),
+        (8, 16, 2, {"jobs": 2, "launcher": "srun torchrun"}, "--jobs 2: what parallel.launcher starts needs"),
+    ],
+)
+def test_what_cannot_work_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, here: int, processes: int, machines: int, options: dict, message: str
+) -> None:
+    fake_gpus(monkeypatch, here)
+    with pytest.raises(PipelineError) as error:
+        share(processes, machines, **options)
+    assert message in str(error.value)
+
+
+def test_more_processes_make_no_stage_due_again() -> None:
+    folders = Folders.of("smoke")
+    stages = discover(folders.notebooks, SECTIONS)
+    several = {"parallel.num_processes": 8, "parallel.num_machines": 2, "parallel.launcher": "srun torchrun"}
+    presets = [resolved(load_preset("smoke", overrides)) for overrides in ({}, several)]
+    one, two = (expected(stages, preset, folders) for preset in presets)
+    assert one == two
+
+
+def test_clock() -> None:
+    assert [clock(s) for s in (59.6, 130, 3600, 36061)] == ["01:00", "02:10", "1:00:00", "10:01:01"]

@@ -7,17 +7,14 @@ import json
 import platform
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from unmask.data.workers import cores
+from unmask.run import Folders
 from unmask.store import write_atomic
-from unmask.study.pipeline.graph import Folders
-
-_recording = threading.Lock()  # notebooks that run side by side share the record
 
 REPORTED = (
     "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "mergekit",
@@ -40,7 +37,7 @@ def describe(
         "command": command,
         **commit(folders),
         "python": platform.python_version(),
-        "versions": {name: version for name in REPORTED if (version := _version(name))},
+        "versions": {name: importlib.metadata.version(name) for name in REPORTED},
         "seeds": {
             section: values["seed"]
             for section, values in preset.items()
@@ -54,10 +51,7 @@ def describe(
 
 def read(folders: Folders) -> dict[str, Any]:
     """The record as it stands; empty where there is none."""
-    try:
-        return json.loads((folders.results / "provenance.json").read_text(encoding="utf8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
+    return _json(folders.results / "provenance.json")
 
 
 def record(folders: Folders, about: dict[str, Any], stage: str, outcome: dict[str, Any]) -> Path:
@@ -65,11 +59,12 @@ def record(folders: Folders, about: dict[str, Any], stage: str, outcome: dict[st
 
     The hash of the corpus comes from the first notebook's metrics, where these hold one.
     """
-    with _recording:
-        stages = read(folders).get("stages", {}) | {stage: outcome}
-        document = about | {"corpus_hash": _corpus_hash(folders), "stages": dict(sorted(stages.items()))}
-        text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
-        return write_atomic(folders.results / "provenance.json", text)
+    outcome |= {key: about[key] for key in ("commit", "dirty")}
+    stages = read(folders).get("stages", {}) | {stage: outcome}
+    corpus = _json(folders.results / "00_backbone.json").get("corpus_hash")
+    document = about | {"corpus_hash": corpus, "stages": dict(sorted(stages.items()))}
+    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    return write_atomic(folders.results / "provenance.json", text)
 
 
 def durations(*runs: Folders) -> dict[str, float]:
@@ -124,17 +119,8 @@ def _git(root: Path, *arguments: str) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
+def _json(path: Path) -> dict[str, Any]:
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _corpus_hash(folders: Folders) -> str | None:
-    try:
-        return json.loads((folders.results / "00_backbone.json").read_text(encoding="utf8")).get(
-            "corpus_hash"
-        )
+        return json.loads(path.read_text(encoding="utf8"))
     except (FileNotFoundError, json.JSONDecodeError):
-        return None
+        return {}

@@ -1,0 +1,94 @@
+"""Child processes and the signals that stop them: one rule for a run, its notebooks and their trainings.
+
+    unmask run  →  a process per notebook  →  its kernel  →  a training, or torchrun and its workers
+
+Each is started by `bound`, so that it dies with its parent, however that happens. A request to stop goes down
+the same chain, as one SIGTERM to the next process, and whoever passed it on waits.
+
+Run as `python -m unmask.children PID COMMAND …` this is the start of such a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def bound(command: Sequence[str]) -> list[str]:
+    """A command whose process Linux kills when this one dies."""
+    return [sys.executable, "-m", "unmask.children", str(os.getpid()), *command]
+
+
+def die_with(parent: int) -> None:
+    """Has Linux kill this process when its parent dies; ends it if that has happened already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which survives exec
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def on_signal(
+    handle: Callable[[signal.Signals], None], numbers: Sequence[signal.Signals] = SIGNALS
+) -> Iterator[None]:
+    """Calls `handle` with every signal that asks to stop, in the main thread, which alone gets them.
+
+    `nohup` is respected.
+    """
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        handle(signal.Signals(number))
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        chosen = [number for number in numbers if not (nohup and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, handler) for number in chosen}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def ended_together(child: subprocess.Popen, grace: float) -> Iterator[list[signal.Signals]]:
+    """Passes SIGTERM on to a child, once, and ends the child with the block.
+
+    Args:
+        grace: seconds that the child gets for its own end.
+    Yields: the signals that came.
+    """
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        if len(received) == 1:  # a second one would cut short torchrun's orderly end
+            child.terminate()
+
+    with on_signal(stop, [signal.SIGTERM]):
+        try:
+            yield received
+        finally:
+            try:
+                if child.poll() is None and not received:
+                    child.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(grace)
+            finally:
+                child.kill()
+                child.wait()
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])
