@@ -1,6 +1,6 @@
 """A Hub on localhost: as much of its HTTP interface as huggingface_hub asks for, with faults on demand.
 
-Large files are in LFS and come by redirect from another path, with Range, as from the Hub's CDN. Faults are
+Large files are in LFS and come by redirect from another host, with Range, as from the Hub's CDN. Faults are
 queued per file, and each request for its content takes one.
 """
 
@@ -163,7 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
         if len(content) >= LFS_FROM:
             digest = hashlib.sha256(content).hexdigest()
             linked = {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-            return self._send(302, b"", commit | linked | {"Location": f"{self.hub.url}/cdn/{digest}"})
+            cdn = self.hub.url.replace("127.0.0.1", "localhost")  # another host
+            return self._send(302, b"", commit | linked | {"Location": f"{cdn}/cdn/{digest}"})
         self._content(file, content, commit | {"ETag": f'"{_blob(content)}"'})
 
     def _cdn(self, digest: str) -> None:

@@ -21,11 +21,13 @@ import numpy as np
 from pyarrow import parquet
 from torch import Tensor
 
-from unmask.data import mirror
+from unmask.data import hub
 from unmask.data.files import DataFile, data_files, did_you_mean, resolved, verify
 from unmask.data.formats import format_of, is_data, naming, place, shortened
 from unmask.data.lines import BadRow
+from unmask.data.registry import CONTEB as TASKS
 from unmask.data.registry import Source
+from unmask.data.registry import conteb as source
 from unmask.evaluation.tasks import Task, ndcg
 from unmask.store import nearest
 from unmask.synthesis import chunking
@@ -33,19 +35,6 @@ from unmask.synthesis import chunking
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Repositories of the organisation below → the split that is evaluated: "test" where there is one, otherwise
-# "validation", otherwise "train", as the authors say.
-ORGANISATION = "illuin-conteb"
-TASKS = {
-    "covid-qa": "train",
-    "esg-reports": "test",
-    "football": "train",
-    "geography": "train",
-    "insurance": "train",
-    "mldr-conteb-eval": "test",
-    "narrative-qa": "test",
-    "squad-conteb-eval": "validation",
-}
 SQUAD = "rajpurkar/squad"
 COLUMNS = {"documents": (("chunk_id",), ("chunk",)), "queries": (("query",), ("chunk_id", "chunk_ids"))}
 PIECE_BYTES = 64 << 20  # of a file that is read at a time
@@ -85,7 +74,7 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
         questions: asked at most, drawn by their hash; of all there are 10,570.
     Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
     """
-    folder = mirror.local(SQUAD)
+    folder = hub.local(SQUAD)
     files = sorted(folder.glob("plain_text/validation-*.parquet")) if folder else []
     if not files:
         return None
@@ -114,14 +103,6 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
         for row in asked[:questions]
     ]
     return as_task("SQuAD", documents, queries)
-
-
-def source(name: str, split: str | None = None) -> Source:
-    """Where the data of a task are, as `unmask.data` reads them."""
-    return Source(
-        name=name, kind="hub", role="documents", language="eng", licence="", repo=f"{ORGANISATION}/{name}",
-        config="documents", queries_config="queries", split=split or TASKS[name],
-    )  # fmt: skip
 
 
 def as_task(name: str, documents: Iterable[Mapping[str, Any]], queries: Iterable[Mapping[str, Any]]) -> Task:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from unmask.config import EvaluationConfig
-from unmask.data import mirror
+from unmask.data import hub
 from unmask.evaluation.tasks import Task
 from unmask.models.embedder import Embedder
 from unmask.models.similarity import similarity
@@ -159,8 +159,8 @@ def run_benchmark(
     encoder = MtebEncoder(embedder, config, precision)
     cache = mteb.ResultCache(folder)
     absent = ""
-    if any(mirror.local(task.metadata.dataset["path"]) is None for _, task in wanted):
-        absent = mirror.unreachable()
+    if any(hub.local(task.metadata.dataset["path"]) is None for _, task in wanted):
+        absent = hub.unreachable()
     return [
         {"benchmark": name, "task": task.metadata.name} | _run(encoder, task, cache, absent)
         for name, task in wanted
@@ -169,7 +169,7 @@ def run_benchmark(
 
 def _run(encoder: MtebEncoder, task: AbsTask, cache: mteb.ResultCache, absent: str) -> dict[str, Any]:
     repo = task.metadata.dataset["path"]
-    if folder := mirror.local(repo):
+    if folder := hub.local(repo):
         dataset = task.metadata.dataset | {"path": str(folder)}
         task.metadata = task.metadata.model_copy(update={"dataset": dataset})
     elif absent:

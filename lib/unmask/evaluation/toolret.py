@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from unmask.data import mirror
+from unmask.data import hub
 from unmask.evaluation.metrics import ranking_metrics
 from unmask.evaluation.search import index
 from unmask.models.embedder import Embedder
@@ -67,8 +67,8 @@ def _configs(repo: str) -> list[tuple[str, str]]:
     """Where a data set is, with each of its configurations."""
     from datasets import get_dataset_config_names
 
-    folder = mirror.local(repo)
-    if folder is None and (why := mirror.unreachable()):
+    folder = hub.local(repo)
+    if folder is None and (why := hub.unreachable()):
         raise OSError(f"{repo}: neither in a mirror (UNMASK_MIRROR) nor on the Hub ({why})")
     return [(str(folder or repo), name) for name in get_dataset_config_names(str(folder or repo))]
 

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from unmask.data.mirror import MODEL, Need, unreachable
+from unmask.data.hub import MODEL, MODEL_FILES, Need, explained, unreachable
 from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
 from unmask.models.pretrained import require_checkpoint
@@ -81,8 +81,6 @@ def _local(path: str | Path) -> Path:
 def _downloaded(name: str) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
-
-    from unmask.data.hub import MODEL_FILES, explained
 
     try:
         with explained(Need(name, "model", "main", MODEL)):

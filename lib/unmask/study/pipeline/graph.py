@@ -34,10 +34,7 @@ ASIDE = (
     "study/pipeline/",
     "cli.py",
     "study/plan.py",
-    "data/mirror.py",
-    "data/manifest.py",
     "data/hub.py",
-    "data/pull.py",
     "__main__.py",
 )
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
