@@ -44,13 +44,11 @@ class FakeHub:
 
     faults: file → what its next requests get: a status, "cut" (half of it, then the connection breaks),
         "corrupt" (one bit is wrong), "slow" (a tenth of a second after every megabyte).
-    busy: statuses that the next questions about repositories get.
     """
 
     url: str = ""
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     faults: dict[str, list[int | str]] = field(default_factory=dict)
-    busy: list[int] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     token: str = "hf_right"
 
@@ -110,8 +108,6 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/"):
             if path.count("/") < 4:
                 return self._send(404, b"")
-            if self.hub.busy:
-                return self._send(self.hub.busy.pop(0), b"busy")
             kind, name, *rest = self._split(path.removeprefix("/api/"))
         else:
             kind, name, *rest = self._split(path if path.startswith("/datasets/") else f"/models{path}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import json
 import os
@@ -94,12 +93,6 @@ def test_the_pairs_of_the_paper_are_of_four_groups_and_60_languages() -> None:
     assert rows["english"] == pytest.approx(112.3e6, rel=0.001) and rows["code"] == pytest.approx(
         1.4e6, rel=0.02
     )
-
-
-def test_the_triplets_of_the_paper_are_in_16_languages() -> None:
-    triplets = [s for s in load_registry("paper") if s.role == "triplets"]
-    assert len({s.language for s in triplets if s.group == "multilingual"}) == 15
-    assert {s.language for s in triplets if s.group == "english"} == {"eng"}
 
 
 def test_synthetic_data_join_once_they_exist() -> None:
@@ -279,34 +272,18 @@ def test_files_start_at_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert absent.bad_rows == "drop"
 
 
-def test_the_kind_is_the_only_key_to_change(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").touch()
-    entry = PAIRS | {"files": ["rows.jsonl"]}
-    hub, mirror, files = (
-        load_registry(write(tmp_path, {"some": entry | {"kind": kind}}))[0]
-        for kind in ("hub", "mirror", "files")
-    )
-    assert dataclasses.replace(mirror, kind="hub") == hub
-    assert dataclasses.replace(files, kind="hub", bad_rows="drop") == hub
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"kolumns": {}}, "unknown key 'kolumns'; did you mean 'columns'"),
     "unknown kind": (
         {"kind": "hab"},
         "kind: Input should be 'hub', 'mirror', 'files' or ",
     ),
-    "unknown group": ({"group": "multi-lingual"}, "group: Input should be "),
     "no group": ({"group": ""}, "pairs need a group, one of english"),
     "unknown column": (
         {"columns": {"querry": "q", "document": "d"}},
         "columns: unknown name 'querry'; did you mean 'query'",
     ),
     "missing column": ({"columns": {"query": "q"}}, "pairs need query, document; got query"),
-    "mixed layouts": (
-        {"role": "documents", "columns": {"chunks": "c", "query": "q"}},
-        "documents need chunks, queries, golds, or title, chunk, query, or chunk_id",
-    ),
     "joined without queries_config": (
         {
             "role": "documents",
@@ -315,17 +292,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "queries_config goes with the columns",
     ),
     "repository without organisation": ({"kind": "mirror", "repo": "some"}, "repo must be organisation/name"),
-    "no files": ({"kind": "files"}, "files: none given"),
     "missing files": ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl: there is no such file"),
     "unknown language": ({"language": "dxu"}, "language: unknown language 'dxu'; near: "),
     "Norway": ({"language": False}, "language: Input should be a valid string, got False"),
     "hold_out": ({"hold_out": 0.6}, "hold_out: Input should be less than or equal to 0.5, got 0.6"),
     "share of pairs": ({"share": 10}, "share is for text"),
-    "optional text with a share": ({"role": "text", "share": 10, "optional": True}, "share is for text"),
-    "max_rows of text": ({"role": "text", "max_rows": 10}, "max_rows is for pairs, triplets and documents"),
     "wrong type": ({"rows": "many"}, "rows: Input should be a valid integer, got 'many'"),
     "a number for text": ({"revision": 1.0}, "revision: Input should be a valid string, got 1.0"),
-    "missing key": ({"licence": None}, "licence: Input should be a valid string, got None"),
     "languages": ({"languages": "deu"}, "languages must be a list of codes"),
     "unknown among languages": ({"languages": ["deu", "qqq"]}, "unknown language 'qqq'"),
 }

@@ -100,7 +100,7 @@ class Manifest:
         return {
             path: size
             for path, size in self.selections[selection]["files"].items()
-            if _size(folder / path) != size or not self.files[path]["sha256"]
+            if _size(folder / path) != size or not self.files.get(path, {}).get("sha256")
         }
 
 
@@ -313,22 +313,23 @@ def pull(preset: Preset, folder: Path, *, jobs: int = 4) -> None:
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror
-    left: dict[str, int] = {}
+    left: dict[str, dict[str, int]] = {need.repo: {} for need in wanted}
     for need in tqdm(wanted, "listing", unit="part", leave=False):
-        sizes = _ask(need, folder / need.repo).left(folder / need.repo, need.selection)
-        left |= {f"{need.repo}/{path}": size for path, size in sizes.items()}
-    _check_space(sum(left.values()), folder)
-    for need in wanted:
+        left[need.repo] |= _ask(need, folder / need.repo)
+    _check_space(sum(sum(sizes.values()) for sizes in left.values()), folder)
+    for need in {need.repo: need for need in wanted}.values():
         with explained(need):
-            _fetch(need, folder / need.repo, jobs)
+            _fetch(need, left[need.repo], folder / need.repo, jobs)
     print(f"all that preset {preset.name!r} needs is there: UNMASK_MIRROR={folder} serves it")
 
 
-def _ask(need: Need, folder: Path) -> Manifest:
+def _ask(need: Need, folder: Path) -> dict[str, int]:
     """Asks the Hub for the files of a need, and notes them in the manifest.
 
     A repository that is in the mirror already stays at its commit, so that a branch that moves meanwhile does
     not mix two versions; nor does one version replace another.
+
+    Returns: what is left to fetch; path → bytes.
     """
     known = Manifest.read(folder)
     same = known and need.revision == known.requested
@@ -349,7 +350,7 @@ def _ask(need: Need, folder: Path) -> Manifest:
         lfs = tree[path].lfs
         manifest.files.setdefault(path, {"size": size, "sha256": lfs.sha256 if lfs else ""})
     manifest.write(folder)
-    return manifest
+    return manifest.left(folder, need.selection)
 
 
 @cache
@@ -406,13 +407,13 @@ def _check_space(needed: int, folder: Path) -> None:
         raise OSError(f"{sizes}: free some, name another folder by --to, or lower data.max_text_mb")
 
 
-def _fetch(need: Need, folder: Path, jobs: int) -> None:
-    """Fetches what is left of a need; the library skips what it has fetched before."""
+def _fetch(need: Need, left: dict[str, int], folder: Path, jobs: int) -> None:
+    """Fetches what is left of a repository; the library skips what it has fetched before."""
+    size = f"{_readable(sum(left.values()))} in {len(left)} files to fetch" if left else "all there"
     manifest = Manifest.read(folder)
-    left = manifest.left(folder, need.selection)
+    print(f"{need.repo} ({need.type}, {manifest.revision[:12]}): {size}", flush=True)
     if not left:
         return
-    print(f"{need.what}: {_readable(sum(left.values()))} in {len(left)} files", flush=True)
     where = {"repo_type": need.type, "revision": manifest.revision, "local_dir": folder}
     snapshot_download(need.repo, **where, allow_patterns=[*map(glob.escape, left)], max_workers=jobs)
     for path in left:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unmask.config import GROUPS, ConfigError
@@ -55,16 +55,6 @@ _STRICT = ConfigDict(extra="forbid", strict=True)  # unknown keys and other type
 _ARTIFACTS = "${UNMASK_ARTIFACTS}"  # in `files`: the artifacts folder, wherever it is
 
 
-def _language(code: str) -> str:
-    check_language(code)
-    return code
-
-
-def _names(value: Any) -> Any:
-    names = [value] if isinstance(value, str) else value
-    return tuple(names) if isinstance(names, list) else names
-
-
 @dataclass(frozen=True, config=_STRICT)
 class Source:
     """One data set: where it is, what its columns mean, and what is held out of it."""
@@ -73,7 +63,7 @@ class Source:
     kind: Literal["hub", "mirror", "files", "environment"]  # where it is read from
     role: Literal["text", "pairs", "triplets", "documents"]
     # "eng_Latn", "deu", "deu-eng" (a pair of languages), "mul", "python"
-    language: Annotated[str, AfterValidator(_language)]
+    language: Annotated[str, AfterValidator(lambda code: check_language(code) or code)]
     licence: str
     group: Literal["", *GROUPS] = ""  # pairs and triplets: the step of the curriculum
     task: str = ""  # held-out task that its rows are evaluated in; the source's name unless given
@@ -83,7 +73,7 @@ class Source:
     queries_config: str = ""  # documents in the joined layout: the configuration that holds the queries
     split: str = "train"  # as the data set calls it
     # files: absolute paths or patterns, see `own_files`
-    files: Annotated[tuple[str, ...], BeforeValidator(_names)] = ()
+    files: Annotated[tuple[str, ...], Field(strict=False)] = ()
     # Our name → theirs; "answers.text.0" reaches into structs and lists, "neg_1, neg_2" makes a list of two.
     columns: Mapping[str, str] = field(default_factory=dict)
     share: Annotated[float, Field(gt=0)] | None = None  # text: percent of the packed blocks
@@ -211,8 +201,9 @@ def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str,
 
 
 def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
-    defaults = {"task": name, "bad_rows": "stop" if entry.get("kind") == "files" else "drop"}
-    source = Source(**defaults | entry | {"name": name})
+    values = {"task": name, "bad_rows": "stop" if entry.get("kind") == "files" else "drop"} | entry
+    files = values.get("files", ())
+    source = Source(**values | {"name": name, "files": [files] if isinstance(files, str) else files})
     files = (file.replace(_ARTIFACTS, str(artifacts_root())) for file in source.files)
     source = replace(source, files=tuple(str(folder / file) for file in files))
     _check(source, folder)
