@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "repository without organisation": ({"kind": "mirror", "repo": "some"}, "repo must be organisation/name"),
     "missing files": ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl: there is no such file"),
-    "unknown language": ({"language": "dxu"}, "language: unknown language 'dxu'; near: "),
+    "unknown language": ({"language": "dxu"}, "unknown language 'dxu'; near: "),
     "Norway": ({"language": False}, "language: Input should be a valid string, got False"),
     "hold_out": ({"hold_out": 0.6}, "hold_out: Input should be less than or equal to 0.5, got 0.6"),
     "share of pairs": ({"share": 10}, "share is for text"),
