@@ -135,7 +135,7 @@ def test_a_dry_run_plans_machines_that_are_elsewhere(two: Checkout) -> None:
     arguments = ("--gpus", "8", "--machines", "2", "--machine-rank", "1", "--dry-run")
     result = two.unmask("run", "--preset", "smoke", *arguments)
     assert result.returncode == 0 and result.stderr == ""
-    assert "plan of preset 'smoke' on 8 GPUs on 2 machines, ddp" in result.stdout
+    assert "plan of preset 'smoke' on 8 GPUs, ddp" in result.stdout
 
 
 def test_status_of_a_run_that_never_was(two: Checkout) -> None:
@@ -150,7 +150,7 @@ def test_status_of_a_run_that_never_was(two: Checkout) -> None:
         (["--preset", "smok"], "unknown preset 'smok'; did you mean 'smoke'?"),
         (["--set", "pair.stepz=3"], "unknown key 'stepz'; did you mean 'steps'?"),
         (["--set", "pairs.steps=3"], "did you mean 'pair'?"),
-        (["--set", "pair.steps=many"], "pair: steps must be int, got 'many'"),
+        (["--set", "pair.steps=many"], "pair.steps must be a valid integer, got 'many'"),
         (["--set", "pair.steps"], "write key=value"),
         (["--set", "pair.steps=[1"], "the value is not valid YAML"),
         (["--only", "1_pair"], "no notebook '1_pair'; did you mean '01_pair'?"),
@@ -159,7 +159,7 @@ def test_status_of_a_run_that_never_was(two: Checkout) -> None:
         (["--only", "01"], "01_pair needs the output of 00_backbone, which never ran"),
         (["--run", "../elsewhere"], "take one without '/'"),
         (["--gpus", "3", "--machines", "2"], "3 processes cannot be shared evenly by 2 machines"),
-        (["--gpus", "0"], "parallel.num_processes must be at least 1, got 0"),
+        (["--gpus", "0"], "parallel.num_processes must be greater than or equal to 1, got 0"),
         (["--gpus", "2"], "--gpus 2: this machine has no GPU; --set parallel.num_processes=2 trains with"),
         (["--gpus", "2", "--machines", "2"], "2 machines: name the one with rank 0 by --main-host"),
         (["--machine-rank", "1"], "--machine-rank 1: there is one machine; see --machines"),

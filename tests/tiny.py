@@ -26,7 +26,8 @@ def tokenizer():
 
 
 def model(*, bidirectional: bool = True, head: bool = False, layers: int = 2, seed: int = 0):
-    shape = BackboneConfig("", 32, layers, 2, 1, 16, 64, 256, 0.02, "<|fim_pad|>")
+    sizes = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64, "max_length": 256}
+    shape = BackboneConfig(layers=layers, **sizes)
     built = backbone.build(shape, tokenizer(), seed=seed)
     if bidirectional:
         backbone.make_bidirectional(built, tokenizer(), shape.mask_token)

@@ -339,8 +339,7 @@ def _print_cost(preset: Preset, gpus: int | None, gpu_memory: float, due: Sequen
     if gpus is None:
         gpus = parallel.num_processes if parallel.num_processes > 1 else 0
     names = [task.stage.name for task in due]
-    machines = parallel.num_machines
-    print(describe(preset, gpus=gpus, machines=machines, stages=names, gpu_memory=gpu_memory * 1e9))
+    print(describe(preset, gpus=gpus, stages=names, gpu_memory=gpu_memory * 1e9))
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -1,24 +1,21 @@
 """Presets: every hyper-parameter of a run, typed, checked and in one place (`papermill_runs/presets/*.yaml`).
 
-A preset is a YAML file of sections, one per stage. It may extend another one (`extends: cpu`) and then holds
-only what differs. Nothing is optional at a distance: a key that no dataclass below knows is refused with the
-nearest name.
+A preset is a YAML file of sections, one per stage. It holds what differs from the preset that it extends
+(`extends: cpu`) and from the defaults below: the papers' values, and those that hardly any preset changes.
+What depends on model and machine (sizes, steps, rates) has no default.
 """
 
-from __future__ import annotations
-
-import contextlib
 import dataclasses
 import itertools
 import json
 import math
-import types
-import typing
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from unmask.store import nearest, repository
 
@@ -27,85 +24,119 @@ class ConfigError(ValueError):
     """A preset, a key or a value that cannot be used; the message says which and what would do."""
 
 
-@dataclass(frozen=True)
+def _in_order(values: tuple) -> tuple:
+    if list(values) != sorted(values):
+        raise ValueError("must be ascending")
+    return values
+
+
+def _ascending(item: Any) -> Any:
+    return Annotated[tuple[item, ...], Field(min_length=1), AfterValidator(_in_order)]
+
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+Schedule = Literal["wsd", "cosine", "linear"]
+Group = Literal["english", "cross-lingual", "multilingual", "code"]
+Family = Literal["english", "code", "cross-lingual", "multilingual", "contextual"]
+GROUPS = get_args(Group)  # of pairs: the steps of the curriculum
+FAMILIES = get_args(Family)  # of tasks, as reported
+TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")  # by `launch`
+
+Flag = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True, ge=0)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+Several = Annotated[int, Field(strict=True, ge=2)]
+Bytes = Annotated[int, Field(strict=True, ge=8, multiple_of=8)]  # dimensions: binary packs eight into a byte
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Sizes = _ascending(Count)
+Batches = _ascending(Several)
+Dimensions = _ascending(Bytes)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
     """The corpus: where text, pairs and documents come from."""
 
-    source: str  # "environment", a registry in papermill_runs/sources, or the path of one (*.yaml)
-    seed: int
-    vocab_size: int  # of the tokenizer trained on the training part; ignored with a ready checkpoint
-    dev_packages: tuple[str, ...]  # held out, for choices
-    test_packages: tuple[str, ...]  # held out, for reported figures
-    max_packages: int  # 0: every installed package
-    max_text_mb: int  # cap of the pretraining text
-    families: tuple[str, ...] = ()  # of pairs and tasks that are read; empty: all that there are
+    source: str = "environment"  # or a registry in papermill_runs/sources, or the path of one (*.yaml)
+    seed: Whole = 0
+    vocab_size: Count  # of the tokenizer trained on the training part; ignored with a ready checkpoint
+    dev_packages: tuple[str, ...] = ()  # held out, for choices
+    test_packages: tuple[str, ...] = ()  # held out, for reported figures
+    max_packages: Whole = 0  # 0: every installed package
+    max_text_mb: Count  # cap of the pretraining text
+    families: tuple[Family, ...] = ()  # of pairs and tasks that are read; empty: all that there are
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class BackboneConfig:
     """The Transformer: a ready checkpoint, or the shape of one built from scratch."""
 
-    checkpoint: str  # "smollm2-135m", Hub name, directory or GGUF file; empty: built in the shape below
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    mlp_size: int
-    max_length: int  # longest sequence that positions are meant for
-    embedding_std: float  # of the token embeddings at the start
-    mask_token: str  # existing, rarely used token that plays [MASK]
+    checkpoint: str = ""  # "smollm2-135m", Hub name, directory or GGUF file; empty: built in the shape below
+    hidden_size: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    head_size: Count
+    mlp_size: Count
+    max_length: Count  # longest sequence that positions are meant for
+    embedding_std: Positive = 0.02  # of the token embeddings at the start; Qwen3's initializer_range
+    mask_token: str = "<|fim_pad|>"  # existing, rarely used token that plays [MASK]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainConfig:
     """What every training stage has: optimiser, schedule, precision, checkpoints."""
 
-    steps: int
-    lr: float
-    schedule: str  # after a linear warm-up: "wsd" (constant, then cosine decay); "cosine", "linear" (to zero)
-    warmup: int  # steps
-    decay: int  # last steps, for "wsd"
-    beta1: float
-    beta2: float
-    weight_decay: float
-    clip: float  # l2 norm of the gradient
-    token_budget: int  # tokens of one micro-batch of one process, padding included
-    precision: str  # "bf16" (autocast, where the processor has it) or "fp32"
-    gradient_checkpointing: bool  # keep one activation per layer and recompute the others
-    compile: bool  # torch.compile of every layer
-    checkpoint_every: int  # steps
-    keep_checkpoints: int  # the newest so many
-    explode: float  # stop once the loss is this many times what it was at the start; 0: never
-    log_every: int  # steps
-    seed: int
+    steps: Count
+    lr: Positive
+    schedule: Schedule = (
+        "cosine"  # after a linear warm-up: wsd (constant, then cosine decay); the rest to zero
+    )
+    warmup: Whole  # steps
+    decay: Whole = 0  # last steps, for "wsd"
+    beta1: Share = 0.9
+    beta2: Share = 0.98
+    weight_decay: NotNegative = 0.01
+    clip: Positive = 1.0  # l2 norm of the gradient
+    token_budget: Count  # tokens of one micro-batch of one process, padding included
+    precision: Literal["bf16", "fp32"] = "bf16"  # autocast, where the processor has it
+    gradient_checkpointing: Flag = False  # keep one activation per layer and recompute the others
+    compile: Flag = False  # torch.compile of every layer; pays in long trainings of one shape
+    checkpoint_every: Count = 50  # steps
+    keep_checkpoints: Count = 1  # the newest so many
+    explode: NotNegative = 4.0  # stop once the loss is this many times what it was at the start; 0: never
+    log_every: Count = 1  # steps
+    seed: Whole = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ParallelConfig:
     """The processes of one training. They divide the work, not the batch: results do not depend on them."""
 
-    num_processes: int  # over all machines
-    num_machines: int
-    strategy: str  # "ddp": every process holds the model; "fsdp2": they share its parameters
+    num_processes: Count = 1  # over all machines
+    num_machines: Count = 1
+    strategy: Literal["ddp", "fsdp2"] = "ddp"  # every process holds the model, or they share its parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PretrainConfig(TrainConfig):
     """Next-token and masked-diffusion pretraining."""
 
-    batch: int  # sequences
-    length: int  # tokens of a packed block
+    schedule: Schedule = "wsd"
+    batch: Count  # sequences
+    length: Count  # tokens of a packed block
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DiffusionConfig(PretrainConfig):
     """Masked-diffusion continued pretraining."""
 
-    t_min: float  # t is uniform in (t_min, t_max)
-    cut_fraction: float  # share of the sequences that are cut to a random length
-    t_max: float = field(default=1.0, kw_only=True)  # t_min = t_max: a fixed share of masks (LLM2Vec)
-    log_uniform: bool = field(default=False, kw_only=True)  # low t: drawn more often, not weighed more
+    t_min: Positive = 0.001  # t is uniform in (t_min, t_max)
+    t_max: Share = 1.0  # t_min = t_max: a fixed share of masks (LLM2Vec)
+    log_uniform: Flag = False  # low t: drawn more often, not weighed more
+    cut_fraction: Share = 0.01  # share of the sequences that are cut to a random length
 
     @property
     def masked_share(self) -> float:
@@ -115,14 +146,14 @@ class DiffusionConfig(PretrainConfig):
         return (self.t_min + self.t_max) / 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ContrastiveConfig(TrainConfig):
     """What every contrastive stage has: a batch whose rows are each other's negatives."""
 
-    batch: int
-    cluster_size: int  # rows of a cluster of look-alikes, from which batches are filled; 0: batches at random
-    filter_margin: float  # what a surrogate finds this much better than the positive is no negative; -1: off
-    keep_tokens: int = field(default=0, kw_only=True)  # of a step, embedded once, with all activations kept
+    batch: Several
+    cluster_size: Whole = 0  # rows of a cluster of look-alikes, from which batches are filled; 0: at random
+    filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; -1: off
+    keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept
 
     @property
     def looks_around(self) -> bool:
@@ -130,120 +161,124 @@ class ContrastiveConfig(TrainConfig):
         return self.cluster_size > 0 or self.filter_margin >= 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PairConfig(ContrastiveConfig):
     """Contrastive training on (query, document) pairs."""
 
-    query_length: int
-    document_length: int
-    temperature: float
-    margin: float  # negatives this much better than the positive are left out
-    pooling: str  # "mean" or "last"
-    quantize: bool  # INT8 from the first step; false, for the comparison: the unquantised mean
-    curriculum: tuple[float, float, float]  # shares of the steps: English; + cross-lingual; everything
+    query_length: Count
+    document_length: Count
+    temperature: Positive = 0.02
+    margin: float = 0.1  # negatives this much better than the positive are left out
+    pooling: Literal["mean", "last"] = "mean"
+    quantize: Flag = True  # INT8 from the first step; false, for the comparison: the unquantised mean
+    curriculum: tuple[Share, Share, Share]  # shares of the steps: English; + cross-lingual; everything
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ContextualConfig(ContrastiveConfig):
     """Contextual training on documents of chunks; a row of a batch is a document."""
 
-    queries_per_document: int  # at most, drawn anew each time
-    query_length: int
-    chunk_length: int
-    chunks: int  # per document, at most
-    single: int  # pairs of each data set that join as documents of one chunk, against forgetting
-    objective: str  # "pplx": local and global loss; "insent": chunks only, with alpha as λ
-    temperature: float
-    margin: float
-    alpha: float  # weight of the in-sequence term in the local loss
-    beta_start: float  # weight of the global loss, first step
-    beta_end: float  # last step
-    dimensions: tuple[int, ...]  # Matryoshka prefixes; those that fit are used
+    weight_decay: NotNegative = 0.1
+    queries_per_document: Count = 4  # at most, drawn anew each time
+    query_length: Count
+    chunk_length: Count
+    chunks: Count  # per document, at most
+    single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
+    objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ
+    temperature: Positive = 0.02
+    margin: float = 0.1
+    alpha: Share = 0.2  # weight of the in-sequence term in the local loss
+    beta_start: Share = 0.2  # weight of the global loss, first step
+    beta_end: Share = 0.5  # last step
+    dimensions: Sizes  # Matryoshka prefixes; those that fit are used
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TripletConfig(ContrastiveConfig):
     """Contrastive training with mined hard negatives."""
 
-    accumulation: int  # a batch of `batch` is split into this many independent losses
-    query_length: int
-    document_length: int
-    temperature: float
-    negatives: int  # per query
-    margin: float  # candidates this much better than the positive are left out
-    rank_window: int  # negatives are drawn from this many best candidates
-    search: str  # "exact", or "faiss": approximate, for millions of documents
-    groups: tuple[str, ...]  # of the pairs that negatives are mined for
-    max_pairs: int  # training pairs that negatives are mined for
+    accumulation: Count  # a batch of `batch` is split into this many independent losses
+    query_length: Count
+    document_length: Count
+    temperature: Positive = 0.03
+    negatives: Count = 3  # per query
+    margin: float = 0.1  # candidates this much better than the positive are left out; as in the pair loss
+    rank_window: Count = 50  # negatives are drawn from this many best: hard, and wide enough to vary
+    search: Literal["exact", "faiss"] = "exact"  # faiss: approximate, for millions of documents
+    groups: tuple[Group, ...]  # of the pairs that negatives are mined for; what is left out is forgotten
+    max_pairs: Count  # training pairs that negatives are mined for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ClustersConfig:
     """How rows that look alike are found, for every stage with a `cluster_size` or a `filter_margin`."""
 
-    surrogate: str  # "lsa": word statistics of the training data; or an embedder: directory or Hub name
-    packing: str  # order in which clusters fill batches: "tour" (each next to its nearest) or "random"
-    iterations: int  # of k-means
-    attempts: int  # of k-means, of which the best counts
+    surrogate: str = "lsa"  # word statistics of the training data; or an embedder: directory or Hub name
+    packing: Literal["tour", "random"] = (
+        "tour"  # order of the clusters: each next to its nearest (CDE), or any
+    )
+    iterations: Count = 100  # of k-means; CDE's
+    attempts: Count = 3  # of k-means, of which the best counts; CDE's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class SynthesisConfig:
     """Queries written by a language model behind an OpenAI-compatible endpoint."""
 
-    endpoint: str  # for instance http://localhost:8000/v1; empty: nothing is synthesised
-    model: str  # as the endpoint calls it
-    api_key_env: str  # name of the environment variable that holds the key; the key itself is stored nowhere
-    passages: int  # that get a query each
-    documents: int  # that get queries for their chunks
-    queries_per_document: int
-    personas: int  # most relevant ones, of which the model picks the character
-    concurrency: int  # requests under way at a time
-    timeout: float  # seconds of one request
-    retries: int  # of one request, with growing pauses
-    temperature: float
-    max_tokens: int  # of one answer
-    min_similarity: float  # cosine of query and passage below which a pair is dropped
-    languages: tuple[str, ...]  # of the queries, drawn in turn
-    price_in: float  # per million tokens of prompts; 0: the estimate names no price
-    price_out: float  # per million tokens of answers
-    seed: int
+    endpoint: str = ""  # for instance http://localhost:8000/v1; empty: notebook 02a shows what it would send
+    model: str = ""  # as the endpoint calls it
+    api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key, which is stored nowhere
+    passages: Whole = 100  # that get a query each
+    documents: Whole = 20  # that get queries for their chunks
+    queries_per_document: Count = 4
+    personas: Count = 5  # most relevant ones, of which the model picks the character; the paper's top-5
+    concurrency: Count = 16  # requests under way at a time
+    timeout: Positive = 60.0  # seconds of one request
+    retries: Whole = 5  # of one request, with growing pauses
+    temperature: NotNegative = 0.7
+    max_tokens: Count = 400  # of one answer
+    min_similarity: float = 0.7  # cosine below which a pair is dropped; Qwen3-Embedding's filter
+    languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("English",)  # of the queries, in turn
+    price_in: NotNegative = 0.0  # per million tokens of prompts; 0: the estimate names no price
+    price_out: NotNegative = 0.0  # per million tokens of answers
+    seed: Whole = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class MergeConfig:
     """SLERP of two checkpoints and the choice among the candidates."""
 
-    t: tuple[float, ...]  # 0 is the contextual parent, 1 the triplet parent
+    t: tuple[Share, ...] = (0.25, 0.5, 0.75)  # 0 is the contextual parent, 1 the triplet parent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationConfig:
     """Retrieval tasks built from the held-out part of the corpus."""
 
-    query_length: int
-    document_length: int
-    chunk_length: int
-    max_queries: int  # per task
-    max_documents: int  # per task
-    precision: str  # "bf16" or "fp32"
-    bootstrap: int  # resamples of a confidence interval
+    query_length: Count
+    document_length: Count
+    chunk_length: Count
+    max_queries: Count  # per task
+    max_documents: Count  # per task
+    precision: Literal["bf16", "fp32"] = "bf16"
+    bootstrap: Count = 2000  # resamples of a confidence interval
     denoising: float = 0.5  # nats at t = 1 minus nats at the fewest masks that notebook 01 asks for
-    dev_queries: int = 0  # per task of the development split; 0: as many as of the test split
-    dev_documents: int = 0  # likewise
-    squad_paragraphs: int = 0  # of SQuAD, where a mirror holds it; 0: all
+    dev_queries: Whole = 0  # per task of the development split; 0: as many as of the test split
+    dev_documents: Whole = 0  # likewise
+    squad_paragraphs: Whole = 0  # of SQuAD, where a mirror holds it; 0: all
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class QuantizationConfig:
     """The study of precisions and dimensions. Its short trainings are the pair stage's but for the steps."""
 
-    dimensions: tuple[int, ...]
-    candidates: tuple[int, ...]  # documents that the binary first step hands on to INT8
-    speed_documents: int  # corpus size of the search-speed measurement
-    steps: int  # of each short training
-    widths: tuple[int, int]  # hidden size of a small model from scratch, and of one made wider
-    depths: tuple[int, int]  # its layers, and those of one made deeper
+    dimensions: Dimensions
+    # documents that the binary first step hands on to INT8; ten are what nDCG@10 asks for
+    candidates: _ascending(Annotated[Count, Field(ge=10)])
+    speed_documents: Count = 100_000  # of the search-speed measurement; float vectors that no cache holds
+    steps: Count  # of each short training
+    widths: Annotated[tuple[Bytes, Bytes], AfterValidator(_in_order)]  # of a small model, of a wider one
+    depths: Annotated[tuple[Count, Count], AfterValidator(_in_order)]  # its layers, those of a deeper one
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -252,43 +287,47 @@ class QuantizationConfig:
         return (narrow, flat), (narrow, deep), (wide, flat)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RetrievalConfig:
     """Plain retrieval: public benchmarks, and benchmarks built as the paper builds its own."""
 
-    benchmarks: tuple[str, ...]  # `unmask.evaluation.mteb_model.BENCHMARKS`, names of mteb, "ToolRet"
-    log_queries: int  # asked in the query-to-query and in the query-to-document benchmark, at most
-    query_sizes: tuple[int, ...]  # corpora of the query-to-query benchmark, ascending
-    document_sizes: tuple[int, ...]  # corpora of the query-to-document benchmark, ascending
-    pool_depth: int  # documents that each system puts into the pool of a query
-    passages: int  # that a generator reads for a question
+    benchmarks: tuple[str, ...] = ()  # `unmask.evaluation.mteb_model.BENCHMARKS`, names of mteb, "ToolRet"
+    log_queries: Count  # asked in the query-to-query and in the query-to-document benchmark, at most
+    query_sizes: Sizes  # corpora of the query-to-query benchmark
+    document_sizes: Sizes  # corpora of the query-to-document benchmark
+    pool_depth: Count  # documents that each system puts into the pool of a query
+    passages: Count = 5  # that a generator reads for a question; the paper's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ContebConfig:
     """The studies of context: ConTEB, InSeNT, late interaction. Trainings are the contextual stage's but for
     what is named here."""
 
-    tasks: tuple[str, ...]  # of ConTEB's, see `unmask.evaluation.conteb.TASKS`; read from a mirror or the Hub
-    chunk_length: int  # tokens of a chunk of these tasks at most
-    chunk_words: tuple[int, ...]  # sizes to which our own tasks' chunks are cut and joined
-    corpus_documents: tuple[int, ...]  # sizes of the corpus among which a query looks for its document
-    late_documents: int  # documents of a task whose token vectors are compared, at most
-    lambdas: tuple[float, ...]  # InSeNT's weight of the in-sequence term, one training each
-    lam: float  # the same, for one training of the contextual stage's length
-    temperature: float  # InSeNT's
-    steps: int  # of each training of the sweep
+    tasks: tuple[str, ...] = ()  # of `unmask.evaluation.conteb.TASKS`; read from a mirror or the Hub
+    chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
+    chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
+    corpus_documents: Sizes  # among which a query looks for its document
+    late_documents: Count = (
+        100  # whose token vectors are compared, at most: they take fifteen times the place
+    )
+    # InSeNT's weight of the in-sequence term, one training each: each term alone, and both
+    lambdas: Annotated[tuple[Share, ...], Field(min_length=1)] = (0.0, 0.3, 1.0)
+    lam: Share = 0.3  # for one training of full length; between the ends, which ConTEB finds worst
+    temperature: Positive = 0.05  # InSeNT's; the pair stage's is much sharper
+    steps: Count  # of each training of the sweep
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CdeConfig(PairConfig):
     """CDE: batches of look-alikes, and an encoder that reads other documents of the corpus beside a text."""
 
-    context: int  # context documents, shared by a batch; a training may set it to 0: a plain encoder
-    sequence_dropout: float  # probability that a context document is replaced by the learned null vector
-    batch_sizes: tuple[int, ...]  # of the study of batches
-    cluster_sizes: tuple[int, ...]  # of the study of batches, beside random ones; ascending
-    context_sizes: tuple[int, ...]  # context documents at inference, `context` at most; ascending
+    pooling: Literal["mean"] = "mean"  # over the text alone
+    context: Whole  # context documents, shared by a batch; a training may set it to 0: a plain encoder
+    sequence_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.005  # of context documents, for the null vector
+    batch_sizes: Batches  # of the study of batches
+    cluster_sizes: Batches  # of the study of batches, beside random ones
+    context_sizes: _ascending(Whole)  # context documents at inference, `context` at most
 
     @property
     def trainings(self) -> dict[str, dict[str, float]]:
@@ -311,59 +350,61 @@ class CdeConfig(PairConfig):
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Qwen3Config(PairConfig):
     """Qwen3-Embedding: a causal embedder with instructions. `steps` are the second phase's."""
 
-    negatives: int  # mined ones per query, in the second phase
-    dimensions: tuple[int, ...]  # Matryoshka prefixes; those that fit are used
-    scratch: bool  # start from a backbone that was not pretrained, instead of the causal one
-    weak_steps: int  # of the first phase, on all pairs and without mined negatives
-    weak_lr: float  # of the first phase
-    checkpoints: int  # of the second phase that are merged, evenly spaced, the last one among them
+    pooling: Literal["mean", "last"] = "last"
+    quantize: Flag = False  # Qwen3-Embedding has no quantiser
+    negatives: Whole = 3  # mined ones per query, in the second phase
+    dimensions: Sizes  # Matryoshka prefixes; those that fit are used
+    scratch: Flag = False  # start from a backbone that was not pretrained, instead of the causal one
+    weak_steps: Count  # of the first phase, on all pairs and without mined negatives
+    weak_lr: Positive  # of the first phase
+    checkpoints: Count = 3  # of the second phase that are merged, evenly spaced, the last one among them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RerankerConfig(TrainConfig):
     """Qwen3-Reranker: a language model that answers yes or no."""
 
-    batch: int  # queries, each with its document and its negatives
-    negatives: int  # mined ones per query
-    query_length: int  # without the prompt around query and document
-    document_length: int
-    candidates: int  # of the embedder that are reranked
-    max_queries: int  # per task, reranked in the evaluation
+    batch: Count  # queries, each with its document and its negatives
+    negatives: Count = 3  # mined ones per query; as triplet
+    query_length: Count  # without the prompt around query and document
+    document_length: Count
+    candidates: Count = 100  # of the embedder that are reranked; Qwen3-Embedding's
+    max_queries: Count  # per task, reranked in the evaluation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AblationConfig:
     """The 2 × 2 ablation: backbone × pooling. Everything else is the pair stage's."""
 
-    steps: int
-    groups: tuple[str, ...]  # of the pairs to train on
-    ema: float  # smoothing of the loss curve
-    batch: int = 0  # pairs of a step; 0: the pair stage's
-    seeds: int = 1  # so many times all arms are trained, from the same backbones
-    controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
+    steps: Count
+    groups: tuple[Group, ...] = ("english",)  # of the pairs to train on
+    ema: Share = 0.02  # smoothing of the loss curve; the paper's, figure 2
+    batch: Whole = 0  # pairs of a step; 0: the pair stage's
+    seeds: Count = 1  # so many times all arms are trained, from the same backbones
+    controls: Flag = True  # also pretrain the two controls, each for as long as the diffusion stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Preset:
     """All parameters of a run."""
 
     name: str
     about: str  # one line: machine, time, purpose
-    parallel: ParallelConfig
+    parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     backbone: BackboneConfig
     ar: PretrainConfig
     diffusion: DiffusionConfig
     pair: PairConfig
-    synthesis: SynthesisConfig
+    synthesis: SynthesisConfig = SynthesisConfig()
     contextual: ContextualConfig
     triplet: TripletConfig
-    clusters: ClustersConfig
-    merge: MergeConfig
+    clusters: ClustersConfig = ClustersConfig()
+    merge: MergeConfig = MergeConfig()
     evaluation: EvaluationConfig
     quantization: QuantizationConfig
     retrieval: RetrievalConfig
@@ -374,9 +415,6 @@ class Preset:
     ablation: AblationConfig
 
 
-GROUPS = ("english", "cross-lingual", "multilingual", "code")  # of pairs: the steps of the curriculum
-FAMILIES = ("english", "code", "cross-lingual", "multilingual", "contextual")  # of tasks, as reported
-TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")  # by `launch`
 SECTIONS = tuple(f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "about"))
 
 
@@ -386,19 +424,20 @@ def preset_names() -> list[str]:
 
 
 def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
-    """Reads a preset, applies `overrides` ({"pair.steps": 50}) and checks every key and type.
+    """Reads a preset, applies `overrides` ({"pair.steps": 50}) and checks every key and value.
 
     Raises:
-        ConfigError: unknown preset, unknown or missing key, or a value of the wrong type.
+        ConfigError: unknown preset, unknown or missing key, or a value of the wrong type or range.
     """
     values = _read(name)
     for key, value in (overrides or {}).items():
         section, _, field = key.partition(".")
         if section not in SECTIONS or not field:
             raise ConfigError(f"unknown key {key!r}: write section.key{nearest(section, SECTIONS)}")
-        values.setdefault(section, {})[field] = value
-    preset = _build(Preset, values | {"name": name}, where=f"preset {name}")
-    _check(preset)
+        values[section] = values.get(section, {}) | {field: value}
+    preset = preset_from(values | {"name": name})
+    for problem in _conflicts(preset):
+        raise ConfigError(f"preset {name}: {problem}")
     return preset
 
 
@@ -408,12 +447,18 @@ def seeded(seed: int) -> dict[str, int]:
 
 
 def preset_from(values: dict[str, Any]) -> Preset:
-    """A preset from the plain values of `resolved`."""
-    return _build(Preset, values, where=f"preset {values.get('name')}")
+    """A preset from plain values, for instance those of `resolved`.
+
+    Raises: ConfigError as `load_preset`, but for values that are at odds with each other.
+    """
+    try:
+        return Preset(**values)
+    except ValidationError as error:
+        raise ConfigError(f"preset {values.get('name')}: {_explained(error)}") from None
 
 
 def resolved(config: Any) -> Any:
-    """A dataclass as plain JSON values (tuples become lists)."""
+    """A preset or a section of one as plain JSON values (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
@@ -429,192 +474,54 @@ def _read(name: str) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf8")) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path.name} is not valid YAML: {error}") from error
-    if "extends" not in values:
-        return values
-    merged = _read(values.pop("extends"))
+    merged = _read(values.pop("extends")) if "extends" in values else {}
     for key, value in values.items():
-        merged[key] = (
-            merged[key] | value if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
-        )
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merged[key] | value if both else value
     return merged
 
 
-def _build(kind: type, values: Any, where: str) -> Any:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: expected key: value lines, got {values!r}")
-    hints = typing.get_type_hints(kind)
-    for key in values:
-        if key not in hints:
-            raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, list(hints))}")
-    optional = {one.name for one in dataclasses.fields(kind) if one.default is not dataclasses.MISSING}
-    if missing := [key for key in hints if key not in values and key not in optional]:
-        raise ConfigError(f"{where}: missing {', '.join(missing)}")
-    return kind(**{key: _convert(hints[key], value, f"{where}: {key}") for key, value in values.items()})
+def _explained(error: ValidationError) -> str:
+    """The first of pydantic's errors; an unknown key before a missing one, which it may be meant for."""
+    errors = error.errors()
+    first = next((one for one in errors if one["type"] == "unexpected_keyword_argument"), errors[0])
+    *sections, key = first["loc"]
+    where = ".".join(map(str, first["loc"]))
+    if first["type"] == "unexpected_keyword_argument":
+        kind = Preset
+        for section in sections:
+            kind = kind.__dataclass_fields__[section].type
+        return f"{where}: unknown key {key!r}{nearest(key, kind.__dataclass_fields__)}"
+    if first["type"] == "missing":
+        return f"missing {where}"
+    problem = (
+        first["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("tuple", "list")
+    )
+    return f"{where} {problem}, got {first['input']!r}"
 
 
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value, where)
-    if isinstance(hint, types.GenericAlias):  # tuple[int, ...] or tuple[float, float, float]
-        item, count = hint.__args__[0], None if Ellipsis in hint.__args__ else len(hint.__args__)
-        if not isinstance(value, list | tuple) or (count is not None and len(value) != count):
-            raise ConfigError(
-                f"{where} must be a list{f' of {count} values' if count else ''}, got {value!r}"
-            )
-        return tuple(_convert(item, one, where) for one in value)
-    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{where} must be {hint.__name__}, got {value!r}")
-    return value
-
-
-def _check(preset: Preset) -> None:
+def _conflicts(preset: Preset) -> Iterator[str]:
+    """Values that are at odds with each other. A study's shorter trainings may break these rules."""
     for name in TRAINED:
         stage = getattr(preset, name)
-        where = f"preset {preset.name}: {name}"
-        for key in ("steps", "batch", "token_budget", "checkpoint_every", "keep_checkpoints", "log_every"):
-            if getattr(stage, key) < 1:
-                raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(stage, key)}")
-        if stage.schedule not in ("wsd", "cosine", "linear"):
-            raise ConfigError(f"{where}.schedule must be 'wsd', 'cosine' or 'linear', got {stage.schedule!r}")
-        if stage.precision not in ("bf16", "fp32"):
-            raise ConfigError(f"{where}.precision must be 'bf16' or 'fp32', got {stage.precision!r}")
-        if stage.warmup + (stage.decay if stage.schedule == "wsd" else 0) > stage.steps:
-            raise ConfigError(
-                f"{where}: warmup + decay exceed steps ({stage.warmup} + {stage.decay} > {stage.steps})"
-            )
+        if stage.warmup + stage.decay * (stage.schedule == "wsd") > stage.steps:
+            yield f"{name}: warmup + decay exceed steps ({stage.warmup} + {stage.decay} > {stage.steps})"
         if isinstance(stage, ContrastiveConfig):
-            _check_contrastive(stage, where)
-    parallel, where = preset.parallel, f"preset {preset.name}: parallel"
-    for key in ("num_processes", "num_machines"):
-        if getattr(parallel, key) < 1:
-            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(parallel, key)}")
+            if stage.cluster_size == 1:
+                yield f"{name}.cluster_size must be at least 2, or 0 for random batches, got 1"
+            if stage.filter_margin < 0 and stage.filter_margin != -1:
+                yield f"{name}.filter_margin must be at least 0, or -1: no filter"
+    parallel, diffusion, cde, qwen3 = preset.parallel, preset.diffusion, preset.cde, preset.qwen3
     if parallel.num_processes % parallel.num_machines:
-        raise ConfigError(
-            f"{where}: {parallel.num_processes} processes cannot be shared evenly by "
+        yield (
+            f"parallel: {parallel.num_processes} processes cannot be shared evenly by "
             f"{parallel.num_machines} machines: change one of them (--gpus, --machines)"
         )
-    if parallel.strategy not in ("ddp", "fsdp2"):
-        raise ConfigError(f"{where}.strategy must be 'ddp' or 'fsdp2', got {parallel.strategy!r}")
-    clusters, where = preset.clusters, f"preset {preset.name}: clusters"
-    if clusters.packing not in ("tour", "random"):
-        raise ConfigError(f"{where}.packing must be 'tour' or 'random', got {clusters.packing!r}")
-    for key in ("iterations", "attempts"):
-        if getattr(clusters, key) < 1:
-            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(clusters, key)}")
-    _check_neighbours(preset)
-    if preset.contextual.objective not in ("pplx", "insent"):
-        raise ConfigError(
-            f"preset {preset.name}: contextual.objective must be 'pplx' or 'insent', "
-            f"got {preset.contextual.objective!r}"
-        )
-    conteb, where = preset.conteb, f"preset {preset.name}: conteb"
-    for key in ("chunk_length", "late_documents", "steps"):
-        if getattr(conteb, key) < 1:
-            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(conteb, key)}")
-    for key in ("chunk_words", "corpus_documents"):
-        sizes = getattr(conteb, key)
-        if len(sizes) < 2 or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-            raise ConfigError(f"{where}.{key} must be two or more, positive, ascending, got {list(sizes)}")
-    if not conteb.lambdas or not all(0 <= lam <= 1 for lam in conteb.lambdas):
-        raise ConfigError(f"{where}.lambdas must lie in 0..1, one at least, got {list(conteb.lambdas)}")
-    if not 0 <= conteb.lam <= 1:
-        raise ConfigError(f"{where}.lam must lie in 0..1, got {conteb.lam}")
-    if preset.triplet.search not in ("exact", "faiss"):
-        raise ConfigError(
-            f"preset {preset.name}: triplet.search must be 'exact' or 'faiss', got {preset.triplet.search!r}"
-        )
-    quantization, where = preset.quantization, f"preset {preset.name}: quantization"
-    for key in ("dimensions", "candidates", "widths", "depths"):
-        values = getattr(quantization, key)
-        if not values or list(values) != sorted(values) or values[0] < 1:
-            raise ConfigError(f"{where}.{key} must be positive and ascending, got {list(values)}")
-    if quantization.candidates[0] < 10:
-        raise ConfigError(f"{where}.candidates must be at least 10, from which nDCG@10 takes its results")
-    if quantization.steps < 1:
-        raise ConfigError(f"{where}.steps must be at least 1, got {quantization.steps}")
-    for key in ("dimensions", "widths"):
-        if any(value % 8 for value in getattr(quantization, key)):
-            raise ConfigError(
-                f"{where}.{key} must be multiples of 8, got {list(getattr(quantization, key))}: "
-                "binary packs eight dimensions into a byte"
-            )
-    retrieval, where = preset.retrieval, f"preset {preset.name}: retrieval"
-    for key in ("query_sizes", "document_sizes"):
-        sizes = getattr(retrieval, key)
-        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-            raise ConfigError(f"{where}.{key} must be positive and ascending, got {list(sizes)}")
-    for key in ("log_queries", "pool_depth", "passages"):
-        if getattr(retrieval, key) < 1:
-            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(retrieval, key)}")
-    for key, names, known in (
-        ("triplet.groups", preset.triplet.groups, GROUPS),
-        ("ablation.groups", preset.ablation.groups, GROUPS),
-        ("data.families", preset.data.families, FAMILIES),
-    ):
-        for name in names:
-            if name not in known:
-                what = "family" if known is FAMILIES else "group"
-                raise ConfigError(
-                    f"preset {preset.name}: {key}: unknown {what} {name!r}{nearest(name, known)}"
-                )
-    if not 0 < preset.diffusion.t_min <= preset.diffusion.t_max <= 1:
-        raise ConfigError(
-            f"preset {preset.name}: diffusion needs 0 < t_min <= t_max <= 1, got {preset.diffusion.t_min} "
-            f"and {preset.diffusion.t_max}"
-        )
-    if preset.ablation.seeds < 1:
-        raise ConfigError(
-            f"preset {preset.name}: ablation.seeds must be at least 1, got {preset.ablation.seeds}"
-        )
-
-
-def _check_contrastive(stage: ContrastiveConfig, where: str) -> None:
-    if stage.batch < 2:
-        raise ConfigError(
-            f"{where}.batch must be at least 2, got {stage.batch}: a contrastive loss needs negatives"
-        )
-    if stage.cluster_size < 0 or stage.cluster_size == 1:
-        raise ConfigError(
-            f"{where}.cluster_size must be at least 2, or 0 for random batches, got {stage.cluster_size}"
-        )
-    if stage.filter_margin < 0 and stage.filter_margin != -1:
-        raise ConfigError(
-            f"{where}.filter_margin must be at least 0, or -1 for no filter, got {stage.filter_margin}"
-        )
-    if isinstance(stage, PairConfig) and stage.pooling not in ("mean", "last"):
-        raise ConfigError(f"{where}.pooling must be 'mean' or 'last', got {stage.pooling!r}")
-
-
-def _check_neighbours(preset: Preset) -> None:
-    cde, where = preset.cde, f"preset {preset.name}: cde"
-    if cde.context < 1:
-        raise ConfigError(f"{where}.context must be at least 1, got {cde.context}")
-    if cde.pooling != "mean":
-        raise ConfigError(f"{where}.pooling must be 'mean', over the text alone, got {cde.pooling!r}")
-    if not 0 <= cde.sequence_dropout < 1:
-        raise ConfigError(f"{where}.sequence_dropout must lie in 0..1, got {cde.sequence_dropout}")
-    for key, least, most in (
-        ("batch_sizes", 2, None), ("cluster_sizes", 2, None), ("context_sizes", 0, cde.context)
-    ):  # fmt: skip
-        sizes = getattr(cde, key)
-        if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < least:
-            raise ConfigError(f"{where}.{key} must be at least {least} and ascending, got {list(sizes)}")
-        if most is not None and sizes[-1] > most:
-            raise ConfigError(f"{where}.{key} must not exceed cde.context ({most}), got {list(sizes)}")
-    qwen3, where = preset.qwen3, f"preset {preset.name}: qwen3"
-    for key in ("negatives", "weak_steps", "checkpoints"):
-        if getattr(qwen3, key) < 1:
-            raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(qwen3, key)}")
+    if diffusion.t_min > diffusion.t_max:
+        yield f"diffusion needs 0 < t_min <= t_max <= 1, got {diffusion.t_min} and {diffusion.t_max}"
+    if not 1 <= cde.context >= cde.context_sizes[-1]:
+        yield f"cde.context must be at least 1 and no less than cde.context_sizes, got {cde.context}"
+    if qwen3.negatives < 1:
+        yield f"qwen3.negatives must be at least 1, got {qwen3.negatives}"
     if qwen3.checkpoints > qwen3.steps:
-        raise ConfigError(f"{where}.checkpoints exceed its steps ({qwen3.checkpoints} > {qwen3.steps})")
-    for key in ("negatives", "query_length", "document_length", "candidates", "max_queries"):
-        if getattr(preset.reranker, key) < 1:
-            raise ConfigError(
-                f"preset {preset.name}: reranker.{key} must be at least 1, "
-                f"got {getattr(preset.reranker, key)}"
-            )
+        yield f"qwen3.checkpoints exceed its steps ({qwen3.checkpoints} > {qwen3.steps})"

@@ -11,8 +11,8 @@ from unmask.config import load_preset
 from unmask.data import mining, negatives
 from unmask.data.corpus import SCHEMAS, Corpus, write_table
 from unmask.data.mining import draw, mine, mine_to
+from unmask.evaluation.search import similarity
 from unmask.models.embedder import Embedder
-from unmask.models.similarity import similarity
 
 CONFIG = replace(
     load_preset("smoke").triplet, negatives=3, margin=0.05, rank_window=10, seed=0, search="exact"

@@ -1,14 +1,12 @@
-"""Ranking metrics against trec_eval, similarity against integers, and the lexical baseline."""
+"""Ranking metrics against trec_eval, and the lexical baseline."""
 
 import numpy as np
 import pytest
 import pytrec_eval
 import torch
 
-from unmask.evaluation import Bm25, ranking_metrics, retrieval_metrics, similarity
+from unmask.evaluation import Bm25, ranking_metrics, retrieval_metrics
 from unmask.evaluation import metrics as ranking
-from unmask.models.quantize import binary, int8_codes, pack_binary
-from unmask.models.similarity import _padded
 
 KS = (1, 3, 10, 100)
 IDS = {
@@ -99,10 +97,7 @@ def test_relevant_documents_may_have_numbers_beyond_those_ranked():
     ("arguments", "message"),
     [
         ((np.array([[0, 1], [2, 2]]), [{0}, {1}]), "ranking of query 1 holds a document twice"),
-        ((np.array([[0, 1]]), [{0}, {1}]), "one row per query"),
         ((np.array([[0, 1]]), [{-1}]), "below 0"),
-        ((np.array([[0, 1]]), [set()]), "Query 0 has no relevant document"),
-        ((np.array([[0, 1]]), [{0}], (0,)), "Cut-offs must be 1 or more"),
     ],
 )
 def test_rankings_that_cannot_be_are_refused(arguments, message):
@@ -114,30 +109,15 @@ def test_tiles_change_nothing(monkeypatch):
     rng = np.random.default_rng(1)
     scores_NM, relevant = rng.integers(0, 5, (20, 30)), [{int(i), 3} for i in rng.integers(0, 30, 20)]
     whole = retrieval_metrics(scores_NM, relevant)
-    codes = torch.from_numpy(rng.integers(-127, 128, (20, 24)).astype(np.int8))
-    product = similarity(codes, codes)
-    monkeypatch.setattr("unmask.models.similarity.TILE", 64)
     monkeypatch.setattr(ranking, "CACHED", 64)
     assert retrieval_metrics(scores_NM, relevant) == whole
-    assert torch.equal(similarity(codes, codes), product)
-
-
-def test_default_cut_off_and_names():
-    metrics = retrieval_metrics(torch.eye(3), [{0}, {1}, {2}])
-    assert metrics == {
-        "ndcg@10": 1,
-        "recall@10": 1,
-        "map@10": 1,
-        "mrr@10": 1,
-        "precision@10": pytest.approx(0.1),
-    }
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((torch.eye(2), [{0}, set()]), "Query 1 has no relevant document"),
-        ((torch.eye(2), [{0}, {2}]), r"Query 1 has a relevant document outside 0\.\.1"),
+        ((torch.eye(2), [{0}, {2}]), "no document 2, which is said to be relevant: 2 columns"),
         ((torch.eye(2), [{0}]), "one row per query"),
         ((torch.eye(2), [{0}, {1}], (0,)), "Cut-offs must be 1 or more"),
         ((torch.eye(2), [{0}, {1}], (10,), ["a", "a"]), "each differently"),
@@ -148,66 +128,6 @@ def test_default_cut_off_and_names():
 def test_bad_rankings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         retrieval_metrics(*arguments)
-
-
-@pytest.mark.parametrize("dimensions", [8, 1024, 2560])
-@pytest.mark.parametrize("as_numpy", [False, True])
-def test_similarity_of_int8_codes_is_exact(dimensions, as_numpy):
-    rng = np.random.default_rng(2)
-    # Codes near the corners sum to more than 2^24 at 2,560 dimensions, where one float32 sum would round.
-    q, d = (
-        rng.choice([-127, 126, 125], (rows, dimensions), p=[0.02, 0.9, 0.08]).astype(np.int8)
-        for rows in (5, 40)
-    )
-    dot = q.astype(np.int64) @ d.astype(np.int64).T
-    norm = [np.sqrt((x.astype(np.int64) ** 2).sum(1).astype(np.float64)) for x in (q, d)]
-    expected = (dot / norm[0][:, None] / norm[1]).astype(np.float32)
-    ours = similarity(q, d) if as_numpy else similarity(torch.from_numpy(q), torch.from_numpy(d))
-    assert ours.dtype == torch.float32
-    np.testing.assert_allclose(ours.numpy(), expected, rtol=3e-7)
-    # Equal codes tie exactly, wherever they stand.
-    repeated = similarity(q, np.concatenate([d, d[::-1]]))
-    assert torch.equal(repeated[:, :40], repeated[:, 40:].flip(1))
-
-
-@pytest.mark.parametrize(("rows", "size"), [(1, 3), (17, 1024), (24, 8), (33, 30)])
-def test_what_a_gpu_multiplies_is_padded_with_zeros(rows, size):
-    x = torch.randint(-127, 128, (rows, size), dtype=torch.int8)
-    padded = _padded(x)
-    assert len(padded) >= 17 and len(padded) % 8 == padded.shape[1] % 8 == 0
-    assert torch.equal(padded[:rows, :size], x) and padded.int().abs().sum() == x.int().abs().sum()
-
-
-def test_similarity_of_floats_bits_and_mixtures():
-    means = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
-    q, d = means[:2], means[2:]
-    expected = torch.nn.functional.cosine_similarity(q[:, None], d[None], dim=-1)
-    torch.testing.assert_close(similarity(q, d), expected)
-    assert similarity(q.double(), d.double()).dtype == torch.float64
-    bits = torch.nn.functional.cosine_similarity(binary(q)[:, None], binary(d)[None], dim=-1)
-    torch.testing.assert_close(similarity(binary(q), binary(d)), bits)
-    torch.testing.assert_close(similarity(pack_binary(q), pack_binary(d)), bits)
-    hamming = np.unpackbits(pack_binary(q)[:, None] ^ pack_binary(d)[None], axis=-1).sum(-1)
-    np.testing.assert_allclose(
-        similarity(pack_binary(q), pack_binary(d)), 1 - 2 * hamming / 32, rtol=1e-6, atol=1e-7
-    )
-    mixed = torch.nn.functional.cosine_similarity(q[:, None], binary(d)[None], dim=-1)
-    torch.testing.assert_close(similarity(q, pack_binary(d)), mixed)
-    codes = int8_codes(d).float()
-    torch.testing.assert_close(similarity(q, int8_codes(d)), similarity(q, codes))
-
-
-def test_a_zero_vector_is_similar_to_nothing():
-    codes = torch.tensor([[0, 0], [3, 4]], dtype=torch.int8)
-    assert similarity(codes, codes).tolist() == [[0, 0], [0, 1]]
-    assert similarity(codes.float(), codes.float()).tolist() == [[0, 0], [0, 1]]
-
-
-def test_embeddings_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"\(2, 8\) and \(2, 16\) after unpacking"):
-        similarity(torch.ones(2, 8), np.zeros((2, 2), dtype=np.uint8))
-    with pytest.raises(ValueError, match=r"\(N, D\) and \(M, D\)"):
-        similarity(torch.ones(8), torch.ones(2, 8))
 
 
 def test_bm25_is_lucenes_formula():
@@ -243,13 +163,12 @@ def test_bm25_finds_words_of_any_script(query, documents):
     assert scores[0] > scores[1]
 
 
-def test_bm25_of_nothing(capfd):
+def test_bm25_of_nothing():
     assert Bm25(["word", "", "other"]).scores(["", "…", "word"])[:2].tolist() == [[0, 0, 0], [0, 0, 0]]
     assert Bm25(["", "!"]).scores(["word"]).tolist() == [[0, 0]]
     assert Bm25(["word"]).scores([]).shape == (0, 1)
     with pytest.raises(ValueError, match="at least one document"):
-        Bm25([]).scores(["word"])
-    assert capfd.readouterr() == ("", "")  # no progress bars
+        Bm25([])
 
 
 def test_bm25_size_is_that_of_its_postings():

@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from unmask.evaluation import search
-from unmask.evaluation.search import Exact, index, open_index, save_index, top_k, two_step
-from unmask.models.similarity import similarity
+from unmask.evaluation.search import (
+    Exact,
+    _padded,
+    index,
+    open_index,
+    save_index,
+    similarity,
+    top_k,
+    two_step,
+)
+from unmask.models.quantize import binary, pack_binary
 
 
 def naive(q_ND, d_MD, k, *, ceiling_N=None, lowest=False):
@@ -54,13 +63,10 @@ def same(found, expected):
     np.testing.assert_array_equal(found[1], expected[1])
 
 
-TILINGS = {"tiny tiles": (3, 21, 4), "one tile": (64, 2**20, 32), "uneven": (7, 200, 5)}
-
-
-@pytest.fixture(params=TILINGS)
+@pytest.fixture(params=[(3, 21, 4), (64, 2**20, 32)], ids=["tiny tiles", "one tile"])
 def tiling(request, monkeypatch):
     """Queries and scores of a tile, documents of a group."""
-    queries, scores, group = TILINGS[request.param]
+    queries, scores, group = request.param
     monkeypatch.setitem(search.TILES, "cpu", (queries, scores))
     monkeypatch.setattr(search, "GROUP", group)
 
@@ -97,21 +103,6 @@ def test_packed_bits_are_signs(bits, values, k, tiling):
     same(top_k(q_NB, d_MB, k), naive(signs(q_NB), signs(d_MB), k))
 
 
-def test_exact_search_finds_what_faiss_finds():
-    q_ND, d_MD = (
-        codes(20, 64, spread=127),
-        100 * signs(packed(3000)),
-    )  # of equal length: faiss knows no cosine
-    peer = faiss.IndexScalarQuantizer(
-        64, faiss.ScalarQuantizer.QT_8bit_direct_signed, faiss.METRIC_INNER_PRODUCT
-    )
-    peer.add(d_MD.astype(np.float32))
-    dots_NK, _ = peer.search(q_ND.astype(np.float32), 10)
-    ids_NK = top_k(q_ND, d_MD, 10)[1]
-    found_NK = np.einsum("nd,nkd->nk", q_ND.astype(np.int64), d_MD[ids_NK].astype(np.int64))
-    np.testing.assert_array_equal(found_NK[dots_NK[:, 0] > 0], dots_NK[dots_NK[:, 0] > 0])
-
-
 def test_binary_search_equals_faiss_binary_search():
     q_NB, d_MB = packed(20, 128), packed(3000, 128, seed=1)
     peer = faiss.IndexBinaryFlat(128)
@@ -129,12 +120,6 @@ def test_a_pair_scores_the_same_in_any_search(tiling):
     expected_NM = np.asarray(similarity(q_ND, d_MD))
     np.testing.assert_array_equal(scores_NK, np.take_along_axis(expected_NM, ids_NK, 1))
     np.testing.assert_array_equal(index(d_MD)(q_ND[4:5], 7)[0][0], scores_NK[4])
-
-
-def test_kinds_of_embeddings_may_be_mixed(tiling):
-    d_MD, bits_NB = codes(70, 32, seed=1), packed(6, 32)
-    same(top_k(bits_NB, d_MD, 5), naive(signs(bits_NB), d_MD, 5))
-    same(top_k(codes(6, 32).astype(np.float32), d_MD, 5), naive(codes(6, 32), d_MD, 5))
 
 
 def test_documents_may_be_mapped_into_memory(tmp_path):
@@ -181,21 +166,27 @@ def test_where_the_lists_hold_too_few_all_are_looked_into(monkeypatch):
     assert all(len(set(row)) == 1500 for row in ids) and ids.min() >= 0
 
 
-def test_an_index_is_asked_often():
-    d_MD, q_ND = clustered(500), clustered(20, seed=1)
-    find = index(d_MD, "faiss")
-    np.testing.assert_array_equal(find(q_ND, 5)[1][:7], find(q_ND[:7], 5)[1])
+FLOATS = np.ones((2, 6), np.float32)
 
 
-def test_what_cannot_be_searched_is_refused():
-    with pytest.raises(ValueError, match="unknown search 'annoy': choose one of exact, faiss"):
-        top_k(codes(2), codes(5), 1, method="annoy")
-    with pytest.raises(ValueError, match="not packed bits"):
-        top_k(codes(2).view(np.uint8), codes(5).view(np.uint8), 1, method="faiss")
-    with pytest.raises(ValueError, match="needs queries and documents, got 2 and 0"):
-        top_k(codes(2), codes(5)[:0], 1)
-    with pytest.raises(ValueError, match="needs documents, got 0"):
-        index(codes(5)[:0])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((codes(2), codes(5), 0), "k is 0: ask for one document or more"),
+        ((codes(2, 8), codes(5), 1), "the queries have 8 columns and the documents 6"),
+        ((FLOATS, codes(5), 1), "queries are float32 and documents int8: encode both in one precision"),
+        ((FLOATS * [[1], [np.nan]], FLOATS, 1), "row 1 of the queries contains NaN"),
+        ((FLOATS, FLOATS * [[np.nan], [1]], 1), "row 0 of the documents contains NaN"),
+        ((codes(2)[:0], codes(5), 1), r"needs queries as a matrix of one or more rows, got shape \(0, 6\)"),
+        ((codes(2), codes(5)[:0], 1), r"needs documents as a matrix of one or more rows, got shape \(0, 6\)"),
+        ((packed(2), packed(5), 1, "faiss"), "not packed bits"),
+        ((codes(2), codes(5), 0, "faiss"), "k is 0: ask for one document or more"),
+        ((codes(2), codes(5), 1, "annoy"), "unknown search 'annoy': choose one of exact, faiss"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        top_k(*arguments[:3], method=(*arguments, "exact")[3])
 
 
 def test_two_steps_rescore_the_candidates(monkeypatch):
@@ -249,6 +240,63 @@ def test_an_index_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         save_index(clustered(2000), tmp_path)
 
 
+@pytest.mark.parametrize("dimensions", [8, 1024, 2560])
+def test_similarity_of_int8_codes_is_exact(dimensions):
+    rng = np.random.default_rng(2)
+    # Codes near the corners sum to more than 2^24 at 2,560 dimensions, where one float32 sum would round.
+    q, d = (
+        rng.choice([-127, 126, 125], (rows, dimensions), p=[0.02, 0.9, 0.08]).astype(np.int8)
+        for rows in (5, 40)
+    )
+    dot = q.astype(np.int64) @ d.astype(np.int64).T
+    norm = [np.sqrt((x.astype(np.int64) ** 2).sum(1).astype(np.float64)) for x in (q, d)]
+    expected = (dot / norm[0][:, None] / norm[1]).astype(np.float32)
+    ours = similarity(q, d)
+    assert ours.dtype == torch.float32
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=3e-7)
+    # Equal codes tie exactly, wherever they stand.
+    repeated = similarity(q, np.concatenate([d, d[::-1]]))
+    assert torch.equal(repeated[:, :40], repeated[:, 40:].flip(1))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (17, 1024), (24, 8), (33, 30)])
+def test_what_a_gpu_multiplies_is_padded_with_zeros(rows, size):
+    x = torch.randint(-127, 128, (rows, size), dtype=torch.int8)
+    padded = _padded(x)
+    assert len(padded) >= 17 and len(padded) % 8 == padded.shape[1] % 8 == 0
+    assert torch.equal(padded[:rows, :size], x) and padded.int().abs().sum() == x.int().abs().sum()
+
+
+def test_similarity_of_floats_bits_and_mixtures():
+    means = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
+    q, d = means[:2], means[2:]
+    expected = torch.nn.functional.cosine_similarity(q[:, None], d[None], dim=-1)
+    torch.testing.assert_close(similarity(q, d), expected)
+    assert similarity(q.double(), d.double()).dtype == torch.float64
+    bits = torch.nn.functional.cosine_similarity(binary(q)[:, None], binary(d)[None], dim=-1)
+    torch.testing.assert_close(similarity(binary(q), binary(d)), bits)
+    torch.testing.assert_close(similarity(pack_binary(q), pack_binary(d)), bits)
+    hamming = np.unpackbits(pack_binary(q)[:, None] ^ pack_binary(d)[None], axis=-1).sum(-1)
+    np.testing.assert_allclose(
+        similarity(pack_binary(q), pack_binary(d)), 1 - 2 * hamming / 32, rtol=1e-6, atol=1e-7
+    )
+    mixed = torch.nn.functional.cosine_similarity(q[:, None], binary(d)[None], dim=-1)
+    torch.testing.assert_close(similarity(q, pack_binary(d)), mixed)
+
+
+def test_a_zero_vector_is_similar_to_nothing():
+    codes = torch.tensor([[0, 0], [3, 4]], dtype=torch.int8)
+    assert similarity(codes, codes).tolist() == [[0, 0], [0, 1]]
+    assert similarity(codes.float(), codes.float()).tolist() == [[0, 0], [0, 1]]
+
+
+def test_embeddings_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"\(2, 8\) and \(2, 16\) after unpacking"):
+        similarity(torch.ones(2, 8), np.zeros((2, 2), dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"\(N, D\) and \(M, D\)"):
+        similarity(torch.ones(8), torch.ones(2, 8))
+
+
 MEASURED = """
 import json, resource, sys
 import numpy as np
@@ -291,7 +339,7 @@ def test_processors_without_integer_products_search_as_exactly():
     """oneDNN's sums overflow on processors without VNNI instructions."""
     script = """
 import numpy as np, torch
-from unmask.models.similarity import int_mm_is_exact, similarity
+from unmask.evaluation.search import int_mm_is_exact, similarity
 x = np.random.default_rng(0).choice([-127, 126, 127], (9, 2560)).astype(np.int8)
 norm = np.linalg.norm(x.astype(float), axis=1)
 expected = (x.astype(np.int64) @ x.T.astype(np.int64)) / norm / norm[:, None]

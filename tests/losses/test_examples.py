@@ -11,13 +11,8 @@ import pytest
     [
         "losses.contextual",
         "losses.contrastive",
-        "losses.diffusion",
         "losses.matryoshka",
-        "losses.qwen3",
-        "losses.reranking",
-        "pooling",
-        "quantize",
-        "evaluation.ranking",
+        "losses.pretraining",
     ],
 )
 def test_docstring_examples(name):

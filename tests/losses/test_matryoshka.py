@@ -33,15 +33,6 @@ def test_cutting_codes_is_quantising_the_cut():
     assert torch.equal(int8(mean_BD)[:, :8], int8(mean_BD[:, :8]))
 
 
-def test_gradients_by_finite_differences():
-    q_ND, d_ND = (
-        torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(3)).double().requires_grad_().unbind()
-    )
-    loss = partial(pair_loss, temperature=0.3)
-    inputs = [x.detach().requires_grad_() for x in (q_ND, d_ND)]
-    assert torch.autograd.gradcheck(lambda *x: matryoshka(loss, x, [2, 6]), inputs)
-
-
 @pytest.mark.parametrize(
     ("dimensions", "message"),
     [

@@ -1,4 +1,4 @@
-"""Diffusion and next-token losses: formula, weights, masking, memory-saving chunks, peers."""
+"""Diffusion, next-token and answer losses: formula, weights, masking, memory-saving chunks, peers."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from unmask.losses import diffusion_loss, next_token_loss
+from unmask.losses import answer_loss, diffusion_loss, next_token_loss
 from unmask.losses import pretraining as diffusion
 
 PADDINGS = {
@@ -198,13 +198,38 @@ def test_bad_arguments_are_refused():
     hidden, unembedding, tokens, masked, t = problem(seed=15)
     with pytest.raises(ValueError, match=r"t must lie in \(0, 1\]"):
         diffusion_loss(hidden, unembedding, tokens, masked, torch.zeros(3))
-    with pytest.raises(ValueError, match="masked_BL must be"):
+    with pytest.raises(ValueError, match=r"masked_BL must have the shape \(3, 5\); got \(3, 4\)"):
         diffusion_loss(hidden, unembedding, tokens, masked[:, 1:], t)
-    with pytest.raises(ValueError, match="Tokens and valid_BL must be"):
-        diffusion_loss(hidden, unembedding, tokens[:, 1:], masked, t)
-    with pytest.raises(ValueError, match=r"output matrix \(V, D\)"):
+    with pytest.raises(ValueError, match=r"unembedding_VD must have the shape \(V, 4\)"):
         next_token_loss(hidden, unembedding.T, tokens)
+    with pytest.raises(ValueError, match=r"answer_B must have the shape \(3\)"):
+        answer_loss(hidden, unembedding, torch.zeros(3, dtype=int), torch.zeros(4, dtype=int))
     with pytest.raises(ValueError, match="No position is predictable"):
         next_token_loss(hidden[:, :1], unembedding, tokens[:, :1])
     with pytest.raises(ValueError, match="normalizer must be above 0"):
         next_token_loss(hidden, unembedding, tokens, normalizer=0)
+
+
+def prompts(dtype=torch.float64):
+    hidden, unembedding, *_ = problem(b=5, length=7, v=9, dtype=dtype)
+    return hidden.requires_grad_(), unembedding, torch.tensor([6, 0, 3, 3, 5]), torch.tensor([8, 2, 2, 8, 2])
+
+
+def test_answer_loss_is_the_formula_and_adds_up_over_micro_batches():
+    values = hidden, unembedding, last, answer = prompts()
+    loss = answer_loss(*values)
+    assert loss.item() == pytest.approx(naive_losses.answer(*(x.tolist() for x in values)))
+    cut = slice(2), slice(2, 5)
+    parts = [answer_loss(hidden[p], unembedding, last[p], answer[p], normalizer=5) for p in cut]
+    assert sum(parts).item() == pytest.approx(loss.item())
+    loss.backward()  # only the last token of each prompt pays
+    paid = (hidden.grad.abs().sum(-1) > 0).nonzero().tolist()
+    assert paid == [[b, place] for b, place in enumerate(last.tolist())]
+
+
+def test_the_softmax_over_answers_is_taken_in_single_precision_at_least():
+    values = prompts(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = answer_loss(*values)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(answer_loss(*values).item(), rel=0.02)

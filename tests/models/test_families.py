@@ -15,8 +15,8 @@ from unmask.data.tokens import end_token, ending
 from unmask.models import backbone
 from unmask.models.attention import unpadded, unpadded_inputs
 from unmask.models.encoding import TokenSequence, encode_rows
-from unmask.models.interchange import export_onnx
 from unmask.models.merge import slerp
+from unmask.models.onnx_export import export_onnx
 
 FAMILIES = ("qwen3", "llama", "olmo2")
 TEXTS = ["Read a table.", "def close(self): return self.stream.close()", "東京"]

@@ -18,10 +18,11 @@ from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import encode_rows, micro_batches
 from unmask.models.quantize import int8
-from unmask.training.cde import Cde
 from unmask.training.distributed import ALONE
 from unmask.training.jobs import data_report, run_job
 from unmask.training.loop import train
+from unmask.training.neighbours import Cde
+from unmask.training.stages import Pair
 
 
 def case(*, context=7, **changes):
@@ -148,7 +149,7 @@ def test_context_documents_are_dropped_with_the_probability_configured():
 
 def test_only_the_context_is_added_to_the_pairs_batches():
     settings, stage, _ = case()
-    pair = tiny_stages.Pair({"one": pairs(12)}, settings)
+    pair = Pair({"one": pairs(12)}, settings)
     for number in range(4):
         ours, theirs = stage.batch(number), pair.batch(number)
         assert stage.samples(number) == pair.samples(number)

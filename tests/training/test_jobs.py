@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,20 +11,12 @@ from sentence_transformers import SentenceTransformer
 import tiny
 import tiny_corpus
 from unmask.config import load_preset, resolved
-from unmask.data.sources import open_corpus
 from unmask.data.tokens import tokenize
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
-from unmask.training import jobs
-from unmask.training.jobs import (
-    by_dataset,
-    data_report,
-    drawn_batches,
-    identity,
-    job_fingerprint,
-    prepare_data,
-    run_job,
-)
+from unmask.training.jobs import data_report, job_fingerprint, job_identity, prepare_data, run_job
+from unmask.training.neighbours import drawn_batches
+from unmask.training.stages import Job, identity
 
 TINY = {
     "steps": 2,
@@ -156,20 +147,6 @@ def test_one_group_of_pairs_only(start, tmp_path):
         run_job(job("pair", start, tmp_path, groups=["code"]), lambda row: None)
 
 
-def test_rows_are_split_by_their_data_set():
-    rows = Dataset.from_dict({"query": ["x", "y", "z"], "dataset": ["b", "a", "b"]})
-    assert {name: rows["query"][:] for name, rows in by_dataset(rows).items()} == {
-        "a": ["y"],
-        "b": ["x", "z"],
-    }
-
-
-def test_the_tiny_corpus_is_one(start):
-    corpus = open_corpus(SimpleNamespace(**vars(load_preset("smoke").data)))
-    assert corpus.datasets("pairs", "train") == ["docs"]
-    assert [source.name for source in corpus.text_sources()] == ["environment"]
-
-
 def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
     changes = {"pooling": "last", "query_length": 8, "document_length": 16}
     path = run_job(job("pair", start, tmp_path, changes=changes), lambda row: None)
@@ -185,9 +162,11 @@ def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
 
 @pytest.mark.parametrize(("stage", "pooling"), [("qwen3", "mean"), ("qwen3", "last"), ("pair", "last")])
 def test_who_pools_at_the_end_and_qwen3_whatever_its_pooling_end_each_text(stage, pooling):
-    config = load_preset("smoke", {f"{stage}.pooling": pooling})
-    assert jobs._ends(getattr(config, stage))
-    assert not jobs._ends(config.contextual)
+    values = resolved(load_preset("smoke", {f"{stage}.pooling": pooling}))
+    job = Job({"values": values, "stage": stage})
+    assert job.stage.ends(job.config)
+    contextual = Job({"values": values, "stage": "contextual"})
+    assert not contextual.stage.ends(contextual.config)
 
 
 def test_a_causal_start_reads_both_sides_if_it_is_told_to(tmp_path, start):
@@ -213,3 +192,16 @@ def test_what_a_ready_backbone_is_stays_with_what_descends_from_it(tmp_path, sta
 
 def test_a_name_on_the_hub_is_its_own_identity():
     assert identity(Path("organisation/one")) != identity(Path("organisation/two"))
+
+
+def test_what_differs_between_two_jobs_is_named(start, tmp_path):
+    def differs(**more):
+        one = job("pair", start, tmp_path)
+        one, two = (job_identity(one | changed) for changed in ({}, more))
+        return {name for name in one if one[name] != two[name]}
+
+    other = backbone.save(tiny.model(head=True), tiny.tokenizer(), tmp_path / "other", fingerprint="other")
+    assert differs() == set()
+    assert differs(changes={"lr": 1.0}) == differs(groups=["code"]) == {"values"}
+    assert differs(start=str(other)) == {"start"}
+    assert differs(changes={"cluster_size": 8}) == {"values", "data"}

@@ -21,7 +21,7 @@ from unmask.models.quantize import int8
 from unmask.training.distributed import ALONE
 from unmask.training.jobs import data_report, job_fingerprint, run_job
 from unmask.training.launch import milestones
-from unmask.training.qwen3 import Qwen3
+from unmask.training.neighbours import Qwen3
 from unmask.training.stages import Contrastive
 
 

@@ -8,13 +8,16 @@ from transformers import AutoModelForCausalLM
 import tiny
 import tiny_corpus
 from unmask.config import load_preset, resolved
+from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss
 from unmask.models import backbone
 from unmask.models.instructions import INSTRUCTIONS
 from unmask.models.reranker import Reranker
-from unmask.training import jobs
 from unmask.training.distributed import ALONE
+from unmask.training.jobs import run_job
 from unmask.training.loop import train
+from unmask.training.neighbours import Reranking
+from unmask.training.stages import Job
 
 
 def test_a_batch_is_each_query_with_its_document_and_its_negatives():
@@ -54,9 +57,9 @@ def test_the_model_learns_to_answer(tmp_path):
     """Here token 30 in a document is what makes it the right one, and 31 the wrong one."""
     queries = tiny.sequences(16, seed=0, longest=8)
     documents, negatives = ([np.array([5, word, 7])] * 16 for word in (30, 31))
-    data = tiny_stages.TokenPairs(queries, documents, [], [[negative] for negative in negatives])
+    data = TokenPairs(queries, documents, [], [[negative] for negative in negatives])
     settings = tiny_stages.config("reranker", steps=40, batch=16, negatives=1, lr=1e-2, token_budget=10_000)
-    stage = tiny_stages.Reranking({"one": data}, settings, tiny_stages.ANSWERS)
+    stage = Reranking({"one": data}, settings, tiny_stages.ANSWERS)
     model, losses = tiny_stages.model("reranker"), []
     train(
         stage, model, settings, tmp_path,
@@ -92,7 +95,7 @@ def job(tmp_path, monkeypatch):
 
 def test_a_trained_checkpoint_is_a_causal_language_model_that_reranks(job):
     rows = []
-    path = jobs.run_job(job, rows.append)
+    path = run_job(job, rows.append)
     assert [row["prompts"] for row in rows if "loss" in row] == [12, 12]
     assert AutoModelForCausalLM.from_pretrained(path).config.is_causal
     assert len(Reranker.from_pretrained(path).rerank("How is number 3 written?", ["Number 3", "4"])) == 2
@@ -100,10 +103,7 @@ def test_a_trained_checkpoint_is_a_causal_language_model_that_reranks(job):
 
 def test_training_and_inference_read_the_same_tokens(job, monkeypatch):
     """Cut ones too: the loss of a batch follows from the reranker's own scores."""
-    preset, config = jobs.stage_config(job)
-    tokenizer = backbone.load_tokenizer(job["start"])
-    data, _ = jobs._data(job, config, jobs.open_corpus(preset.data), tokenizer)
-    pairs = data["docs"]
+    pairs = Job(job).data["docs"]
     assert pairs.counters["texts cut"] > 0
     reranker = Reranker.from_pretrained(job["start"], token_budget=10**6)
     table = Dataset.from_parquet(job["negatives"])

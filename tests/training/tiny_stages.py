@@ -11,9 +11,7 @@ from unmask.data.prepare import Ragged, ends_of
 from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.evaluation.search import unit
 from unmask.models.context_encoder import ContextualEncoder
-from unmask.training.cde import Cde
-from unmask.training.qwen3 import Qwen3
-from unmask.training.reranking import Reranking
+from unmask.training.neighbours import Cde, Qwen3, Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Triplet
 
 STAGES = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")

@@ -13,8 +13,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from unmask.config import TripletConfig
-from unmask.evaluation.search import Exact, index
-from unmask.models.similarity import similarity
+from unmask.evaluation.search import Exact, index, similarity
 
 Found = tuple[np.ndarray, np.ndarray]  # scores and numbers of documents
 

@@ -1,6 +1,6 @@
 """Exact retrieval evaluation."""
 
 from unmask.evaluation.metrics import Bm25, ranking_metrics, retrieval_metrics
-from unmask.models.similarity import similarity
+from unmask.evaluation.search import similarity
 
 __all__ = ["Bm25", "ranking_metrics", "retrieval_metrics", "similarity"]

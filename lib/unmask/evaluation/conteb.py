@@ -1,5 +1,5 @@
 """ConTEB: retrieval of chunks that need their document. Its tasks, tasks from own documents, variations of
-tasks. Legend: N queries, M chunks.
+tasks, and late interaction. Legend: N queries, M chunks, D dimensions, L tokens of a text.
 
 Every query is ranked against every chunk of the whole corpus, by nDCG@10 with trec_eval's order of ties; the
 benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `tasks.family_means`).
@@ -7,10 +7,8 @@ benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `task
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import groupby, islice
@@ -18,49 +16,57 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pyarrow import parquet
+import torch
+from datasets import load_dataset
+from sentence_transformers import util
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from unmask.config import EvaluationConfig
 from unmask.data import hub
-from unmask.data.files import DataFile, data_files, did_you_mean, resolved, verify
-from unmask.data.formats import format_of, is_data, naming, place, shortened
 from unmask.data.lines import BadRow
+from unmask.data.reading import document_of
 from unmask.data.registry import CONTEB as TASKS
-from unmask.data.registry import Source
 from unmask.data.registry import conteb as source
-from unmask.evaluation.tasks import Task, ndcg
+from unmask.evaluation.tasks import Task, located, ndcg
+from unmask.models.embedder import Embedder
 from unmask.store import nearest
 from unmask.synthesis import chunking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Rows = Iterable[Mapping[str, Any]]
+
 SQUAD = "rajpurkar/squad"
-COLUMNS = {"documents": (("chunk_id",), ("chunk",)), "queries": (("query",), ("chunk_id", "chunk_ids"))}
-PIECE_BYTES = 64 << 20  # of a file that is read at a time
 NEUTRAL = ("it", "its")  # what a document's theme is replaced by, and its genitive
-Rows = Iterable[tuple[str, int, Mapping[str, Any] | BadRow]]  # file, number of the row in it, row
+TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
 
 
 def load(task: str | Path, split: str | None = None) -> Task:
     """A task in ConTEB's layout.
 
     Configuration "documents" has chunk_id and chunk, "queries" has query and chunk_id (or chunk_ids, a list);
-    a chunk_id is "{document}_{index}", with one underscore. Documents come in the order of their ids, chunks
-    in the order of their indices.
+    a chunk_id is "{document}_{index}". Documents come in the order of their ids, chunks in the order of their
+    indices.
 
     Args:
         task: one of TASKS, read from the mirror that UNMASK_MIRROR names or else from the Hub; or a folder
             that is laid out like a repository of the Hub.
         split: of the data; default: the one that ConTEB evaluates, of a folder "test".
-    Raises: ValueError for an unknown task, data that are not there, and the first bad row; it says where and
-        what to do.
+    Raises: ValueError for an unknown task, a split or column that is not there, and the first bad row, with
+        its number; OSError if the data can be had from neither mirror nor Hub.
     """
     folder = None if task in TASKS else Path(task)
     if folder and not folder.is_dir():
         raise ValueError(f"{task} is neither a folder nor a task of ConTEB{nearest(str(task), TASKS)}")
-    found = source(folder.resolve().name, split or "test") if folder else source(str(task), split)
-    return _task(found.name, _rows(found, folder, "documents"), _rows(found, folder, "queries"))
+    place = str(folder or located(source(str(task)).repo))
+    split, tables = split or TASKS.get(str(task), "test"), {}
+    for name in ("documents", "queries"):
+        described = folder is None or (folder / "README.md").is_file()
+        where = (place, name) if described else (f"{place}/{name}",)
+        tables[name] = load_dataset(*where, split=split)
+    return as_task(folder.resolve().name if folder else str(task), **tables)
 
 
 def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
@@ -75,47 +81,75 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
     Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
     """
     folder = hub.local(SQUAD)
-    files = sorted(folder.glob("plain_text/validation-*.parquet")) if folder else []
+    files = sorted(map(str, folder.glob("plain_text/validation-*.parquet"))) if folder else []
     if not files:
         return None
-    rows = parquet.read_table(files, columns=["title", "context", "question"]).to_pylist()
-    articles: dict[str, dict[str, int]] = {}  # paragraphs by article, in the data's order
+    rows = load_dataset("parquet", data_files=files, split="train").to_list()
+    articles: dict[str, dict[str, None]] = {}  # paragraphs by article, in the data's order
     for row in rows:
-        known = articles.setdefault(row["title"], {})
-        known.setdefault(row["context"], len(known))
+        articles.setdefault(row["title"], {})[row["context"]] = None
     if paragraphs:
         total = np.cumsum([len(known) for known in articles.values()])
         fit = max(1, int(np.searchsorted(total, paragraphs, side="right")))
         articles = dict(islice(articles.items(), fit))
-    number = {title: i for i, title in enumerate(articles)}
+    documents = [list(known) for known in articles.values()]
+    ids = [f"{d:02d}_{c:03d}" for d, chunks in enumerate(documents) for c in range(len(chunks))]
+    chunks = [(title, text) for title, known in articles.items() for text in known]
+    number = {chunk: i for i, chunk in enumerate(chunks)}
     asked = [row for row in rows if row["title"] in articles]
     asked.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
-    documents = [
-        {"chunk_id": f"{number[title]:02d}_{index:03d}", "chunk": text}
-        for title, known in articles.items()
-        for text, index in known.items()
-    ]
-    queries = [
-        {
-            "query": row["question"],
-            "chunk_id": f"{number[row['title']]:02d}_{articles[row['title']][row['context']]:03d}",
-        }
-        for row in asked[:questions]
-    ]
-    return as_task("SQuAD", documents, queries)
+    asked = asked[:questions]
+    relevant = [{number[row["title"], row["context"]]} for row in asked]
+    return Task("SQuAD", "contextual", [row["question"] for row in asked], documents, relevant, ids)
 
 
-def as_task(name: str, documents: Iterable[Mapping[str, Any]], queries: Iterable[Mapping[str, Any]]) -> Task:
+def as_task(name: str, documents: Rows, queries: Rows) -> Task:
     """The rows of ConTEB's two configurations as a task, see `load`.
 
     Raises: ValueError that names the first bad row.
     """
-    tables = {"documents": documents, "queries": queries}
-    return _task(name, *(((table, i, row) for i, row in enumerate(rows)) for table, rows in tables.items()))
+    chunks: dict[tuple[str, int], str] = {}  # by document and index
+    names: dict[tuple[str, int], str] = {}
+    for number, row in enumerate(documents):
+        where = f"task {name}, documents, row {number}"
+        place = _place(_text(row, "chunk_id", where), where)
+        if place in chunks:
+            raise ValueError(f"{where}: there is a chunk {row['chunk_id']!r} already; an id names one")
+        chunks[place], names[place] = _text(row, "chunk", where), row["chunk_id"]
+    places = sorted(chunks)
+    number_of = {place: i for i, place in enumerate(places)}
+    texts, relevant = [], []
+    for number, row in enumerate(queries):
+        where = f"task {name}, queries, row {number}"
+        texts.append(_text(row, "query", where))
+        asked = row["chunk_ids"] if "chunk_ids" in row else [_text(row, "chunk_id", where)]
+        if missing := [i for i in asked or [None] if not i or _place(i, where) not in chunks]:
+            raise ValueError(f"{where}: there is no chunk {missing[0]!r}, which is to answer it")
+        relevant.append({number_of[_place(chunk_id, where)] for chunk_id in asked})
+    if not texts:
+        raise ValueError(f"task {name} has no queries")
+    parts = [[chunks[place] for place in group] for _, group in groupby(places, key=lambda place: place[0])]
+    return Task(name, "contextual", texts, parts, relevant, [names[place] for place in places])
+
+
+def _place(chunk_id: str, where: str) -> tuple[str, int]:
+    try:
+        return document_of(chunk_id)
+    except (BadRow, ValueError) as bad:
+        raise ValueError(f"{where}: {bad}; correct it or take it out") from None
+
+
+def _text(row: Mapping[str, Any], column: str, where: str) -> str:
+    if column not in row:
+        raise ValueError(f"{where}: there is no column {column}, only {', '.join(row)}")
+    value = row[column]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {column} is {value!r:.80}, not a text; correct it or take it out")
+    return value
 
 
 def build(
-    rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, length: int = 256
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, *, length: int = 256
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of ConTEB's two configurations from own documents: chunk, pair, sabotage (ConTEB, section 3.2).
 
@@ -135,17 +169,18 @@ def build(
     """
     documents, queries = [], []
     for number, row in enumerate(rows):
-        text, questions = row.get("text") or "", row.get("questions")
-        if not questions or not text.strip():
-            lacks = "questions" if text.strip() else "text"
-            raise ValueError(f"document {number} has no {lacks}: leave it out")
+        text = row.get("text") or ""
+        if not text.strip() or not row.get("questions"):
+            raise ValueError(f"document {number} has no text or no questions: leave it out")
         (chunks,) = chunking.chunks(text, tokenizer, length, len(text))
-        ends = _ends(text, chunks)
-        for question_number, question in enumerate(questions):
-            where = f"question {question_number} of document {number}"
-            start, stop = _span(text, question, where)
+        ends, position = [], 0  # between chunks is white space only
+        for chunk in chunks:
+            position = text.index(chunk, position) + len(chunk)
+            ends.append(position)
+        for question_number, question in enumerate(row["questions"]):
+            start = _start(text, question, f"question {question_number} of document {number}")
             # From the chunk that the answer's first character is in, to that of its last.
-            first, last = np.searchsorted(ends, [start, stop - 1], side="right")
+            first, last = np.searchsorted(ends, [start, start + len(question["answer"].strip()) - 1], "right")
             ids = [f"{number}_{index}" for index in range(first, last + 1)]
             queries.append({"query": question["query"], "chunk_ids": ids})
         if row.get("theme"):
@@ -154,16 +189,47 @@ def build(
     return documents, queries
 
 
+def _start(text: str, question: Mapping[str, Any], where: str) -> int:
+    """Where in a text the answer to a question begins."""
+    answer, start = question["answer"].strip(), question.get("start")
+    if start is None and answer and text.count(answer) == 1:
+        return text.index(answer)
+    if start is None or not answer or start < 0 or not text[start:].lstrip().startswith(answer):
+        raise ValueError(
+            f"{where}: the answer {answer!r:.80} must be a passage of the text, letter by letter; say under "
+            "`start` at which character it begins, if it is there more than once"
+        )
+    return text.index(answer, start)
+
+
+def _sabotaged(chunks: Sequence[str], row: Mapping[str, Any], number: int) -> list[str]:
+    """The theme replaced in all chunks but the first."""
+    names = [row["theme"]] if isinstance(row["theme"], str) else list(row["theme"])
+    pronoun, genitive = row.get("neutral", NEUTRAL)
+    # The longest name first, so that a name within another one leaves nothing behind.
+    names = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    theme = re.compile(rf"(?<!\w)(?:{names})(?!\w)(?P<of>['’]s(?!\w))?", re.IGNORECASE)
+    for text in (chunks[0], *(question["query"] for question in row["questions"])):
+        if not theme.search(text):
+            raise ValueError(
+                f"document {number}: its first chunk and all of its questions must name the theme "
+                f"{row['theme']!r}, and {text!r:.80} does not: name it there, or leave the theme out"
+            )
+
+    def neutral(match: re.Match) -> str:
+        word = genitive if match["of"] else pronoun
+        before = match.string[: match.start()].rstrip(" \"'(“‘«")
+        return word.capitalize() if not before or before[-1] in ".!?\n" else word
+
+    return [chunks[0], *(theme.sub(neutral, chunk) for chunk in chunks[1:])]
+
+
 def resized(task: Task, words: int) -> Task:
-    """The same documents in chunks of at most `words` words, for the robustness to chunking.
+    """The same documents in chunks of at most `words` words (1 or more), for the robustness to chunking.
 
     A chunk that is longer is cut into equal parts, all of which are relevant where it was; neighbours that
     fit together are joined.
-
-    Raises: ValueError if words is below 1.
     """
-    if words < 1:
-        raise ValueError(f"chunks need at least one word, got {words}")
     documents, places, total = [], [], 0  # places: the new chunks of each old one
     for chunks in task.documents:
         new: list[list[str]] = []
@@ -219,149 +285,39 @@ def first_documents(task: Task, documents: int) -> Task:
     )
 
 
-def _rows(source: Source, folder: Path | None, table: str) -> Rows:
-    """The rows of a configuration with their places."""
-    if folder:
-        readme = folder / "README.md"
-        found = resolved(source, table, str(folder), readme if readme.is_file() else None)
-        files = [DataFile(path, os.path.getsize(path)) for path in found]
+def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:
+    """Late interaction of every query with every document: every token keeps its vector, and for each token
+    of the query the similarity of the most similar token of the document counts.
+
+        s(q, d) = Σ_i max_j cos(q_i, d_j)
+
+    sentence-transformers computes it tile by tile; texts are sorted by length first, which halves its time.
+
+    Args:
+        queries, documents: token vectors (L, D) of each text, of any scale, one token at least
+            (`Embedder.encode_tokens`, `Embedder.encode_document_tokens`).
+    Returns: (N, M), float32, between −L and L of the query.
+    Source: ColBERT (2004.12832), section 3.3; with late chunking, ConTEB (2505.24782), section 4.1.
+    """
+    order_N, order_M = (np.argsort([len(text) for text in side]) for side in (queries, documents))
+    scores_NM = np.empty((len(queries), len(documents)), np.float32)
+    scores_NM[np.ix_(order_N, order_M)] = util.maxsim(
+        [normalize(torch.from_numpy(queries[i]), dim=-1) for i in order_N],
+        [normalize(torch.from_numpy(documents[i]), dim=-1) for i in order_M],
+        chunk_elements=TILE_ELEMENTS,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    ).numpy()
+    return scores_NM
+
+
+def late_interaction(
+    embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool
+) -> np.ndarray:
+    """nDCG@10 of each query of a task by `maxsim`; chunks in the light of their document, or each alone."""
+    queries = embedder.encode_tokens(task.queries, max_length=config.query_length)
+    if late_chunking:
+        documents = embedder.encode_document_tokens(task.documents, chunk_length=config.chunk_length)
+        chunks = [tokens_LD for document in documents for tokens_LD in document]
     else:
-        files = data_files(source, queries=table == "queries")
-    for file in files:
-        if file.sha256:
-            verify(file.path, file.sha256)
-
-        def choose(columns: list[str], path: str = file.path) -> list[str]:
-            wanted = [next((name for name in names if name in columns), None) for names in COLUMNS[table]]
-            for name, names in zip(wanted, COLUMNS[table], strict=True):
-                if name is None:
-                    near = did_you_mean(names[0], columns)
-                    raise ValueError(
-                        f"{path} has no column {' or '.join(names)}{near}; there are: {', '.join(columns)}"
-                    )
-            return wanted
-
-        with naming(file.path):
-            form = format_of(file.path)
-            for start, stop in form.cut(file.path, PIECE_BYTES, choose):
-                for number, row in form.rows(file.path, start, stop, choose):
-                    yield file.path, number, row
-
-
-def _task(name: str, documents: Rows, queries: Rows) -> Task:
-    """Joins the two configurations."""
-    chunks: dict[str, str] = {}
-    for file, number, row in documents:
-        with _naming(file, number):
-            chunk_id = _text(row, "chunk_id")
-            _position(chunk_id)
-            if chunk_id in chunks:
-                raise BadRow("duplicate id", f"there is a chunk {chunk_id!r} already; an id names one")
-            chunks[chunk_id] = _text(row, "chunk")
-    ids = sorted(chunks, key=_position)
-    number_of = {chunk_id: i for i, chunk_id in enumerate(ids)}
-    texts, relevant = [], []
-    for file, number, row in queries:
-        with _naming(file, number):
-            texts.append(_text(row, "query"))
-            asked = row["chunk_ids"] if "chunk_ids" in row else [_text(row, "chunk_id")]
-            if not isinstance(asked, list) or not asked:
-                raise BadRow("no chunk_ids", f"chunk_ids is {asked!r}, not a list of some chunk_id")
-            if missing := [chunk_id for chunk_id in asked if chunk_id not in number_of]:
-                raise BadRow("query of a missing chunk", f"there is no chunk {missing[0]!r}")
-            relevant.append({number_of[chunk_id] for chunk_id in asked})
-    if not texts:
-        raise ValueError(f"task {name} has no queries")
-    parts = [[chunks[i] for i in group] for _, group in groupby(ids, key=lambda i: _position(i)[0])]
-    return Task(name, "contextual", texts, parts, relevant, ids)
-
-
-def _position(chunk_id: str) -> tuple[str, int]:
-    """Document and index that a chunk's id names."""
-    document, _, index = chunk_id.partition("_")
-    if not document or not index.isdecimal():
-        detail = f"chunk_id {chunk_id!r} is not DOCUMENT_INDEX, with one underscore"
-        raise BadRow("chunk_id of another form", detail)
-    return document, int(index)
-
-
-def _text(row: Mapping[str, Any] | BadRow, column: str) -> str:
-    if isinstance(row, BadRow):
-        raise row
-    value = row.get(column)
-    if not isinstance(value, str) or not value.strip():
-        raise BadRow(f"no {column}", f"{column} is {shortened(repr(value))}, not a text with something in it")
-    return value
-
-
-@contextmanager
-def _naming(file: str, number: int) -> Iterator[None]:
-    """The error of a bad row says where it is."""
-    try:
-        yield
-    except BadRow as bad:
-        where = place(file, number)[0] if is_data(file) else f"row {number}"
-        raise ValueError(f"{file}, {where}: {bad}; correct it or take it out") from None
-
-
-def _span(text: str, question: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Where in a text the answer to a question begins and ends."""
-    answer, start = question.get("answer") or "", question.get("start")
-    if not answer.strip():
-        raise ValueError(f"{where}: the answer is empty: give a passage of the text")
-    if start is None:
-        start = text.find(answer)
-        if start >= 0 and text.find(answer, start + 1) >= 0:
-            raise ValueError(
-                f"{where}: the answer {shortened(answer)!r} is in the text more than once: say under `start` "
-                "at which character it begins"
-            )
-    if start < 0 or not text.startswith(answer, start):
-        raise ValueError(
-            f"{where}: the answer {shortened(answer)!r} is not in the text"
-            + (f" at character {question['start']}" if question.get("start") is not None else "")
-            + ": it must be a passage of it, letter by letter"
-        )
-    lead = len(answer) - len(answer.lstrip())
-    return start + lead, start + len(answer.rstrip())
-
-
-def _ends(text: str, chunks: Sequence[str]) -> list[int]:
-    """Where in a text each of its chunks ends; between them is white space only."""
-    ends, position = [], 0
-    for chunk in chunks:
-        position = text.index(chunk, position) + len(chunk)
-        ends.append(position)
-    return ends
-
-
-def _sabotaged(chunks: Sequence[str], row: Mapping[str, Any], number: int) -> list[str]:
-    """The theme replaced in all chunks but the first."""
-    names = [row["theme"]] if isinstance(row["theme"], str) else list(row["theme"])
-    pronoun, genitive = row.get("neutral", NEUTRAL)
-    # The longest name first, so that a name within another one leaves nothing behind.
-    names = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    theme = re.compile(rf"(?<!\w)(?:{names})(?!\w)(?P<of>['’]s(?!\w))?", re.IGNORECASE)
-    if not theme.search(chunks[0]):
-        raise ValueError(
-            f"document {number}: the first chunk does not name the theme {row['theme']!r}: begin the text "
-            "with a heading that does"
-        )
-    for question_number, question in enumerate(row["questions"]):
-        if not theme.search(question["query"]):
-            raise ValueError(
-                f"question {question_number} of document {number} does not name the theme {row['theme']!r}, "
-                "without which no chunk answers it: name it, or leave the theme out"
-            )
-
-    def neutral(match: re.Match) -> str:
-        word = genitive if match["of"] else pronoun
-        return word.capitalize() if _begins(match) else word
-
-    return [chunks[0], *(theme.sub(neutral, chunk) for chunk in chunks[1:])]
-
-
-def _begins(match: re.Match) -> bool:
-    """Whether a sentence begins here."""
-    before = match.string[: match.start()].rstrip(" \"'(“‘«")
-    return not before or before[-1] in ".!?\n"
+        chunks = embedder.encode_tokens(task.chunks, max_length=config.chunk_length)
+    return ndcg(task, maxsim(queries, chunks))

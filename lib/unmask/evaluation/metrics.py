@@ -3,6 +3,7 @@
 Shape suffixes: N queries · M documents · D dimensions · K ranks, up to the largest cut-off.
 """
 
+import itertools
 from collections.abc import Sequence, Set
 
 import bm25s
@@ -11,7 +12,7 @@ import regex
 import torch
 from torch import Tensor
 
-from unmask.evaluation.search import GROUP, LAST, best_keys, filled
+from unmask.evaluation.search import best_of
 
 # A word is a run of letters, digits, underscores and the combining marks that Indic scripts write vowels
 # with; scripts that put no spaces between words count sign by sign.
@@ -57,8 +58,15 @@ def retrieval_metrics(
         '0.3155 0.5'
     """
     scores_NM = torch.as_tensor(scores_NM).detach().float()
-    _check_scores(scores_NM, relevant, document_ids)
-    _check_cut_offs(ks)
+    _check(scores_NM, relevant, ks)
+    documents = scores_NM.shape[1]
+    if (beyond := max(map(max, relevant))) >= documents:
+        raise ValueError(f"There is no document {beyond}, which is said to be relevant: {documents} columns.")
+    if document_ids is not None and not len(set(document_ids)) == len(document_ids) == documents:
+        raise ValueError(f"document_ids must name the {documents} columns, each differently.")
+    # A sum that is a number rules NaN out at a tenth of the cost of looking at every score.
+    if scores_NM.sum().isnan() and scores_NM.isnan().any():
+        raise ValueError(f"The scores of query {int(scores_NM.isnan().any(1).nonzero()[0])} contain NaN.")
     top_NK = best_columns(scores_NM, max(ks), document_ids)
     return ranking_metrics(top_NK, relevant, ks, per_query=per_query)
 
@@ -71,23 +79,13 @@ def best_columns(scores_NM: Tensor, k: int, document_ids: Sequence[str] | None =
         document_ids: as for `retrieval_metrics`.
     """
     documents = scores_NM.shape[1]
-    if document_ids is None:
-        document_ids = [str(column) for column in range(documents)]
-    k = min(k, documents)
+    ids = [str(column) for column in range(documents)] if document_ids is None else document_ids
     # Python compares strings by code point, which is the byte order of UTF-8 that trec_eval's strcmp sees.
-    ascending_M = torch.tensor(sorted(range(len(document_ids)), key=document_ids.__getitem__))
-    place_M = torch.empty_like(ascending_M)
-    place_M[ascending_M] = torch.arange(len(ascending_M))
-    place_TG = filled(place_M.to(scores_NM.device), -1).view(GROUP, -1)
-
-    def places(group_QC: Tensor) -> Tensor:
-        return place_TG[:, group_QC].transpose(0, 1)
-
-    keys = []
-    for scores_QM in scores_NM.split(max(1, CACHED // len(place_M))):
-        scores_QTG = filled(scores_QM, -torch.inf).view(-1, *place_TG.shape)
-        keys.append(best_keys(scores_QTG, scores_QTG.amax(dim=1), places, k))
-    return ascending_M[torch.cat(keys).cpu() & LAST].numpy()
+    descending = sorted(range(documents), key=ids.__getitem__, reverse=True)
+    column_M = torch.tensor(descending, device=scores_NM.device)
+    tiles = scores_NM.split(max(1, CACHED // documents))
+    places = [best_of(scores_QM[:, column_M], min(k, documents))[1] for scores_QM in tiles]
+    return column_M[torch.cat(places)].cpu().numpy()
 
 
 def ranking_metrics(
@@ -116,8 +114,7 @@ def ranking_metrics(
         0.75
     """
     ids_NK = np.asarray(ids_NK)
-    _check_relevant(ids_NK, relevant)
-    _check_cut_offs(ks)
+    _check(ids_NK, relevant, ks)
     ordered_NK = np.sort(ids_NK, axis=1)
     twice_N = ((ordered_NK[:, 1:] == ordered_NK[:, :-1]) & (ordered_NK[:, 1:] >= 0)).any(axis=1)
     if twice_N.any():
@@ -166,60 +163,36 @@ class Bm25:
             raise ValueError("Bm25 needs at least one document.")
         self._size = len(documents)
         words = [WORD.findall(text.lower()) for text in documents]
-        every = dict.fromkeys(word for text in words for word in text)
-        self._vocabulary = {word: index for index, word in enumerate(every)}
-        self._engine = None
-        if every:
-            self._engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
-            ids = [[self._vocabulary[word] for word in text] for text in words]
-            self._engine.index((ids, self._vocabulary), show_progress=False)
+        self._number = {word: i for i, word in enumerate(dict.fromkeys(itertools.chain(*words)))}
+        self._engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+        if self._number:
+            ids = [[self._number[word] for word in text] for text in words]
+            self._engine.index((ids, self._number), show_progress=False)
 
     @property
     def nbytes(self) -> int:
         """Size of the postings: a weight and a document number for each different word of each document."""
-        parts = self._engine.scores.values() if self._engine else ()
+        parts = self._engine.scores.values() if self._number else ()
         return sum(part.nbytes for part in parts if isinstance(part, np.ndarray))
 
     def scores(self, queries: Sequence[str]) -> np.ndarray:
         """(N, M), float32: every query with every document; zero where they share no word."""
         scores_NM = np.zeros((len(queries), self._size), dtype=np.float32)
         for scores_M, text in zip(scores_NM, queries, strict=True):
-            known = [self._vocabulary[w] for w in WORD.findall(text.lower()) if w in self._vocabulary]
+            known = [self._number[word] for word in WORD.findall(text.lower()) if word in self._number]
             if known:
                 scores_M[:] = self._engine.get_scores(known)
         return scores_NM
 
 
-def _check_relevant(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]]) -> None:
+def _check(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]], ks: Sequence[int]) -> None:
     if rows.ndim != 2 or len(rows) != len(relevant) or not len(relevant):
         raise ValueError(
             "There must be one row per query, and there must be a query; got "
             f"{tuple(rows.shape)} for {len(relevant)} queries."
         )
     for query, columns in enumerate(relevant):
-        if not columns:
-            raise ValueError(f"Query {query} has no relevant document; leave it out of the evaluation.")
-        if min(columns) < 0:
-            raise ValueError(f"Query {query} has a relevant document below 0: {sorted(columns)}.")
-
-
-def _check_cut_offs(ks: Sequence[int]) -> None:
+        if not columns or min(columns) < 0:
+            raise ValueError(f"Query {query} has no relevant document, or one below 0: {sorted(columns)}.")
     if not ks or min(ks) < 1:
         raise ValueError(f"Cut-offs must be 1 or more; got {list(ks)}.")
-
-
-def _check_scores(
-    scores_NM: Tensor, relevant: Sequence[Set[int]], document_ids: Sequence[str] | None
-) -> None:
-    _check_relevant(scores_NM, relevant)
-    documents = scores_NM.shape[1]
-    for query, columns in enumerate(relevant):
-        if max(columns) >= documents:
-            raise ValueError(
-                f"Query {query} has a relevant document outside 0..{documents - 1}: {sorted(columns)}."
-            )
-    if document_ids is not None and not len(set(document_ids)) == len(document_ids) == documents:
-        raise ValueError(f"document_ids must name the {documents} columns, each differently.")
-    # A sum that is a number rules NaN out at a tenth of the cost of looking at every score.
-    if scores_NM.sum().isnan() and scores_NM.isnan().any():
-        raise ValueError(f"The scores of query {int(scores_NM.isnan().any(1).nonzero()[0])} contain NaN.")

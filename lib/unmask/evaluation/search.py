@@ -1,8 +1,8 @@
-"""Nearest-neighbour search: every query's best documents, exactly or approximately, without the matrix of
-all scores.
+"""Cosine similarity in every precision that embeddings come in, and each query's best documents, exactly or
+approximately, without the matrix of all scores.
 
 Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bits · K ranks · Q queries and T
-documents of a tile · G groups of documents · C candidates.
+documents of a tile · G groups of documents · X, Y rows.
 """
 
 from __future__ import annotations
@@ -10,23 +10,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import cache
 from math import sqrt
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+import faiss
 import numpy as np
 import torch
+from faiss.contrib.ondisk import merge_ondisk
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
-from unmask.models.similarity import (
-    bit_cosines,
-    dots,
-    from_hamming,
-    int_mm_is_exact,
-    inverse_norms,
-    scaled,
-    similarity,
-)
+from unmask.store import new_directory
 
 METHODS = ("exact", "faiss")
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
@@ -35,13 +30,54 @@ Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 TILES = {"cpu": (64, 2**20), "cuda": (1024, 2**26)}
 CODES, FLOATS = 2**18, 2**14  # documents of a tile at most: codes are read where they are, floats copied
 GROUP = 32  # documents that one comparison with the k-th best score rules out together
-LAST = 2**32 - 1  # largest number of a document
-HEAPED = 256  # ranks up to which a heap per query is fastest
+ROWS = 1024  # rows whose norms are computed at once: their copies as floats stay in the cache
+EXACT_WIDTH = 1024  # 1024 · 127² < 2²⁴: float32 sums of so many INT8 products are exact in any order
+SIMILARITIES = 2**25  # computed at once: 256 MiB in float64
 RESCORED = (64, 1024)  # queries × candidates rescored at once
 LISTS = 4.0  # faiss: so many times √M lists
 PROBES = 64  # faiss: lists that a query looks into
 TRAINING = 64  # faiss: documents that the centre of a list is computed from
 ADDED = 65_536  # faiss: documents added at once
+
+
+def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> Tensor:
+    """Cosine similarity of every query with every document, for every precision an embedding comes in.
+
+    - int8 codes: the dot product is exact, so equal codes always tie;
+    - uint8: packed binary, most significant bit first, compared as ±1 (cosine = 1 − 2 · Hamming / D);
+    - floats: in float32, or float64 if both are.
+
+    The two sides may differ in precision. A zero vector has similarity 0 to everything.
+
+    Args:
+        queries: (N, D), or (N, D/8) if uint8.
+        documents: (M, D), or (M, D/8) if uint8; on the queries' device.
+
+    Returns:
+        (N, M), float32 (float64 for two float64 inputs).
+
+    Raises:
+        ValueError: they are not matrices, or D differs.
+
+    Example:
+        >>> codes = torch.tensor([[3, 4], [6, 8], [-4, 3]], dtype=torch.int8)
+        >>> similarity(codes[:1], codes[1:])
+        tensor([[1., 0.]])
+    """
+    q_ND, d_MD = _values(torch.as_tensor(queries)), _values(torch.as_tensor(documents))
+    if q_ND.ndim != 2 or d_MD.ndim != 2 or q_ND.shape[1] != d_MD.shape[1]:
+        raise ValueError(
+            f"similarity needs (N, D) and (M, D) embeddings; got {tuple(q_ND.shape)} and "
+            f"{tuple(d_MD.shape)} after unpacking."
+        )
+    if q_ND.is_floating_point() or d_MD.is_floating_point():
+        dtype = torch.promote_types(torch.promote_types(q_ND.dtype, d_MD.dtype), torch.float32)
+        return normalize(q_ND.to(dtype)) @ normalize(d_MD.to(dtype)).T
+    inverse_M, scores_NM = _inverse_norms(d_MD), torch.empty(len(q_ND), len(d_MD), device=q_ND.device)
+    rows = max(1, SIMILARITIES // max(1, len(d_MD)))
+    for q_QD, scores_QM in zip(q_ND.split(rows), scores_NM.split(rows), strict=True):
+        scores_QM.copy_(_scaled(_dots(q_QD, d_MD), _inverse_norms(q_QD)[:, None], inverse_M))
+    return scores_NM
 
 
 def top_k(
@@ -50,12 +86,12 @@ def top_k(
     """The k documents most similar (cosine) to each query, best first.
 
     Args:
-        q_ND, d_MD: embeddings of any precision, as for `unmask.evaluation.similarity`; `d_MD` may be mapped
-            into memory. Finite values.
+        q_ND, d_MD: embeddings of one precision, as for `similarity`; `d_MD` may be mapped into memory.
         method: "exact" or "faiss"; see `index`.
     Returns: scores (N, K), float32, and document numbers (N, K), int64, with K = min(k, M). Equal scores are
         in order of document number.
-    Raises: ValueError for an unknown method, one that cannot take such embeddings, or nothing to search.
+    Raises: ValueError for an unknown method or one that cannot take such embeddings; no queries, no
+        documents or k below 1; two precisions or two numbers of dimensions; NaN.
 
     Example:
         >>> documents = np.array([[0, 1], [2, 2], [9, 1], [1, 1]], np.int8)
@@ -63,8 +99,6 @@ def top_k(
         >>> ids.tolist()
         [[1, 3, 2]]
     """
-    if not len(q_ND) or not len(d_MD):
-        raise ValueError(f"a search needs queries and documents, got {len(q_ND)} and {len(d_MD)}")
     return index(d_MD, method)(q_ND, k)
 
 
@@ -90,24 +124,22 @@ def index(d_MD: np.ndarray, method: str = "exact") -> Search:
 
 
 class Exact:
-    """Exact search. A score is the cosine, computed from exact dot products where both sides are codes of
-    the same kind and rounded once to float32, so that the same pair scores the same in any search.
+    """Exact search. A score is the cosine, computed from exact dot products of codes and rounded once to
+    float32, so that the same pair scores the same in any search.
 
-    Tile by tile, documents are compared with all queries, and `best_keys` merges the k best of each tile
-    with those before.
+    Tile by tile, documents are compared with all queries, and the best of each tile join the best so far.
 
     Args:
         d_MD: as for `top_k`; used where they are, and only their inverse norms are kept (8 bytes each).
-    Raises: ValueError if there are no documents.
+    Raises: ValueError if there are no documents, or one contains NaN.
     """
 
     def __init__(self, d_MD: np.ndarray):
-        if not len(d_MD):
-            raise ValueError("a search needs documents, got 0")
+        _check(d_MD, "documents")
         self.d_MD = d_MD
         if d_MD.dtype == np.int8:
             parts = (_tensor(d_MD[start : start + CODES]) for start in range(0, len(d_MD), CODES))
-            self.inverse_M = torch.cat([inverse_norms(d_TD) for d_TD in parts])
+            self.inverse_M = torch.cat([_inverse_norms(d_TD) for d_TD in parts])
 
     def __call__(
         self, q_ND: np.ndarray, k: int, *, ceiling_N: np.ndarray | None = None, lowest: bool = False
@@ -118,47 +150,72 @@ class Exact:
 
         Memory: N × K and one tile; documents that are mapped into memory are read where they are.
         """
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        k = min(k, len(self.d_MD))
-        packed = q_ND.dtype == self.d_MD.dtype == np.uint8
-        if packed and device == "cpu" and k <= HEAPED and ceiling_N is None and not lowest:
+        _check_queries(q_ND, k, self.d_MD.shape[1], self.d_MD.dtype)
+        device, k = torch.device("cuda" if torch.cuda.is_available() else "cpu"), min(k, len(self.d_MD))
+        if q_ND.dtype == np.uint8 and device.type == "cpu" and ceiling_N is None and not lowest:
             return _nearest_bits(q_ND, self.d_MD, k)
-        queries, scores = TILES[device]
-        q_ND = _tensor(q_ND).to(device)
-        longest = CODES
-        stay = q_ND.dtype == torch.uint8 or (q_ND.dtype == torch.int8 and int_mm_is_exact(q_ND.device))
-        if not stay or q_ND.dtype != _tensor(self.d_MD[:1]).dtype:
-            # Documents are copied as floats for each tile of queries.
-            queries, longest = 4 * queries, FLOATS
-        step = min(longest, scores // min(queries, len(q_ND)))
-        step = max(step // GROUP, 1) * GROUP
-        q_tiles = q_ND.split(queries)
-        best = [torch.empty(len(q_QD), 0, dtype=torch.int64, device=device) for q_QD in q_tiles]
-        ceilings = None if ceiling_N is None else torch.as_tensor(ceiling_N, device=device).split(queries)
+        queries, step = self._tile(len(q_ND), device)
+        q_tiles = _tensor(q_ND).to(device).split(queries)
+        ceilings = [None] * len(q_tiles)
+        if ceiling_N is not None:
+            ceilings = torch.as_tensor(ceiling_N, device=device)[:, None].split(queries)
+        best: list = [None] * len(q_tiles)
         for start in range(0, len(self.d_MD), step):
             d_TD = _tensor(self.d_MD[start : start + step]).to(device)
-            places = _places(start, device)
-            for number, q_QD in enumerate(q_tiles):
-                scores_TQ = self._scores(q_QD, d_TD, start)
-                if ceilings is not None:
-                    scores_TQ.masked_fill_(scores_TQ > ceilings[number], -torch.inf)
-                if lowest:
-                    scores_TQ.neg_()
-                scores_GTQ = filled(scores_TQ.T, -torch.inf).T.reshape(-1, GROUP, len(q_QD))
-                highest_QG = scores_GTQ.amax(dim=1).T.contiguous()
-                scores_QTG = scores_GTQ.permute(2, 1, 0)
-                best[number] = best_keys(scores_QTG, highest_QG, places, k, best[number])
-        keys_NK = torch.cat(best).cpu()
-        scores_NK, ids_NK = _scores(keys_NK).numpy(), (LAST - (keys_NK & LAST)).numpy()
+            for tile, (q_QD, ceiling_Q1) in enumerate(zip(q_tiles, ceilings, strict=True)):
+                scores_QT = self._scores(q_QD, d_TD, start)
+                if ceiling_Q1 is not None:
+                    scores_QT.masked_fill_(scores_QT > ceiling_Q1, -torch.inf)
+                best[tile] = best_of(scores_QT.neg_() if lowest else scores_QT, k, start, best[tile])
+        scores_NK, ids_NK = (torch.cat(parts).cpu().numpy() for parts in zip(*best, strict=True))
         return -scores_NK if lowest else scores_NK, ids_NK
 
+    def _tile(self, count: int, device: torch.device) -> tuple[int, int]:
+        """Queries and documents of a tile."""
+        queries, scores = TILES[device.type]
+        longest = CODES
+        if self.d_MD.dtype != np.int8 or not int_mm_is_exact(device):
+            queries, longest = 4 * queries, FLOATS  # documents are copied for each tile of queries
+        step = min(longest, scores // min(queries, count))
+        return queries, max(step // GROUP, 1) * GROUP
+
     def _scores(self, q_QD: Tensor, d_TD: Tensor, start: int) -> Tensor:
-        if q_QD.dtype == d_TD.dtype == torch.uint8:
-            return bit_cosines(d_TD, q_QD)
-        if q_QD.dtype == d_TD.dtype == torch.int8:
-            inverse_T1 = self.inverse_M[start : start + len(d_TD), None].to(d_TD.device)
-            return scaled(dots(d_TD, q_QD), inverse_norms(q_QD), inverse_T1)
-        return similarity(d_TD, q_QD).float()
+        """Cosines (Q, T), computed with documents as rows, which is fastest."""
+        if d_TD.dtype != torch.int8:
+            return similarity(d_TD, q_QD).float().T
+        inverse_T1 = self.inverse_M[start : start + len(d_TD), None].to(d_TD.device)
+        return _scaled(_dots(d_TD, q_QD), _inverse_norms(q_QD), inverse_T1).T
+
+
+def best_of(
+    scores_QT: Tensor, k: int, start: int = 0, before: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k best of each row, in order: scores and columns. Of equal scores, the lower column is better.
+
+    Columns come in groups. A group whose maximum is below the k-th highest maximum, or not above the k-th
+    best score so far, holds nothing that is needed; all others are sorted.
+
+    Args:
+        scores_QT: not NaN.
+        start: number of the first column.
+        before: what was found in columns below `start`, to be joined.
+    """
+    if missing := -scores_QT.shape[1] % GROUP:
+        scores_QT = pad(scores_QT, (0, missing), value=-torch.inf)
+    scores_QGT = scores_QT.unflatten(1, (-1, GROUP))
+    highest_QG = scores_QGT.amax(dim=2).contiguous()
+    least_Q1 = highest_QG.topk(min(k, highest_QG.shape[1])).values[:, -1:]
+    if before is not None and before[0].shape[1] == k:
+        worst_Q1 = before[0][:, -1:]
+        least_Q1 = least_Q1.maximum(worst_Q1.nextafter(torch.full_like(worst_Q1, torch.inf)))
+    count = int((highest_QG >= least_Q1).sum(dim=1).max())
+    group_QC1 = highest_QG.topk(count).indices.sort().values[..., None]
+    scores_QX = scores_QGT.gather(1, group_QC1.expand(-1, -1, GROUP)).flatten(1)
+    ids_QX = (start + GROUP * group_QC1 + torch.arange(GROUP, device=group_QC1.device)).flatten(1)
+    if before is not None:
+        scores_QX, ids_QX = (torch.cat(parts, dim=1) for parts in zip(before, (scores_QX, ids_QX)))
+    order_QK = scores_QX.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return scores_QX.gather(1, order_QK), ids_QX.gather(1, order_QK)
 
 
 def two_step(
@@ -199,11 +256,10 @@ def two_step(
     for row in range(0, len(ids_NC), queries):
         for column in range(0, ids_NC.shape[1], some):
             tile = slice(row, row + queries), slice(column, column + some)
-            ids_U, place_QC = np.unique(ids_NC[tile], return_inverse=True)
-            scores_QU = similarity(q_ND[tile[0]], d_MD[ids_U]).numpy()
-            scores_NC[tile] = np.take_along_axis(scores_QU, place_QC, 1)
-    order_NK = np.argsort(-scores_NC, axis=1, kind="stable")[:, :k]
-    return np.take_along_axis(scores_NC, order_NK, 1), np.take_along_axis(ids_NC, order_NK, 1)
+            ids_X, place_QC = np.unique(ids_NC[tile], return_inverse=True)
+            scores_QX = similarity(q_ND[tile[0]], d_MD[ids_X]).numpy()
+            scores_NC[tile] = np.take_along_axis(scores_QX, place_QC, 1)
+    return _ordered(scores_NC, ids_NC, k)
 
 
 def save_index(d_MD: np.ndarray, path: str | Path) -> Path:
@@ -215,27 +271,22 @@ def save_index(d_MD: np.ndarray, path: str | Path) -> Path:
     Returns: the folder.
     Raises: FileExistsError if it exists; ValueError as `index`.
     """
-    import faiss
-    from faiss.contrib.ondisk import merge_ondisk
-
     path = Path(path).absolute()
     if path.exists():
         raise FileExistsError(f"{path} exists: remove it, or save the index elsewhere")
-    found = _trained(d_MD)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        shards = []
+    found, shards = _trained(d_MD), []
+    with new_directory(path) as folder:
+        folder.mkdir(parents=True)
         for start in range(0, len(d_MD), ADDED):
             d_TD = d_MD[start : start + ADDED]
             found.add_with_ids(unit(d_TD), np.arange(start, start + len(d_TD)))
-            shards.append(f"{scratch}/{len(shards)}")
+            shards.append(str(folder / f"shard-{start}"))
             faiss.write_index(found, shards[-1])
             found.reset()
-        complete = Path(scratch, "complete")
-        complete.mkdir()
-        merge_ondisk(found, shards, str(complete / "lists"))
-        faiss.write_index(found, str(complete / "index"))
-        os.rename(complete, path)
+        merge_ondisk(found, shards, str(folder / "lists"))
+        faiss.write_index(found, str(folder / "index"))
+        for shard in shards:
+            os.remove(shard)
     return path
 
 
@@ -245,8 +296,6 @@ def open_index(path: str | Path) -> Search:
 
     Raises: FileNotFoundError if there is no index.
     """
-    import faiss
-
     path = Path(path).absolute()
     if not (path / "index").is_file():
         raise FileNotFoundError(f"{path} holds no index: write one with save_index")
@@ -255,96 +304,83 @@ def open_index(path: str | Path) -> Search:
     )
 
 
-def best_keys(
-    scores_QTG: Tensor,
-    highest_QG: Tensor,
-    places: Callable[[Tensor], Tensor],
-    k: int,
-    best_QK: Tensor | None = None,
-) -> Tensor:
-    """The k best of each query's scores, in order, as keys: whole numbers that sort like (score, place).
+def unit(x_XD: np.ndarray) -> np.ndarray:
+    """Codes or floats as float32 vectors of length one; zero vectors stay."""
+    x_XD = np.asarray(x_XD, np.float32)
+    norm_X1 = np.linalg.norm(x_XD, axis=1, keepdims=True)
+    return x_XD / np.where(norm_X1 == 0, 1, norm_X1)
 
-    Documents come in groups. If the maximum of a group is below the k-th highest maximum, or not above the
-    k-th best score of `best_QK`, none of its documents is needed; for those of the other groups, keys are
-    made.
 
-    Args:
-        scores_QTG: of documents in G groups of T, not NaN.
-        highest_QG: the maxima of the groups.
-        places: from groups (Q, C) the places (Q, T, C) of their documents, from −1 to LAST, all different;
-            of equal scores, the higher place is better.
-        best_QK: keys found before, of documents with higher places than these.
-    """
-    group_QC = None
-    if best_QK is not None and best_QK.shape[1] == k:
-        worst_Q = _scores(best_QK[:, -1])
-        floor_Q = torch.nextafter(worst_Q, torch.full_like(worst_Q, torch.inf))
-    else:
-        high_QC, group_QC = highest_QG.topk(min(k, highest_QG.shape[1]))
-        floor_Q = high_QC[:, -1]
-    count = int((highest_QG >= floor_Q[:, None]).sum(dim=1).max())
-    if group_QC is None or count != group_QC.shape[1]:  # more, if some are equal
-        group_QC = highest_QG.topk(count, sorted=False).indices
-    chosen_QTC = scores_QTG.gather(2, group_QC[:, None].expand(-1, scores_QTG.shape[1], -1))
-    keys_QX = _keys(chosen_QTC, places(group_QC)).flatten(1)
-    if best_QK is not None:
-        keys_QX = torch.cat([best_QK, keys_QX], dim=1)
-    return keys_QX.topk(min(k, keys_QX.shape[1])).values
+@cache
+def int_mm_is_exact(device: torch.device) -> bool:
+    """Whether torch multiplies INT8 matrices exactly here. On processors without VNNI instructions, sums
+    overflow; GPUs may not know the operation."""
+    largest = torch.full((32, 64), 127, dtype=torch.int8, device=device)
+    try:
+        return bool((torch._int_mm(largest, largest.T) == 64 * 127**2).all())
+    except RuntimeError:
+        return False
+
+
+def _dots(a_XD: Tensor, b_YD: Tensor) -> Tensor:
+    """Exact dot products (X, Y), int32, of two matrices of int8 codes."""
+    a_XD, b_YD = a_XD.contiguous(), b_YD.contiguous()
+    if not int_mm_is_exact(a_XD.device):
+        parts = zip(a_XD.float().split(EXACT_WIDTH, 1), b_YD.float().split(EXACT_WIDTH, 1), strict=True)
+        return sum((a_XW @ b_YW.T).int() for a_XW, b_YW in parts)
+    if a_XD.is_cuda:
+        return torch._int_mm(_padded(a_XD), _padded(b_YD).T)[: len(a_XD), : len(b_YD)]
+    return torch._int_mm(a_XD, b_YD.T)
+
+
+def _padded(x_XD: Tensor) -> Tensor:
+    """Zeros around a matrix: CUDA multiplies integers from 17 rows on, in multiples of 8 both ways."""
+    rows, size = x_XD.shape
+    return pad(x_XD, (0, -size % 8, 0, max(24 - rows, -rows % 8)))
+
+
+def _scaled(dots_XY: Tensor, q_inverse: Tensor, d_inverse: Tensor) -> Tensor:
+    """Dot products times both inverse norms: cosines, computed in float64 and rounded once to float32, always
+    in the same order, so that the same pair scores the same wherever it is compared."""
+    return dots_XY.double().mul_(d_inverse).mul_(q_inverse).float()
+
+
+def _inverse_norms(codes_XD: Tensor) -> Tensor:
+    """1 / Euclidean norm (X,), float64, of int8 codes; zero for zero vectors."""
+    squares_X = torch.cat(
+        [
+            sum(part_RW.square().sum(dim=1).double() for part_RW in rows_RD.float().split(EXACT_WIDTH, 1))
+            for rows_RD in codes_XD.split(ROWS)
+        ]
+    )
+    return squares_X.rsqrt().masked_fill(squares_X == 0, 0)
+
+
+def _values(embeddings: Tensor) -> Tensor:
+    """Embeddings as values: packed bits (uint8) become ±1, everything else stays."""
+    if embeddings.dtype != torch.uint8:
+        return embeddings
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=embeddings.device)
+    bits = (embeddings[..., None] >> shifts) & 1
+    return (2 * bits.to(torch.int8) - 1).flatten(-2)
 
 
 def _nearest_bits(q_NB: np.ndarray, d_MB: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The search of packed bits, for which faiss counts and keeps the k best in one pass. Its heaps keep the
     lowest numbers of equal distances, and need only be put in order."""
-    import faiss
-
     distance_NK, ids_NK = faiss.knn_hamming(np.ascontiguousarray(q_NB), np.ascontiguousarray(d_MB), k)
-    order_NK = np.lexsort((ids_NK, distance_NK))
-    distance_NK, ids_NK = (np.take_along_axis(rows, order_NK, 1) for rows in (distance_NK, ids_NK))
-    return from_hamming(torch.from_numpy(distance_NK), 8 * q_NB.shape[1]).numpy(), ids_NK
+    return _ordered(1 - distance_NK.astype(np.float32) * np.float32(2 / (8 * q_NB.shape[1])), ids_NK, k)
 
 
-def _places(start: int, device: str) -> Callable[[Tensor], Tensor]:
-    """For `best_keys`: the lower the number of a document, the higher its place."""
-    first_T1 = LAST - start - torch.arange(GROUP, device=device)[:, None]
-    return lambda group_QC: first_T1 - GROUP * group_QC[:, None]
+def _ordered(scores_NX: np.ndarray, ids_NX: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k best, equal scores by ascending number."""
+    order_NK = np.lexsort((ids_NX, -scores_NX))[:, :k]
+    return np.take_along_axis(scores_NX, order_NK, 1), np.take_along_axis(ids_NX, order_NK, 1)
 
 
-def filled(x_XT: Tensor, value: float) -> Tensor:
-    """Columns added, so that their number divides into groups."""
-    missing = -x_XT.shape[-1] % GROUP
-    return torch.cat([x_XT, x_XT.new_full((*x_XT.shape[:-1], missing), value)], dim=-1) if missing else x_XT
-
-
-def _keys(scores: Tensor, place: Tensor) -> Tensor:
-    """Whole numbers that sort like (score, place): without ties, any top-k is deterministic.
-
-    The bits of a float, read as a whole number, sort like the float once those of negative ones are turned
-    round.
-    """
-    bits = (scores + 0.0).view(torch.int32)  # adding zero turns −0.0, which equals 0.0, into it
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    return torch.add(place, bits, alpha=2**32)
-
-
-def _scores(keys: Tensor) -> Tensor:
-    bits = (keys >> 32).int()
-    bits ^= (bits >> 31) & 0x7FFFFFFF
-    return bits.view(torch.float32)
-
-
-def _tensor(x_XD: np.ndarray) -> Tensor:
-    """An array as a tensor on the same memory."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes
-        return torch.from_numpy(np.ascontiguousarray(x_XD))
-
-
-def _trained(d_MD: np.ndarray):
+def _trained(d_MD: np.ndarray) -> faiss.IndexIVFScalarQuantizer:
     """A faiss index with its lists, still empty."""
-    import faiss  # slow to import, and only this search needs it
-
-    if not len(d_MD):
-        raise ValueError("a search needs documents, got 0")
+    _check(d_MD, "documents")
     if d_MD.dtype == np.uint8:
         raise ValueError('the search "faiss" compares codes or floats, not packed bits: use "exact"')
     documents, size = d_MD.shape
@@ -357,24 +393,41 @@ def _trained(d_MD: np.ndarray):
     return found
 
 
-def _searched(found) -> Search:
-    import faiss
+def _searched(found: faiss.IndexIVF) -> Search:
+    some, every = (faiss.SearchParametersIVF(nprobe=n) for n in (min(PROBES, found.nlist), found.nlist))
 
     def search(q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        _check_queries(q_ND, k, found.d)
         q_ND, k = unit(q_ND), min(k, found.ntotal)
-        some, every = (faiss.SearchParametersIVF(nprobe=n) for n in (min(PROBES, found.nlist), found.nlist))
         scores_NK, ids_NK = found.search(q_ND, k, params=some)
         short = np.flatnonzero((ids_NK < 0).any(axis=1))  # the lists held fewer
         if len(short):
             scores_NK[short], ids_NK[short] = found.search(q_ND[short], k, params=every)
-        order_NK = np.lexsort((ids_NK, -scores_NK))
-        return np.take_along_axis(scores_NK, order_NK, 1), np.take_along_axis(ids_NK, order_NK, 1)
+        return _ordered(scores_NK, ids_NK, k)
 
     return search
 
 
-def unit(x_XD: np.ndarray) -> np.ndarray:
-    """Codes or floats as float32 vectors of length one; zero vectors stay."""
-    x_XD = np.asarray(x_XD, np.float32)
-    norm_X1 = np.linalg.norm(x_XD, axis=1, keepdims=True)
-    return x_XD / np.where(norm_X1 == 0, 1, norm_X1)
+def _tensor(x_XD: np.ndarray) -> Tensor:
+    """An array as a tensor on the same memory."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes
+        return torch.from_numpy(np.ascontiguousarray(x_XD))
+
+
+def _check(x_XD: np.ndarray, name: str) -> None:
+    if x_XD.ndim != 2 or not len(x_XD):
+        raise ValueError(f"a search needs {name} as a matrix of one or more rows, got shape {x_XD.shape}")
+    if x_XD.dtype.kind == "f" and np.isnan(x_XD.min()):
+        row = int(np.isnan(x_XD).any(axis=1).argmax())
+        raise ValueError(f"row {row} of the {name} contains NaN: look for what computed it")
+
+
+def _check_queries(q_ND: np.ndarray, k: int, size: int, dtype: np.dtype | None = None) -> None:
+    _check(q_ND, "queries")
+    if k < 1:
+        raise ValueError(f"k is {k}: ask for one document or more")
+    if q_ND.shape[1] != size:
+        raise ValueError(f"the queries have {q_ND.shape[1]} columns and the documents {size}")
+    if dtype is not None and dtype != q_ND.dtype and not dtype.kind == q_ND.dtype.kind == "f":
+        raise ValueError(f"queries are {q_ND.dtype} and documents {dtype}: encode both in one precision")

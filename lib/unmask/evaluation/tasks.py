@@ -5,23 +5,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from unmask.config import FAMILIES, EvaluationConfig
+from unmask.data import hub
 from unmask.data.corpus import Corpus
 from unmask.evaluation.metrics import Bm25, retrieval_metrics
+from unmask.evaluation.search import similarity
 from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import Embedder, quantized
-from unmask.models.similarity import similarity
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
 from unmask.study.evidence import Effect, paired_bootstrap
 from unmask.training.jobs import identity
 
+_unreachable = cache(hub.unreachable)  # the Hub is asked once
 # Of the library: what scores depend on, beside the checkpoint and the task.
-_CODE = ("models", "evaluation/metrics.py")
+_CODE = ("models", "evaluation/metrics.py", "evaluation/search.py")
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,17 @@ def _document_task(name: str, family: str, rows: list[dict], config: EvaluationC
         first += len(row["chunks"])
     asked = _by_hash(candidates, "query")[: config.max_queries]
     return Task(name, family, [a["query"] for a in asked], chosen, [{a["gold"]} for a in asked])
+
+
+def located(repo: str) -> str:
+    """Where `datasets` finds a repository: its folder in the mirror, or else its name on the Hub.
+
+    Raises: OSError if it can be had from neither.
+    """
+    folder = hub.local(repo)
+    if folder is None and (why := _unreachable()):
+        raise OSError(f"{repo} is in no mirror (UNMASK_MIRROR), and the Hub: {why}")
+    return str(folder or repo)
 
 
 def embed_task(embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool) -> Vectors:

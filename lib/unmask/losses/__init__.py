@@ -12,24 +12,11 @@ from unmask.losses.contextual import (
     local_loss,
     sequence_loss,
 )
-from unmask.losses.contrastive import pair_loss, triplet_loss
+from unmask.losses.contrastive import pair_loss, qwen3_loss, triplet_loss
 from unmask.losses.matryoshka import matryoshka
-from unmask.losses.pretraining import diffusion_loss, next_token_loss
-from unmask.losses.qwen3 import qwen3_loss
-from unmask.losses.reranking import answer_loss
+from unmask.losses.pretraining import answer_loss, diffusion_loss, next_token_loss
 
 __all__ = [
-    "answer_loss",
-    "batch_loss",
-    "contextual_loss",
-    "diffusion_loss",
-    "global_loss",
-    "insent_loss",
-    "local_loss",
-    "matryoshka",
-    "next_token_loss",
-    "pair_loss",
-    "qwen3_loss",
-    "sequence_loss",
-    "triplet_loss",
-]
+    "answer_loss", "batch_loss", "contextual_loss", "diffusion_loss", "global_loss", "insent_loss",
+    "local_loss", "matryoshka", "next_token_loss", "pair_loss", "qwen3_loss", "sequence_loss", "triplet_loss",
+]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Pretraining objectives: masked diffusion, and next-token prediction as its autoregressive counterpart.
+"""Objectives of language models: masked diffusion, next-token prediction as its autoregressive counterpart,
+and the one-word answer of a reranker.
 
 Shape suffixes: B sequences · L tokens · D dimensions · V vocabulary · R rows (paid positions).
 """
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
 
+from unmask.losses.shapes import check_shapes
+
 # Logits exist for this many rows at a time, so that their memory does not grow with the batch: 2^26 logits
 # are 256 MiB in float32; but never fewer than 1,024 rows, which a GPU needs to multiply at full speed.
 CHUNK_LOGITS = 2**26
@@ -16,15 +19,9 @@ CPU_ROWS = 512  # on the CPU, where larger chunks bring little
 
 
 def diffusion_loss(
-    hidden_BLD: Tensor,
-    unembedding_VD: Tensor,
-    tokens_BL: Tensor,
-    masked_BL: Tensor,
-    t_B: Tensor,
-    valid_BL: Tensor | None = None,
-    *,
-    normalizer: float | None = None,
-) -> Tensor:
+    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, masked_BL: Tensor, t_B: Tensor,
+    valid_BL: Tensor | None = None, *, normalizer: float | None = None,
+) -> Tensor:  # fmt: skip
     """Evidence lower bound of absorbing-state diffusion: cross-entropy at the masked tokens, weighted by 1/t.
 
         L = 1/Σ_b(L_b−1) · Σ_b (1/t_b) Σ_{l=2..L_b} 1[x_t^l = MASK] · (−log p(x_0^l | x_t))
@@ -61,14 +58,13 @@ def diffusion_loss(
         >>> f"{loss:.4f}"  # two paid tokens of four predictable ones, weight 1/0.5: log 10
         '2.3026'
     """
-    predictable_BL = _predictable(hidden_BLD, unembedding_VD, tokens_BL, valid_BL)
-    if masked_BL.shape != tokens_BL.shape or t_B.shape != tokens_BL.shape[:1]:
-        raise ValueError(
-            f"masked_BL must be {tuple(tokens_BL.shape)} and t_B ({len(tokens_BL)},), like the tokens; got "
-            f"{tuple(masked_BL.shape)} and {tuple(t_B.shape)}."
-        )
+    check_shapes(
+        hidden_BLD=hidden_BLD, unembedding_VD=unembedding_VD, tokens_BL=tokens_BL, masked_BL=masked_BL,
+        t_B=t_B, valid_BL=valid_BL,
+    )  # fmt: skip
     if not ((t_B > 0) & (t_B <= 1)).all():
         raise ValueError(f"The masking probability t must lie in (0, 1]; got {t_B.tolist()}.")
+    predictable_BL = _predictable(tokens_BL, valid_BL)
     paid_BL = predictable_BL & masked_BL[:, 1:].bool()
     weight_R = t_B.reciprocal()[:, None].expand(paid_BL.shape)[paid_BL]
     nats = _weighted_nats(hidden_BLD, unembedding_VD, tokens_BL, paid_BL, weight_R)
@@ -76,13 +72,9 @@ def diffusion_loss(
 
 
 def next_token_loss(
-    hidden_BLD: Tensor,
-    unembedding_VD: Tensor,
-    tokens_BL: Tensor,
-    valid_BL: Tensor | None = None,
-    *,
-    normalizer: float | None = None,
-) -> Tensor:
+    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor,
+    valid_BL: Tensor | None = None, *, normalizer: float | None = None,
+) -> Tensor:  # fmt: skip
     """Autoregressive cross-entropy: the hidden state at l−1 predicts token l; mean over the positions.
 
         L = 1/Σ_b(L_b−1) · Σ_b Σ_{l=2..L_b} −log p(x^l | x^{<l})
@@ -108,27 +100,56 @@ def next_token_loss(
         >>> f"{next_token_loss(hidden, unembedding, torch.arange(5)[None]):.4f}"  # log 10
         '2.3026'
     """
-    predictable_BL = _predictable(hidden_BLD, unembedding_VD, tokens_BL, valid_BL)
+    check_shapes(hidden_BLD=hidden_BLD, unembedding_VD=unembedding_VD, tokens_BL=tokens_BL, valid_BL=valid_BL)
+    predictable_BL = _predictable(tokens_BL, valid_BL)
     nats = _weighted_nats(hidden_BLD, unembedding_VD, tokens_BL, predictable_BL, None)
     return nats / _positions(predictable_BL, normalizer)
 
 
-def _predictable(
-    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, valid_BL: Tensor | None
-) -> Tensor:
-    """True (B, L−1) where a token and its predecessor are real, after checking the shapes."""
-    if hidden_BLD.ndim != 3 or unembedding_VD.ndim != 2 or hidden_BLD.shape[-1] != unembedding_VD.shape[-1]:
-        raise ValueError(
-            f"Hidden states must be (B, L, D) and the output matrix (V, D); got "
-            f"{tuple(hidden_BLD.shape)} and {tuple(unembedding_VD.shape)}."
-        )
-    valid_BL = torch.ones_like(tokens_BL, dtype=torch.bool) if valid_BL is None else valid_BL.bool()
-    if not hidden_BLD.shape[:2] == tokens_BL.shape == valid_BL.shape:
-        raise ValueError(
-            f"Tokens and valid_BL must be {tuple(hidden_BLD.shape[:2])}, like the hidden states; got "
-            f"{tuple(tokens_BL.shape)} and {tuple(valid_BL.shape)}."
-        )
-    return valid_BL[:, 1:] & valid_BL[:, :-1]
+def answer_loss(
+    hidden_BLD: Tensor, unembedding_VD: Tensor, last_B: Tensor, answer_B: Tensor, *,
+    normalizer: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Supervised fine-tuning on one token: the answer that follows each prompt.
+
+        L = 1/B · Σ_b −log p(answer_b | prompt_b), with p over the whole vocabulary
+
+    Logits exist at the last token of each prompt only.
+
+    Args:
+        hidden_BLD: a causal backbone's last hidden states, after the final norm.
+        unembedding_VD: the output matrix (tied models: the input embedding).
+        last_B: place of each prompt's last token.
+        answer_B: the token that is to follow it: "yes" where the document answers the query, else "no".
+        normalizer: replaces B; when gradients are accumulated over micro-batches, pass the number of prompts
+            of the whole global batch to each.
+
+    Returns:
+        Scalar in nats per prompt; the softmax is computed in float32 (float64 for float64 hidden states).
+
+    Raises:
+        ValueError: shapes do not fit together.
+
+    Source: Qwen3-Embedding, equation 2. How positives and negatives are weighed is not said; here every
+    prompt counts the same.
+
+    Example:
+        >>> hidden, unembedding = torch.zeros(2, 5, 8), torch.zeros(10, 8)  # every token has probability 1/10
+        >>> f"{answer_loss(hidden, unembedding, torch.tensor([4, 2]), torch.tensor([7, 3])):.4f}"  # log 10
+        '2.3026'
+    """
+    check_shapes(hidden_BLD=hidden_BLD, unembedding_VD=unembedding_VD, last_B=last_B, answer_B=answer_B)
+    rows_BD = hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B]
+    logits_BV = F.linear(rows_BD, unembedding_VD)
+    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
+    nats = F.cross_entropy(logits_BV, answer_B, reduction="sum")
+    return nats / (len(answer_B) if normalizer is None else normalizer)
+
+
+def _predictable(tokens_BL: Tensor, valid_BL: Tensor | None) -> Tensor:
+    """True (B, L−1) where a token and its predecessor are real."""
+    valid_BL = torch.ones_like(tokens_BL) if valid_BL is None else valid_BL
+    return valid_BL[:, 1:].bool() & valid_BL[:, :-1].bool()
 
 
 def _positions(predictable_BL: Tensor, normalizer: float | None) -> Tensor | float:

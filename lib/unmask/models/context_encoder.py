@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from unmask.models import backbone
 from unmask.models.embedder import Embedder, Unit
 from unmask.models.encoding import after_context
-from unmask.models.interchange.loading import OPTIONS
+from unmask.models.interchange import OPTIONS
 from unmask.store import new_directory
 
 NULL = "null.safetensors"

@@ -25,12 +25,12 @@ def prompt(instruction: str) -> str:
 
 
 def instructed(instruction: str, query: str) -> str:
-    """A query as Qwen3-Embedding reads it; documents are read as they are.
+    """A query as Qwen3-Embedding reads it, without an instruction as it is; documents are read as they are.
 
     >>> instructed("Find the passage", "Who is it?")
     'Instruct: Find the passage\\nQuery:Who is it?'
     """
-    return prompt(instruction) + query
+    return prompt(instruction) + query if instruction else query
 
 
 def instructed_task(task: Task) -> Task:

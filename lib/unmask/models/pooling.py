@@ -89,14 +89,11 @@ def late_chunk_pool(hidden_BLD: Tensor, chunk_of_token_BL: Tensor, n_chunks: int
             f"Chunk indices must lie in -1..{n_chunks - 1} (n_chunks is {n_chunks}); got "
             f"{int(chunk_of_token_BL.min())}..{int(chunk_of_token_BL.max())}."
         )
-    dtype = _accumulator(hidden_BLD)
-    chunk_C1 = torch.arange(n_chunks, device=hidden_BLD.device)[:, None]
-    member_BCL = (chunk_of_token_BL[:, None] == chunk_C1).to(dtype)
-    # Padding is zeroed because attention may leave NaN there, which a weight of zero would not remove.
-    hidden_BLD = hidden_BLD.to(dtype).masked_fill((chunk_of_token_BL < 0)[..., None], 0)
-    with torch.autocast(hidden_BLD.device.type, enabled=False):
-        total_BCD = member_BCL @ hidden_BLD
-    return total_BCD / member_BCL.sum(dim=2, keepdim=True).clamp(min=1)
+    b = len(hidden_BLD)
+    first_B1 = n_chunks * torch.arange(b, device=hidden_BLD.device)[:, None]
+    segment_BL = torch.where(chunk_of_token_BL >= 0, first_B1 + chunk_of_token_BL, -1)
+    mean_SD = segment_mean(hidden_BLD.flatten(0, 1), segment_BL.flatten(), b * n_chunks)
+    return mean_SD.unflatten(0, (b, n_chunks))
 
 
 def segment_mean(hidden_TD: Tensor, segment_T: Tensor, n_segments: int) -> Tensor:
@@ -111,9 +108,6 @@ def segment_mean(hidden_TD: Tensor, segment_T: Tensor, n_segments: int) -> Tenso
     Returns:
         (S, D), float32 or better; zero for a segment without tokens.
 
-    Raises:
-        ValueError: the shapes do not fit together.
-
     Source: pplx-embed, sections 2.2 and 2.4; `mean_pool` and `late_chunk_pool` do it for padded batches.
 
     Example:
@@ -121,11 +115,6 @@ def segment_mean(hidden_TD: Tensor, segment_T: Tensor, n_segments: int) -> Tenso
         tensor([[2.],
                 [9.]])
     """
-    if segment_T.shape != hidden_TD.shape[:1]:
-        raise ValueError(
-            f"segment_T must be {tuple(hidden_TD.shape[:1])}, like the hidden states; got "
-            f"{tuple(segment_T.shape)}."
-        )
     # Separators are added up in one more row, which is dropped.
     segment_T = segment_T.where(segment_T >= 0, n_segments)
     hidden_TD = hidden_TD.to(_accumulator(hidden_TD))

@@ -38,7 +38,6 @@ Disk = kept checkpoints of one training and the one being written (12 P each: we
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -53,6 +52,7 @@ from unmask.config import (
     PretrainConfig,
     Qwen3Config,
     RerankerConfig,
+    TrainConfig,
     TripletConfig,
 )
 from unmask.losses.contrastive import TILE_SCORES
@@ -67,12 +67,16 @@ UTILISATION = {"pretraining": 0.40, "other stages": 0.30}
 NARROW, NARROW_FACTOR = 1024, 0.75  # hidden sizes below, and what is left of the utilisation there
 RUNTIME_BYTES = 4e9
 BYTES_PER_TOKEN = 4  # of text: 4.07 for docstrings and source with a vocabulary of 32,768
+WITHOUT_GPUS = -23  # where a row of the table ends without its last two columns
 PROMPT_TOKENS = 100  # of a reranker's prompt, without query and document
+
+
+Texts = list[tuple[int, int]]  # (number, tokens of each)
 
 
 @dataclass(frozen=True)
 class Training:
-    """One training that a notebook starts. Without GPUs asked for, there are no hours and no memory."""
+    """One training that a notebook starts, and its cost on so many GPUs."""
 
     notebook: str
     name: str  # as in its artifacts folder
@@ -81,17 +85,22 @@ class Training:
     parameters: int
     tokens: int  # at most
     flops: float
-    gpu_hours: float | None
-    memory_bytes_per_gpu: float | None
+    gpu_hours: float
+    memory_bytes_per_gpu: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step embeds and compares, each text as long as it may be."""
+
+    models: list[Texts]  # that each model which is trained reads
+    rows: int = 0  # embeddings that one contrastive loss looks at
+    similarities: int = 0  # that it computes
+    losses: int = 1  # independent ones; each has its own embeddings and micro-batches
 
 
 def describe(
-    preset: Preset,
-    *,
-    gpus: int,
-    machines: int = 1,
-    stages: Sequence[str] | None = None,
-    gpu_memory: float = GPU_MEMORY,
+    preset: Preset, *, gpus: int, stages: Sequence[str] | None = None, gpu_memory: float = GPU_MEMORY
 ) -> str:
     """The plan as text, for `unmask run --dry-run`.
 
@@ -101,23 +110,22 @@ def describe(
         gpu_memory: bytes of one GPU.
     Raises: ValueError if a training does not fit into the memory of a GPU; the message says what would fit.
     """
-    planned = [t for t in trainings(preset, gpus) if stages is None or t.notebook in stages]
+    planned = [t for t in trainings(preset, max(1, gpus)) if stages is None or t.notebook in stages]
     if not planned:
         return f"plan of preset {preset.name!r}: nothing to train"
-    if gpus:
-        _check_memory(preset, planned, gpus, gpu_memory)
-    where = "no GPU"
-    if gpus:
-        where = f"{_plural(gpus, 'GPU')} on {_plural(machines, 'machine')}, {preset.parallel.strategy}"
+    where = f"{_plural(gpus)}, {preset.parallel.strategy}" if gpus else "no GPU"
     total, body = parameters(preset)
     lines = [
         f"plan of preset {preset.name!r} on {where}",
-        f"model: {_count(total)} parameters, {_count(body)} without embeddings",
-        *_table(planned, gpu_memory if gpus else None),
+        f"model: {_short(total)} parameters, {_short(body)} without embeddings",
+        *(row[: None if gpus else WITHOUT_GPUS].rstrip() for row in _table(planned)),
         f"disk: at most {_bytes(disk_bytes(preset, planned))} "
         f"(checkpoints of {_bytes(12 * total)}, at most {_kept(preset, planned)} at a time)",
-        *_notes(preset, planned, gpus),
+        "counted: the trainings, every text as long as it may be; not counted: evaluation, mining, merging",
     ]
+    if gpus:
+        _check_memory(preset, planned, gpus, gpu_memory)
+        lines += _times(preset, planned, gpus)
     return "\n".join(lines)
 
 
@@ -125,18 +133,23 @@ def trainings(preset: Preset, gpus: int) -> list[Training]:
     """Every training of the notebooks, in their order, with its cost on so many GPUs."""
     planned = []
     for notebook, name, stage, changed in _started(preset):
-        steps, encoders = getattr(changed, stage).steps, _encoders(changed, stage)
+        config = getattr(changed, stage)
+        models = work(config).models
+        tokens = sum(count * length for texts in models for count, length in texts)
+        flops = config.steps * _flops_of_step(changed, config, gpus)
+        share = UTILISATION["pretraining" if isinstance(config, PretrainConfig) else "other stages"]
+        speed = PEAK[config.precision] * share * _narrow(changed) * _busy(config, gpus)
         planned.append(
             Training(
                 notebook,
                 name,
                 stage,
-                steps,
-                len(encoders) * parameters(changed)[0],
-                steps * sum(count * length for texts in encoders for count, length in texts),
-                steps * _flops_of_step(changed, stage, max(1, gpus)),
-                _gpu_hours(changed, stage, gpus) if gpus else None,
-                memory_bytes(changed, stage, gpus) if gpus else None,
+                config.steps,
+                parameters=len(models) * parameters(changed)[0],
+                tokens=config.steps * tokens,
+                flops=flops,
+                gpu_hours=flops / speed / 3600,
+                memory_bytes_per_gpu=memory_bytes(changed, stage, gpus),
             )
         )
     return planned
@@ -145,46 +158,70 @@ def trainings(preset: Preset, gpus: int) -> list[Training]:
 def parameters(preset: Preset) -> tuple[int, int]:
     """Parameters of one model, and how many of them are no embeddings (P and P − E)."""
     shape = preset.backbone
-    layer = _layer_parameters(shape)
-    body = shape.layers * layer + shape.hidden_size  # and the final norm
+    body = shape.layers * _layer_parameters(shape) + shape.hidden_size  # and the final norm
     return preset.data.vocab_size * shape.hidden_size + body, body
+
+
+def work(config: TrainConfig) -> Work:
+    """The work of one step of a stage."""
+    n = config.batch
+    match config:
+        case PretrainConfig():
+            return Work([[(n, config.length)]])
+        case RerankerConfig():
+            prompt = PROMPT_TOKENS + config.query_length + config.document_length
+            return Work([[((1 + config.negatives) * n, prompt)]])
+        case ContextualConfig():
+            queries, chunks = n * config.queries_per_document, n * config.chunks
+            document = config.chunks * config.chunk_length + config.chunks - 1  # separators
+            texts = [(queries, config.query_length), (n, document)]
+            return Work([texts], queries + chunks, queries * (chunks + n + queries))
+        case TripletConfig():
+            texts = [(n, config.query_length), ((1 + config.negatives) * n, config.document_length)]
+            queries, each = math.ceil(n / config.accumulation), 1 + config.negatives
+            return Work([texts], (1 + each) * queries, each * queries**2, config.accumulation)
+        case Qwen3Config(negatives=hard):
+            texts = [(n, config.query_length), ((1 + hard) * n, config.document_length)]
+            return Work([texts], (2 + hard) * n, n * (3 * n + hard))
+        case CdeConfig(context=slots) if slots:
+            first = [(min(slots, n), config.document_length)]
+            second = [(n, slots + config.query_length), (n, slots + config.document_length)]
+            return Work([first, second], 2 * n + slots, 2 * n**2)
+        case PairConfig():
+            return Work([[(n, config.query_length), (n, config.document_length)]], 2 * n, 2 * n**2)
 
 
 def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
     """Peak memory of one GPU in a stage's training; the formula stands at the top of this file."""
     config, shape = getattr(preset, stage), preset.backbone
-    total, body = parameters(preset)
+    step, (total, body) = work(config), parameters(preset)
     embeddings = total - body
     sharded, half = preset.parallel.strategy == "fsdp2", config.precision == "bf16"
-    width = 2 if half else 4
-    micro_batches = [_micro_batch(preset, stage, texts, gpus) for texts in _encoders(preset, stage)]
-    several = any(groups * _losses(preset, stage) > 1 for _, _, groups in micro_batches)
+    micro_batches = [_micro_batch(config, texts, step.losses, gpus) for texts in step.models]
+    several = any(groups * step.losses > 1 for _, _, groups in micro_batches)
     total *= len(micro_batches)
-
-    state = 16 * total / (gpus if sharded else 1)
     if sharded:
         gathered = embeddings + 2 * _layer_parameters(shape)
-        weights, waiting = width * gathered, 4 * (total if several else gathered)
+        waiting = 4 * (total if several else gathered)
+        weights = 16 * total / gpus + (2 if half else 4) * gathered + waiting
     else:
-        weights, waiting = (2 * total if half else 0), 0
+        weights = (18 if half else 16) * total
 
-    stream = 2 if sharded and half else 4
-    layer = activation_bytes(shape, half=half, sharded=sharded)
+    layer = layers = activation_bytes(shape, half=half, sharded=sharded)
+    layers *= shape.layers
     if config.gradient_checkpointing:
-        layers = shape.layers * stream * shape.hidden_size + layer
-    else:
-        layers = shape.layers * layer
+        layers = shape.layers * (2 if sharded and half else 4) * shape.hidden_size + layer
     activations = sum(tokens for tokens, _, _ in micro_batches) * (layers + 8 * shape.hidden_size)
 
-    if isinstance(config, PretrainConfig | RerankerConfig):
+    if step.rows:
+        prefixes = len(config.dimensions) if isinstance(config, ContextualConfig | Qwen3Config) else 1
+        similarities = prefixes * min(step.similarities / gpus, TILE_SCORES)
+        loss = 48 * step.rows * shape.hidden_size + 16 * similarities
+    else:
         tokens, texts, _ = micro_batches[0]
         rows = texts if isinstance(config, RerankerConfig) else min(tokens, _chunk_rows(preset))
         loss = 16 * rows * preset.data.vocab_size + 2 * embeddings
-    else:
-        rows, similarities = _loss_size(preset, stage)
-        prefixes = len(config.dimensions) if isinstance(config, ContextualConfig | Qwen3Config) else 1
-        loss = 48 * rows * shape.hidden_size + 16 * prefixes * min(similarities / gpus, TILE_SCORES)
-    return state + weights + waiting + activations + loss + RUNTIME_BYTES
+    return weights + activations + loss + RUNTIME_BYTES
 
 
 def activation_bytes(shape: BackboneConfig, *, half: bool, sharded: bool) -> int:
@@ -202,12 +239,11 @@ def disk_bytes(preset: Preset, planned: Sequence[Training]) -> float:
     merged = 2 * len(preset.merge.t) + 1  # candidates from both triplet models, and the export
     if any(training.stage == "qwen3" for training in planned):
         merged += preset.qwen3.checkpoints + 1  # of steps under way, and what they become together
-    text, blocks = preset.data.max_text_mb * 1e6, 0.0
-    for training in planned:
-        if training.stage in ("ar", "diffusion"):
-            blocks += 4 * min(training.tokens, text / BYTES_PER_TOKEN)
     models = 4 * (sum(training.parameters for training in planned) + total * merged)
     checkpoints = 12 * max(training.parameters for training in planned) * _kept(preset, planned)
+    text = preset.data.max_text_mb * 1e6
+    read = [training.tokens for training in planned if training.stage in ("ar", "diffusion")]
+    blocks = sum(4 * min(tokens, text / BYTES_PER_TOKEN) for tokens in read)
     return checkpoints + models + (text + blocks if blocks else 0)
 
 
@@ -257,107 +293,49 @@ def _with(preset: Preset, section: str, **changes) -> Preset:
     return replace(preset, **{section: replace(getattr(preset, section), **changes)})
 
 
-def _encoders(preset: Preset, stage: str) -> list[list[tuple[int, int]]]:
-    """(number, tokens) of the texts of one step, each as long as it may be, for each model that is
-    trained."""
-    config = getattr(preset, stage)
-    match config:
-        case CdeConfig(context=slots) if slots:
-            first = [(min(slots, config.batch), config.document_length)]
-            lengths = config.query_length, config.document_length
-            return [first, [(config.batch, slots + length) for length in lengths]]
-        case TripletConfig() | Qwen3Config():
-            documents = (1 + config.negatives) * config.batch
-            return [[(config.batch, config.query_length), (documents, config.document_length)]]
-        case PairConfig():
-            return [[(config.batch, config.query_length), (config.batch, config.document_length)]]
-        case ContextualConfig():
-            queries = config.batch * config.queries_per_document
-            document = config.chunks * config.chunk_length + config.chunks - 1  # separators
-            return [[(queries, config.query_length), (config.batch, document)]]
-        case RerankerConfig():
-            prompt = PROMPT_TOKENS + config.query_length + config.document_length
-            return [[((1 + config.negatives) * config.batch, prompt)]]
-        case _:
-            return [[(config.batch, config.length)]]
-
-
-def _losses(preset: Preset, stage: str) -> int:
-    """Independent losses of one step; each has its own embeddings and micro-batches."""
-    config = getattr(preset, stage)
-    return config.accumulation if isinstance(config, TripletConfig) else 1
-
-
-def _loss_size(preset: Preset, stage: str) -> tuple[int, int]:
-    """Embeddings that one contrastive loss looks at, and similarities that it computes."""
-    config = getattr(preset, stage)
-    match config:
-        case ContextualConfig():
-            queries, chunks = config.batch * config.queries_per_document, config.batch * config.chunks
-            return queries + chunks, queries * (chunks + config.batch + queries)
-        case TripletConfig():
-            queries = math.ceil(config.batch / config.accumulation)
-            return (2 + config.negatives) * queries, (1 + config.negatives) * queries**2
-        case Qwen3Config():
-            rows = (2 + config.negatives) * config.batch
-            return rows, config.batch * (3 * config.batch + config.negatives)
-        case CdeConfig():
-            return 2 * config.batch + config.context, 2 * config.batch**2
-        case _:
-            return 2 * config.batch, 2 * config.batch**2
-
-
-def _micro_batch(
-    preset: Preset, stage: str, texts: Sequence[tuple[int, int]], gpus: int
-) -> tuple[int, int, int]:
+def _micro_batch(config: TrainConfig, texts: Texts, losses: int, gpus: int) -> tuple[int, int, int]:
     """Tokens and longest texts of one micro-batch, and how many micro-batches of one loss a GPU works
     through."""
     longest = max(length for _, length in texts)
-    own = math.ceil(sum(count * length for count, length in texts) / _losses(preset, stage) / gpus)
-    room = max(getattr(preset, stage).token_budget, longest)
+    own = math.ceil(sum(count * length for count, length in texts) / losses / gpus)
+    room = max(config.token_budget, longest)
     tokens = max(longest, min(room, own))
     return tokens, tokens // longest, math.ceil(own / room)
 
 
-def _flops_of_step(preset: Preset, stage: str, gpus: int) -> float:
-    config, shape = getattr(preset, stage), preset.backbone
-    total, body = parameters(preset)
-    width = shape.heads * shape.head_size
-    again = 1 if config.gradient_checkpointing else 0
+def _flops_of_step(preset: Preset, config: TrainConfig, gpus: int) -> float:
+    shape, step, (total, body) = preset.backbone, work(config), parameters(preset)
+    width, again = shape.heads * shape.head_size, int(config.gradient_checkpointing)
     flops = 0.0
-    for texts in _encoders(preset, stage):
-        tokens, _, groups = _micro_batch(preset, stage, texts, gpus)
+    for texts in step.models:
+        tokens, _, groups = _micro_batch(config, texts, step.losses, gpus)
         forward = sum(
             count * length * (2 * body + 4 * shape.layers * width * length) for count, length in texts
         )
-        cached = not isinstance(config, PretrainConfig | RerankerConfig)
-        flops += forward * (3 + again + ((groups - 1) / groups if cached else 0))
+        flops += forward * (3 + again + ((groups - 1) / groups if step.rows else 0))
+    logit = 2 * (total - body)
     if isinstance(config, RerankerConfig):
-        return flops + 3 * 2 * (total - body) * (1 + config.negatives) * config.batch
+        return flops + 3 * logit * (1 + config.negatives) * config.batch
     if not isinstance(config, PretrainConfig):
         return flops
     paid = config.masked_share if isinstance(config, DiffusionConfig) else 1
-    logits = paid * config.batch * config.length * 2 * (total - body)
-    return flops + logits * (4 if paid * tokens > _chunk_rows(preset) else 3)
+    passes = 4 if paid * tokens > _chunk_rows(preset) else 3
+    return flops + passes * paid * config.batch * config.length * logit
 
 
 def _chunk_rows(preset: Preset) -> int:
     return max(CHUNK_ROWS, CHUNK_LOGITS // preset.data.vocab_size)
 
 
-def _gpu_hours(preset: Preset, stage: str, gpus: int) -> float:
-    config = getattr(preset, stage)
-    share = UTILISATION["pretraining" if isinstance(config, PretrainConfig) else "other stages"]
-    if preset.backbone.hidden_size < NARROW:
-        share *= NARROW_FACTOR
-    seconds = config.steps * _flops_of_step(preset, stage, gpus) / (PEAK[config.precision] * share)
-    return seconds / _busy(preset, stage, gpus) / 3600
+def _narrow(preset: Preset) -> float:
+    return NARROW_FACTOR if preset.backbone.hidden_size < NARROW else 1
 
 
-def _busy(preset: Preset, stage: str, gpus: int) -> float:
+def _busy(config: TrainConfig, gpus: int) -> float:
     """Share of the GPUs' time in which they have one of the longest texts to work on."""
-    number, _ = max(_encoders(preset, stage)[-1], key=lambda text: text[1])
-    waves = number / _losses(preset, stage) / gpus
+    step = work(config)
+    number, _ = max(step.models[-1], key=lambda text: text[1])
+    waves = number / step.losses / gpus
     return waves / math.ceil(waves)
 
 
@@ -373,120 +351,46 @@ def _kept(preset: Preset, planned: Sequence[Training]) -> int:
 
 
 def _check_memory(preset: Preset, planned: Sequence[Training], gpus: int, gpu_memory: float) -> None:
-    large = [t for t in planned if t.memory_bytes_per_gpu > gpu_memory]
-    if not large:
+    worst = max(planned, key=lambda training: training.memory_bytes_per_gpu)
+    if worst.memory_bytes_per_gpu <= gpu_memory:
         return
-    worst = max(large, key=lambda training: training.memory_bytes_per_gpu)
-    remedies = _remedies(preset, planned, gpus, gpu_memory)
-    raise ValueError(
-        f"preset {preset.name} does not fit: the {worst.stage} training needs "
-        f"{_bytes(worst.memory_bytes_per_gpu)} per GPU on {_plural(gpus, 'GPU')} under "
-        f"{preset.parallel.strategy}, and a GPU has {_bytes(gpu_memory)}. "
-        + (f"It would fit with {'; or with '.join(remedies)}" if remedies else "Take a smaller model")
-    )
-
-
-def _remedies(preset: Preset, planned: Sequence[Training], gpus: int, gpu_memory: float) -> list[str]:
-    """The mildest changes after which everything fits: all those of one kind, else those of two kinds, …"""
-    names = {(t.notebook, t.name) for t in planned}
-
-    def fits(candidate: Preset, gpus: int) -> bool:
-        started = ((stage, shaped) for *name, stage, shaped in _started(candidate) if tuple(name) in names)
-        return all(memory_bytes(shaped, stage, gpus) <= gpu_memory for stage, shaped in started)
-
-    large = sorted({t.stage for t in planned if t.memory_bytes_per_gpu > gpu_memory})
-    configs = [getattr(preset, stage) for stage in large]
-    most = max(config.token_budget for config in configs)
-    machines = preset.parallel.num_machines
-    kinds = {  # values from mild to harsh
-        "parallel.strategy": [] if preset.parallel.strategy == "fsdp2" else ["fsdp2"],
-        "gpus": [machines * 2**i for i in range(11) if machines * 2**i > gpus],
-        "gradient_checkpointing": [] if all(c.gradient_checkpointing for c in configs) else [True],
-        "token_budget": [2**i for i in reversed(range(8, most.bit_length())) if 2**i < most],
+    config, stage = getattr(preset, worst.stage), worst.stage
+    remedies = {
+        f"--set {stage}.gradient_checkpointing=true": not config.gradient_checkpointing,
+        "--set parallel.strategy=fsdp2": preset.parallel.strategy != "fsdp2" and gpus > 1,
+        f"--set {stage}.token_budget={config.token_budget // 2}": True,
+        f"--gpus {2 * gpus} --set parallel.strategy=fsdp2": True,
     }
-
-    def mildest(chosen: Sequence[str]) -> str | None:
-        for values in itertools.product(*(kinds[kind] for kind in chosen)):
-            change = dict(zip(chosen, values, strict=True))
-            candidate = _changed(preset, large, change)
-            if "gpus" in change and candidate.parallel.strategy == "ddp":
-                continue  # every GPU would hold as much
-            if fits(candidate, change.get("gpus", gpus)):
-                return _command(candidate, preset, large, change)
-        return None
-
-    for size in range(1, len(kinds) + 1):
-        if found := list(filter(None, map(mildest, itertools.combinations(kinds, size)))):
-            return found
-    return []
-
-
-def _changed(preset: Preset, stages: Sequence[str], change: dict) -> Preset:
-    """The preset with a change of the strategy, and of these stages' micro-batches."""
-    sections = {}
-    if "parallel.strategy" in change:
-        sections["parallel"] = replace(preset.parallel, strategy=change["parallel.strategy"])
-    for stage in stages:
-        config = getattr(preset, stage)
-        budget = min(config.token_budget, change.get("token_budget", config.token_budget))
-        again = config.gradient_checkpointing or change.get("gradient_checkpointing", False)
-        sections[stage] = replace(config, token_budget=budget, gradient_checkpointing=again)
-    return replace(preset, **sections)
-
-
-def _command(candidate: Preset, preset: Preset, stages: Sequence[str], change: dict) -> str:
-    """The options of `unmask run` that make a change."""
-    options = [f"--gpus {change['gpus']}"] if "gpus" in change else []
-    if "parallel.strategy" in change:
-        options.append(f"--set parallel.strategy={candidate.parallel.strategy}")
-    for stage in stages:
-        before, after = getattr(preset, stage), getattr(candidate, stage)
-        for key in ("token_budget", "gradient_checkpointing"):
-            if getattr(after, key) != getattr(before, key):
-                options.append(f"--set {stage}.{key}={str(getattr(after, key)).lower()}")
-    return " ".join(options)
-
-
-def _table(planned: Sequence[Training], gpu_memory: float | None) -> list[str]:
-    rows = [["notebook", "training", "steps", "tokens", "FLOPs"]]
-    rows += [[t.notebook, t.name, f"{t.steps:,}", _count(t.tokens), f"{t.flops:.2e}"] for t in planned]
-    rows.append(
-        ["all", "", "", _count(sum(t.tokens for t in planned)), f"{sum(t.flops for t in planned):.2e}"]
+    raise ValueError(
+        f"preset {preset.name} does not fit: the {stage} training needs {_bytes(worst.memory_bytes_per_gpu)} "
+        f"per GPU on {_plural(gpus)} under {preset.parallel.strategy}, and a GPU has {_bytes(gpu_memory)}. "
+        f"Less take, together or alone: {'; '.join(remedy for remedy, helps in remedies.items() if helps)}"
     )
-    if gpu_memory:
-        hours = [t.gpu_hours for t in planned]
-        peaks = [t.memory_bytes_per_gpu for t in planned]
-        rows[0] += ["GPU-hours", f"per GPU (of {_bytes(gpu_memory)})"]
-        for row, spent, peak in zip(rows[1:], [*hours, sum(hours)], [*peaks, max(peaks)], strict=True):
-            row += [f"{spent:,.2f}" if spent < 10 else f"{spent:,.0f}", _bytes(peak)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if number < 2 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
-def _notes(preset: Preset, planned: Sequence[Training], gpus: int) -> Iterator[str]:
-    yield "counted: the trainings, every text as long as it may be; not counted: evaluation, mining, merging"
-    if gpus:
-        hours = sum(t.gpu_hours for t in planned) / gpus
-        factor = NARROW_FACTOR if preset.backbone.hidden_size < NARROW else 1
-        shares = " and ".join(f"{factor * share:.0%} ({kind})" for kind, share in UTILISATION.items())
-        yield (
-            f"time: {_duration(hours)} of training at an MFU of {shares} of "
-            f"{PEAK['bf16'] / 1e12:.0f} TFLOP/s, assumed, recomputation counted"
-        )
-        for stage in dict.fromkeys(t.stage for t in planned):
-            busy = _busy(preset, stage, gpus)
-            if busy < 0.9:
-                yield (
-                    f"note: {stage} has too few texts in a step for {gpus} GPUs: "
-                    f"{1 - busy:.0%} of their time is idle"
-                )
+def _table(planned: Sequence[Training]) -> Iterator[str]:
+    row = "  {:<20}{:<27}{:>9}{:>10}{:>11}{:>12}{:>11}".format
+    yield row("notebook", "training", "steps", "tokens", "FLOPs", "GPU-hours", "per GPU")
+    for t in planned:
+        costs = _short(t.tokens), f"{t.flops:.2e}", f"{t.gpu_hours:,.2f}", _bytes(t.memory_bytes_per_gpu)
+        yield row(t.notebook, t.name, f"{t.steps:,}", *costs)
+    tokens, flops, hours = (sum(getattr(t, key) for t in planned) for key in ("tokens", "flops", "gpu_hours"))
+    peak = max(t.memory_bytes_per_gpu for t in planned)
+    yield row("all", "", "", _short(tokens), f"{flops:.2e}", f"{hours:,.2f}", _bytes(peak))
+
+
+def _times(preset: Preset, planned: Sequence[Training], gpus: int) -> Iterator[str]:
+    hours = sum(t.gpu_hours for t in planned) / gpus
+    shares = " and ".join(f"{_narrow(preset) * share:.0%} ({kind})" for kind, share in UTILISATION.items())
+    yield (
+        f"time: {_duration(hours)} of training at an MFU of {shares} of "
+        f"{PEAK['bf16'] / 1e12:.0f} TFLOP/s, assumed, recomputation counted"
+    )
+    for stage in dict.fromkeys(t.stage for t in planned):
+        idle = 1 - _busy(getattr(preset, stage), gpus)
+        if idle > 0.1:
+            few = f"{stage} has too few texts in a step for {gpus} GPUs"
+            yield f"note: {few}: {idle:.0%} of their time is idle"
 
 
 def _duration(hours: float) -> str:
@@ -495,19 +399,16 @@ def _duration(hours: float) -> str:
     return f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.1f} days"
 
 
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
+def _plural(gpus: int) -> str:
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
-def _count(number: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
+def _short(number: float, units: Sequence[str] = ("T", "B", "M", "k")) -> str:
+    for power, unit in zip((1e12, 1e9, 1e6, 1e3), units, strict=True):
+        if number >= power:
+            return f"{number / power:.3g} {unit}"
     return f"{number:.0f}"
 
 
 def _bytes(number: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9)):
-        if number >= size:
-            return f"{number / size:.{0 if number >= 100 * size else 1}f} {unit}"
-    return f"{number / 1e6:.0f} MB"
+    return _short(number, ("TB", "GB", "MB", "kB"))

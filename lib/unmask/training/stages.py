@@ -1,25 +1,51 @@
-"""What each training stage computes: its batches, as pure functions of (seed, step), and its loss.
+"""The training stages: each is one class, which owns what it reads, the model it trains, its batches as pure
+functions of (seed, step), and its loss.
 
-The loop (`engine.train`) knows stages only through `batch` and `backward`.
+A stage is found by its name in `STAGES`. To add one, write a class here or in `neighbours`, and a section of
+that name in the presets.
+
+Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from unmask.config import ContextualConfig, ContrastiveConfig, DiffusionConfig, PretrainConfig
-from unmask.data.blocks import Blocks
-from unmask.data.clusters import Neighbours
+from unmask.config import (
+    GROUPS,
+    ContextualConfig,
+    ContrastiveConfig,
+    DiffusionConfig,
+    PretrainConfig,
+    TrainConfig,
+    preset_from,
+)
+from unmask.data.blocks import Blocks, open_blocks
+from unmask.data.clusters import LSA, Neighbours, Surrogate, neighbours
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
-from unmask.data.pairs import BatchPlan
-from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.data.mining import Encoder
+from unmask.data.pairs import BatchPlan, curriculum
+from unmask.data.sources import open_corpus
+from unmask.data.tokenized import (
+    TokenDocument,
+    TokenDocuments,
+    TokenPairs,
+    single_chunks,
+    token_documents,
+    token_pairs,
+)
+from unmask.data.tokens import StoredTokenizer, end_token
 from unmask.losses import (
     contextual_loss,
     diffusion_loss,
@@ -29,35 +55,234 @@ from unmask.losses import (
     pair_loss,
     triplet_loss,
 )
+from unmask.models import backbone
+from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
+from unmask.models.pretrained import require_checkpoint
 from unmask.models.quantize import int8
+from unmask.store import fingerprint
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import Processes
 from unmask.training.schedule import cosine_ramp
 
+STAGES: dict[str, type[Stage]] = {}  # by the name of their section in a preset
 
-class Stage(Protocol):
-    """One training objective. `batch` and `samples` must not depend on anything but the seed and the step."""
 
-    def batch(self, step: int) -> Any:
-        """The global batch of a step, the same on every process."""
-        ...
+class Job:
+    """A training that was asked for, and what its stage makes it from; each part is made when first used.
+
+    Args:
+        asked: "values" (the preset), "stage", "folder", "fingerprint"; and as the stage needs, "start"
+            (checkpoint directory), "tokenizer" (for a model from scratch), "changes" (values of the stage's
+            section to replace), "groups" (of pair data sets to use), "negatives" (file of mined triplets),
+            "surrogate" (directory or Hub name of an embedder, instead of `clusters.surrogate`),
+            "milestones" (numbers of steps after which the model is kept as well, see `launch.milestones`),
+            "bidirectional" (a causal start reads both sides from the first step on, without pretraining).
+    """
+
+    def __init__(self, asked: Mapping[str, Any]):
+        self.asked, self.get = asked, asked.get
+        self.preset = preset_from(asked["values"])
+        self.config = replace(getattr(self.preset, asked["stage"]), **asked.get("changes", {}))
+        self.stage = STAGES[asked["stage"]].chosen(self.config)
+
+    @cached_property
+    def corpus(self):
+        return open_corpus(self.preset.data)
+
+    @cached_property
+    def tokenizer(self):
+        return backbone.load_tokenizer(self.get("start") or self.asked["tokenizer"])
+
+    @cached_property
+    def stored(self) -> StoredTokenizer:
+        return StoredTokenizer.of(self.tokenizer)
+
+    @cached_property
+    def data(self) -> Any:
+        """What the stage reads, prepared by the process that comes first."""
+        return self.stage.read(self)
+
+    @cached_property
+    def neighbours(self) -> dict[str, Neighbours]:
+        """The look-alikes in each data set, found by the process that comes first."""
+        return {
+            name: neighbours(
+                rows, name=name, stored=self.stored, surrogate=surrogate(self), config=self.preset.clusters,
+                cluster_size=self.config.cluster_size, seed=self.config.seed,
+            )
+            for name, rows in self.data.items()
+        }  # fmt: skip
+
+
+class Stage:
+    """One training objective, from its data to its gradient.
+
+    The class methods make it from a job; the others train it. `batch` and `samples` depend on nothing but the
+    seed and the step.
+    """
+
+    head = False  # whether the model keeps its output matrix
+    bidirectional = False  # whether a causal start is made to read both sides
+    save = staticmethod(backbone.save)  # how its checkpoint is written
+
+    def __init_subclass__(cls, *, name: str = "", **rest: Any):
+        super().__init_subclass__(**rest)
+        if name:
+            STAGES[name] = cls
+
+    @classmethod
+    def chosen(cls, config: TrainConfig) -> type[Stage]:
+        """The class that trains under these settings."""
+        return cls
+
+    @classmethod
+    def ends(cls, config: TrainConfig) -> bool:
+        """Whether an end is put after each text: a last token to pool at that means the same for all."""
+        return False
+
+    @classmethod
+    def read(cls, job: Job) -> Any:
+        """The training data, tokenised."""
+        raise NotImplementedError
+
+    @classmethod
+    def prepare(cls, job: Job) -> list[dict[str, Any]]:
+        """Makes what a training reads, and returns a row per data set with what was cut and left out."""
+        return [{"data set": name, **rows.counters} for name, rows in job.data.items()]
+
+    @classmethod
+    def reading(cls, job: Job, group: str) -> dict[str, Any]:
+        """What the model reads around the texts of a pair of this group, and how many tokens at most."""
+        lengths = {"query_length": job.config.query_length, "document_length": job.config.document_length}
+        if not cls.ends(job.config):
+            return lengths
+        around = ("", job.stored.load().id_to_token(job.stored.end))
+        return lengths | {"around_query": around, "around_document": around}
+
+    @classmethod
+    def inputs(cls, job: Job) -> dict[str, str]:
+        """The identities of what the result depends on, beside configuration, corpus, start and code."""
+        return {"negatives": identity(Path(job.get("negatives")))} if job.get("negatives") else {}
+
+    @classmethod
+    def model(cls, job: Job) -> nn.Module:
+        """The model to train, as it is before the first step."""
+        if job.get("start"):
+            model = backbone.load(job.get("start"), head=cls.head)
+        else:
+            model = backbone.build(job.preset.backbone, job.tokenizer, seed=job.config.seed)
+        if cls.bidirectional or job.get("bidirectional"):
+            backbone.make_bidirectional(model, job.tokenizer, job.preset.backbone.mask_token)
+        return model
+
+    @classmethod
+    def of(cls, job: Job, model: nn.Module) -> Stage:
+        """The stage of a job."""
+        return cls(job.data, job.config)
+
+    @classmethod
+    def facts(cls, job: Job) -> dict[str, Any]:
+        """How the checkpoint is to be used, and which ready backbone it descends from."""
+        facts = {"stage": job.asked["stage"], "pooling": getattr(job.config, "pooling", "mean")}
+        if source := backbone.facts(job.get("start") or "").get("source"):
+            facts["source"] = source
+        return facts | ({"special_tokens": True} if cls.ends(job.config) else {})
+
+    _plan: BatchPlan
 
     def samples(self, step: int) -> dict[str, Any]:
         """Which data set and rows a step reads, for the report of a failure."""
-        ...
+        return self._plan.samples(step)
 
-    def module(self, model: PreTrainedModel) -> nn.Module:
+    def batch(self, step: int) -> Any:
+        """The global batch of a step, the same on every process."""
+        raise NotImplementedError
+
+    def module(self, model: nn.Module) -> nn.Module:
         """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them. Several
         modules that are run each on its own are an nn.ModuleList."""
-        ...
+        return model
 
     def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
         """Adds this process's share of the batch's gradient to the parameters.
 
         Returns: metrics of the global batch, "loss" (a tensor) and "tokens" among them.
         """
-        ...
+        raise NotImplementedError
+
+
+def identity(path: Path) -> str:
+    """Identity of an input: a checkpoint of ours by its fingerprint, anything else by its content."""
+    if not path.exists():  # a name on the Hub
+        return str(path)
+    known = backbone.facts(path).get("fingerprint") if path.is_dir() else None
+    if known:
+        return known
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def surrogate(job: Job) -> Surrogate:
+    """The embedder that says which texts are alike: one of ours, or any of sentence-transformers'."""
+    name = job.get("surrogate") or job.preset.clusters.surrogate
+    if name == LSA:
+        return Surrogate(LSA)
+    path = require_checkpoint(name)
+
+    def load() -> Encoder:
+        if backbone.facts(path):
+            return Embedder.from_pretrained(path)
+        from sentence_transformers import SentenceTransformer  # seconds to import, for few trainings
+
+        return SentenceTransformer(path)
+
+    return Surrogate(identity(Path(path)) if Path(path).is_dir() else path, load)
+
+
+def groups(job: Job) -> dict[str, str]:
+    """Data sets of pairs that the job trains on → their groups."""
+    corpus, wanted = job.corpus, job.get("groups") or GROUPS
+    found = {name: corpus.pairs("train", name)[0]["group"] for name in corpus.datasets("pairs", "train")}
+    return {name: group for name, group in found.items() if group in wanted}
+
+
+def pairs(job: Job) -> dict[str, TokenPairs]:
+    """The corpus's pairs, as the job's stage reads them."""
+    corpus = job.corpus
+    return {
+        name: _tokenised(job, name, corpus.pairs("train", name), corpus.identity("pairs", name))
+        for name in groups(job)
+    }
+
+
+def triplets(job: Job) -> dict[str, TokenPairs]:
+    """The corpus's triplets and mined ones, as the job's stage reads them."""
+    corpus, count = job.corpus, job.config.negatives
+    sources = {
+        name: (corpus.triplets("train", name), corpus.identity("triplets", name))
+        for name in corpus.datasets("triplets", "train")
+    }
+    if job.get("negatives"):
+        path = Path(job.get("negatives"))
+        mined = Dataset.from_parquet(str(path), cache_dir=str(Path(job.asked["folder"]) / "cache"))
+        sources |= {name: (rows, identity(path)) for name, rows in by_dataset(mined).items()}
+    return {name: _tokenised(job, name, *source, negatives=count) for name, source in sources.items()}
+
+
+def _tokenised(job: Job, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
+    reading = job.stage.reading(job, rows[0]["group"])
+    return token_pairs(rows, job.stored, name=name, identity=file, negatives=negatives, **reading)
+
+
+def by_dataset(rows: Dataset) -> dict[str, Dataset]:
+    """Splits a table by its `dataset` column, in alphabetical order."""
+    names = np.asarray(rows["dataset"])
+    return {str(name): rows.select(np.flatnonzero(names == name)) for name in np.unique(names)}
 
 
 class LanguageModel(nn.Module):
@@ -76,17 +301,28 @@ class LanguageModel(nn.Module):
         return loss(hidden_BLD, self.model.get_output_embeddings().weight)
 
 
-class _Pretraining:
+class Pretraining(Stage):
     """What next-token and diffusion pretraining share: packed blocks, a few of them at a time."""
+
+    head = True
+
+    @classmethod
+    def read(cls, job: Job) -> Blocks:
+        config = job.config
+        return open_blocks(
+            job.corpus.text_sources(), job.tokenizer,
+            length=config.length, wanted=config.steps * config.batch, seed=config.seed,
+        )  # fmt: skip
+
+    @classmethod
+    def prepare(cls, job: Job) -> list[dict[str, Any]]:
+        return job.data.report()
 
     def __init__(self, blocks_NL: np.ndarray | Blocks, config: PretrainConfig):
         self._blocks, self._config = blocks_NL, config
         self._plan = BatchPlan(
             {"text": len(blocks_NL)}, batch=config.batch, steps=config.steps, seed=config.seed
         )
-
-    def samples(self, step: int) -> dict[str, Any]:
-        return self._plan.samples(step)
 
     def module(self, model: PreTrainedModel) -> nn.Module:
         return LanguageModel(model)
@@ -126,7 +362,7 @@ def accumulate(
     return processes.sum(total)
 
 
-class NextToken(_Pretraining):
+class NextToken(Pretraining, name="ar"):
     """Autoregressive pretraining on packed blocks: the stand-in for a ready base model."""
 
     def batch(self, step: int) -> Tensor:
@@ -160,8 +396,14 @@ class Noised:
     valid_BL: Tensor
 
 
-class Diffusion(_Pretraining):
+class Diffusion(Pretraining, name="diffusion"):
     """Masked-diffusion continued pretraining (pplx-embed, section 2.1)."""
+
+    bidirectional = True
+
+    @classmethod
+    def of(cls, job: Job, model: PreTrainedModel) -> Diffusion:
+        return cls(job.data, job.config, model.config.mask_token_id)
 
     def __init__(self, blocks_NL: np.ndarray | Blocks, config: DiffusionConfig, mask_token_id: int):
         super().__init__(blocks_NL, config)
@@ -222,7 +464,7 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     )
 
 
-class Contrastive:
+class Contrastive(Stage):
     """What the contrastive stages share: single-dataset batches, of look-alikes if the config says so, and a
     model that is run as it is.
 
@@ -247,16 +489,45 @@ class Contrastive:
             keys, batch=config.batch, steps=config.steps, seed=config.seed, allowed=allowed, packings=packings
         )
 
-    def samples(self, step: int) -> dict[str, Any]:
-        return self._plan.samples(step)
+    @classmethod
+    def prepare(cls, job: Job) -> list[dict[str, Any]]:
+        cls._near(job)
+        return super().prepare(job)
 
-    def module(self, model: PreTrainedModel) -> nn.Module:
-        return model
+    @classmethod
+    def inputs(cls, job: Job) -> dict[str, str]:
+        if not job.config.looks_around:
+            return super().inputs(job)
+        clusters = fingerprint(replace(job.preset.clusters, surrogate=""))
+        return super().inputs(job) | {"surrogate": surrogate(job).identity, "clusters": clusters}
+
+    @classmethod
+    def of(cls, job: Job, model: nn.Module) -> Stage:
+        return cls(job.data, job.config, neighbours=cls._near(job))
+
+    @classmethod
+    def _near(cls, job: Job) -> dict[str, Neighbours]:
+        return job.neighbours if job.config.looks_around else {}
 
     @staticmethod
     def _keys(rows: TokenPairs) -> Sequence | np.ndarray | int:
         """The keys of a data set, as `BatchPlan` takes them."""
         return rows.keys
+
+    def _cached(
+        self,
+        module: nn.Module,
+        sequences: Sequence[TokenSequence],
+        loss_of_rows: Callable[[Tensor], Tensor],
+        processes: Processes,
+        last: bool = True,
+    ) -> Tensor:
+        """`cached_backward` under the stage's settings."""
+        config = self._config
+        return cached_backward(
+            module, sequences, loss_of_rows, token_budget=config.token_budget, keep_tokens=config.keep_tokens,
+            pooling=getattr(config, "pooling", "mean"), processes=processes, last=last,
+        )  # fmt: skip
 
     def _negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
         """What the surrogate lets be negatives in a batch of these rows, see `Neighbours.negatives`; None
@@ -275,9 +546,27 @@ class PairBatch:
     negatives_NN: Tensor | None  # False: the document of pair j is no negative of query i
 
 
-class Pair(Contrastive):
+class Pair(Contrastive, name="pair"):
     """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
     (pplx-embed, section 2.3)."""
+
+    @classmethod
+    def ends(cls, config: TrainConfig) -> bool:
+        return config.pooling == "last"
+
+    @classmethod
+    def read(cls, job: Job) -> dict[str, TokenPairs]:
+        return pairs(job)
+
+    @classmethod
+    def allowed(cls, job: Job) -> Callable[[int], set[str]] | None:
+        """Groups that are named are trained on from the first step to the last."""
+        config = job.config
+        return None if job.get("groups") else curriculum(groups(job), config.curriculum, config.steps)
+
+    @classmethod
+    def of(cls, job: Job, model: nn.Module) -> Stage:
+        return cls(job.data, job.config, cls.allowed(job), cls._near(job))
 
     def batch(self, step: int) -> PairBatch:
         name, rows = self._plan(step)
@@ -298,16 +587,15 @@ class Pair(Contrastive):
     def backward(
         self, module: nn.Module, batch: PairBatch, step: int, processes: Processes
     ) -> dict[str, Any]:
-        loss = cached_backward(
-            module, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch.negatives_NN, processes),
-            token_budget=self._config.token_budget, keep_tokens=self._config.keep_tokens,
-            pooling=self._config.pooling, processes=processes,
-        )  # fmt: skip
+        def loss_of_rows(rows_RD: Tensor) -> Tensor:
+            return self.loss(rows_RD, batch.negatives_NN, processes)
+
+        loss = self._cached(module, batch.sequences, loss_of_rows, processes)
         tokens = sum(map(len, batch.sequences))
         return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": len(batch.sequences) // 2}
 
 
-class Contextual(Contrastive):
+class Contextual(Contrastive, name="contextual"):
     """Late chunking with INT8 and Matryoshka, and the dual objective of pplx-embed (section 2.4) or InSeNT's
     (`config.objective`).
 
@@ -324,6 +612,28 @@ class Contextual(Contrastive):
     ):
         super().__init__(data, config, neighbours=neighbours)
         self._separator_id = separator_id
+
+    @classmethod
+    def read(cls, job: Job) -> dict[str, TokenDocuments]:
+        corpus, config, data = job.corpus, job.config, {}
+        for name in corpus.datasets("documents", "train"):
+            data[name] = token_documents(
+                corpus.documents("train", name), job.stored,
+                name=name, identity=corpus.identity("documents", name),
+                query_length=config.query_length, chunk_length=config.chunk_length, chunks=config.chunks,
+            )  # fmt: skip
+        for name in corpus.datasets("pairs", "train") if config.single else ():
+            data[name] = single_chunks(
+                corpus.pairs("train", name), job.stored,
+                name=name, identity=corpus.identity("pairs", name), count=config.single, seed=config.seed,
+                query_length=config.query_length, document_length=config.chunk_length,
+            )  # fmt: skip
+        return data
+
+    @classmethod
+    def of(cls, job: Job, model: nn.Module) -> Contextual:
+        separator_id = job.tokenizer.convert_tokens_to_ids(end_token(job.tokenizer))
+        return cls(job.data, job.config, separator_id, cls._near(job))
 
     @staticmethod
     def _keys(rows: Sequence[TokenDocument]) -> int:
@@ -346,36 +656,29 @@ class Contextual(Contrastive):
 
         def loss_of_rows(rows_RD: Tensor) -> Tensor:
             q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, batch)
-            where = batch.document_N.to(rows_RD.device), batch.gold_N.to(rows_RD.device)
-            options = {
-                "chunk_mask_MC": mask_MC,
-                "negatives_NM": negatives_NM,
+            shared = {
+                "document_N": batch.document_N.to(rows_RD.device), "gold_N": batch.gold_N.to(rows_RD.device),
+                "temperature": config.temperature, "chunk_mask_MC": mask_MC, "negatives_NM": negatives_NM,
                 "queries": processes.slice(len(q_ND)),
-            }
+            }  # fmt: skip
+            if config.objective == "insent":
+                loss, vectors = partial(insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
+            else:
+                loss = partial(contextual_loss, alpha=config.alpha, beta=beta, margin=config.margin)
+                vectors = (q_ND, chunks_MCD, documents_MD)
+            return matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
 
-            def loss(q: Tensor, chunks: Tensor, documents: Tensor) -> Tensor:
-                if config.objective == "insent":
-                    return insent_loss(
-                        q, chunks, *where, lam=config.alpha, temperature=config.temperature, **options
-                    )
-                return contextual_loss(
-                    q, chunks, documents, *where,
-                    beta=beta, alpha=config.alpha, temperature=config.temperature, margin=config.margin,
-                    **options,
-                )  # fmt: skip
-
-            return matryoshka(loss, (int8(q_ND), int8(chunks_MCD), int8(documents_MD)), config.dimensions)
-
-        loss = cached_backward(
-            module, batch.sequences, loss_of_rows,
-            token_budget=config.token_budget, keep_tokens=config.keep_tokens, processes=processes,
-        )  # fmt: skip
+        loss = self._cached(module, batch.sequences, loss_of_rows, processes)
         row = {"loss": loss, "tokens": sum(map(len, batch.sequences)), "dataset": name}
         return row if config.objective == "insent" else row | {"beta": beta}
 
 
-class Triplet(Contrastive):
+class Triplet(Contrastive, name="triplet"):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
+
+    @classmethod
+    def read(cls, job: Job) -> dict[str, TokenPairs]:
+        return triplets(job)
 
     def batch(self, step: int) -> tuple[str, list[tuple[int, list[TokenSequence], Tensor | None]]]:
         name, rows = self._plan(step)
@@ -403,11 +706,7 @@ class Triplet(Contrastive):
                 )  # fmt: skip
                 return loss * (n / count)
 
-            total += cached_backward(
-                module, sequences, loss_of_rows,
-                token_budget=config.token_budget, keep_tokens=config.keep_tokens,
-                processes=processes, last=number == len(parts),
-            )  # fmt: skip
+            total += self._cached(module, sequences, loss_of_rows, processes, last=number == len(parts))
         tokens = sum(len(sequence) for _, sequences, _ in parts for sequence in sequences)
         return {"loss": total, "tokens": tokens, "dataset": name, "pairs": count}
 

@@ -42,7 +42,7 @@ def fake_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def share(processes: int, count: int = 1, **options) -> list[Slot]:
     """`slots` with the options' defaults."""
-    parallel = ParallelConfig(processes, count, "ddp")
+    parallel = ParallelConfig(num_processes=processes, num_machines=count)
     return slots(parallel, **{"gpus": None, "jobs": 1, "machine_rank": 0, "main_host": ""} | options)
 
 

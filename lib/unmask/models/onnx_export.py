@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from unmask.models.interchange.saving import portable_tokenizer
+from unmask.models.interchange import portable_tokenizer
 from unmask.store import new_directory
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch
 import tiny
 from unmask.data.prompt import answers
 from unmask.evaluation import retrieval_metrics
-from unmask.evaluation.reranking import rerank_task
+from unmask.evaluation.rerank import rerank_task
 from unmask.evaluation.tasks import Task
 from unmask.models.instructions import INSTRUCTIONS
 from unmask.models.reranker import Reranker
@@ -34,7 +34,7 @@ def trec_order(scores_M, ids, columns):
     return sorted(columns, key=lambda column: (np.float32(scores_M[column]), ids[column]), reverse=True)
 
 
-@pytest.mark.parametrize("candidates", [3, 10, 100])
+@pytest.mark.parametrize("candidates", [10, 100])
 @pytest.mark.parametrize("ids", [None, [f"{(7 * i) % 30:02}" for i in range(30)]])
 def test_the_best_are_reordered_by_the_reranker_and_the_others_stay(candidates, ids):
     one, task = reranker(), replace(TASK, chunk_ids=ids)

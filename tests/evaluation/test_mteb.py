@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import mteb
@@ -14,12 +13,13 @@ from mteb.abstasks.task_metadata import TaskMetadata
 
 import tiny
 from unmask.config import load_preset
-from unmask.evaluation import mteb_model
+from unmask.evaluation import mteb as in_mteb
 from unmask.evaluation.metrics import retrieval_metrics
-from unmask.evaluation.mteb_model import MtebEncoder, as_mteb, benchmark_tasks, noisy, run_benchmark
+from unmask.evaluation.mteb import MtebEncoder, as_mteb, benchmark_tasks, run_benchmark
+from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import Task, evaluate
 from unmask.models.embedder import Embedder
-from unmask.models.similarity import similarity
+from unmask.models.instructions import instructed
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
 DOCUMENTS = [
@@ -70,8 +70,8 @@ def animals(tmp_path, monkeypatch):
     """The mirror that holds the task's data; `benchmark_tasks` knows the task."""
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path / "mirror"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    known = mteb_model.benchmark_tasks
-    monkeypatch.setattr(mteb_model, "benchmark_tasks", lambda n: [Animals()] if n == "Animals" else known(n))
+    known = in_mteb.benchmark_tasks
+    monkeypatch.setattr(in_mteb, "benchmark_tasks", lambda n: [Animals()] if n == "Animals" else known(n))
     repository(tmp_path / "mirror" / "tests" / "animals")
     return tmp_path
 
@@ -134,6 +134,7 @@ def test_the_benchmarks_are_the_papers():
     table9 = {task.metadata.name: task for task in benchmark_tasks("table 9")}
     assert len(table9) == 12 and table9["MIRACLRetrievalHardNegatives"].hf_subsets == ["en"]
     assert table9["MSMARCO"].eval_splits == ["dev"]
+    assert [len(task.hf_subsets) for task in benchmark_tasks("ToolRet")] == [35, 35]
     assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
 
 
@@ -174,11 +175,6 @@ def test_equal_documents_of_text2sql_are_told_apart_always_in_the_same_way(embed
     assert (encode(encoder, "CosQA", "document", *texts) == exact).all()
 
 
-def test_noise_unpacks_bits():
-    bits = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
-    assert ((noisy(bits) > 0) == np.unpackbits(bits, axis=1).astype(bool)).all()
-
-
 def test_lengths_are_the_presets_but_for_passkeys(embedder):
     encoder = MtebEncoder(embedder, CONFIG)
     text = " ".join(f"word{i}" for i in range(200))
@@ -187,11 +183,20 @@ def test_lengths_are_the_presets_but_for_passkeys(embedder):
     short = encode(encoder, "SCIDOCS", "document", text)
     assert (short == embedder.encode([text], max_length=CONFIG.document_length)).all()
     assert (passkey != short).any()
-    assert mteb_model.LENGTHS == {"LEMBPasskeyRetrieval": 16_384}
+    assert in_mteb.LENGTHS == {"LEMBPasskeyRetrieval": 16_384}
 
 
-def test_an_empty_document_gets_a_finite_vector(embedder):
-    assert encode(MtebEncoder(embedder, CONFIG), "SCIDOCS", "document", "", "a").shape == (2, 32)
+def test_a_query_with_an_instruction_comes_after_it_and_equal_corpora_are_encoded_once(embedder, monkeypatch):
+    encoder, name = MtebEncoder(embedder, CONFIG), "ToolRetrievalInstruction"
+    batch = {"query": ["a", "b"], "instruction": ["Do", None], "text": ["a Do", "b"]}
+    metadata = mteb.get_task(name).metadata
+    kind = {"task_metadata": metadata, "hf_split": "test", "hf_subset": "gta"}
+    found = encoder.encode([batch], prompt_type=mteb.types.PromptType.query, **kind)
+    expected = embedder.encode([instructed("Do", "a"), "b"], max_length=CONFIG.query_length)
+    assert (found == expected).all()
+    first = encode(encoder, name, "document", "a tool", "")
+    monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
+    assert (encode(encoder, name, "document", "a tool", "") == first).all()
 
 
 @pytest.mark.parametrize("precision", ["int8", "binary"])
@@ -206,8 +211,3 @@ def test_our_tasks_score_the_same_under_mteb(tmp_path, embedder, precision):
 def test_contextual_tasks_are_none_of_mtebs():
     with pytest.raises(ValueError, match="texts, not chunks"):
         as_mteb(Task("football", "contextual", ["q"], [["a", "b"]], [{0}]))
-
-
-def test_scores_are_written_as_json(animals, embedder):
-    rows = run_benchmark(embedder, ["Animals", "MIRACL"], CONFIG, animals / "results")
-    assert json.loads(json.dumps(rows)) == rows

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 import tiny
 from unmask import Embedder
-from unmask.models.interchange import export_onnx
+from unmask.models.onnx_export import export_onnx
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="no ONNX: pip install 'unmask[onnx]'")
 pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")

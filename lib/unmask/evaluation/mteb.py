@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from unmask.config import EvaluationConfig
-from unmask.data import hub
-from unmask.evaluation.tasks import Task
+from unmask.evaluation.search import similarity
+from unmask.evaluation.tasks import Task, located
 from unmask.models.embedder import Embedder
-from unmask.models.similarity import similarity
+from unmask.models.instructions import instructed
 from unmask.store import fingerprint
 
 # Benchmarks by the name that `retrieval.benchmarks` calls them, as `mteb.get_tasks` wants them; any other is
@@ -41,6 +41,8 @@ BENCHMARKS: dict[str, dict[str, list[str]]] = {
         ],
         "languages": ["eng"],
     },
+    # All 44,453 tools together, asked by 35 sets of requests, without and with the instruction of each.
+    "ToolRet": {"tasks": ["ToolRetrieval", "ToolRetrievalInstruction"]},
 }  # fmt: skip
 # Appendix C.
 PROMPTS = {"ArguAna": "Given a claim, find documents that refute the claim. Claim: "}  # before queries
@@ -72,6 +74,7 @@ class MtebEncoder(AbsEncoder):
     ):
         self.model, self.config = embedder, config
         self.precision, self.dimensions = precision, dimensions
+        self._asked, self._found = None, None  # the last corpus, which the subsets of a task may share
         # mteb keeps results by name and revision: whatever changes a score changes them.
         lengths = [config.query_length, config.document_length]
         revision = fingerprint(_weights(embedder.model), embedder.pooling, embedder.mixed_precision, lengths)
@@ -93,21 +96,28 @@ class MtebEncoder(AbsEncoder):
     ) -> np.ndarray:
         """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space."""
         name, query = task_metadata.name, prompt_type == PromptType.query
-        prompt = PROMPTS.get(name, "") if query else ""
-        texts = [f"{prompt}{text}" or " " for batch in inputs for text in batch["text"]]
-        length = self.config.query_length if query else self.config.document_length
-        codes_BD = self.model.encode(
-            texts,
-            self.precision,
-            self.dimensions,
-            max_length=LENGTHS.get(name, length),
-            progress=show_progress_bar,
-        )
-        return noisy(codes_BD) if name in DUPLICATES and not query else codes_BD
+        length = LENGTHS.get(name, self.config.query_length if query else self.config.document_length)
+        asked = {"max_length": length, "progress": show_progress_bar}
+        if query:
+            texts = [PROMPTS.get(name, "") + text or " " for batch in inputs for text in _queries(batch)]
+            return self.model.encode(texts, self.precision, self.dimensions, **asked)
+        texts = [text or " " for batch in inputs for text in batch["text"]]
+        if self._asked != (length, texts):
+            self._asked = length, texts
+            self._found = self.model.encode(texts, self.precision, self.dimensions, **asked)
+        return noisy(self._found) if name in DUPLICATES else self._found
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Cosine similarity (N, M)."""
         return similarity(embeddings1, embeddings2)
+
+
+def _queries(batch: Mapping[str, Any]) -> list[str]:
+    """Queries, after the instruction of each where the benchmark has one."""
+    if "instruction" not in batch:
+        return batch["text"]
+    pairs = zip(batch["instruction"], batch["query"], strict=True)
+    return [instructed(instruction or "", query) for instruction, query in pairs]
 
 
 def noisy(codes_BD: np.ndarray) -> np.ndarray:
@@ -147,7 +157,7 @@ def run_benchmark(
     """Scores of the tasks of benchmarks; what cannot be run says why, and the others go on.
 
     Data come from UNMASK_MIRROR where it holds the task's repository (as the Hub has it, README included),
-    otherwise from the Hub; whether that answers is asked once. Results are kept in `folder`, each subset of a
+    otherwise from the Hub. Results are kept in `folder`, each subset of a
     task as soon as it is there: the same call goes on after an interruption.
 
     Returns: rows of benchmark, task, "score" (the task's main score, mean over its splits and subsets, so
@@ -156,25 +166,18 @@ def run_benchmark(
     Raises: ValueError for an unknown name, before anything runs.
     """
     wanted = [(name, task) for name in names for task in benchmark_tasks(name)]
-    encoder = MtebEncoder(embedder, config, precision)
-    cache = mteb.ResultCache(folder)
-    absent = ""
-    if any(hub.local(task.metadata.dataset["path"]) is None for _, task in wanted):
-        absent = hub.unreachable()
+    encoder, cache = MtebEncoder(embedder, config, precision), mteb.ResultCache(folder)
     return [
-        {"benchmark": name, "task": task.metadata.name} | _run(encoder, task, cache, absent)
-        for name, task in wanted
+        {"benchmark": name, "task": task.metadata.name} | _run(encoder, task, cache) for name, task in wanted
     ]
 
 
-def _run(encoder: MtebEncoder, task: AbsTask, cache: mteb.ResultCache, absent: str) -> dict[str, Any]:
-    repo = task.metadata.dataset["path"]
-    if folder := hub.local(repo):
-        dataset = task.metadata.dataset | {"path": str(folder)}
-        task.metadata = task.metadata.model_copy(update={"dataset": dataset})
-    elif absent:
-        why = f"{repo} is in no mirror (UNMASK_MIRROR), and the Hub: {absent}"
-        return {"score": None, "subsets": {}, "why": why}
+def _run(encoder: MtebEncoder, task: AbsTask, cache: mteb.ResultCache) -> dict[str, Any]:
+    try:
+        dataset = task.metadata.dataset | {"path": located(task.metadata.dataset["path"])}
+    except OSError as absent:
+        return {"score": None, "subsets": {}, "why": str(absent)}
+    task.metadata = task.metadata.model_copy(update={"dataset": dataset})
     result = mteb.evaluate(encoder, task, cache=cache, raise_error=False, co2_tracker=False)
     if result.exceptions:
         reason = str(result.exceptions[0].exception).strip() or "no reason given"
@@ -209,16 +212,10 @@ def as_mteb(task: Task) -> AbsTaskRetrieval:
             main_score="ndcg_at_10",
         )
 
+    relevant = {str(query): {str(i): 1 for i in chunks} for query, chunks in enumerate(task.relevant)}
+    corpus, queries = (_texts(texts) for texts in (task.chunks, task.queries))
+    split = {"corpus": corpus, "queries": queries, "relevant_docs": relevant, "top_ranked": None}
     built = HeldOut()
-    split = {
-        "corpus": _texts(task.chunks),
-        "queries": _texts(task.queries),
-        "relevant_docs": {
-            str(query): {str(document): 1 for document in documents}
-            for query, documents in enumerate(task.relevant)
-        },
-        "top_ranked": None,
-    }
     built.dataset, built.data_loaded = {"default": {"test": split}}, True
     return built
 

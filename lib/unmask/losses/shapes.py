@@ -1,0 +1,61 @@
+"""What every loss asks of its arguments, before it computes anything."""
+
+import torch
+from torch import Tensor
+
+
+def check_shapes(**tensors: Tensor | None) -> None:
+    """Refuses tensors whose shapes contradict their names; one that is None is skipped.
+
+    The letters after a name's last underscore are its axes, and a letter has one size: `q_ND` and `d_ND` have
+    the same shape.
+
+    Raises: ValueError that names the tensor, the shape it should have and the one it has.
+    """
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        axes, shape = name.rpartition("_")[2], tuple(tensor.shape)
+        expected = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
+        if len(shape) != len(axes) or any(
+            sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)
+        ):
+            raise ValueError(f"{name} must have the shape ({expected}); got {shape}.")
+
+
+def check_settings(*, temperature: float, margin: float = 0.0, **weights: float) -> None:
+    """Refuses a temperature that is not above 0, a margin below 0 (which would take the positive for a false
+    negative), and weights outside of [0, 1]."""
+    if not temperature > 0:
+        raise ValueError(f"The temperature must be above 0; got {temperature}.")
+    if not margin >= 0:
+        raise ValueError(
+            f"The false-negative margin must be 0 or more (math.inf masks nothing); got {margin}."
+        )
+    for name, weight in weights.items():
+        if not 0 <= weight <= 1:
+            raise ValueError(f"{name} must lie in [0, 1]; got {weight}.")
+
+
+def check_index(name: str, index_N: Tensor, size: int) -> None:
+    """Refuses what is no index of something that has `size` entries."""
+    if index_N.dtype != torch.int64 or ((index_N < 0) | (index_N >= size)).any():
+        raise ValueError(
+            f"{name} must hold int64 in 0..{size - 1}; got {index_N.dtype} in "
+            f"{int(index_N.min())}..{int(index_N.max())}."
+        )
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Refuses embeddings that are not numbers.
+
+    Raises: FloatingPointError that names the tensor and its first bad row.
+    """
+    for name, tensor in tensors.items():
+        bad = ~tensor.isfinite().all(-1)
+        if bad.any():
+            raise FloatingPointError(
+                f"{name} holds NaN or infinity, first in row {int(bad.nonzero()[0, 0])} "
+                f"({int(bad.sum())} of {len(tensor)} rows): the model that made it has diverged."
+            )

@@ -1,0 +1,45 @@
+"""Loss and gradient norm of every stage's first batches, frozen: a refactoring must not change them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_stages
+import torch
+
+import tiny
+from unmask.training.distributed import ALONE
+
+STEPS = 3
+ALIKE = {"cluster_size": 3, "filter_margin": 0.0}
+CASES = {name: (name, {}) for name in tiny_stages.STAGES} | {
+    "insent": ("contextual", {"objective": "insent"}),
+    "pair of look-alikes": ("pair", ALIKE),
+    "contextual of look-alikes": ("contextual", ALIKE),
+    "triplet of look-alikes": ("triplet", ALIKE),
+    "qwen3 of look-alikes": ("qwen3", ALIKE),
+}
+FILE = Path(__file__).with_name("golden.json")  # {case: [[loss, norm of the gradient], …]}
+
+
+def measured(case):
+    name, changes = CASES[case]
+    stage, model = tiny_stages.stage(name, tiny_stages.config(name, **changes)), tiny_stages.model(name)
+    module, found = stage.module(model), []
+    for step in range(STEPS):
+        model.zero_grad()
+        loss = stage.backward(module, stage.batch(step), step, ALONE)["loss"]
+        norm = torch.stack([gradient.double().norm() for gradient in tiny.gradients(model).values()]).norm()
+        found.append([float(loss), float(norm)])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_batches_give_the_loss_and_gradient_of_before(case):
+    for found, expected in zip(measured(case), json.loads(FILE.read_text())[case], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+if __name__ == "__main__":  # writes the file anew
+    lines = (f" {json.dumps(case)}: {json.dumps(measured(case))}" for case in CASES)
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
