@@ -1,6 +1,6 @@
 """A Hub on localhost: as much of its HTTP interface as huggingface_hub asks for, with faults on demand.
 
-Large files are in LFS and come by redirect from another path, with Range, as from the Hub's CDN. Faults are
+Large files are in LFS and come by redirect from another host, with Range, as from the Hub's CDN. Faults are
 queued per file, and each request for its content takes one.
 """
 
@@ -44,13 +44,11 @@ class FakeHub:
 
     faults: file → what its next requests get: a status, "cut" (half of it, then the connection breaks),
         "corrupt" (one bit is wrong), "slow" (a tenth of a second after every megabyte).
-    busy: statuses that the next questions about repositories get.
     """
 
     url: str = ""
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     faults: dict[str, list[int | str]] = field(default_factory=dict)
-    busy: list[int] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     token: str = "hf_right"
 
@@ -110,8 +108,6 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/"):
             if path.count("/") < 4:
                 return self._send(404, b"")
-            if self.hub.busy:
-                return self._send(self.hub.busy.pop(0), b"busy")
             kind, name, *rest = self._split(path.removeprefix("/api/"))
         else:
             kind, name, *rest = self._split(path if path.startswith("/datasets/") else f"/models{path}")
@@ -163,7 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
         if len(content) >= LFS_FROM:
             digest = hashlib.sha256(content).hexdigest()
             linked = {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-            return self._send(302, b"", commit | linked | {"Location": f"{self.hub.url}/cdn/{digest}"})
+            cdn = self.hub.url.replace("127.0.0.1", "localhost")  # another host
+            return self._send(302, b"", commit | linked | {"Location": f"{cdn}/cdn/{digest}"})
         self._content(file, content, commit | {"ETag": f'"{_blob(content)}"'})
 
     def _cdn(self, digest: str) -> None:

@@ -23,7 +23,7 @@ import yaml
 from unmask import __version__
 from unmask.children import on_signal
 from unmask.config import SECTIONS, Preset, load_preset, preset_names, resolved, seeded
-from unmask.data import manifest, mirror
+from unmask.data import hub
 from unmask.models import pretrained
 from unmask.models.pretrained import require_checkpoint
 from unmask.run import GRACE, Folders, grace_seconds, seed_run
@@ -82,7 +82,7 @@ def _run(options: argparse.Namespace, arguments: list[str], seed: int | None) ->
             raise PipelineError(f"--seed {seed}: no notebook selected is repeated with other seeds")
         return
     if not options.dry_run:
-        mirror.require(preset)
+        hub.require(preset)
     data = _identity(preset, folders, stages, sure=not options.dry_run)
     marks = pipeline.expected(stages, resolved(preset), folders, data)
 
@@ -170,13 +170,11 @@ def mirror_pull(options: argparse.Namespace, arguments: list[str]) -> int:
     text source only as much is fetched as data.max_text_mb needs. The same command goes on with what was
     interrupted. UNMASK_MIRROR=DIR then serves hosts without internet.
     """
-    from unmask.data.pull import pull
-
     preset = load_preset(options.preset, _overrides(options.set))
     if name := _packaged(preset):
         print(f"{name}: {pretrained.fetch(name, options.to)}")
-    if mirror.needs(preset) or not name:
-        pull(preset, options.to, jobs=options.jobs)
+    if hub.needs(preset) or not name:
+        hub.pull(preset, options.to, jobs=options.jobs)
     return 0
 
 
@@ -187,42 +185,28 @@ def _packaged(preset: Preset) -> str:
 
 
 def mirror_check(options: argparse.Namespace, arguments: list[str]) -> int:
-    """`unmask mirror check`: says what of a preset's models and data is missing, how large it is, and whether
-    the checksums of the rest are right. Exit status 1 if anything is missing or wrong."""
+    """`unmask mirror check`: says what of a preset's models and data is missing, and whether the checksums of
+    the rest are right. Exit status 1 if anything is missing or wrong."""
     if options.source:
         os.environ["UNMASK_MIRROR"] = str(options.source)
     preset = load_preset(options.preset, _overrides(options.set))
-    needed, lacks = mirror.needs(preset), False
+    lacks = False
     if name := _packaged(preset):
         lacks = pretrained.missing(name)
         print(f"{name}: {f'missing: {pretrained.PACKAGES[name].wheel}' if lacks else 'there'}")
-    if not needed:
+    if not hub.needs(preset):
         if not name:
             print(f"preset {preset.name!r} reads nothing from the Hub or a mirror")
         return int(lacks)
-    if not (folder := mirror.root()) or not folder.is_dir():
-        raise ValueError(f"no mirror{f' at {folder}' if folder else ''}: name one by --from or UNMASK_MIRROR")
-    gaps = mirror.missing(preset)
-    files = mirror.finished([need.repo for need in needed])
-    if files and not options.quick:
-        from tqdm.auto import tqdm
-
-        total = sum(fact["size"] for _, fact in files)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="checksums", leave=False) as bar:
-            for path, size in manifest.verify(files, jobs=options.jobs, progress=bar.update):
-                gaps.append(mirror.Gap(str(path), "wrong checksum: delete it and pull again", size))
-    where, wanted = f"mirror {folder}", f"all that preset {preset.name!r} needs"
-    if not gaps:
-        compared = "sizes" if options.quick else "checksums"
-        print(f"{where}: {wanted} is there, {compared} of {len(files)} pulled files are right")
-        return int(lacks)
-    sizes = ["unknown" if gap.bytes is None else manifest.readable(gap.bytes) for gap in gaps]
-    rows = [(gap.what, gap.why, size) for gap, size in zip(gaps, sizes, strict=True)]
-    _print_table([("missing or wrong", "why", "size"), *rows])
-    known = manifest.readable(sum(gap.bytes or 0 for gap in gaps))
-    more = " and what is unknown" if "unknown" in sizes else ""
-    print(f"{where}: not {wanted}, {known}{more} to fetch: {mirror.how(preset)}")
-    return 1
+    wrong, pulled = hub.check(preset, quick=options.quick, jobs=options.jobs)
+    where, wanted = f"mirror {hub.root()}", f"all that preset {preset.name!r} needs"
+    if wrong:
+        _print_table([("missing or wrong", "why"), *wrong])
+        print(f"{where}: not {wanted}: {hub.how(preset)}")
+        return 1
+    compared = "sizes" if options.quick else "checksums"
+    print(f"{where}: {wanted} is there, {compared} of {pulled} pulled files are right")
+    return int(lacks)
 
 
 def _identity(preset: Preset, folders: Folders, stages: Sequence[pipeline.Stage], *, sure: bool) -> str:
@@ -230,7 +214,7 @@ def _identity(preset: Preset, folders: Folders, stages: Sequence[pipeline.Stage]
     `sure`, what the last run recorded is taken for it."""
     from unmask.data.sources import identity
 
-    why = "they are on the Hub" if not sure and mirror.data_on_hub(preset) else ""
+    why = "they are on the Hub" if not sure and hub.data_on_hub(preset) else ""
     try:
         if not why:
             return identity(preset.data)
@@ -262,7 +246,7 @@ def _execute(
         about=provenance.describe(folders, resolved(preset), overrides, name, command),
         durations=provenance.durations(folders, Folders.of(preset.name)),
         # A run that has everything here must not wait for a Hub that may be out of reach.
-        offline=mirror.offline(preset),
+        offline=hub.offline(preset),
         slots=slots,
         grace=grace,
     )

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from unmask.config import GROUPS, ConfigError
 from unmask.data.cldr import check_language, short_code
 from unmask.store import artifacts_root, nearest, repository
 
-ROLES = ("text", "pairs", "triplets", "documents")
-KINDS = ("hub", "mirror", "files", "environment")
 # Column names of ours by role: what a row must have (one of the layouts), and what it may have.
 REQUIRED = {
     "text": (("text",),),
@@ -39,40 +39,70 @@ ALLOWED = {
     "triplets": ("id", "key", "held_by"),
     "documents": ("id", "held_by"),
 }
+# ConTEB's data sets on the Hub → the split that is evaluated: "test" where there is one, otherwise
+# "validation", otherwise "train", as the authors say.
+CONTEB = {
+    "covid-qa": "train",
+    "esg-reports": "test",
+    "football": "train",
+    "geography": "train",
+    "insurance": "train",
+    "mldr-conteb-eval": "test",
+    "narrative-qa": "test",
+    "squad-conteb-eval": "validation",
+}
+_STRICT = ConfigDict(extra="forbid", strict=True)  # unknown keys and other types are errors
 _ARTIFACTS = "${UNMASK_ARTIFACTS}"  # in `files`: the artifacts folder, wherever it is
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Source:
     """One data set: where it is, what its columns mean, and what is held out of it."""
 
     name: str  # unique; batches never mix two
-    kind: str  # where it is read from, one of KINDS
-    role: str  # one of ROLES
+    kind: Literal["hub", "mirror", "files", "environment"]  # where it is read from
+    role: Literal["text", "pairs", "triplets", "documents"]
     language: str  # "eng_Latn", "deu", "deu-eng" (a pair of languages), "mul", "python"
     licence: str
-    group: str = ""  # pairs and triplets: one of GROUPS, the steps of the curriculum
+    group: Literal["", *GROUPS] = ""  # pairs and triplets: the step of the curriculum
     task: str = ""  # held-out task that its rows are evaluated in; the source's name unless given
     repo: str = ""  # hub, mirror: "organisation/name"
-    revision: str = "main"
+    revision: str = "main"  # a branch, a tag or, so that nothing changes under a run, a commit
     config: str = ""  # configuration on the Hub; "": the default one
     queries_config: str = ""  # documents in the joined layout: the configuration that holds the queries
     split: str = "train"  # as the data set calls it
-    files: tuple[str, ...] = ()  # files: absolute paths or patterns, see `own_files`
+    # files: absolute paths or patterns, see `own_files`
+    files: Annotated[tuple[str, ...], Field(strict=False)] = ()
     # Our name → theirs; "answers.text.0" reaches into structs and lists, "neg_1, neg_2" makes a list of two.
     columns: Mapping[str, str] = field(default_factory=dict)
-    share: float | None = None  # text: percent of the packed blocks
-    max_rows: int | None = None  # no more training rows than these, the first ones; not for text
-    hold_out: float = 0.0  # share of the keys held out for testing; a third as many for development
+    share: Annotated[float, Field(gt=0)] | None = None  # text: percent of the packed blocks
+    # No more training rows than these, the first ones; not for text.
+    max_rows: Annotated[int, Field(ge=2)] | None = None
+    # Share of the keys held out for testing; a third as many for development.
+    hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     rows: int | None = None  # documented size
     bytes: int | None = None  # documented size, of the text rather than of the compressed files
     documented: str = ""  # URL of the page that its columns were checked against
-    bad_rows: str = "drop"  # "drop": count bad rows; "stop": the first one is an error, as in own files
+    bad_rows: Literal["drop", "stop"] = "drop"  # count them, or the first one is an error, as in own files
     optional: bool = False  # left out, and said so, where its files do not exist
 
 
-_HINTS = {name: hint for name, hint in typing.get_type_hints(Source).items() if name != "name"}
-_NEEDED = ("kind", "role", "language", "licence")
+class _Registry(BaseModel):
+    model_config = _STRICT
+    about: str = ""
+    defaults: dict[str, Any] = {}
+    sources: dict[str, dict[str, Any]]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without duplicate keys, of which PyYAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def registry_names() -> list[str]:
@@ -89,21 +119,30 @@ def load_registry(name_or_path: str) -> list[Source]:
     ("cmn_Hani" and "zh") filled in wherever the entry has them.
 
     Returns: the sources, in the order of the file. Files of kind `files` exist, unless they are optional.
-    Raises: ConfigError (a ValueError) that names the file, the entry, the key, and the nearest known name.
+    Raises: ConfigError (a ValueError) that names the file, the entry and the key.
     """
     path = _locate(name_or_path)
-    values = _read(path)
-    for key in values:
-        if key not in ("about", "defaults", "sources"):
-            raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, ('about', 'defaults', 'sources'))}")
-    defaults, entries = _mapping(values.get("defaults", {}), f"{path}: defaults"), values.get("sources")
-    sources = []
-    for name, entry in _mapping(entries, f"{path}: sources").items():
-        where = f"{path}: {name}"
-        for expanded, filled in _expand(name, {**defaults, **_mapping(entry, where)}, where):
-            sources.append(_source(expanded, filled, where, path.parent))
-    _check_together(sources, path)
+    where, sources = f"{path}: ", []
+    try:
+        registry = _Registry.model_validate(yaml.load(path.read_text(encoding="utf8"), _Loader))
+        for name, entry in registry.sources.items():
+            where = f"{path}: {name}: "
+            for one, values in _expanded(name, registry.defaults | entry):
+                sources.append(_source(one, values, path.parent))
+        where = f"{path}: "
+        _check_together(sources)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(where + _reason(error)) from error
     return sources
+
+
+def conteb(name: str, split: str | None = None) -> Source:
+    """Where the data of a task of ConTEB are."""
+    values = {"kind": "hub", "role": "documents", "language": "eng", "licence": ""}
+    configs = {"config": "documents", "queries_config": "queries", "split": split or CONTEB[name]}
+    return Source(name, **values, repo=f"illuin-conteb/{name}", **configs)
 
 
 def split_of(source: Source, key: str) -> str:
@@ -143,167 +182,88 @@ def _locate(name_or_path: str) -> Path:
     return path
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without duplicate keys, of which PyYAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return _mapping(yaml.load(path.read_text(encoding="utf8"), _Loader), str(path))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-
-
-def _mapping(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ConfigError(f"{where}: expected lines of key: value, the keys being text, got {value!r}")
-    return value
-
-
-def _expand(name: str, entry: dict[str, Any], where: str) -> list[tuple[str, dict[str, Any]]]:
+def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """An entry with `languages` as one entry per language, the others as they are."""
     if "languages" not in entry:
-        return [(name, entry)]
+        yield name, entry
+        return
     languages = entry["languages"]
     if not isinstance(languages, list | dict) or not languages:
-        raise ConfigError(f"{where}: languages must be a list of codes or lines of code: share")
+        raise ValueError("languages must be a list of codes or lines of code: share")
     rest = {"language": "{language}"} | {key: value for key, value in entry.items() if key != "languages"}
-    sources = []
     for code in languages:
-        _check_language(code, f"{where}: languages")
-        filled = _fill(rest, {"language": code, "short": short_code(code)}, where)
-        if isinstance(languages, dict):
-            filled["share"] = languages[code]
-        sources.append((f"{name}/{code}", filled))
-    return sources
+        check_language(str(code))
+        filled = json.dumps(rest, default=str).replace("{language}", str(code))
+        filled = filled.replace("{short}", short_code(str(code)))
+        share = {"share": languages[code]} if isinstance(languages, dict) else {}
+        yield f"{name}/{code}", json.loads(filled) | share
 
 
-def _fill(value: Any, names: Mapping[str, str], where: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _fill(one, names, where) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_fill(one, names, where) for one in value]
-    try:
-        return value.format_map(names) if isinstance(value, str) else value
-    except (KeyError, ValueError, IndexError) as error:
-        known = ", ".join(f"{{{name}}}" for name in names)
-        raise ConfigError(f"{where}: cannot fill in {value!r}; what can be filled in is {known}") from error
-
-
-def _source(name: str, entry: dict[str, Any], where: str, folder: Path) -> Source:
-    for key in entry:
-        if key not in _HINTS:
-            raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, [*_HINTS, 'languages'])}")
-    missing = [key for key in _NEEDED if key not in entry]
-    if missing:
-        raise ConfigError(f"{where}: missing {', '.join(missing)}")
-    values = {key: _typed(_HINTS[key], value, f"{where}: {key}") for key, value in entry.items()}
-    values.setdefault("task", name)
-    values.setdefault("bad_rows", "stop" if values["kind"] == "files" else "drop")
-    files = (file.replace(_ARTIFACTS, str(artifacts_root())) for file in values.get("files", ()))
-    values["files"] = tuple(str(folder / file) for file in files)
-    source = Source(name=name, **values)
-    _check(source, where)
+def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
+    values = {"task": name, "bad_rows": "stop" if entry.get("kind") == "files" else "drop"} | entry
+    files = values.get("files", ())
+    source = Source(**values | {"name": name, "files": [files] if isinstance(files, str) else files})
+    files = (file.replace(_ARTIFACTS, str(artifacts_root())) for file in source.files)
+    source = replace(source, files=tuple(str(folder / file) for file in files))
+    _check(source, folder)
     return source
 
 
-def _typed(hint: Any, value: Any, where: str) -> Any:
-    if hint == tuple[str, ...]:
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-            raise ConfigError(f"{where} must be a list of text, got {value!r}")
-        return tuple(names)
-    if hint == Mapping[str, str]:
-        return {key: _typed(str, one, f"{where}.{key}") for key, one in _mapping(value, where).items()}
-    kinds = typing.get_args(hint) or (hint,)
-    if float in kinds and type(value) is int:
-        value = float(value)
-    if type(value) not in kinds:
-        names = "text (in quotes)" if hint is str else kinds[0].__name__
-        raise ConfigError(f"{where} must be {names}, got {value!r}")
-    return value
-
-
-def _check(source: Source, where: str) -> None:
-    _one_of(source.kind, KINDS, f"{where}: kind")
-    _one_of(source.role, ROLES, f"{where}: role")
-    _one_of(source.bad_rows, ("drop", "stop"), f"{where}: bad_rows")
-    _check_language(source.language, f"{where}: language")
-    if not 0 <= source.hold_out <= 0.5:
-        raise ConfigError(f"{where}: hold_out must be between 0 and 0.5, got {source.hold_out}")
-    if source.share is not None and (source.role != "text" or source.optional or source.share <= 0):
-        raise ConfigError(f"{where}: share is for text that is not optional, and above 0 percent")
-    if source.max_rows is not None and (source.role == "text" or source.max_rows < 2):
-        raise ConfigError(f"{where}: max_rows is for pairs, triplets and documents, and at least 2")
+def _check(source: Source, folder: Path) -> None:
+    """What a key's type does not say."""
+    check_language(source.language)
+    if source.share is not None and (source.role != "text" or source.optional):
+        raise ValueError("share is for text that is not optional")
+    if source.max_rows is not None and source.role == "text":
+        raise ValueError("max_rows is for pairs, triplets and documents")
     if source.kind == "environment":  # its own columns and groups
         return
     if source.kind in ("hub", "mirror") and source.repo.count("/") != 1:
-        raise ConfigError(f"{where}: repo must be organisation/name, got {source.repo!r}")
+        raise ValueError(f"repo must be organisation/name, got {source.repo!r}")
     if source.kind == "files" and not source.optional:
         missing = [pattern for pattern in source.files if not _matches(pattern)]
         if missing or not source.files:
-            raise ConfigError(
-                f"{where}: files: {' and '.join(missing) or 'none given'}: there is no such file; relative "
-                "paths start at the registry's folder, and `optional: true` allows a source to be absent"
-            )
-    if source.role in ("pairs", "triplets"):
-        _one_of(source.group, GROUPS, f"{where}: group")
-    _check_columns(source, where)
-
-
-def _check_columns(source: Source, where: str) -> None:
+            what = f"files: {' and '.join(missing) or 'none given'}: there is no such file"
+            raise ValueError(f"{what} (from {folder} on); with `optional: true` a source may be absent")
+    if source.role in ("pairs", "triplets") and not source.group:
+        raise ValueError(f"{source.role} need a group, one of {', '.join(GROUPS)}")
     layouts, columns = REQUIRED[source.role], set(source.columns)
-    for name in source.columns:
-        known = [*dict.fromkeys(sum(layouts, ())), *ALLOWED[source.role]]
-        _one_of(name, known, f"{where}: columns")
-    if not any(columns - set(ALLOWED[source.role]) == set(layout) for layout in layouts):
+    known = [*dict.fromkeys(sum(layouts, ())), *ALLOWED[source.role]]
+    if unknown := sorted(columns - set(known)):
+        raise ValueError(f"columns: unknown name {unknown[0]!r}{nearest(unknown[0], known)}")
+    if columns - set(ALLOWED[source.role]) not in map(set, layouts):
         wanted = ", or ".join(", ".join(layout) for layout in layouts)
-        raise ConfigError(
-            f"{where}: columns: {source.role} need {wanted}; got {', '.join(columns) or 'none'}"
-        )
+        raise ValueError(f"columns: {source.role} need {wanted}; got {', '.join(source.columns) or 'none'}")
     if ("chunk_id" in columns) != bool(source.queries_config):
-        raise ConfigError(f"{where}: queries_config goes with the columns chunk_id and query_chunk_id")
+        raise ValueError("queries_config goes with the columns chunk_id and query_chunk_id")
 
 
-def _check_together(sources: Sequence[Source], path: Path) -> None:
+def _check_together(sources: Sequence[Source]) -> None:
     names = [source.name for source in sources]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"{path}: two sources are called {name!r}")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two sources are called {twice[0]!r}")
     groups: dict[str, str] = {}
     for source in sources:
         if source.role in ("pairs", "documents") and source.kind != "environment":
             group = source.group or "documents"
-            if groups.setdefault(source.task, group) != group:
-                raise ConfigError(
-                    f"{path}: {source.name}: task {source.task!r} has sources of {groups[source.task]} "
-                    f"and of {group}; a task is one of them, so give it another name"
-                )
-    shares = {source.name: source.share for source in sources if source.role == "text"}
-    without = [name for name, share in shares.items() if share is None]
-    if 0 < len(without) < len(shares):
-        raise ConfigError(f"{path}: either all text has a share or none; {', '.join(without)} have none")
-    total = sum(share for share in shares.values() if share is not None)
-    if shares and not without and abs(total - 100) > 0.01:
-        raise ConfigError(f"{path}: the shares of the text sum to {total:.2f} percent, not to 100")
+            if (other := groups.setdefault(source.task, group)) != group:
+                what = f"task {source.task!r} has sources of {other} and of {group}"
+                raise ValueError(f"{source.name}: {what}; a task is one of them: give it another name")
+    shares = [source.share for source in sources if source.role == "text"]
+    total = sum(share or 0.0 for share in shares)
+    if any(shares) and (None in shares or abs(total - 100) > 0.01):
+        without = f" and {shares.count(None)} of {len(shares)} have none" if None in shares else ""
+        raise ValueError(f"the shares of the text sum to {total:.2f} percent, not to 100{without}")
 
 
-def _one_of(value: str, known: Sequence[str], where: str) -> None:
-    if value not in known:
-        raise ConfigError(f"{where}: unknown name {value!r}{nearest(value, known)}")
-
-
-def _check_language(code: Any, where: str) -> None:
-    if not isinstance(code, str):
-        raise ConfigError(f"{where}: a language must be text (in quotes), got {code!r}")
-    try:
-        check_language(code)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
+def _reason(error: ValueError) -> str:
+    """What is wrong, in one line."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _Registry.model_fields if error.title == "_Registry" else [one.name for one in fields(Source)]
+        return f"unknown key {key!r}{nearest(key, known)}"
+    got = "" if first["type"] == "missing" else f", got {first['input']!r}"
+    return f"{key}: {first['msg']}{got}"

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from unmask.config import DataConfig
 from unmask.data import (
     cldr,
     corpus,
@@ -31,13 +31,9 @@ from unmask.data.registry import Source, load_registry, own_files
 from unmask.data.workers import cores
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, write_atomic
 
-if TYPE_CHECKING:
-    from unmask.config import DataConfig
-
 ENVIRONMENT = "environment"
-_CODE = tuple(
-    module.__file__ for module in (corpus, files, formats, gathering, lines, reading, registry, tables)
-)
+_READERS = (corpus, files, formats, gathering, lines, reading, registry, tables)
+_CODE = [module.__file__ for module in _READERS]  # what decides the rows of a source, beside its files
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -58,10 +54,7 @@ def identity(config: DataConfig) -> str:
     """What decides the corpus: packages and their versions, or the registry and its files (by name, size and
     date). Reads none of them, so it is cheap enough to ask before every run.
     """
-    if config.source == ENVIRONMENT:
-        return _environment(config).name
-    present, absent = _present(load_registry(config.source))
-    return _identity(_folders(present, config), absent)
+    return (_environment(config) if config.source == ENVIRONMENT else _corpus(config)[0]).name
 
 
 def _open_environment(config: DataConfig) -> Corpus:
@@ -83,37 +76,24 @@ def _environment(config: DataConfig) -> Path:
 
 def _open_registry(config: DataConfig) -> Corpus:
     """A corpus that refers to its sources' own folders, so that a changed source is read anew alone."""
-    present, absent = _present(load_registry(config.source))
-    folders = _folders(present, config)
-    path = artifacts_root() / "data" / f"{Path(config.source).stem}-{_identity(folders, absent)}"
-    if (path / "card.json").is_file():
-        return Corpus(path)
-    (artifacts_root() / "data" / "sources").mkdir(parents=True, exist_ok=True)
-    cards: dict[str, dict[str, Any]] = {}
-    for source in tqdm(present, desc="reading sources", unit="source", leave=False):
-        cards[source.name] = _collected(source, config, folders[source.name])
-    card = _compose(present, folders, cards, path, config)
-    write_atomic(path / "card.json", json.dumps(card | {"absent": absent}, indent=1, ensure_ascii=False))
+    path, folders, absent = _corpus(config)
+    if not (path / "card.json").is_file():
+        cards = {}
+        for name, (source, folder) in tqdm(folders.items(), "reading sources", leave=False, unit="source"):
+            cards[name] = _collected(source, config, folder)
+        card = _compose(folders, cards, path, config) | {"absent": absent}
+        write_atomic(path / "card.json", json.dumps(card, indent=1, ensure_ascii=False))
     return Corpus(path)
 
 
-def _present(sources: Sequence[Source]) -> tuple[list[Source], list[str]]:
-    """The sources to read, and the names of optional ones whose files are not there (yet)."""
-    present, absent = [], []
-    for source in sources:
-        if source.optional and not own_files(source):
-            absent.append(source.name)
-        else:
-            present.append(source)
-    return present, absent
-
-
-def _folders(sources: Sequence[Source], config: DataConfig) -> dict[str, Path]:
-    return {source.name: _folder(source, config) for source in sources}
-
-
-def _identity(folders: dict[str, Path], absent: Sequence[str]) -> str:
-    return _key([[folder.name for folder in folders.values()], absent], [__file__])
+def _corpus(config: DataConfig) -> tuple[Path, dict[str, tuple[Source, Path]], list[str]]:
+    """Where a registry's corpus is kept, and each of its sources, by name; the names of optional ones whose
+    files are not there (yet)."""
+    sources = load_registry(config.source)
+    absent = [source.name for source in sources if source.optional and not own_files(source)]
+    folders = {one.name: (one, _folder(one, config)) for one in sources if one.name not in absent}
+    key = fingerprint([folder.name for _, folder in folders.values()], absent, code_fingerprint(__file__))
+    return artifacts_root() / "data" / f"{Path(config.source).stem}-{key}", folders, absent
 
 
 def _folder(source: Source, config: DataConfig) -> Path:
@@ -121,13 +101,14 @@ def _folder(source: Source, config: DataConfig) -> Path:
     if source.kind == ENVIRONMENT:
         return _environment(config)
     name = re.sub(r"[^\w.-]+", "-", source.name)
-    key = _key([tables.identity(source)], _CODE)
+    key = fingerprint(tables.identity(source), code_fingerprint(*_CODE))
     return artifacts_root() / "data" / "sources" / f"{name}-{key}"
 
 
 def _collected(source: Source, config: DataConfig, folder: Path) -> dict[str, Any]:
     if source.kind == ENVIRONMENT:
         return _open_environment(config).card
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if (folder / "card.json").is_file():
             return json.loads((folder / "card.json").read_text(encoding="utf8"))
@@ -135,48 +116,39 @@ def _collected(source: Source, config: DataConfig, folder: Path) -> dict[str, An
 
 
 def _compose(
-    sources: Sequence[Source],
-    folders: dict[str, Path],
-    cards: dict[str, dict[str, Any]],
+    folders: Mapping[str, tuple[Source, Path]],
+    cards: Mapping[str, dict[str, Any]],
     path: Path,
     config: DataConfig,
 ) -> dict[str, Any]:
     sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
     paths: dict[str, Any] = {kind: {} for kind in SCHEMAS}
-    text, origins, dropped = [], [], {}
-    for source in sources:
-        kind, card, folder = tables.KIND[source.role], cards[source.name], folders[source.name]
-        relative = os.path.relpath(folder, path)
+    text = []
+    for name, (source, folder) in folders.items():
+        kind, card, relative = tables.KIND[source.role], cards[name], os.path.relpath(folder, path)
         if source.kind == ENVIRONMENT:
             sizes[kind] |= card["sizes"][kind]
-            paths[kind] |= {name: f"{relative}/{part}" for name, part in card["folders"][kind].items()}
-            if kind == "texts":
-                files = {"files": [f"{relative}/{file}" for file in card["text_sources"][0]["files"]]}
-                text.append(card["text_sources"][0] | files | {"name": source.name, "share": source.share})
+            paths[kind] |= {part: f"{relative}/{one}" for part, one in card["folders"][kind].items()}
+            its = card["text_sources"][0]
+            own = its | {"files": [f"{relative}/{file}" for file in its["files"]]}
+            own |= {"name": name, "share": source.share}
         else:
-            sizes[kind][source.name], paths[kind][source.name] = card["sizes"], relative
-            if kind == "texts":
-                text.append(asdict(source))
-        origins.append({"name": source.name, "licence": source.licence, "split": "all"})
-        dropped[source.name] = card["dropped"] if source.kind != ENVIRONMENT else {}
+            sizes[kind][name], paths[kind][name], own = card["sizes"], relative, asdict(source)
+        text += [own] if kind == "texts" else []
     if not text or not (sizes["pairs"] or sizes["triplets"]):
         raise ValueError(
             f"{config.source} has no source of {'text' if not text else 'pairs'}, which every run needs; "
             "`kind: environment` gives the installed packages'"
         )
+    sources = [source for source, _ in folders.values()]
     return {
-        "hash": _key([cards[source.name]["hash"] for source in sources] + text, []),
+        "hash": fingerprint(*(cards[source.name]["hash"] for source in sources), *text),
         "sizes": sizes,
         "folders": paths,
         "text_sources": text,
         "languages": sorted({source.language for source in sources}),
-        "origins": origins,
-        "dropped": dropped,
+        "origins": [{"name": one.name, "licence": one.licence, "split": "all"} for one in sources],
+        "dropped": {
+            one.name: cards[one.name]["dropped"] if one.kind != ENVIRONMENT else {} for one in sources
+        },
     }
-
-
-def _key(parts: Sequence[Any], code: Sequence[str]) -> str:
-    digest = sha256(json.dumps(parts, sort_keys=True, default=str).encode())
-    for file in code:
-        digest.update(Path(file).read_bytes())
-    return digest.hexdigest()[:16]

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unmask.config import EvaluationConfig
-from unmask.data import chunking, mirror
+from unmask.data import chunking, hub
 from unmask.data.lines import BadRow
 from unmask.data.reading import document_of
-from unmask.data.registry import Source
+from unmask.data.registry import CONTEB as TASKS
+from unmask.data.registry import conteb as source
 from unmask.evaluation.tasks import Task, located, ndcg
 from unmask.models.embedder import Embedder
 from unmask.store import nearest
@@ -36,19 +37,6 @@ if TYPE_CHECKING:
 
 Rows = Iterable[Mapping[str, Any]]
 
-# Repositories of the organisation below → the split that is evaluated: "test" where there is one, otherwise
-# "validation", otherwise "train", as the authors say.
-ORGANISATION = "illuin-conteb"
-TASKS = {
-    "covid-qa": "train",
-    "esg-reports": "test",
-    "football": "train",
-    "geography": "train",
-    "insurance": "train",
-    "mldr-conteb-eval": "test",
-    "narrative-qa": "test",
-    "squad-conteb-eval": "validation",
-}
 SQUAD = "rajpurkar/squad"
 NEUTRAL = ("it", "its")  # what a document's theme is replaced by, and its genitive
 TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
@@ -71,7 +59,7 @@ def load(task: str | Path, split: str | None = None) -> Task:
     folder = None if task in TASKS else Path(task)
     if folder and not folder.is_dir():
         raise ValueError(f"{task} is neither a folder nor a task of ConTEB{nearest(str(task), TASKS)}")
-    place = str(folder or located(f"{ORGANISATION}/{task}"))
+    place = str(folder or located(source(str(task)).repo))
     split, tables = split or TASKS.get(str(task), "test"), {}
     for name in ("documents", "queries"):
         described = folder is None or (folder / "README.md").is_file()
@@ -91,7 +79,7 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
         questions: asked at most, drawn by their hash; of all there are 10,570.
     Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
     """
-    folder = mirror.local(SQUAD)
+    folder = hub.local(SQUAD)
     files = sorted(map(str, folder.glob("plain_text/validation-*.parquet"))) if folder else []
     if not files:
         return None
@@ -112,14 +100,6 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
     asked = asked[:questions]
     relevant = [{number[row["title"], row["context"]]} for row in asked]
     return Task("SQuAD", "contextual", [row["question"] for row in asked], documents, relevant, ids)
-
-
-def source(name: str) -> Source:
-    """Where the data of a task are, for the mirror."""
-    return Source(
-        name=name, kind="hub", role="documents", language="eng", licence="", repo=f"{ORGANISATION}/{name}",
-        config="documents", queries_config="queries", split=TASKS[name],
-    )  # fmt: skip
 
 
 def as_task(name: str, documents: Rows, queries: Rows) -> Task:

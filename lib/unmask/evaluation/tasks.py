@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from unmask.config import FAMILIES, EvaluationConfig
-from unmask.data import mirror
+from unmask.data import hub
 from unmask.data.corpus import Corpus
 from unmask.evaluation.metrics import Bm25, retrieval_metrics
 from unmask.evaluation.search import similarity
@@ -22,7 +22,7 @@ from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacin
 from unmask.study.evidence import Effect, paired_bootstrap
 from unmask.training.stages import identity
 
-_unreachable = cache(mirror.unreachable)  # the Hub is asked once
+_unreachable = cache(hub.unreachable)  # the Hub is asked once
 # Of the library: what scores depend on, beside the checkpoint and the task.
 _CODE = ("models", "evaluation/metrics.py", "evaluation/search.py")
 
@@ -133,7 +133,7 @@ def located(repo: str) -> str:
 
     Raises: OSError if it can be had from neither.
     """
-    folder = mirror.local(repo)
+    folder = hub.local(repo)
     if folder is None and (why := _unreachable()):
         raise OSError(f"{repo} is in no mirror (UNMASK_MIRROR), and the Hub: {why}")
     return str(folder or repo)

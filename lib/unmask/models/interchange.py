@@ -23,8 +23,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from unmask.data.hub import MODEL_FILES, explained
-from unmask.data.mirror import MODEL, Need, unreachable
+from unmask.data.hub import MODEL, MODEL_FILES, Need, explained, unreachable
 from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
 from unmask.models.pretrained import require_checkpoint

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from unmask.data import mirror
+from unmask.data import hub
 from unmask.store import artifacts_root, new_directory
 
 
@@ -181,7 +181,7 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
         isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
     )
     if not looks_local and str(path).count("/") <= 1:
-        folder = mirror.local(str(path))
+        folder = hub.local(str(path))
         if folder is None:
             return str(path)
     if not folder.is_dir():

@@ -48,10 +48,7 @@ ASIDE = (
     "study/plan.py",
     "children.py",
     "cli.py",
-    "data/mirror.py",
-    "data/manifest.py",
     "data/hub.py",
-    "data/pull.py",
     "__main__.py",
 )
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
