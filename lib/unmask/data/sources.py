@@ -19,26 +19,20 @@ from unmask.data import (
     corpus,
     environment,
     files,
-    formats,
-    gathering,
     installed,
-    lines,
     reading,
     registry,
     tables,
 )
 from unmask.data.corpus import SCHEMAS, Corpus
 from unmask.data.registry import Source, load_registry, own_files
-from unmask.data.workers import cores
 from unmask.store import artifacts_root, write_atomic
 
 if TYPE_CHECKING:
     from unmask.config import DataConfig
 
 ENVIRONMENT = "environment"
-_CODE = tuple(
-    module.__file__ for module in (corpus, files, formats, gathering, lines, reading, registry, tables)
-)
+_CODE = tuple(module.__file__ for module in (corpus, files, reading, registry, tables))
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -131,7 +125,7 @@ def _collected(source: Source, config: DataConfig, folder: Path) -> dict[str, An
     with FileLock(folder.with_suffix(".lock")):
         if (folder / "card.json").is_file():
             return json.loads((folder / "card.json").read_text(encoding="utf8"))
-        return tables.collect(source, folder, workers=cores())
+        return tables.collect(source, folder)
 
 
 def _compose(

@@ -22,9 +22,8 @@ from pyarrow import parquet
 from torch import Tensor
 
 from unmask.data import mirror
-from unmask.data.files import DataFile, data_files, did_you_mean, resolved, verify
-from unmask.data.formats import format_of, is_data, naming, place, shortened
-from unmask.data.lines import BadRow
+from unmask.data.files import DataFile, data_files, is_data, resolved, verify
+from unmask.data.reading import BadRow, cut, place, raw_rows, shortened
 from unmask.data.registry import Source
 from unmask.evaluation.tasks import Task, ndcg
 from unmask.store import nearest
@@ -250,21 +249,15 @@ def _rows(source: Source, folder: Path | None, table: str) -> Rows:
         if file.sha256:
             verify(file.path, file.sha256)
 
-        def choose(columns: list[str], path: str = file.path) -> list[str]:
-            wanted = [next((name for name in names if name in columns), None) for names in COLUMNS[table]]
-            for name, names in zip(wanted, COLUMNS[table], strict=True):
-                if name is None:
-                    near = did_you_mean(names[0], columns)
-                    raise ValueError(
-                        f"{path} has no column {' or '.join(names)}{near}; there are: {', '.join(columns)}"
-                    )
-            return wanted
-
-        with naming(file.path):
-            form = format_of(file.path)
-            for start, stop in form.cut(file.path, PIECE_BYTES, choose):
-                for number, row in form.rows(file.path, start, stop, choose):
-                    yield file.path, number, row
+        columns, pieces = cut(file.path, PIECE_BYTES)
+        for names in COLUMNS[table]:
+            if columns and not set(names) & set(columns):
+                raise ValueError(
+                    f"{file.path} has no column {' or '.join(names)}{nearest(names[0], columns)}"
+                )
+        for start, stop in pieces:
+            for number, row in raw_rows(file.path, start, stop, sum(COLUMNS[table], ())):
+                yield file.path, number, row
 
 
 def _task(name: str, documents: Rows, queries: Rows) -> Task:

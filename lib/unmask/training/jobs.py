@@ -25,14 +25,21 @@ from unmask.config import (
     TrainConfig,
     preset_from,
 )
-from unmask.data.blocks import Blocks, open_blocks
 from unmask.data.clusters import LSA, Neighbours, Surrogate, negative_similarity, neighbours
 from unmask.data.corpus import Corpus
 from unmask.data.mining import Encoder
 from unmask.data.pairs import curriculum
 from unmask.data.prompt import AROUND_DOCUMENT, answers, around_query, taken
 from unmask.data.sources import open_corpus
-from unmask.data.tokenized import TokenDocuments, TokenPairs, single_chunks, token_documents, token_pairs
+from unmask.data.tokenized import (
+    Blocks,
+    TokenDocuments,
+    TokenPairs,
+    open_blocks,
+    single_chunks,
+    token_documents,
+    token_pairs,
+)
 from unmask.data.tokens import StoredTokenizer, end_token, ending
 from unmask.models import backbone
 from unmask.models import context_encoder as cde

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from unmask.config import ContextualConfig, ContrastiveConfig, DiffusionConfig, PretrainConfig
-from unmask.data.blocks import Blocks
 from unmask.data.clusters import Neighbours
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.pairs import BatchPlan
-from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.data.tokenized import Blocks, TokenDocument, TokenPairs
 from unmask.losses import (
     contextual_loss,
     diffusion_loss,

@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from joblib import cpu_count
 
 from toy_checkout import Checkout
-from unmask.data.workers import cores
 from unmask.study.pipeline.graph import clock
 from unmask.study.pipeline.signals import alive
 
@@ -339,7 +339,7 @@ def test_independent_notebooks_run_side_by_side(checkout: Checkout, gpus: int) -
         assert sorted(one["gpus"] for one in seen) == ["1,0", "3,2"]
         assert [one["overrides"] for one in seen] == [{"parallel.num_processes": 2}] * 2
     else:
-        assert [one["threads"] for one in seen] == [str(max(cores() // 2, 1))] * 2
+        assert [one["threads"] for one in seen] == [str(max(cpu_count() // 2, 1))] * 2
         assert [one["overrides"] for one in seen] == [{}] * 2
     record = json.loads((checkout.folders.results / "provenance.json").read_text())
     assert set(record["stages"]) == {"00_left", "01_right", "02_join"}
@@ -360,7 +360,7 @@ def test_what_most_others_wait_for_is_started_first_and_alone_has_all_cores(
     assert (begun[0], set(begun[1:3]), begun[-1]) == ("00_start", first, "05_end")
     threads = {name: text_of(checkout.executed(name), 3)["stdout"].split()[1:] for name in needs}
     assert threads["00_start"] == threads["05_end"] == []  # as if nothing else ran
-    some = [str(max(cores() // 2, 1))] if jobs > 1 else []
+    some = [str(max(cpu_count() // 2, 1))] if jobs > 1 else []
     assert [threads[name] for name in first] == [some] * 2
 
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from joblib import cpu_count
+
 from unmask.config import ParallelConfig
-from unmask.data.workers import cores
 from unmask.run import ANNOUNCEMENT
 from unmask.store import write_atomic
 from unmask.study.pipeline.graph import Folders, PipelineError
@@ -88,7 +89,7 @@ def slots(
     if jobs == 1:
         return [Slot()]
     if not devices:
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(cores() // jobs, 1))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(cpu_count() // jobs, 1))
         return [Slot({"OMP_NUM_THREADS": threads})] * jobs
     share = len(devices) // jobs
     overrides = {"parallel.num_processes": max(processes // jobs, 1)}
