@@ -100,7 +100,7 @@ def preparation_case(megabytes: float = MEGABYTES) -> Case:
             "all at once": lambda: library(len(every)),
         },
     }
-    setting = f"{len(every):,} files of Python source, {megabytes} MB, vocabulary {VOCABULARY:,}, {cpu_count()} cores"
+    setting = f"{len(every):,} Python files, {megabytes} MB, vocabulary {VOCABULARY:,}, {cpu_count()} cores"
     return Case(setting, "MB/s", sum(map(len, every)) / 1e6, programs, check)
 
 

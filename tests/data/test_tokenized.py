@@ -12,7 +12,6 @@ from unmask.data import tokenized
 from unmask.data.registry import Source
 from unmask.data.tokenized import (
     distinct_rows,
-    largest_remainder,
     open_blocks,
     single_chunks,
     token_documents,
@@ -166,12 +165,6 @@ def test_a_text_without_tokens_is_named(column, message, stored):
         pairs(rows, stored)
 
 
-def test_a_chunk_without_tokens_is_named(stored):
-    rows = Dataset.from_dict({"chunks": [["a"], ["b", ""]], "queries": [["q"], ["r"]], "golds": [[0], [0]]})
-    with pytest.raises(ValueError, match="data set 'd', row 1: one of its chunks has no tokens"):
-        documents(rows, stored)
-
-
 def test_large_vocabularies_take_four_bytes(stored):
     from dataclasses import replace
 
@@ -241,18 +234,6 @@ def small_units(monkeypatch):
     monkeypatch.setattr(tokenized, "UNIT_BYTES", 1000)
 
 
-def test_the_number_of_workers_changes_no_block(tmp_path, small_units, monkeypatch, tokenizer):
-    sources = [source(tmp_path, "a", varied(120)), source(tmp_path, "b", varied(50, start=1000))]
-    options = {"length": 16, "wanted": 100, "seed": 0}
-    results = []
-    for workers in (1, 2, 3):
-        monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / f"artifacts-{workers}"))
-        found = open_blocks(sources, tokenizer, workers=workers, **options)
-        results.append((found[np.arange(len(found))].tolist(), [part.prepared.hash for part in found.parts]))
-    assert results[0] == results[1] == results[2]
-    assert found.parts[0].prepared.units > 5
-
-
 def test_a_larger_appetite_later_changes_no_earlier_block(tmp_path, small_units, tokenizer):
     sources = [source(tmp_path, "a", varied(400), share=60.0), source(tmp_path, "b", varied(300), share=40.0)]
 
@@ -307,11 +288,3 @@ def test_less_than_a_block_is_refused(tmp_path, tokenizer):
     assert len(open_blocks(shared, tokenizer, length=64, wanted=10, seed=0)) == 10  # not a block of it
     with pytest.raises(ValueError, match="no text"):
         open_blocks([], tokenizer, length=64, wanted=10, seed=0)
-
-
-@pytest.mark.parametrize("total", [1, 7, 1000])
-def test_the_largest_remainders_get_the_rest(total):
-    weights = np.random.default_rng(total).random(9)
-    counts = largest_remainder(weights, total)
-    assert sum(counts) == total
-    assert all(abs(c - w / weights.sum() * total) < 1 for c, w in zip(counts, weights, strict=True))

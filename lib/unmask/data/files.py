@@ -33,7 +33,8 @@ HOW_TO_MIRROR = (
     "where the Hub can be reached, `unmask mirror pull --preset NAME --to DIR` fetches what a preset needs, "
     "and UNMASK_MIRROR=DIR serves it here"
 )
-SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".arrow")
+JSONL, CSV = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
+SUFFIXES = (".parquet", ".arrow", *JSONL, *CSV)
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON lines and CSV
 TIMEOUT = 20.0  # seconds for the Hub's first answer
 

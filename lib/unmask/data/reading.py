@@ -12,7 +12,7 @@ import json
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub.errors import HTTPError
 
-from unmask.data.files import COMPRESSIONS, SUFFIXES, DataFile, data_files, is_data, suffix_of, verify
+from unmask.data.files import (
+    COMPRESSIONS,
+    CSV,
+    JSONL,
+    SUFFIXES,
+    DataFile,
+    data_files,
+    is_data,
+    suffix_of,
+    verify,
+)
 from unmask.data.registry import Source, split_of
 from unmask.store import nearest
 
@@ -56,14 +66,6 @@ class Unit:
 
 Pieces = list[tuple[int, int]]
 Rows = Iterator[tuple[int, dict[str, Any] | BadRow]]  # each with the number by which `place` finds it
-
-
-@dataclass(frozen=True)
-class Format:
-    """One format: a file's columns and its pieces of about so many bytes; the rows of a piece."""
-
-    cut: Callable[[str, int], tuple[list[str], Pieces]]
-    rows: Callable[[str, int, int, Collection[str]], Rows]  # file, start, stop, columns that are wanted
 
 
 def layout_of(source: Source) -> str:
@@ -122,7 +124,8 @@ def numbered(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[tupl
     if unit.sha256:
         verify(unit.file, unit.sha256)
     paths, layout = _paths(source, unit.queries), layout_of(source)
-    wanted = {name for path in _each(paths) for name in (path, path.partition(".")[0])}
+    asked = [path for several in paths.values() for path in _several(several)]
+    wanted = {*asked, *(path.partition(".")[0] for path in asked)}
     for number, raw in raw_rows(unit.file, unit.start, unit.stop, wanted):
         try:
             if isinstance(raw, BadRow):
@@ -177,19 +180,19 @@ def cut(file: str, unit_bytes: int) -> tuple[list[str], Pieces]:
         known = f"{', '.join(SUFFIXES)}; JSON and CSV also with {' or '.join(COMPRESSIONS)}"
         raise ValueError(f"{file}: {suffix_of(file) or 'no suffix'} is no known format; there are {known}")
     with _naming(file):
-        return FORMATS[suffix_of(file)].cut(file, unit_bytes)
+        return _FORMATS[suffix_of(file)][0](file, unit_bytes)
 
 
 def raw_rows(file: str, start: int, stop: int, wanted: Collection[str]) -> Rows:
     """The rows of a piece as they are in the file; of a table at least the columns that are wanted."""
     with _naming(file):
-        yield from FORMATS[suffix_of(file)].rows(file, start, stop, wanted)
+        yield from _FORMATS[suffix_of(file)][1](file, start, stop, wanted)
 
 
 def place(file: str, number: int) -> tuple[str, str]:
     """Where in its file a row is ("line 12", or "row 7" from 0), and its line, shortened, if it has one."""
-    if FORMATS[suffix_of(file)] is not _JSONL:
-        return f"{'line' if FORMATS[suffix_of(file)] is _CSV else 'row'} {number}", ""
+    if suffix_of(file) not in JSONL:
+        return f"{'line' if suffix_of(file) in CSV else 'row'} {number}", ""
     with _opened(file) as stream:
         line, position = 1, 0
         while position < number:
@@ -220,7 +223,7 @@ def _naming(file: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, PermissionError) as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
-    except (pa.ArrowException, OSError, EOFError, zlib.error, HTTPError) as error:
+    except (pa.ArrowException, csv.Error, OSError, EOFError, zlib.error, HTTPError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "://" in file:
             raise ValueError(f"{file} cannot be read ({reason}); try again, or read from a mirror") from error
@@ -268,12 +271,7 @@ def _csv(file: str) -> Iterator[Any]:
     with _opened(file) as stream:
         # Invalid bytes become lone surrogates, which are found with all others.
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        reader = csv.reader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
-        try:
-            yield reader
-        except csv.Error as error:
-            remedy = 'close every quote, and write a quote within a quoted value twice ("")'
-            raise ValueError(f"{file}, by line {reader.line_num}: {error}; {remedy}") from error
+        yield csv.reader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
 
 
 def _csv_cut(file: str, unit_bytes: int) -> tuple[list[str], Pieces]:
@@ -367,12 +365,11 @@ def _batch_rows(batch: pa.RecordBatch, number: int) -> Rows:
                 yield from _batch_rows(batch.slice(i, 1), number + i)
 
 
-_JSONL, _CSV = Format(_jsonl_cut, _jsonl_rows), Format(_csv_cut, _csv_rows)
-FORMATS = {
-    ".parquet": Format(_parquet_cut, _parquet_rows),
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _JSONL),
-    **dict.fromkeys((".csv", ".tsv"), _CSV),
-    ".arrow": Format(_arrow_cut, _arrow_rows),
+_FORMATS = {
+    ".parquet": (_parquet_cut, _parquet_rows),
+    ".arrow": (_arrow_cut, _arrow_rows),
+    **dict.fromkeys(JSONL, (_jsonl_cut, _jsonl_rows)),
+    **dict.fromkeys(CSV, (_csv_cut, _csv_rows)),
 }
 
 
@@ -403,10 +400,6 @@ def _paths(source: Source, queries: bool) -> dict[str, str]:
 
 def _several(paths: str) -> list[str]:
     return [path.strip() for path in paths.split(",")]
-
-
-def _each(paths: Mapping[str, str]) -> list[str]:
-    return [path for several in paths.values() for path in _several(several)]
 
 
 def _value(row: Mapping[str, Any], path: str) -> Any:

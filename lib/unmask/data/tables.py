@@ -194,13 +194,13 @@ def _fill(tables: _Tables, source: Source, dropped: Counter[str], workers: int |
     if gather and pieces:
         tables.write(_table(source, _package(source, pieces[0]), enumerate(gather(source, pieces, dropped))))
         return True
-    seen: dict[bytes, tuple[Unit, int]] = {}
+    ids = _Ids(source, dropped)
     wanted = (piece for piece in pieces if not tables.full)  # the rest is neither trained on nor held out
     read = in_order(partial(_read_unit, source), wanted, len(pieces), workers)
     for rows, counted, unit in tqdm(read, f"reading {source.name}", len(pieces), delay=2, leave=False):
         if not tables.full:
             dropped.update(counted)
-            tables.write(_distinct(source, rows, unit, seen, dropped) if "id" in source.columns else rows)
+            tables.write(ids.distinct(rows, unit))
     return not tables.full
 
 
@@ -232,39 +232,34 @@ def _fill_sample(tables: _Tables, source: Source, pieces: Sequence[Unit], droppe
     return True
 
 
-def _distinct(
-    source: Source,
-    rows: pa.Table,
-    unit: Unit,
-    seen: dict[bytes, tuple[Unit, int]],
-    dropped: Counter[str],
-) -> pa.Table:
-    """The rows whose id no earlier row has."""
-    places = [(unit, number) for number in rows["number"].to_pylist()]
-    new = [_is_new(source, *each, seen, dropped) for each in zip(rows["id"].to_pylist(), places, strict=True)]
-    return rows.filter(pa.array(new, pa.bool_()))
+class _Ids:
+    """The ids of a source's rows, each of which may have one row."""
 
+    def __init__(self, source: Source, dropped: Counter[str]) -> None:
+        self.source, self.dropped = source, dropped
+        self.places: dict[bytes, tuple[Unit, int]] = {}  # by digest, because there may be many
 
-def _is_new(
-    source: Source,
-    name: str,
-    here: tuple[Unit, int],
-    seen: dict[bytes, tuple[Unit, int]],
-    dropped: Counter[str],
-) -> bool:
-    """Whether no earlier row has this id; else the row is refused or counted.
+    def new(self, name: str, unit: Unit, number: int) -> bool:
+        """Whether no earlier row has this id; else the row is refused or counted.
 
-    Raises: ValueError that names both rows.
-    """
-    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()  # because there may be many
-    unit, number = seen.setdefault(digest, here)
-    if (unit, number) == here:
-        return True
-    # To find a line is to read what is before it, which is too much for every row that is only counted.
-    where = f"{unit.file}, {place(unit.file, number)[0]}" if source.bad_rows == "stop" else ""
-    bad = BadRow("duplicate id", f"the row at {where} has the id {name!r} too; an id names one row")
-    refuse(source, here[0].file, here[1], bad, dropped)
-    return False
+        Raises: ValueError that names both rows.
+        """
+        digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+        first, row = self.places.setdefault(digest, (unit, number))
+        if (first, row) == (unit, number):
+            return True
+        # To find a line is to read what is before it: too much for every row that is only counted.
+        where = f"{first.file}, {place(first.file, row)[0]}" if self.source.bad_rows == "stop" else ""
+        bad = BadRow("duplicate id", f"the row at {where} has the id {name!r} too; an id names one row")
+        refuse(self.source, unit.file, number, bad, self.dropped)
+        return False
+
+    def distinct(self, rows: pa.Table, unit: Unit) -> pa.Table:
+        """The rows whose id is new; all of them where the source has no ids."""
+        if "id" not in self.source.columns:
+            return rows
+        named = zip(rows["id"].to_pylist(), rows["number"].to_pylist(), strict=True)
+        return rows.filter(pa.array([self.new(name, unit, number) for name, number in named], pa.bool_()))
 
 
 # --- documents whose rows are not documents; all rows of the source are held in memory
@@ -276,10 +271,10 @@ def _gather_flat(
     """Rows of one title are a document: chunks in order of appearance, equal ones once. The split is that of
     its first row."""
     documents: dict[str, dict[str, Any]] = {}
-    seen: dict[bytes, tuple[Unit, int]] = {}
+    ids = _Ids(source, dropped)
     for unit in pieces:
         for number, row in numbered(source, unit, dropped):
-            if "id" in row and not _is_new(source, row["id"], (unit, number), seen, dropped):
+            if "id" in row and not ids.new(row["id"], unit, number):
                 continue
             new = {"id": row["title"], "split": row["split"], "chunks": {}, "queries": [], "golds": []}
             document = documents.setdefault(row["title"], new)
