@@ -165,7 +165,7 @@ def test_the_split_is_decided_by_held_by_then_key_then_document(tmp_path: Path) 
 # --- bad input: each names file, row and remedy
 
 BAD_LINES = {
-    "wrong type": ({"query": 3, "document": "d"}, "query is of type int, not text: 3"),
+    "wrong type": ({"query": 3, "document": "d"}, "query is a number, not text: 3"),
     "no query": ({"query": None, "document": "d"}, "query is null"),
     "empty document": ({"query": "q", "document": "  \n"}, "document is empty or only white space"),
     "lone surrogate": (

@@ -112,7 +112,7 @@ def test_what_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
     with pytest.raises(ValueError, match=r"geografy is neither .* of ConTEB; did you mean 'geography'"):
         load("geografy")
-    with pytest.raises(ValueError, match="documents has no split 'dev'; there are: test"):
+    with pytest.raises(ValueError, match="documents has no split 'dev'; known: test"):
         load(repository(tmp_path / "own", split="test"), "dev")
     with pytest.raises(ValueError, match=r"illuin-conteb/geography is not in the mirror .* mirror pull"):
         load("geography")
@@ -128,8 +128,8 @@ def test_what_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
         (DOCUMENTS, [*QUERIES, {"query": "?", "chunk_id": "c_7"}], r"row 2: there is no chunk 'c_7'"),
         (DOCUMENTS, [{"query": None, "chunk_id": "b_0"}], r"queries/.*, row 0: query is None"),
         (DOCUMENTS, [{"query": "?", "chunk_ids": []}], r"row 0: chunk_ids is \[\], not a list of some"),
-        (DOCUMENTS, [{"question": "?", "chunk_id": "b_0"}], r"has no column query; there are: question"),
-        ([{"chunk_id": "a_0", "text": "x"}], QUERIES, r"has no column chunk \(did you mean 'chunk_id'\?\)"),
+        (DOCUMENTS, [{"question": "?", "chunk_id": "b_0"}], r"has no column query; known: question"),
+        ([{"chunk_id": "a_0", "text": "x"}], QUERIES, r"has no column chunk; did you mean 'chunk_id'\?"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named(tmp_path, documents, queries, message):

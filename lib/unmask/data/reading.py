@@ -42,6 +42,7 @@ UNIT_BYTES = 16 << 20
 BATCH_ROWS = 128  # of a table that are Python objects at one time
 BUFFER = 1 << 20
 MAX_TEXT_BYTES = 8_000_000  # longer is a broken file rather than a text
+_KINDS = {int: "a number", float: "a number", dict: "an object"}
 _QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
 
 
@@ -484,8 +485,8 @@ def _golds(value: Any, name: str) -> list[int]:
 
 def _require(value: Any, kind: type, words: str, name: str) -> None:
     if type(value) is not kind:
-        shown = shortened(repr(value), 60)
-        raise BadRow("wrong type", f"{name} is of type {type(value).__name__}, not {words}: {shown}")
+        found = _KINDS.get(type(value), f"a {type(value).__name__}")
+        raise BadRow("wrong type", f"{name} is {found}, not {words}: {shortened(repr(value), 60)}")
 
 
 def _check_golds(row: Mapping[str, Any]) -> None:
