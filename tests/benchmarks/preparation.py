@@ -20,13 +20,13 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from joblib import cpu_count
 from measure import Case, Row
 
-from unmask.data.blocks import prepare_text
 from unmask.data.prepare import Prepared
 from unmask.data.registry import Source
+from unmask.data.tokenized import prepare_text
 from unmask.data.tokens import StoredTokenizer, train_tokenizer
-from unmask.data.workers import cores
 
 MEGABYTES, VOCABULARY = 30, 8_192
 LARGEST = 200_000  # characters of a file that is taken
@@ -100,9 +100,7 @@ def preparation_case(megabytes: float = MEGABYTES) -> Case:
             "all at once": lambda: library(len(every)),
         },
     }
-    setting = (
-        f"{len(every):,} files of Python source, {megabytes} MB, vocabulary {VOCABULARY:,}, {cores()} cores"
-    )
+    setting = f"{len(every):,} Python files, {megabytes} MB, vocabulary {VOCABULARY:,}, {cpu_count()} cores"
     return Case(setting, "MB/s", sum(map(len, every)) / 1e6, programs, check)
 
 

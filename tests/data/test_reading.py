@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -21,8 +20,7 @@ import pytest
 
 from fake_hub import fake_hub
 from unmask.data.files import data_files
-from unmask.data.lines import MAX_TEXT_BYTES
-from unmask.data.reading import layout_of, read, units
+from unmask.data.reading import read, units
 from unmask.data.registry import Source, split_of
 
 PAIRS = [{"query": f"what is {i}?", "document": f"{i} is a number, ünlike {'x' * i}"} for i in range(50)]
@@ -101,7 +99,7 @@ def refusal(source: Source) -> str:
 @pytest.mark.parametrize(
     "name", ["a.jsonl", "a.ndjson", "a.parquet", "a.csv", "a.tsv", "a.arrow", "a.jsonl.gz", "a.json.zst"]
 )
-@pytest.mark.parametrize("unit_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
 def test_every_format_gives_the_rows_whatever_the_size_of_a_piece(
     tmp_path: Path, name: str, unit_bytes: int
 ) -> None:
@@ -111,37 +109,6 @@ def test_every_format_gives_the_rows_whatever_the_size_of_a_piece(
         (pair["query"], pair["document"]) for pair in PAIRS
     ]
     assert all(row["key"] == row["document"] and row["split"] == "train" for row in rows)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
-def test_small_pieces_are_many_and_picklable_in_a_fixed_order(tmp_path: Path, name: str) -> None:
-    source = own(write_as(tmp_path / name, PAIRS))
-    pieces = units(source, unit_bytes=300)
-    assert len(pieces) > 3
-    assert pickle.loads(pickle.dumps(pieces)) == units(source, unit_bytes=300)
-
-
-def test_lines_may_end_with_crlf_or_without_newline_and_be_blank(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two"}\n   \n{"text": "three"}')
-    for unit_bytes in (1, 5, 1000):
-        rows = rows_of(own(path, role="text"), unit_bytes=unit_bytes)
-        assert [row["text"] for row in rows] == ["one", "two", "three"]
-
-
-def test_csv_values_may_hold_newlines_commas_and_quotes(tmp_path: Path) -> None:
-    rows = [{"query": 'a "quoted", one', "document": "two\nlines"}, {"query": "q", "document": "d"}]
-    assert [row["document"] for row in rows_of(own(write_csv(tmp_path / "a.csv", rows)))] == [
-        "two\nlines",
-        "d",
-    ]
-
-
-def test_several_files_by_pattern_come_in_order_and_once(tmp_path: Path) -> None:
-    for i in (2, 0, 1):
-        write_jsonl(tmp_path / f"part-{i}.jsonl", [{"text": f"text {i}"}])
-    source = own(tmp_path / "part-*.jsonl", tmp_path / "part-1.jsonl", role="text")
-    assert [row["text"] for row in rows_of(source)] == ["text 0", "text 1", "text 2"]
 
 
 # --- columns and layouts
@@ -178,39 +145,6 @@ def test_paths_reach_into_structs_and_lists(tmp_path: Path, name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("columns", "expected"), [("neg_1, neg_2", ["a", "b"]), ("neg_1", ["a"]), ("all", ["c", "d"])]
-)
-def test_negatives_are_a_list_one_column_or_several(
-    tmp_path: Path, columns: str, expected: list[str]
-) -> None:
-    row = {"query": "q", "document": "d", "neg_1": "a", "neg_2": "b", "all": ["c", "d"]}
-    source = own(
-        write_parquet(tmp_path / "a.parquet", [row]),
-        role="triplets",
-        columns=PAIR_COLUMNS | {"negatives": columns},
-    )
-    assert rows_of(source)[0]["negatives"] == expected
-
-
-def test_a_column_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"my.text": "yes", "my": {"text": "no"}}])
-    assert rows_of(own(path, role="text", columns={"text": "my.text"}))[0]["text"] == "yes"
-
-
-def test_layouts_of_documents(tmp_path: Path) -> None:
-    nested = {"chunks": ["a", "b"], "queries": ["q"], "golds": [1]}
-    source = own(
-        write_jsonl(tmp_path / "n.jsonl", [nested]), role="documents", columns={name: name for name in nested}
-    )
-    assert (layout_of(source), rows_of(source)) == ("nested", [nested | {"split": "train"}])
-    flat = {"title": "t", "chunk": "c", "query": "q"}
-    source = own(
-        write_jsonl(tmp_path / "f.jsonl", [flat]), role="documents", columns={name: name for name in flat}
-    )
-    assert (layout_of(source), rows_of(source)) == ("flat", [flat | {"split": "train"}])
-
-
 def test_the_split_is_decided_by_held_by_then_key_then_document(tmp_path: Path) -> None:
     rows = [
         {"query": f"q{i}", "document": f"d{i}", "topic": f"t{i % 20}", "article": f"a{i % 30}"}
@@ -243,7 +177,7 @@ BAD_LINES = {
     "missing column": ({"query": "q"}, "there is no 'document'"),
     "too long": (
         b'{"query": "q", "document": "' + b"x" * 10_000_000 + b'"}',
-        "the line has 10.0 MB, at most 8 MB",
+        "document has 10.0 MB, at most 8 MB are read",
     ),
 }
 
@@ -269,19 +203,6 @@ def test_a_bad_line_is_refused_with_file_line_and_remedy_or_counted(
     assert dropped == {reason: 1}
 
 
-def test_a_long_line_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    with path.open("wb") as file:
-        file.write(b'{"text": "')
-        for _ in range(120):
-            file.write(b"x" * 1_000_000)
-        file.write(b'"}\n{"text": "short"}\n')
-    assert (
-        peak_megabytes(path, bad_rows="drop")
-        < peak_megabytes(write_jsonl(tmp_path / "b.jsonl", [{"text": "t"}])) + 40
-    )
-
-
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
 def test_a_bad_row_of_a_table_is_named(tmp_path: Path, name: str) -> None:
     path = write_as(tmp_path / name, [*PAIRS[:30], {"query": "q", "document": " "}, *PAIRS[30:]])
@@ -294,22 +215,16 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, name: str) -> None:
     assert dropped == {"empty document": 1}
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv", "a.arrow"])
-@pytest.mark.parametrize("bad_rows", ["stop", "drop"])
-def test_a_missing_column_is_always_an_error_at_the_start(tmp_path: Path, name: str, bad_rows: str) -> None:
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
+def test_a_missing_column_is_always_an_error_at_the_start(tmp_path: Path, name: str) -> None:
     path = write_as(tmp_path / name, [{"question": "q", "documents": "d"}])
-    source = own(path, columns={"query": "question", "document": "document"}, bad_rows=bad_rows)
+    source = own(path, columns={"query": "question", "document": "document"}, bad_rows="drop")
     with pytest.raises(ValueError) as caught:
         units(source)
     assert str(caught.value) == (
-        f"{path} has no column 'document' (did you mean 'documents'?); there are: question, documents. "
-        "Say under `columns` of source mine which one is 'document'"
+        f"{path} has no column 'document'; say under `columns` of source mine which one is 'document'; "
+        "did you mean 'documents'?"
     )
-
-
-def test_a_column_of_the_wrong_type_is_named_in_parquet(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"text": ["a", "b"]}])
-    assert f"{path}, row 0: text is a list, not text: ['a', 'b']" in refusal(own(path, role="text"))
 
 
 def test_bytes_that_are_no_utf8_are_found_in_csv_and_parquet(tmp_path: Path) -> None:
@@ -325,41 +240,20 @@ def test_bytes_that_are_no_utf8_are_found_in_csv_and_parquet(tmp_path: Path) -> 
     assert dropped == {"invalid UTF-8": 1}
 
 
-def test_a_text_that_is_too_long_in_parquet(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"text": "x"}, {"text": "x" * (MAX_TEXT_BYTES + 1)}])
-    assert f"{path}, row 1: text has 8.0 MB, at most 8 MB are read" in refusal(own(path, role="text"))
-
-
-@pytest.mark.parametrize("keep", [0.5, 0.98])
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz", "a.jsonl.zst"])
-def test_a_truncated_file_is_named_with_the_remedy(tmp_path: Path, name: str, keep: float) -> None:
+def test_a_truncated_file_is_named_with_the_remedy(tmp_path: Path, name: str) -> None:
     path = write_as(tmp_path / name, PAIRS * 20)
     data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * keep)])
+    path.write_bytes(data[: int(len(data) * 0.9)])
     for bad_rows in ("stop", "drop"):
         message = refusal(own(path, bad_rows=bad_rows))
         assert message.startswith(f"{path} is truncated or damaged (")
         assert message.endswith("; write, pull or download it again")
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('query,document\na,"open\nb,c\n', "line 2: unexpected end of data; close every quote"),
-        ("query,document\na,b\na,b,c\n", "line 3: the row has 3 values for 2 columns; quote what has commas"),
-        (f"query,document\n{'x' * 10_000_000},b\n", "line 2: the line is too long, at most 8 MB are read"),
-        ("query;document\na;b\n", "no column 'query'"),
-    ],
-)
-def test_csv_that_is_none(tmp_path: Path, content: str, expected: str) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(content, encoding="utf8")
-    assert expected in refusal(own(path))
-
-
 def test_other_files_than_expected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    assert f"{tmp_path / 'a.txt'}: .txt is no known format; there are .parquet, .jsonl" in refusal(
+    assert f"{tmp_path / 'a.txt'}: .txt is no known format; there are .parquet, .arrow, .jsonl" in refusal(
         own(tmp_path / "a.txt", role="text")
     )
     (tmp_path / "a.json").write_text('[{"text": "x"}]')
@@ -416,7 +310,8 @@ print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
     return float(done.stdout) / 1024
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet", "a.jsonl.gz"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.gz"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     noise = random.Random(0)
     rows = [{"text": noise.randbytes(1000).hex()} for _ in range(3_000)]
@@ -481,38 +376,20 @@ def test_a_mirror_may_hold_some_of_the_files(mirror: Path) -> None:
     assert "no file of split train is in" in refusal(mirrored(config="fra"))
 
 
-def test_a_repository_without_readme_has_a_folder_for_each_configuration(mirror: Path) -> None:
-    (mirror / "README.md").unlink()
-    assert [row["text"] for row in rows_of(mirrored(config="fra"))] == ["fra 0", "fra 1"]
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         (
             {"config": "due"},
-            "Source mine: org/name has no configuration 'due' (did you mean 'deu'?); there are: deu, fra",
+            "Source mine: org/name has no configuration 'due'; did you mean 'deu'?",
         ),
-        ({"config": ""}, "has no default configuration; name one; there are: deu, fra"),
-        ({"split": "test"}, "org/name, configuration deu has no split 'test'; there are: train"),
+        ({"config": ""}, "org/name has no configuration 'default'; did you mean 'deu'?"),
+        ({"split": "test"}, "org/name, configuration deu has no split 'test'; known: train"),
         ({"repo": "org/other"}, "org/other is not in the mirror"),
     ],
 )
 def test_what_a_mirror_does_not_hold_is_named(mirror: Path, values: dict[str, str], expected: str) -> None:
     assert expected in refusal(mirrored(**values))
-
-
-def test_a_mirror_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
-    message = refusal(mirrored())
-    assert "set UNMASK_MIRROR" in message and "`unmask mirror pull --preset NAME --to DIR`" in message
-
-
-def test_a_hub_that_cannot_be_reached_says_how_to_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
-    message = refusal(mirrored(kind="hub"))
-    assert message.startswith("Source mine: org/name: the Hub cannot be reached (")
-    assert "`unmask mirror pull --preset NAME --to DIR`" in message and "UNMASK_MIRROR=DIR" in message
 
 
 def test_the_hub_is_read_over_the_wire_and_its_refusals_say_what_to_do(tmp_path: Path) -> None:
@@ -608,23 +485,3 @@ def test_a_mirror_of_another_revision_is_refused(mirror: Path) -> None:
     assert f"the mirror holds revision {'a' * 40} of org/name, not {'b' * 40}" in refusal(
         mirrored(revision="b" * 40)
     )
-
-
-@pytest.mark.mirror
-def test_the_real_mirror_has_the_documented_rows() -> None:
-    columns = {"query": "question", "document": "context", "held_by": "title"}
-    xquad = mirrored(
-        role="pairs",
-        repo="google/xquad",
-        config="xquad.en",
-        split="validation",
-        columns=columns,
-        hold_out=0.2,
-    )
-    rows = rows_of(xquad)
-    assert len(rows) == 1190 and len({row["document"] for row in rows}) == 240
-    columns = {"query": "sentence1", "document": "sentence2"}
-    tatoeba = mirrored(
-        role="pairs", repo="mteb/tatoeba-bitext-mining", config="deu-eng", split="test", columns=columns
-    )
-    assert len(rows_of(tatoeba)) == 1000

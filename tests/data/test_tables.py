@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +126,6 @@ def test_the_hash_is_of_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert collect(source, tmp_path / "two")["hash"] != first
 
 
-def test_the_error_of_a_worker_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = pairs(500)
-    rows[400]["document"] = ""
-    path = write(tmp_path / "a.jsonl", rows)
-    monkeypatch.setattr(tables, "units", lambda source: units(source, unit_bytes=2000))
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 401: document is empty"):
-        collect(own(path), tmp_path / "out", workers=2)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.jsonl"]
-
-
 def test_duplicate_ids_are_refused_with_both_rows(tmp_path: Path) -> None:
     rows = [row | {"id": i} for i, row in enumerate(pairs(30))]
     rows[20]["id"] = 3
@@ -217,13 +203,6 @@ def test_flat_rows_are_gathered_by_title(tmp_path: Path) -> None:
     assert (two["chunks"], two["golds"]) == (["alone"], [0])
 
 
-def test_ids_of_flat_rows_are_checked_too(tmp_path: Path) -> None:
-    rows = [{"id": "x", "title": "one", "chunk": f"c{i}", "query": "q"} for i in range(2)]
-    path = write(tmp_path / "a.jsonl", rows)
-    with pytest.raises(ValueError, match=r"line 2: the row at .*, line 1 has the id 'x' too"):
-        collect(own(path, "documents", columns=FLAT | {"id": "id"}), tmp_path / "out")
-
-
 @pytest.fixture
 def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     """A repository of a mirror with chunks and queries in two configurations, some of them bad."""
@@ -262,27 +241,6 @@ def test_chunks_and_queries_of_two_configurations_are_joined(joined: Source, tmp
 # --- whole or not at all
 
 
-def test_a_killed_collection_leaves_no_table_and_is_done_again(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", pairs(150_000))
-    code = (
-        "from pathlib import Path\n"
-        "from unmask.data.registry import Source\n"
-        "from unmask.data.tables import collect\n"
-        f"collect(Source('mine', 'files', 'pairs', 'eng_Latn', 'CC0-1.0', files=({str(path)!r},), "
-        f"columns={PAIR_COLUMNS!r}), Path({str(tmp_path / 'out')!r}))\n"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code])
-    partial = tmp_path / ".partial-out" / "train.arrow"
-    while not partial.exists() and child.poll() is None:
-        time.sleep(0.005)
-    os.kill(child.pid, signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-    assert partial.exists() and not (tmp_path / "out").exists()
-    write(path, pairs(5))
-    collect(own(path), tmp_path / "out")
-    assert len(table(tmp_path / "out", "train")) == 5 and not partial.parent.exists()
-
-
 # --- identity
 
 
@@ -311,28 +269,3 @@ def test_identity_of_a_pulled_file_is_its_checksum(joined: Source, tmp_path: Pat
     files["queries.jsonl"]["sha256"] = "another"
     manifest.write_text(json.dumps({"revision": "a" * 40, "files": files}))
     assert identity(joined) != first
-
-
-@pytest.mark.mirror
-def test_the_real_mirror_gives_its_documents_pairs_and_text(tmp_path: Path) -> None:
-    def mirrored(role: str, repo: str, **values: Any) -> Source:
-        return Source(name=repo, kind="mirror", role=role, language="mul", licence="", repo=repo, **values)
-
-    columns = {"title": "title", "chunk": "context", "query": "question"}
-    documents = mirrored(
-        "documents", "google/xquad", config="xquad.ru", split="validation", columns=columns, hold_out=0.2
-    )
-    sizes = collect(documents, tmp_path / "documents")["sizes"]
-    assert {part: sum(size[part] for size in sizes.values()) for part in ("rows", "chunks", "queries")} == {
-        "rows": 48,
-        "chunks": 240,
-        "queries": 1190,
-    }
-    columns = {"query": "sentence1", "document": "sentence2"}
-    translations = mirrored(
-        "pairs", "mteb/tatoeba-bitext-mining", config="fra-eng", split="test", columns=columns, hold_out=0.1
-    )
-    card = collect(translations, tmp_path / "pairs")
-    assert sum(size["rows"] for size in card["sizes"].values()) == 1000 and card["dropped"] == {}
-    text = collect(mirrored("text", "open-text/english", columns={"text": "text"}), tmp_path / "text")
-    assert text["complete"] and text["sizes"]["train"]["characters"] > 5_000_000

@@ -1,4 +1,7 @@
-"""Pairs and documents as token ids, cut to a stage's lengths and mapped from files."""
+"""Pairs, documents and blocks of text as token ids: cut to a stage's lengths, in the sources' shares."""
+
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,8 +9,19 @@ from datasets import Dataset, concatenate_datasets
 
 import tiny
 from unmask.data import tokenized
-from unmask.data.tokenized import distinct_rows, single_chunks, token_documents, token_pairs
-from unmask.data.tokens import StoredTokenizer, tokenize
+from unmask.data.registry import Source
+from unmask.data.tokenized import (
+    distinct_rows,
+    open_blocks,
+    single_chunks,
+    token_documents,
+    token_pairs,
+)
+from unmask.data.tokens import StoredTokenizer, pack, tokenize
+from unmask.study import paper
+
+TABLE_10 = [row["Prevalence"] for row in paper.table(10)]  # percent of the pretraining data by language
+TEXTS = ["Read a table from a file.", "Die Datei wird gelesen.", "Compute the mean of an array, ignoring it."]
 
 LENGTHS = {"query_length": 8, "document_length": 12}
 PAIRS = Dataset.from_dict(
@@ -151,15 +165,126 @@ def test_a_text_without_tokens_is_named(column, message, stored):
         pairs(rows, stored)
 
 
-def test_a_chunk_without_tokens_is_named(stored):
-    rows = Dataset.from_dict({"chunks": [["a"], ["b", ""]], "queries": [["q"], ["r"]], "golds": [[0], [0]]})
-    with pytest.raises(ValueError, match="data set 'd', row 1: one of its chunks has no tokens"):
-        documents(rows, stored)
-
-
 def test_large_vocabularies_take_four_bytes(stored):
     from dataclasses import replace
 
     found = pairs(PAIRS, replace(stored, dtype="uint32", hash="other"))
     assert {ids.dtype for ids in found.queries} == {np.dtype(np.uint32)}
     assert lists(found.queries) == tokens(PAIRS["query"][:], 8)
+
+
+# --- blocks
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny.tokenizer()
+
+
+def source(folder, name, texts, **more):
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    about = {"kind": "files", "role": "text", "language": "eng_Latn", "licence": "none"}
+    return Source(name=name, **about, files=(str(path),), columns={"text": "text"}, **more)
+
+
+def varied(count, start=0):
+    return [f"{TEXTS[i % 3]} {i * 7919}" for i in range(start, start + count)]
+
+
+def sorted_blocks(found):
+    return sorted(found[np.arange(len(found))].tolist())
+
+
+def test_shares_are_exact_to_the_block(tmp_path, tokenizer):
+    """Thirty sources of one block's worth each, told apart by a token of their own."""
+    stored = StoredTokenizer.of(tokenizer)
+    letters = [chr(code) for code in range(ord("A"), ord("A") + 30)]
+    ids = [stored.load().encode(letter, add_special_tokens=False).ids[0] for letter in letters]
+    sources = [
+        source(tmp_path, f"s{i}", [letter] * 100, share=share)
+        for i, (letter, share) in enumerate(zip(letters, TABLE_10, strict=True))
+    ]
+    wanted = 9_973
+    found = open_blocks(sources, tokenizer, length=16, wanted=wanted, seed=0)
+    assert found.shape == (wanted, 16)
+    first_N = found[np.arange(wanted)].max(1)
+    shares = [100 * (first_N == one).mean() for one in ids]
+    np.testing.assert_allclose(shares, np.array(TABLE_10) / sum(TABLE_10) * 100, atol=100 / wanted)
+    np.testing.assert_allclose(shares, TABLE_10, atol=0.1)
+    report = found.report()
+    np.testing.assert_allclose([row["share"] for row in report], shares)
+    assert report[0]["epochs"] == pytest.approx(report[0]["blocks"] / 12)  # 100 texts of two tokens
+
+
+def test_blocks_are_the_packed_texts(tmp_path, tokenizer):
+    texts = varied(300)
+    found = open_blocks([source(tmp_path, "a", texts)], tokenizer, length=32, wanted=10**6, seed=1)
+    packed = pack(tokenizer, texts, 32)
+    assert sorted_blocks(found) == sorted(packed.tolist())
+    assert found[np.arange(len(found))].tolist() != packed.tolist()  # in another order
+    assert found[np.array([3, 3])].dtype == np.uint16
+    (row,) = found.report()
+    assert row["unused tokens"] == row["tokens"] - found.shape[0] * 32
+    assert (row["texts"], row["epochs"], row["share"]) == (300, 1.0, 100.0)
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    monkeypatch.setattr(tokenized, "UNIT_BYTES", 1000)
+
+
+def test_a_larger_appetite_later_changes_no_earlier_block(tmp_path, small_units, tokenizer):
+    sources = [source(tmp_path, "a", varied(400), share=60.0), source(tmp_path, "b", varied(300), share=40.0)]
+
+    def opened(wanted, length=16):
+        return open_blocks(sources, tokenizer, length=length, wanted=wanted, seed=0, workers=1)
+
+    few = opened(40)
+    before, prepared = few[np.arange(40)].tolist(), few.parts[0].prepared
+    many = opened(300, length=8)
+    assert many.parts[0].prepared.units > prepared.units
+    assert many.parts[0].prepared.folder == prepared.folder  # one file for every length
+    assert opened(40)[np.arange(40)].tolist() == before
+
+
+def test_without_shares_sources_give_what_they_have(tmp_path, tokenizer):
+    sources = [source(tmp_path, "a", varied(300)), source(tmp_path, "b", varied(100))]
+    found = open_blocks(sources, tokenizer, length=16, wanted=40, seed=0)
+    counts, tokens = zip(*((p.count, len(p.tokens)) for p in found.parts), strict=True)
+    assert sum(counts) == 40
+    assert counts[0] / 40 == pytest.approx(tokens[0] / sum(tokens), abs=1 / 40)
+    everything = open_blocks(sources, tokenizer, length=16, wanted=10**6, seed=0)
+    assert [part.count for part in everything.parts] == [n // 16 for n in tokens]
+
+
+def test_a_small_source_repeats_in_another_order(tmp_path, tokenizer):
+    sources = [source(tmp_path, "a", varied(40), share=50.0), source(tmp_path, "b", varied(400), share=50.0)]
+    found = open_blocks(sources, tokenizer, length=16, wanted=200, seed=0)
+    part, rows = found.parts[0], found[np.arange(100)].tolist()
+    assert part.distinct < 50
+    one, two = rows[: part.distinct], rows[part.distinct : 2 * part.distinct]
+    assert sorted(one) == sorted(two) and one != two
+    assert found.report()[0]["epochs"] == pytest.approx(100 / part.distinct)
+
+
+def test_held_out_and_bad_rows_are_left_out_and_counted(tmp_path, tokenizer):
+    texts = varied(400)
+    one = source(tmp_path, "a", [*texts, " ", "\ud800"], hold_out=0.3, bad_rows="drop")
+    found = open_blocks([one], tokenizer, length=16, wanted=10**6, seed=0)
+    (row,) = found.report()
+    assert row["texts"] + row["held out"] == 400
+    assert 100 < row["held out"] < 220
+    assert sum(count for key, count in row.items() if key.startswith("dropped: ")) == 2
+
+
+def test_less_than_a_block_is_refused(tmp_path, tokenizer):
+    full, short = source(tmp_path, "full", varied(50)), source(tmp_path, "short", ["Two words"])
+    with pytest.raises(ValueError, match=r"'short' has .* not one block of 64"):
+        open_blocks([full, short], tokenizer, length=64, wanted=10, seed=0)
+    shared = [replace(full, share=99.0), replace(short, share=1.0)]
+    with pytest.raises(ValueError, match=r"'short' has .* not one block of 64"):
+        open_blocks(shared, tokenizer, length=64, wanted=100, seed=0)
+    assert len(open_blocks(shared, tokenizer, length=64, wanted=10, seed=0)) == 10  # not a block of it
+    with pytest.raises(ValueError, match="no text"):
+        open_blocks([], tokenizer, length=64, wanted=10, seed=0)

@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from joblib import cpu_count
 
 from toy_checkout import Checkout
-from unmask.data.workers import cores
 
 LOOK = """
 import json, os, sys
@@ -291,7 +291,7 @@ def test_independent_notebooks_run_side_by_side(checkout: Checkout, gpus: int) -
         assert sorted(one["gpus"] for one in seen) == ["1,0", "3,2"]
         assert [one["overrides"]["parallel.num_processes"] for one in [*seen, last]] == [2, 2, 4]
     else:
-        assert [one["threads"] for one in seen] == [str(max(cores() // 2, 1))] * 2
+        assert [one["threads"] for one in seen] == [str(max(cpu_count() // 2, 1))] * 2
         assert [one["overrides"] for one in seen] == [{}] * 2
         assert last["threads"] == ""  # alone it has all of the machine
     assert set(record(checkout)["stages"]) == {"00_left", "01_right", "02_join"}

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-import difflib
-import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from unmask.data.formats import is_data
-from unmask.data.registry import Source
-from unmask.store import artifacts_root, write_atomic
+from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern, sanitize_patterns
+from datasets.utils.metadata import MetadataConfigs
+from huggingface_hub import DatasetCard, HfApi, HfFileSystem
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from unmask.data.registry import Source, own_files
+from unmask.store import artifacts_root, nearest, write_atomic
 
 MANIFEST = ".unmask-mirror.json"
 HOW_TO_MIRROR = (
     "where the Hub can be reached, `unmask mirror pull --preset NAME --to DIR` fetches what a preset needs, "
     "and UNMASK_MIRROR=DIR serves it here"
 )
+JSONL, CSV = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
+SUFFIXES = (".parquet", ".arrow", *JSONL, *CSV)
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of JSON lines and CSV
 TIMEOUT = 20.0  # seconds for the Hub's first answer
 
 
@@ -34,6 +46,17 @@ class DataFile:
     path: str  # local, or an hf:// URL
     size: int  # bytes
     sha256: str = ""  # where a mirror's manifest has it
+
+
+def suffix_of(file: str) -> str:
+    """The suffix that tells a file's format, the compression's left out."""
+    path = PurePosixPath(file.lower())
+    return PurePosixPath(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def is_data(file: str) -> bool:
+    """Whether a file's name tells a format that is read."""
+    return suffix_of(file) in SUFFIXES
 
 
 def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
@@ -53,7 +76,6 @@ def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
         return _mirror_files(source, config, Path(mirror).resolve())
     if source.kind == "mirror":
         raise ValueError(f"Source {source.name} is read from a mirror: set UNMASK_MIRROR; {HOW_TO_MIRROR}")
-    assert source.kind == "hub", source.kind
     return _hub_files(source, config)
 
 
@@ -65,31 +87,24 @@ def resolved(source: Source, config: str, base: str, readme: Path | None) -> lis
         readme: the repository's README.md; None if there is none.
     Raises: ValueError for an unknown configuration or split, or if no file is there.
     """
-    from datasets.data_files import (
-        EmptyDatasetError,
-        get_data_patterns,
-        resolve_pattern,
-        sanitize_patterns,
-    )
-
     where = f"Source {source.name}: {source.repo}"
-    folder, patterns = base, None
+    folder, patterns, wanted = base, None, config or "default"
     if configs := readme and _configurations(readme, readme.stat().st_mtime_ns):
         name = config or configs.get_default_config_name()
         if name not in configs:
-            raise ValueError(f"{where} has {_unknown('configuration', name, configs)}")
+            raise ValueError(f"{where} has no configuration {wanted!r}{nearest(wanted, configs)}")
         folder = "/".join(filter(None, [base, configs[name].get("data_dir")]))
         if given := configs[name].get("data_files"):
             patterns = sanitize_patterns(given)
     elif config:
         folder = f"{base}/{config}"  # so it is on the branch refs/convert/parquet, which has no README
-    where += f", configuration {config or 'default'}"
+    where += f", configuration {wanted}"
     try:
         patterns = patterns or get_data_patterns(folder)
     except EmptyDatasetError:
         raise ValueError(f"{where}: there is no data file in {folder}") from None
     if source.split not in patterns:
-        raise ValueError(f"{where} has {_unknown('split', source.split, patterns)}")
+        raise ValueError(f"{where} has no split {source.split!r}{nearest(source.split, patterns)}")
     files: dict[str, None] = {}
     for pattern in patterns[source.split]:
         with suppress(FileNotFoundError):  # a mirror may hold as many files of a text as are needed
@@ -103,16 +118,9 @@ def resolved(source: Source, config: str, base: str, readme: Path | None) -> lis
 def manifest(folder: str | Path) -> dict[str, Any]:
     """What `unmask mirror pull` recorded of a repository: its revision, and files with size and sha256. Empty
     for one that was put into the mirror by hand.
-
-    Raises: ValueError if the manifest is damaged.
     """
     path = Path(folder) / MANIFEST
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it, and `unmask mirror pull` again") from error
+    return json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
 
 
 def verify(path: str, sha256: str) -> None:
@@ -136,14 +144,11 @@ def verify(path: str, sha256: str) -> None:
 
 
 def _own_files(source: Source) -> list[DataFile]:
-    found: dict[str, None] = {}
-    for pattern in source.files:
-        matches = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
-        files = [match for match in matches if os.path.isfile(match)]
-        if not files:
-            raise ValueError(f"Source {source.name}: no file {pattern}; correct `files` in its registry")
-        found.update(dict.fromkeys(files))
-    return [DataFile(file, os.path.getsize(file)) for file in found]
+    found = dict.fromkeys(path for path in own_files(source) if path.is_file())
+    if not found:
+        named = " or ".join(source.files)
+        raise ValueError(f"Source {source.name}: no file {named}; correct `files` in its registry")
+    return [DataFile(str(path), path.stat().st_size) for path in found]
 
 
 def _mirror_files(source: Source, config: str, mirror: Path) -> list[DataFile]:
@@ -173,17 +178,6 @@ def _mirror_files(source: Source, config: str, mirror: Path) -> list[DataFile]:
 
 
 def _hub_files(source: Source, config: str) -> list[DataFile]:
-    # Slow imports are in the functions that need them: workers that only read files do without.
-    from huggingface_hub import HfApi, HfFileSystem
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-    from huggingface_hub.utils import httpx
-
     where = f"Source {source.name}: {source.repo}"
     try:
         api, hub = HfApi(), HfFileSystem()
@@ -203,7 +197,7 @@ def _hub_files(source: Source, config: str) -> list[DataFile]:
         raise ValueError(f"{where} has no revision {source.revision!r}: correct `revision`") from error
     except RepositoryNotFoundError as error:
         raise ValueError(f"{where} is not on the Hub, or private: correct `repo`, or set HF_TOKEN") from error
-    except (OSError, httpx.HTTPError) as error:
+    except (OSError, HTTPError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{where}: the Hub cannot be reached ({reason}); {HOW_TO_MIRROR}") from error
 
@@ -211,17 +205,12 @@ def _hub_files(source: Source, config: str) -> list[DataFile]:
 @cache
 def _commit(repo: str, revision: str) -> str:
     """The commit of a revision: asked for once, so that a process reads one state of a repository."""
-    from huggingface_hub import HfApi
-
     return HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT).sha
 
 
 @cache
 def _configurations(readme: Path, changed: int) -> Mapping[str, Any]:
     """The `configs:` of a README, parsed once: some have a thousand, and a source for each language asks."""
-    from datasets.utils.metadata import MetadataConfigs
-    from huggingface_hub import DatasetCard
-
     return MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme, ignore_metadata_errors=True).data)
 
 
@@ -230,16 +219,3 @@ def _require_recorded(base: str, pattern: str) -> None:
     for file in manifest(base).get("files", ()) if "://" not in base else ():
         if fnmatch(file, pattern) and not os.path.isfile(f"{base}/{file}"):
             raise ValueError(f"{base}/{file} was pulled and is gone: `unmask mirror pull` fetches it again")
-
-
-def _unknown(kind: str, name: str | None, known: Iterable[str]) -> str:
-    names = sorted(map(str, known))
-    listed = ", ".join(names[:20]) + (f", … ({len(names)} in all)" if len(names) > 20 else "")
-    asked = f"{kind} {name!r}{did_you_mean(name, names)}" if name else f"default {kind}; name one"
-    return f"no {asked}; there are: {listed}"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint at the nearest known name, if one is near."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -7,24 +7,27 @@ computed them, so the bytes depend neither on the number of workers nor on when 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
+import signal
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from tqdm import tqdm
+from joblib import Parallel, cpu_count, delayed
+from tqdm.auto import tqdm
 
-from unmask.data.workers import cores, in_order
 from unmask.store import write_atomic
 
 JOURNAL = "progress.json"
+UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 
 
 @dataclass(frozen=True)
@@ -67,20 +70,22 @@ class Prepared:
     """A folder of prepared data as its journal describes it."""
 
     folder: Path
-    units: int  # done
-    files: Mapping[str, tuple[int, str]]  # bytes and type
-    counters: Mapping[str, int]
-    hash: str  # SHA-256 chained over all columns of all units
+    units: int = 0  # done
+    total: int | None = None  # units there are, once it is known
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # bytes and type
+    counters: Mapping[str, int] = field(default_factory=dict)
+    hash: str = ""  # SHA-256 chained over all columns of all units
 
     @classmethod
     def read(cls, folder: Path) -> Prepared:
         """What is there so far, perhaps nothing."""
         path = folder / JOURNAL
-        if not path.is_file():
-            return cls(folder, 0, {}, {}, "")
-        known = json.loads(path.read_text(encoding="utf8"))
-        files = {name: (size, kind) for name, (size, kind) in known.pop("files").items()}
-        return cls(folder, files=files, **known)
+        return cls(folder, **json.loads(path.read_text(encoding="utf8")) if path.is_file() else {})
+
+    def suffices(self, wanted: int | None) -> bool:
+        """Whether all units are done, or as many as give the tokens that are wanted."""
+        enough = wanted is not None and self.counters.get("tokens", 0) >= wanted
+        return enough or self.units == self.total
 
     def column(self, name: str) -> Column:
         """A column, mapped into memory. Raises: KeyError if there is none of this name."""
@@ -114,70 +119,69 @@ def build(
     Args:
         folder: its name must identify units and work; `wanted` and `workers` change nothing in it.
         units: pieces of work; anything that can be pickled, made when it is asked for.
-        work: unit → columns and counters. It runs in processes of its own, which import its module and
-            nothing of the main one.
+        work: unit → columns and counters; with several workers it can be pickled.
         wanted: stop once the counter "tokens" has reached this; a later call that wants more goes on from
             there. Default: all units.
-        workers: processes; default: one per core. One unit, or one worker, needs no other process.
-    Raises: what `work` raises; ValueError if a file is shorter than the journal says; RuntimeError if a
-        worker is killed. What was appended before is kept.
+        workers: processes; default: one per core.
+    Raises: what `work` raises; RuntimeError if a worker is killed. What was appended before is kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         done = Prepared.read(folder)
-        _cut_back(done)
-        left = 0 if wanted is not None and _tokens(done) >= wanted else len(units) - done.units
-        if left <= 0:
+        if done.suffices(wanted):
             return done
-        started = _tokens(done) if wanted is not None else done.units
-        measured = {"unit": "tok", "unit_scale": True} if wanted is not None else {"unit": "part"}
-        bar = tqdm(
-            desc=title, total=len(units) if wanted is None else wanted, initial=started,
-            delay=2, mininterval=2, leave=False, **measured,
-        )  # fmt: skip
-        results = in_order(work, units, range(done.units, len(units)), workers or cores())
-        with bar, closing(results):
-            for columns, counters in results:
-                done = _append(done, columns, counters)
-                bar.update((_tokens(done) if wanted is not None else done.units) - bar.n)
-                if wanted is not None and _tokens(done) >= wanted:
+        for name, (size, _) in done.files.items():  # what was appended without reaching the journal goes
+            os.truncate(folder / f"{name}.bin", size)
+
+        def left() -> Iterator[Any]:
+            for index in range(done.units, len(units)):
+                if done.suffices(wanted):
                     break
+                yield units[index]
+
+        results = in_order(work, left(), len(units) - done.units, workers)
+        with tqdm(desc=title, total=len(units), initial=done.units, unit="part", delay=2, leave=False) as bar:
+            for columns, counters in results:
+                if not done.suffices(wanted):  # else it was under way when there was enough
+                    done = _append(done, columns, counters, len(units))
+                    bar.update()
     return done
 
 
-def _tokens(done: Prepared) -> int:
-    return done.counters.get("tokens", 0)
+def in_order(
+    work: Callable[[Any], Any], units: Iterable[Any], count: int, workers: int | None = None
+) -> Iterator[Any]:
+    """What `work` makes of each of `count` units, in their order; few of them at a time are in memory.
+
+    Units are asked for when their turn comes. Few of them, or one worker, need no other process.
+    """
+    workers = min(workers or cpu_count(), count // UNITS_PER_WORKER)
+    if workers < 2:
+        return map(work, units)
+    return Parallel(workers, return_as="generator")(delayed(_in_worker)(work, unit) for unit in units)
 
 
-def _cut_back(done: Prepared) -> None:
-    """Removes what was appended without reaching the journal."""
-    for name, (size, _) in done.files.items():
-        path = done.folder / f"{name}.bin"
-        there = path.stat().st_size if path.is_file() else -1
-        if there < size:
-            raise ValueError(
-                f"{path} is shorter than {JOURNAL} beside it says: remove {done.folder} and start again"
-            )
-        if there > size:
-            os.truncate(path, size)
+def _in_worker(work: Callable[[Any], Any], unit: Any) -> Any:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with its parent
+    return work(unit)
 
 
-def _append(done: Prepared, columns: Mapping[str, Column], counters: Mapping[str, int]) -> Prepared:
+def _append(
+    done: Prepared, columns: Mapping[str, Column], counters: Mapping[str, int], total: int
+) -> Prepared:
     files, digest = dict(done.files), hashlib.sha256(done.hash.encode())
     for column_name, column in columns.items():
         before = 0  # rows of the level below, in the units before
         for name, array in _flat(column_name, column):
             size, kind = files.get(name, (0, str(array.dtype)))
-            assert kind == str(array.dtype), f"{name}: {array.dtype} after {kind}"
             data = (array + before if name.endswith(".ends") else array).tobytes()
             with (done.folder / f"{name}.bin").open("ab" if size else "wb") as file:
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())  # before the journal says that it is there
             digest.update(name.encode() + hashlib.sha256(data).digest())
             files[name], before = (size + len(data), kind), size // array.itemsize
     totals = dict(Counter(done.counters) + Counter(counters))
-    now = Prepared(done.folder, done.units + 1, files, totals, digest.hexdigest())
+    now = Prepared(done.folder, done.units + 1, total, files, totals, digest.hexdigest())
     written = {key: value for key, value in vars(now).items() if key != "folder"}
     write_atomic(now.folder / JOURNAL, json.dumps(written, indent=1))
     return now

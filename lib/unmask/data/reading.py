@@ -1,4 +1,4 @@
-"""Rows of a source, checked: `units` cuts its files into pieces, `read` reads one piece.
+"""Rows of a source, checked: `units` cuts its files into pieces, `read` reads one piece in bounded memory.
 
 A bad row is an error that names file, row and remedy, or is counted, as the source says (`bad_rows`). No text
 is altered.
@@ -6,20 +6,52 @@ is altered.
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import sys
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
 
-from unmask.data.files import DataFile, data_files, did_you_mean, verify
-from unmask.data.formats import format_of, naming, place, shortened
-from unmask.data.lines import AT_MOST, MAX_TEXT_BYTES, BadRow
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from huggingface_hub.errors import HTTPError
+
+from unmask.data.files import (
+    COMPRESSIONS,
+    CSV,
+    JSONL,
+    SUFFIXES,
+    DataFile,
+    data_files,
+    is_data,
+    suffix_of,
+    verify,
+)
 from unmask.data.registry import Source, split_of
+from unmask.store import nearest
 
 UNIT_BYTES = 16 << 20
+BATCH_ROWS = 128  # of a table that are Python objects at one time
+BUFFER = 1 << 20
+MAX_TEXT_BYTES = 8_000_000  # longer is a broken file rather than a text
+_KINDS = {int: "a number", float: "a number", dict: "an object"}
 _QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
+
+
+class BadRow(Exception):
+    """A row that cannot be used: `reason` is what it is counted under, `detail` what is wrong with it."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True)
@@ -27,10 +59,14 @@ class Unit:
     """A piece of a data file that one worker reads at a time."""
 
     file: str  # local path or hf:// URL
-    start: int  # row groups (Parquet), bytes (JSON lines), record batches (Arrow), 0 to 1 (whole file)
+    start: int  # row groups (Parquet), bytes (JSON lines), record batches (Arrow); other files are one piece
     stop: int
     sha256: str = ""  # of the file, where a mirror's manifest has it
     queries: bool = False  # joined layout: the file holds queries rather than chunks
+
+
+Pieces = list[tuple[int, int]]
+Rows = Iterator[tuple[int, dict[str, Any] | BadRow]]  # each with the number by which `place` finds it
 
 
 def layout_of(source: Source) -> str:
@@ -58,12 +94,8 @@ def units(source: Source, *, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
     Raises: ValueError for files that are not there (`files.data_files`), truncated or of unknown format, and
         for a missing column.
     """
-    files = files_of(source)
-    if any("://" in file.path for file, _ in files):
-        with ThreadPoolExecutor(16) as pool:  # every file is a request or two
-            cut = list(pool.map(lambda each: _cut(source, *each, unit_bytes), files))
-    else:
-        cut = [_cut(source, *each, unit_bytes) for each in files]
+    with ThreadPoolExecutor(16) as pool:  # a file of the Hub is a request or two
+        cut = list(pool.map(lambda each: _cut(source, *each, unit_bytes), files_of(source)))
     return [unit for pieces in cut for unit in pieces]
 
 
@@ -89,22 +121,22 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
 
 
 def numbered(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """As `read`, each row with the number by which `formats.place` finds it."""
+    """As `read`, each row with the number by which `place` finds it."""
     if unit.sha256:
         verify(unit.file, unit.sha256)
     paths, layout = _paths(source, unit.queries), layout_of(source)
-    choose = partial(_roots, source, unit.file, paths)
-    with naming(unit.file):
-        for number, raw in format_of(unit.file).rows(unit.file, unit.start, unit.stop, choose):
-            try:
-                if isinstance(raw, BadRow):
-                    raise raw
-                row = _checked({name: _value(raw, path) for name, path in paths.items()}, layout)
-            except BadRow as bad:
-                refuse(source, unit.file, number, bad, dropped)
-            else:
-                row["split"] = split_of(source, row.pop("held_by"))
-                yield number, row
+    asked = [path for several in paths.values() for path in _several(several)]
+    wanted = {*asked, *(path.partition(".")[0] for path in asked)}
+    for number, raw in raw_rows(unit.file, unit.start, unit.stop, wanted):
+        try:
+            if isinstance(raw, BadRow):
+                raise raw
+            row = _checked({name: _value(raw, path) for name, path in paths.items()}, layout)
+        except BadRow as bad:
+            refuse(source, unit.file, number, bad, dropped)
+        else:
+            row["split"] = split_of(source, row.pop("held_by"))
+            yield number, row
 
 
 def refuse(source: Source, file: str, number: int, bad: BadRow, dropped: Counter[str]) -> None:
@@ -132,12 +164,231 @@ def document_of(chunk_id: str) -> tuple[str, int]:
     return document, int(position)
 
 
+def shortened(text: str, limit: int = 80) -> str:
+    """At most `limit` characters of a text."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+# --- files: their columns and pieces, and the rows of a piece
+
+
+def cut(file: str, unit_bytes: int) -> tuple[list[str], Pieces]:
+    """The columns of a file, none where its first row is bad, and its pieces.
+
+    Raises: ValueError for an empty or damaged file, and for one of unknown format.
+    """
+    if not is_data(file):
+        known = f"{', '.join(SUFFIXES)}; JSON and CSV also with {' or '.join(COMPRESSIONS)}"
+        raise ValueError(f"{file}: {suffix_of(file) or 'no suffix'} is no known format; there are {known}")
+    with _naming(file):
+        return _FORMATS[suffix_of(file)][0](file, unit_bytes)
+
+
+def raw_rows(file: str, start: int, stop: int, wanted: Collection[str]) -> Rows:
+    """The rows of a piece as they are in the file; of a table at least the columns that are wanted."""
+    with _naming(file):
+        yield from _FORMATS[suffix_of(file)][1](file, start, stop, wanted)
+
+
+def place(file: str, number: int) -> tuple[str, str]:
+    """Where in its file a row is ("line 12", or "row 7" from 0), and its line, shortened, if it has one."""
+    if suffix_of(file) not in JSONL:
+        return f"{'line' if suffix_of(file) in CSV else 'row'} {number}", ""
+    with _opened(file) as stream:
+        line, position = 1, 0
+        while position < number:
+            line, position = line + 1, position + len(stream.readline())
+        return f"line {line}", shortened(stream.readline().decode("utf8", "replace").strip())
+
+
+def _codec(file: str) -> str | None:
+    return COMPRESSIONS.get(PurePosixPath(file.lower()).suffix)
+
+
+def _stored(file: str) -> BinaryIO:
+    return fsspec.open(file, "rb").open() if "://" in file else open(file, "rb")
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[BinaryIO]:
+    """A stream of a file's bytes, decompressed."""
+    with _stored(file) as raw:
+        plain = pa.CompressedInputStream(pa.PythonFile(raw, "r"), _codec(file)) if _codec(file) else raw
+        yield io.BufferedReader(plain, BUFFER)
+
+
+@contextmanager
+def _naming(file: str) -> Iterator[None]:
+    """Errors of the libraries that read a file become a ValueError that names it and says what to do."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError) as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (pa.ArrowException, csv.Error, OSError, EOFError, zlib.error, HTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "://" in file:
+            raise ValueError(f"{file} cannot be read ({reason}); try again, or read from a mirror") from error
+        raise ValueError(
+            f"{file} is truncated or damaged ({reason}); write, pull or download it again"
+        ) from error
+
+
+def _jsonl_cut(file: str, unit_bytes: int) -> tuple[list[str], Pieces]:
+    with _opened(file) as stream:
+        line = stream.readline()
+        size = sys.maxsize if _codec(file) else stream.seek(0, io.SEEK_END)
+    if line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        raise ValueError(f"{file} starts with a JSON array; write one object per line (JSON lines)")
+    first, step = _parsed(line), size if _codec(file) else unit_bytes
+    pieces = [(start, min(start + step, size)) for start in range(0, size, step)]
+    return [] if isinstance(first, BadRow) else list(first), pieces
+
+
+def _jsonl_rows(file: str, start: int, stop: int, wanted: Collection[str]) -> Rows:
+    """A line belongs to the piece in which it starts."""
+    with _opened(file) as stream:
+        position = stream.seek(start - 1) + len(stream.readline()) if start else 0
+        while position < stop and (line := stream.readline()):
+            if line.strip():
+                yield position, _parsed(line)
+            position += len(line)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | BadRow:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return BadRow("invalid UTF-8", f"the line is no UTF-8 at its byte {error.start + 1}")
+    except (json.JSONDecodeError, RecursionError) as error:
+        return BadRow("invalid JSON", f"the line is no JSON ({error})")
+    if not isinstance(row, dict):
+        return BadRow("invalid JSON", f"the line holds a JSON {type(row).__name__}, not an object {{…}}")
+    return row
+
+
+@contextmanager
+def _csv(file: str) -> Iterator[Any]:
+    csv.field_size_limit(MAX_TEXT_BYTES)
+    with _opened(file) as stream:
+        # Invalid bytes become lone surrogates, which are found with all others.
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        yield csv.reader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
+
+
+def _csv_cut(file: str, unit_bytes: int) -> tuple[list[str], Pieces]:
+    """A quoted value may hold newlines, so a file is one piece."""
+    with _csv(file) as reader:
+        return next(reader, []), [(0, 1)]
+
+
+def _csv_rows(file: str, start: int, stop: int, wanted: Collection[str]) -> Rows:
+    with _csv(file) as reader:
+        names = next(reader, [])
+        line = reader.line_num + 1
+        for values in reader:
+            if len(values) == len(names):
+                yield line, dict(zip(names, values, strict=True))
+            elif values:  # an empty line is no row
+                detail = f"the row has {len(values)} values for {len(names)} columns; quote what has commas"
+                yield line, BadRow("wrong number of values", detail)
+            line = reader.line_num + 1
+
+
+@contextmanager
+def _parquet(file: str) -> Iterator[pq.ParquetFile]:
+    remote = (
+        "://" in file
+    )  # few large requests; else buffered, or a large row group would be in memory at once
+    with (
+        _stored(file) as stored,
+        pq.ParquetFile(stored, pre_buffer=remote, buffer_size=0 if remote else BUFFER) as parquet,
+    ):
+        yield parquet
+
+
+def _parquet_cut(file: str, unit_bytes: int) -> tuple[list[str], Pieces]:
+    with _parquet(file) as parquet:
+        groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
+        return parquet.schema_arrow.names, _grouped([each.total_byte_size for each in groups], unit_bytes)
+
+
+def _parquet_rows(file: str, start: int, stop: int, wanted: Collection[str]) -> Rows:
+    with _parquet(file) as parquet:
+        columns = [name for name in parquet.schema_arrow.names if name in wanted]
+        number = sum(parquet.metadata.row_group(i).num_rows for i in range(start))
+        groups = list(range(start, stop))
+        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
+            yield from _batch_rows(batch, number)
+            number += batch.num_rows
+
+
+@contextmanager
+def _arrow(file: str) -> Iterator[pa.RecordBatchStreamReader]:
+    with pa.memory_map(file) as mapped, pa.ipc.open_stream(mapped) as reader:
+        yield reader
+
+
+def _arrow_cut(file: str, unit_bytes: int) -> tuple[list[str], Pieces]:
+    with _arrow(file) as reader:
+        return reader.schema.names, _grouped([batch.nbytes for batch in reader], unit_bytes)
+
+
+def _arrow_rows(file: str, start: int, stop: int, wanted: Collection[str]) -> Rows:
+    with _arrow(file) as reader:
+        columns = [name for name in reader.schema.names if name in wanted]
+        number = sum(reader.read_next_batch().num_rows for _ in range(start))
+        for _ in range(start, stop):
+            batch = reader.read_next_batch().select(columns)
+            for first in range(0, batch.num_rows, BATCH_ROWS):
+                yield from _batch_rows(batch.slice(first, BATCH_ROWS), number + first)
+            number += batch.num_rows
+
+
+def _grouped(sizes: Sequence[int], unit_bytes: int) -> Pieces:
+    """Neighbours together until they have `unit_bytes`."""
+    pieces, start, held = [], 0, 0
+    for i, size in enumerate(sizes):
+        held += size
+        if held >= unit_bytes or i == len(sizes) - 1:
+            pieces.append((start, i + 1))
+            start, held = i + 1, 0
+    return pieces
+
+
+def _batch_rows(batch: pa.RecordBatch, number: int) -> Rows:
+    try:
+        yield from enumerate(batch.to_pylist(), number)
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            yield number, BadRow("invalid UTF-8", f"a text is no UTF-8 at its byte {error.start + 1}")
+        else:
+            for i in range(batch.num_rows):
+                yield from _batch_rows(batch.slice(i, 1), number + i)
+
+
+_FORMATS = {
+    ".parquet": (_parquet_cut, _parquet_rows),
+    ".arrow": (_arrow_cut, _arrow_rows),
+    **dict.fromkeys(JSONL, (_jsonl_cut, _jsonl_rows)),
+    **dict.fromkeys(CSV, (_csv_cut, _csv_rows)),
+}
+
+
+# --- columns: which are read, what is in them
+
+
 def _cut(source: Source, file: DataFile, queries: bool, unit_bytes: int) -> list[Unit]:
     if not file.size:
         raise ValueError(f"{file.path} is empty: remove it from source {source.name}, or fill it")
-    choose = partial(_roots, source, file.path, _paths(source, queries))
-    with naming(file.path):
-        pieces = format_of(file.path).cut(file.path, unit_bytes, choose)
+    columns, pieces = cut(file.path, unit_bytes)
+    for name, paths in _paths(source, queries).items() if columns else ():
+        for path in _several(paths):
+            root = path.partition(".")[0]
+            if path not in columns and root not in columns:
+                raise ValueError(
+                    f"{file.path} has no column {root!r}; say under `columns` of source "
+                    f"{source.name} which one is {name!r}{nearest(root, columns)}"
+                )
     return [Unit(file.path, start, stop, file.sha256, queries) for start, stop in pieces]
 
 
@@ -146,21 +397,6 @@ def _paths(source: Source, queries: bool) -> dict[str, str]:
     if layout_of(source) != "joined":
         return dict(source.columns)
     return {name: path for name, path in source.columns.items() if (name in _QUERIES) == queries}
-
-
-def _roots(source: Source, file: str, paths: Mapping[str, str], columns: list[str]) -> list[str]:
-    """The columns to read of those there are."""
-    roots: dict[str, None] = {}
-    for name, all_paths in paths.items():
-        for path in _several(all_paths):
-            root = path if path in columns else path.partition(".")[0]
-            if root not in columns:
-                raise ValueError(
-                    f"{file} has no column {root!r}{did_you_mean(root, columns)}; there are: "
-                    f"{', '.join(columns)}. Say under `columns` of source {source.name} which one is {name!r}"
-                )
-            roots[root] = None
-    return list(roots)
 
 
 def _several(paths: str) -> list[str]:
@@ -210,8 +446,7 @@ def _checked(values: Mapping[str, Any], layout: str) -> dict[str, Any]:
 def _text(value: Any, name: str) -> str:
     if value is None:
         raise BadRow(f"no {name}", f"{name} is null")
-    if not isinstance(value, str):
-        raise BadRow("wrong type", f"{name} is {_kind(value)}, not text: {shortened(repr(value), 60)}")
+    _require(value, str, "text", name)
     if not value or value.isspace():
         raise BadRow(f"empty {name}", f"{name} is empty or only white space")
     try:
@@ -221,7 +456,8 @@ def _text(value: Any, name: str) -> str:
         detail = f"{name} has a lone surrogate ({what}): half a character, or a byte that is no UTF-8"
         raise BadRow("lone surrogate", detail) from None
     if size > MAX_TEXT_BYTES:
-        raise BadRow("too long", f"{name} has {size / 1e6:.1f} MB, {AT_MOST}")
+        at_most = f"at most {MAX_TEXT_BYTES / 1e6:.0f} MB are read"
+        raise BadRow("too long", f"{name} has {size / 1e6:.1f} MB, {at_most}")
     return value
 
 
@@ -230,10 +466,7 @@ def _label(value: Any, name: str) -> str:
 
 
 def _texts(value: Any, name: str) -> list[str]:
-    if not isinstance(value, list):
-        raise BadRow(
-            "wrong type", f"{name} is {_kind(value)}, not a list of text: {shortened(repr(value), 60)}"
-        )
+    _require(value, list, "a list of text", name)
     if not value:
         raise BadRow(f"no {name}", f"{name} is an empty list")
     return [_text(one, name) for one in value]
@@ -244,9 +477,16 @@ def _negatives(value: Any, name: str) -> list[str]:
 
 
 def _golds(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(one) is int for one in value):
-        raise BadRow("wrong type", f"{name} is not a list of integers: {shortened(repr(value), 60)}")
+    _require(value, list, "a list of integers", name)
+    for one in value:
+        _require(one, int, "a list of integers", name)
     return value
+
+
+def _require(value: Any, kind: type, words: str, name: str) -> None:
+    if type(value) is not kind:
+        found = _KINDS.get(type(value), f"a {type(value).__name__}")
+        raise BadRow("wrong type", f"{name} is {found}, not {words}: {shortened(repr(value), 60)}")
 
 
 def _check_golds(row: Mapping[str, Any]) -> None:
@@ -255,11 +495,6 @@ def _check_golds(row: Mapping[str, Any]) -> None:
         raise BadRow("queries and golds differ", f"there are {queries} queries and {len(golds)} golds")
     if wrong := [gold for gold in golds if not 0 <= gold < chunks]:
         raise BadRow("gold out of range", f"gold {wrong[0]} names none of the chunks 0 to {chunks - 1}")
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), f"a {type(value).__name__}")
 
 
 _CHECKS = dict.fromkeys(("id", "key", "held_by", "chunk_id", "query_chunk_id"), _label) | {

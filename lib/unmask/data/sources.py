@@ -19,20 +19,16 @@ from unmask.data import (
     corpus,
     environment,
     files,
-    formats,
-    gathering,
-    lines,
     reading,
     registry,
     tables,
 )
 from unmask.data.corpus import SCHEMAS, Corpus
 from unmask.data.registry import Source, load_registry, own_files
-from unmask.data.workers import cores
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, write_atomic
 
 ENVIRONMENT = "environment"
-_READERS = (corpus, files, formats, gathering, lines, reading, registry, tables)
+_READERS = (corpus, files, reading, registry, tables)
 _CODE = [module.__file__ for module in _READERS]  # what decides the rows of a source, beside its files
 
 
@@ -112,7 +108,7 @@ def _collected(source: Source, config: DataConfig, folder: Path) -> dict[str, An
     with FileLock(folder.with_suffix(".lock")):
         if (folder / "card.json").is_file():
             return json.loads((folder / "card.json").read_text(encoding="utf8"))
-        return tables.collect(source, folder, workers=cores())
+        return tables.collect(source, folder)
 
 
 def _compose(

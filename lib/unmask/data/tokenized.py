@@ -1,30 +1,209 @@
-"""Pairs and documents as token ids: tokenised once, cut to a stage's lengths, mapped into memory."""
+"""What a training reads: text as blocks of equal length, pairs and documents cut to a stage's lengths, all of
+it tokenised once and mapped into memory."""
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
-from unmask.data import prepare, tokens
+from unmask.data import prepare, reading, tokens
 from unmask.data.batches import permuted
 from unmask.data.prepare import Column, Prepared, Ragged, ends_of
+from unmask.data.reading import Unit, units
+from unmask.data.registry import Source
+from unmask.data.tables import identity
 from unmask.data.tokens import StoredTokenizer, cut, encode
-from unmask.store import artifacts_root, fingerprint
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from unmask.store import artifacts_root, code_fingerprint, fingerprint
 
 Around = tuple[str, str]  # text before and after another
-UNIT_BYTES = 1 << 20  # of a table: half a second of work
-_CODE = (__file__, tokens.__file__)  # what the tokens depend on
+UNIT_BYTES = 1 << 20  # of text or of a table: half a second of work, so that workers end together
+_CODE = (__file__, reading.__file__, tokens.__file__)  # what the tokens depend on
+
+
+# --- blocks of text
+
+
+@dataclass(frozen=True)
+class Part:
+    """The blocks of one source: `count` of them, out of the first `distinct` blocks of its tokens."""
+
+    source: Source
+    prepared: Prepared
+    tokens: np.ndarray
+    count: int
+    distinct: int
+
+
+class Blocks:
+    """Blocks of text in the sources' shares, like an integer array (N, L) that no memory holds.
+
+    The texts of a source lie in one file of tokens, one after the other, with `<|endoftext|>` after each.
+    Block i of length L is the slice [iL, (i + 1)L), so one file serves every length. Blocks are not isolated
+    from one another where two texts meet, as in the paper's packing to 4,096 tokens. Blocks of a source stand
+    together, in a random order; a source with too few of them repeats, in a new order each time.
+
+    Args:
+        parts: the sources' blocks.
+        length: tokens per block.
+        seed: of the order.
+    """
+
+    def __init__(self, parts: Sequence[Part], length: int, seed: int):
+        self.parts, self._seed = tuple(parts), seed
+        self._ends = np.cumsum([part.count for part in parts])
+        self.shape = (int(self._ends[-1]), length)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        """The blocks of these numbers: (B, L), in the type of the tokens."""
+        rows = np.asarray(rows, np.int64)
+        length = self.shape[1]
+        blocks_BL = np.empty((len(rows), length), self.parts[0].tokens.dtype)
+        owner = np.searchsorted(self._ends, rows, side="right")
+        for number in np.unique(owner):
+            part, own = self.parts[number], np.flatnonzero(owner == number)
+            epochs, places = np.divmod(rows[own] - (self._ends[number] - part.count), part.distinct)
+            for epoch in np.unique(epochs):
+                now = epochs == epoch
+                order = permuted(places[now], part.distinct, [self._seed, int(number), int(epoch)])
+                for row, block in zip(own[now], order.tolist(), strict=True):
+                    blocks_BL[row] = part.tokens[block * length : (block + 1) * length]
+        return blocks_BL
+
+    def report(self) -> list[dict[str, Any]]:
+        """For each source: its share of the blocks in percent, how often it is repeated, what is in its
+        texts and what was left out of them."""
+        return [
+            {
+                "source": part.source.name,
+                "language": part.source.language,
+                "share": 100 * part.count / len(self),
+                "blocks": part.count,
+                "epochs": part.count / part.distinct if part.distinct else 0.0,
+                "unused tokens": len(part.tokens) - part.distinct * self.shape[1],
+                **part.prepared.counters,
+            }
+            for part in self.parts
+        ]
+
+
+def open_blocks(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int,
+    wanted: int,
+    seed: int,
+    workers: int | None = None,
+) -> Blocks:
+    """Blocks of the sources' training texts, tokenised on first use and no further than is wanted.
+
+    Where the sources have shares, there are exactly `wanted` blocks, divided by largest remainder. Where they
+    have none, every source is tokenised to its end and gives blocks in proportion to what it has, `wanted` or
+    all there are.
+
+    Args:
+        length: tokens per block.
+        wanted: blocks of the whole training.
+        seed: of their order.
+        workers: processes that tokenise; default: one per core.
+    Raises: ValueError if there is no text, or less of a source than a block.
+    """
+    if not sources:
+        raise ValueError("the corpus has no text for pretraining: add a source of role text")
+    stored = StoredTokenizer.of(tokenizer)
+    shares = [source.share for source in sources if source.share is not None]
+    if shares:
+        counts = limits = largest_remainder(shares, wanted)
+    else:
+        limits = [wanted] if len(sources) == 1 else [None] * len(sources)
+    prepared = [
+        prepare_text(source, stored, wanted=None if limit is None else limit * length, workers=workers)
+        for source, limit in zip(sources, limits, strict=True)
+    ]
+    have = [one.counters.get("tokens", 0) // length for one in prepared]
+    if not shares:
+        counts = largest_remainder(have, min(wanted, sum(have)))
+    parts = []
+    for source, one, count, there in zip(sources, prepared, counts, have, strict=True):
+        if not there and (count or not shares):
+            raise ValueError(
+                f"source {source.name!r} has {one.counters.get('tokens', 0)} tokens of training text, not "
+                f"one block of {length}: give it more text, or leave it out"
+            )
+        column = one.column("tokens") if "tokens" in one.files else np.empty(0, stored.dtype)
+        parts.append(Part(source, one, column, count, min(count, there)))
+    return Blocks(parts, length, seed)
+
+
+def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
+    """`total` divided in proportion to the weights, each part within one of its exact share."""
+    exact = np.asarray(weights, np.float64) / max(np.sum(weights), 1e-9) * total
+    counts = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind="stable")[: total - counts.sum()]] += 1
+    return counts.tolist()
+
+
+def prepare_text(
+    source: Source, stored: StoredTokenizer, *, wanted: int | None = None, workers: int | None = None
+) -> Prepared:
+    """The training texts of a source as one column "tokens"; `wanted` tokens of them or all.
+
+    Pieces of the source are taken in a random order, so that a part of a source is like the whole. Where they
+    are prepared already, the source is not listed again.
+    """
+    folder = _folder("text", identity(source), stored.hash)
+    done = Prepared.read(folder)
+    if done.suffices(wanted):
+        return done
+    pieces = units(source, unit_bytes=UNIT_BYTES)
+    order = permuted(np.arange(len(pieces)), len(pieces), 0) if pieces else []
+    return prepare.build(
+        folder, [pieces[i] for i in order], TextWork(source, stored),
+        wanted=wanted, workers=workers, title=f"tokenising {source.name}",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TextWork:
+    """Tokenises a piece of a text source."""
+
+    source: Source
+    stored: StoredTokenizer
+
+    def __call__(self, unit: Unit) -> tuple[dict[str, Column], Counter[str]]:
+        counters, dropped = Counter(), Counter()
+
+        def texts() -> Iterator[str]:
+            for row in reading.read(self.source, unit, dropped):
+                counters["texts" if row["split"] == "train" else "held out"] += 1
+                if row["split"] == "train":
+                    yield row["text"]
+
+        end = np.array([self.stored.end], self.stored.dtype)
+        encoded = encode(self.stored.load(), texts(), self.stored.dtype)
+        values = np.concatenate([end[:0], *(part for ids in encoded for part in (ids, end))])
+        counters["tokens"] = len(values)
+        counters.update({f"dropped: {reason}": count for reason, count in dropped.items()})
+        return {"tokens": values}, counters
+
+
+def _folder(kind: str, *key: Any) -> Path:
+    name = f"{kind}-{fingerprint(*key, code_fingerprint(*_CODE))}"
+    return artifacts_root() / "data" / "prepared" / name
+
+
+# --- pairs and documents
 
 
 @dataclass(frozen=True)
@@ -96,19 +275,17 @@ def token_pairs(
     Raises: ValueError naming data set and row of a text without tokens, if no row has enough negatives, or if
         a length leaves no room beside what is put around.
     """
-    work = PairWork(name, stored, query_length, document_length, negatives, around_query, around_document)
-    for what, length, around in (
-        ("query_length", query_length, around_query),
-        ("document_length", document_length, around_document),
-    ):
-        taken = sum(map(len, encode(stored.load(), around, stored.dtype)))
-        if length <= taken:
+    query = _Cut(name, stored, query_length, around_query)
+    document = _Cut(name, stored, document_length, around_document)
+    for what, kind in (("query_length", query), ("document_length", document)):
+        taken = sum(map(len, encode(stored.load(), kind.around, stored.dtype)))
+        if kind.length <= taken:
             raise ValueError(
-                f"{what} is {length} tokens, of which what is put around a text takes {taken}: raise it "
-                f"(data set {name!r}, around {around})"
+                f"{what} is {kind.length} tokens, of which what is put around a text takes {taken}: raise it "
+                f"(data set {name!r}, around {kind.around})"
             )
     columns = ["query", "document", "key", *(["negatives"] if negatives else [])]
-    done = _build(rows.select_columns(columns), work, identity, workers)
+    done = _tokenised(rows.select_columns(columns), PairWork(query, document, negatives), identity, workers)
     if negatives and done.counters.get("rows", 0) == 0:
         raise ValueError(
             f"no row of data set {name!r} has {negatives} negatives: ask for fewer or leave it out"
@@ -134,8 +311,8 @@ def token_documents(
     A document of more than `chunks` chunks becomes several, each with the queries that its chunks answer; one
     without any query is left out.
     """
-    work = DocumentWork(name, stored, query_length, chunk_length, chunks)
-    done = _build(rows.select_columns(["chunks", "queries", "golds"]), work, identity, workers)
+    work = DocumentWork(_Cut(name, stored, query_length), _Cut(name, stored, chunk_length), chunks)
+    done = _tokenised(rows.select_columns(["chunks", "queries", "golds"]), work, identity, workers)
     columns = (done.column(name) for name in ("chunks", "queries", "golds"))
     return TokenDocuments(*columns, done.counters, done.hash)
 
@@ -172,155 +349,138 @@ def distinct_rows(rows: Dataset, count: int, seed: int) -> list[int]:
     return sorted(found.values())
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a table, on their way to another process."""
-
-    start: int  # number of the first one in its data set
-    stream: bytes  # Arrow IPC
-
-    def columns(self) -> dict[str, list]:
-        return pa.ipc.open_stream(self.stream).read_all().to_pydict()
-
-
 class _Table(Sequence):
-    """A table in pieces of about UNIT_BYTES, each read when it is asked for."""
+    """A table in pieces of about UNIT_BYTES: the number of its first row, and its columns."""
 
     def __init__(self, rows: Dataset):
-        self._rows = rows.with_format("arrow")
         bytes_per_row = rows.data.nbytes / max(rows.data.num_rows, 1)
-        self._step = max(1, int(UNIT_BYTES / max(bytes_per_row, 1)))
+        self._rows, self._step = rows, max(1, int(UNIT_BYTES / max(bytes_per_row, 1)))
 
     def __len__(self) -> int:
         return -(-len(self._rows) // self._step)
 
-    def __getitem__(self, index: int) -> Rows:
+    def __getitem__(self, index: int) -> tuple[int, dict[str, list]]:
         start = index * self._step
-        piece = self._rows[start : start + self._step]
-        stream = io.BytesIO()
-        with pa.ipc.new_stream(stream, piece.schema) as writer:
-            writer.write_table(piece)
-        return Rows(start, stream.getvalue())
+        return start, self._rows[start : start + self._step]
 
 
-def _build(rows: Dataset, work: _TokenWork, identity: str, workers: int | None) -> Prepared:
-    code = [Path(file).read_text(encoding="utf8") for file in _CODE]
-    folder = artifacts_root() / "data" / "prepared" / f"{work.kind}-{fingerprint(identity, work.key, code)}"
-    return prepare.build(folder, _Table(rows), work, workers=workers, title=f"tokenising {work.name}")
+def _tokenised(rows: Dataset, work: PairWork | DocumentWork, identity: str, workers: int | None) -> Prepared:
+    title, folder = f"tokenising {work.query.name}", _folder(*work.key, identity)
+    return prepare.build(folder, _Table(rows), work, workers=workers, title=title)
 
 
 @dataclass(frozen=True)
-class _TokenWork:
+class _Cut:
+    """Tokenises texts of one kind and cuts them."""
+
     name: str  # of the data set
     stored: StoredTokenizer
-    query_length: int
-    document_length: int
+    length: int
+    around: Around = ("", "")
 
-    kind = "rows"
-
-    @property
-    def key(self) -> list:
-        """What the tokens depend on, beside the rows."""
-        own = [value for key, value in vars(self).items() if key != "stored"]
-        return [self.kind, self.stored.hash, *own]
-
-    def cut(
-        self, texts: Sequence[str], length: int, places: Sequence[str], counters: Counter[str],
-        around: Around = ("", ""),
-    ) -> list[np.ndarray]:  # fmt: skip
-        """Token ids of each text and what is around it, at most `length`; `places` says in a message where it
-        stands."""
+    def __call__(self, texts: Sequence[str], places: Sequence[str], counters: Counter[str]) -> Ragged:
+        """Token ids of each text and what is around it; `places` says in a message where it stands."""
         tokenizer, dtype, arrays = self.stored.load(), self.stored.dtype, []
-        (end,) = encode(tokenizer, around[1:], dtype)
-        for text, place, ids in zip(
-            texts, places, encode(tokenizer, texts, dtype, around=around), strict=True
-        ):
+        (end,) = encode(tokenizer, self.around[1:], dtype)
+        encoded = encode(tokenizer, texts, dtype, around=self.around)
+        for text, place, ids in zip(texts, places, encoded, strict=True):
             if not (text and len(ids)):
                 raise ValueError(
                     f"data set {self.name!r}, {place} has no tokens: {text!r}. Remove or fill it."
                 )
-            if len(ids) > length:
+            if len(ids) > self.length:
                 counters["texts cut"] += 1
-                counters["tokens cut"] += len(ids) - length
-            arrays.append(cut(ids, length, end))
+                counters["tokens cut"] += len(ids) - self.length
+            arrays.append(cut(ids, self.length, end))
         counters["tokens"] += sum(map(len, arrays))
-        return arrays
+        return Ragged.of(arrays, dtype)
 
-    def ragged(self, arrays: Sequence[np.ndarray]) -> Ragged:
-        return Ragged.of(arrays, self.stored.dtype)
+    def lists(self, lists: Sequence[Sequence[str]], places: Sequence[str], counters: Counter[str]) -> Ragged:
+        """The same for lists of texts, with a place for each list."""
+        texts = [text for part in lists for text in part]
+        where = [place for place, part in zip(places, lists, strict=True) for _ in part]
+        return Ragged(self(texts, where, counters), ends_of([*map(len, lists)]))
 
-    def nested(self, lists: Sequence[Sequence[np.ndarray]]) -> Ragged:
-        return Ragged(self.ragged([ids for part in lists for ids in part]), ends_of([*map(len, lists)]))
+    @property
+    def key(self) -> list:
+        """What the tokens depend on, beside the texts."""
+        return [self.name, self.stored.hash, self.length, self.around]
 
 
 @dataclass(frozen=True)
-class PairWork(_TokenWork):
+class PairWork:
     """Tokenises rows of a table of pairs or triplets."""
 
-    negatives: int = 0
-    around_query: Around = ("", "")
-    around_document: Around = ("", "")
+    query: _Cut
+    document: _Cut
+    negatives: int
 
-    kind = "pairs"
+    @property
+    def key(self) -> list:
+        return ["pairs", self.query.key, self.document.key, self.negatives]
 
-    def __call__(self, unit: Rows) -> tuple[dict[str, Column], Counter[str]]:
-        counters, table = Counter(), unit.columns()
-        rows = range(len(table["key"]))
+    def __call__(self, unit: tuple[int, dict[str, list]]) -> tuple[dict[str, Column], Counter[str]]:
+        start, table = unit
+        counters, rows = Counter(), range(len(table["key"]))
         if self.negatives:
             rows = [row for row in rows if len(table["negatives"][row]) >= self.negatives]
             counters["rows with too few negatives"] = len(table["key"]) - len(rows)
+        own = {name: [column[row] for row in rows] for name, column in table.items()}
 
-        def columns(name: str, length: int, around: Around) -> Ragged:
-            places = [f"row {unit.start + row}: its {name}" for row in rows]
-            texts = [table[name][row] for row in rows]
-            return self.ragged(self.cut(texts, length, places, counters, around))
+        def places(what: str) -> list[str]:
+            return [f"row {start + row}: {what}" for row in rows]
 
         found: dict[str, Column] = {
-            "queries": columns("query", self.query_length, self.around_query),
-            "documents": columns("document", self.document_length, self.around_document),
-            "keys": np.array([_hash(table["key"][row]) for row in rows], np.uint64),
+            "queries": self.query(own["query"], places("its query"), counters),
+            "documents": self.document(own["document"], places("its document"), counters),
+            "keys": np.array([_hash(key) for key in own["key"]], np.uint64),
         }
         if self.negatives:
-            flat = [text for row in rows for text in table["negatives"][row][: self.negatives]]
-            places = [f"row {unit.start + row}: a negative" for row in rows for _ in range(self.negatives)]
-            own = iter(self.cut(flat, self.document_length, places, counters, self.around_document))
-            found["negatives"] = self.nested([[next(own) for _ in range(self.negatives)] for _ in rows])
+            first = [texts[: self.negatives] for texts in own["negatives"]]
+            found["negatives"] = self.document.lists(first, places("a negative"), counters)
         counters["rows"] = len(rows)
         return found, counters
 
 
 @dataclass(frozen=True)
-class DocumentWork(_TokenWork):
-    """Tokenises rows of a table of documents; `document_length` is that of a chunk."""
+class DocumentWork:
+    """Tokenises rows of a table of documents, at most so many chunks in each."""
 
-    chunks: int = 0  # per document, at most
+    query: _Cut
+    chunk: _Cut
+    chunks: int
 
-    kind = "documents"
+    @property
+    def key(self) -> list:
+        return ["documents", self.query.key, self.chunk.key, self.chunks]
 
-    def __call__(self, unit: Rows) -> tuple[dict[str, Column], Counter[str]]:
-        counters, table = Counter(), unit.columns()
+    def __call__(self, unit: tuple[int, dict[str, list]]) -> tuple[dict[str, Column], Counter[str]]:
+        start, table = unit
+        counters = Counter()
 
-        def flat(name: str, length: int) -> Iterator[np.ndarray]:
-            own = [(row, text) for row, texts in enumerate(table[name]) for text in texts]
-            places = [f"row {unit.start + row}: one of its {name}" for row, _ in own]
-            return iter(self.cut([text for _, text in own], length, places, counters))
+        def lists(name: str, kind: _Cut) -> Ragged:
+            places = [f"row {start + row}: one of its {name}" for row in range(len(table[name]))]
+            return kind.lists(table[name], places, counters)
 
-        chunks, queries = flat("chunks", self.document_length), flat("queries", self.query_length)
         windows: list[TokenDocument] = []
-        for texts, golds in zip(table["chunks"], table["golds"], strict=True):
-            own = [next(chunks) for _ in texts]
-            asked = [(next(queries), gold) for gold in golds]
-            counters["documents divided"] += len(own) > self.chunks
-            for start in range(0, len(own), self.chunks):
-                part = own[start : start + self.chunks]
-                if near := [(ids, gold - start) for ids, gold in asked if 0 <= gold - start < self.chunks]:
-                    windows.append(TokenDocument(part, *map(list, zip(*near, strict=True))))
+        columns = lists("chunks", self.chunk), lists("queries", self.query), table["golds"]
+        for chunks, queries, golds in zip(*columns, strict=True):
+            counters["documents divided"] += len(chunks) > self.chunks
+            for first in range(0, len(chunks), self.chunks):
+                part, asked = chunks[first : first + self.chunks], np.array(golds) - first
+                near = np.flatnonzero((asked >= 0) & (asked < self.chunks))
+                if len(near):
+                    windows.append(TokenDocument(part, [queries[i] for i in near], asked[near]))
                 else:
                     counters["chunks without a query near them"] += len(part)
         counters["rows"] = len(windows)
-        golds = Ragged.of([np.array(window.golds, np.int32) for window in windows], np.int32)
-        parts = {name: self.nested([getattr(w, name) for w in windows]) for name in ("chunks", "queries")}
+        golds = Ragged.of([window.golds for window in windows], np.int32)
+        parts = {name: self._nested([getattr(w, name) for w in windows]) for name in ("chunks", "queries")}
         return parts | {"golds": golds}, counters
+
+    def _nested(self, lists: Sequence[Sequence[np.ndarray]]) -> Ragged:
+        rows = Ragged.of([ids for part in lists for ids in part], self.chunk.stored.dtype)
+        return Ragged(rows, ends_of([*map(len, lists)]))
 
 
 def _hash(key: str) -> int:

@@ -24,8 +24,7 @@ from torch.nn.functional import normalize
 
 from unmask.config import EvaluationConfig
 from unmask.data import chunking, hub
-from unmask.data.lines import BadRow
-from unmask.data.reading import document_of
+from unmask.data.reading import BadRow, document_of
 from unmask.data.registry import CONTEB as TASKS
 from unmask.data.registry import conteb as source
 from unmask.evaluation.tasks import Task, located, ndcg

@@ -37,7 +37,7 @@ def encode_file(
 
     Args:
         model: what `Embedder.from_pretrained` loads.
-        texts: a file that `data.formats` reads, or .txt with a text in each line.
+        texts: a file that `data.reading` reads, or .txt with a text in each line.
         output: an .npy file, (N, D), as `Embedder.encode` returns it; it appears when all of it is written.
         column: the texts in their file.
         precision, dimensions: as for `Embedder.encode`.

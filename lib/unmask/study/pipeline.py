@@ -31,9 +31,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from joblib import cpu_count
+
 from unmask.children import SIGNALS, bound, on_signal
 from unmask.config import ParallelConfig
-from unmask.data.workers import cores
 from unmask.run import GRACE, PREEMPTED, Folders
 from unmask.store import code_fingerprint, fingerprint, nearest, write_atomic
 from unmask.study import provenance
@@ -305,7 +306,7 @@ def slots(parallel: ParallelConfig, *, gpus: int | None, jobs: int) -> list[Slot
     if jobs == 1:
         return [Slot()]
     if not devices:
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(cores() // jobs, 1))
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(cpu_count() // jobs, 1))
         return [Slot({"OMP_NUM_THREADS": threads})] * jobs
     share, overrides = len(devices) // jobs, {"parallel.num_processes": max(processes // jobs, 1)}
     chosen = [devices[start : start + share] for start in range(0, share * jobs, share)]

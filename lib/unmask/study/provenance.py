@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from joblib import cpu_count
 
-from unmask.data.workers import cores
 from unmask.run import Folders
 from unmask.store import write_atomic
 
@@ -93,7 +93,7 @@ def hardware() -> dict[str, Any]:
         cpu = platform.processor() or platform.machine()
     return {
         "cpu": cpu,
-        "cores": cores(),
+        "cores": cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": _gpus(),
         "system": f"{platform.system()} {platform.machine()}",

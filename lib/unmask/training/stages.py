@@ -27,12 +27,11 @@ from unmask import losses
 from unmask.config import GROUPS, ContextualConfig, ContrastiveConfig, TrainConfig, preset_from
 from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
-from unmask.data.blocks import Blocks, open_blocks
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.lookalikes import LSA, Neighbours, Surrogate, neighbours
 from unmask.data.mining import Encoder
 from unmask.data.sources import open_corpus
-from unmask.data.tokenized import TokenDocuments, TokenPairs
+from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import StoredTokenizer, end_token
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
