@@ -38,6 +38,7 @@ from papermill.engines import NBClientEngine, NotebookExecutionManager, papermil
 
 from unmask.run import GRACE
 from unmask.store import write_atomic
+from unmask.study import page
 from unmask.study.pipeline import provenance, signals
 from unmask.study.pipeline.graph import Due, Folders, PipelineError, Stage, clock, seal
 from unmask.study.pipeline.machines import Slot
@@ -238,6 +239,8 @@ def refresh(stage: Stage, mark: dict[str, Any], folders: Folders) -> None:
     ran.cells = cells
     write_atomic(executed, nbformat.writes(ran) + "\n")
     _export_html(ran, stage, folders)
+    if stage.name == page.NOTEBOOK:
+        page.publish(executed, folders.results)
     done = folders.done(stage.name) | {"prose": mark["prose"]}
     _write_json(folders.artifacts / stage.name / "done.json", done)
 
@@ -435,6 +438,8 @@ def _run_stage(
     notebook.metadata.papermill["output_path"] = _shown(folders.executed / f"{stage.name}.ipynb", folders)
     _write_clean(notebook, folders.executed / f"{stage.name}.ipynb", folders)
     _export_html(notebook, stage, folders)
+    if stage.name == page.NOTEBOOK:
+        page.publish(folders.executed / f"{stage.name}.ipynb", folders.results)
     keep(exit_status=0)
     partial.unlink()
     # The inputs as they were used: an input that was itself out of date keeps this stage due.
