@@ -61,13 +61,6 @@ def rounds(value, printed):
     return abs(value - printed) <= unit / 2 + 1e-9
 
 
-def test_the_averages_of_tool_search_are_over_its_three_categories():
-    for name, row in paper.scores(5).items():
-        for metric in ("nDCG", "C"):
-            mean = sum(row[f"{category} {metric}"] for category in ("Web", "Code", "Custom")) / 3
-            assert rounds(mean, row[f"Avg {metric}"]), (name, metric)
-
-
 def test_documents_per_megabyte_are_arithmetic():
     for number in (1, 2):
         rows = paper.scores(number)

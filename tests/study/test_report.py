@@ -23,7 +23,6 @@ from unmask.study.report import (
     added_up,
     checked,
     claims_table,
-    elapsed,
     executed,
     gates_table,
     gathered,
@@ -91,12 +90,6 @@ def test_seeds_become_a_mean_and_a_deviation_of_what_was_measured():
     assert several == {"a": {"x": [0.1, 0.2, 0.3], "y": [0.5]}, "b": {"x": [1.0]}}
     assert spread(several["a"]["x"]) == "0.200 ±\N{NO-BREAK SPACE}0.100"  # n − 1 in the denominator
     assert spread(several["a"]["y"]) == "0.500" == spread([0.5, 0.5, 0.5])
-
-
-def test_notebooks_that_ran_side_by_side_count_once():
-    first, later = "2026-11-21T20:00:00+00:00", "2026-11-21T20:02:01+00:00"
-    one, two = ({"wall_seconds": 120.4, "started": start} for start in (first, later))
-    assert elapsed([two, one]) == pytest.approx(240.8) and elapsed([one, one]) == pytest.approx(120.4)
 
 
 # Gates and claims
@@ -227,10 +220,3 @@ def test_the_report_is_the_executed_page_without_code_and_follows_the_readers_th
         "figures/a-dark.png"
     ]
     assert "prefers-color-scheme: dark" in html and "<title>Report: a &amp; b</title>" in html
-
-
-def test_a_picture_names_both_variants():
-    assert page.picture("figures/a.png", 'A "curve"') == (
-        '<picture><source media="(prefers-color-scheme: dark)" srcset="figures/a-dark.png">'
-        '<img alt="A &quot;curve&quot;" src="figures/a.png"></picture>'
-    )
