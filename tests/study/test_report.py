@@ -12,7 +12,6 @@ import nbformat
 import numpy as np
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from PIL import Image
 
 from unmask.evaluation.tasks import Task
 from unmask.store import repository
@@ -30,7 +29,6 @@ from unmask.study.report import (
     markdown_table,
     measured,
     percent,
-    show_figure,
     spread,
 )
 
@@ -95,9 +93,7 @@ def test_seeds_become_a_mean_and_a_deviation_of_what_was_measured():
 # Gates and claims
 
 
-def test_trainings_are_checked_and_the_gates_shown(monkeypatch):
-    shown = []
-    monkeypatch.setattr(report, "show", shown.append)
+def test_trainings_are_checked_and_the_gates_shown():
     task = Task("t", "english", ["q"] * 50, [[str(i)] for i in range(50)], [{i} for i in range(50)])
     falling = [{"loss": 5 - 0.1 * step} for step in range(30)]
     config = SimpleNamespace(bootstrap=50)
@@ -106,7 +102,7 @@ def test_trainings_are_checked_and_the_gates_shown(monkeypatch):
     )
     assert [gate["passed"] for gate in found["a"]] == [True] * 4
     assert [gate["passed"] for gate in found["b"]] == [True, False, True]  # above a guess; not read by a task
-    (table,) = shown
+    table = gates_table(found)
     assert rows(table, "b: loss at the end, below its base rate")[0][2:] == ["<= 1", "**no**"]
     assert table == gates_table([*found["a"], *found["b"], *found["a"]])  # each once
 
@@ -162,18 +158,6 @@ def test_every_link_of_the_committed_reports_leads_somewhere():
             if "://" not in target and not (path.parent / target).exists()
         }
         assert not missing, f"{name} links to {sorted(missing)}"
-
-
-def test_a_figure_that_was_not_drawn_is_said_to_be_not_run(tmp_path, monkeypatch):
-    shown = []
-    monkeypatch.setattr(report, "display", lambda what, metadata=None: shown.append((what.data, metadata)))
-    study = SimpleNamespace(results=tmp_path)
-    show_figure(study, "06_quantization-pareto", "Storage")
-    (tmp_path / "figures").mkdir()
-    Image.new("RGB", (2, 2)).save(tmp_path / "figures" / "02_pair-test.png")
-    show_figure(study, "02_pair-test", "Quality")
-    assert shown[0] == ("Storage: not run", None)
-    assert shown[1][1] == {"picture": ["figures/02_pair-test.png", "Quality"]}
 
 
 class Page(HTMLParser):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import Embedder, quantized
 from unmask.models.similarity import similarity
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
-from unmask.study.evidence import Effect, paired_bootstrap
 from unmask.training.jobs import identity
 
 # Of the library: what scores depend on, beside the checkpoint and the task.
@@ -204,18 +203,6 @@ def assess(
                 np.save(stream, found[task.name])
         scores[task.name] = np.load(kept)
     return scores
-
-
-def compare(
-    ours: Mapping[str, np.ndarray],
-    other: Mapping[str, np.ndarray],
-    names: Iterable[str],
-    config: EvaluationConfig,
-) -> Effect:
-    """How much better `ours` is than `other`: mean difference over all queries of the named tasks."""
-    names = list(names)
-    a, b = (np.concatenate([scores[name] for name in names]) for scores in (ours, other))
-    return paired_bootstrap(a, b, config.bootstrap)
 
 
 def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, float]]:

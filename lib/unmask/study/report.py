@@ -1,4 +1,4 @@
-"""What notebooks show: tables, gates and claims, and figures that another one drew."""
+"""What notebooks show: tables, gates and claims."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from functools import reduce
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from IPython.display import Image, Markdown, display
-
 from unmask.store import repository
 from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
 
 if TYPE_CHECKING:
     from unmask.config import EvaluationConfig
     from unmask.evaluation.tasks import Task
-    from unmask.run import Run
 
 NBSP = "\N{NO-BREAK SPACE}"
 MARKS = {"reproduced": "✔", "not at this scale": "–", "contradicted": "✘"}
@@ -133,7 +130,7 @@ def checked(
     curves: Mapping[str, Sequence[Mapping[str, Any]]], base_rate: float | Mapping[str, float],
     scores: Mapping[str, Scores], tasks: Sequence[Task], config: EvaluationConfig,
 ) -> dict[str, list[Gate]]:  # fmt: skip
-    """The gates of trainings, which it shows: did the loss fall, and is the model better than chance?
+    """The gates of trainings: did the loss fall, and is the model better than chance?
 
     Args:
         curves: training → its logged steps; base_rate: nats of a guess, for all or for each; see `learnt`.
@@ -144,14 +141,14 @@ def checked(
     for name, curve in curves.items():
         gates[name] = learnt(name, curve, base_rate[name] if isinstance(base_rate, Mapping) else base_rate)
         gates[name] += [above_chance(name, scores[name], tasks, config)] if name in scores else []
-    show(gates_table([gate for row in gates.values() for gate in row]))
     return gates
 
 
-def gates_table(gates: Sequence[Gate]) -> str:
-    """Gates as a Markdown table, each once."""
+def gates_table(gates: Sequence[Gate] | Mapping[str, Sequence[Gate]]) -> str:
+    """Gates of one training, or of each, as a Markdown table; each once."""
+    every = [gate for row in gates.values() for gate in row] if isinstance(gates, Mapping) else gates
     rows = []
-    for gate in {gate["name"]: gate for gate in gates}.values():
+    for gate in {gate["name"]: gate for gate in every}.values():
         passed = "yes" if gate["passed"] else "**no**"
         rows.append({"gate": gate["name"], "value": gate["value"], "bar": gate["bar"], "passed": passed})
     return markdown_table(rows)
@@ -192,21 +189,3 @@ def executed(run: str) -> str:
 
     quoted, private = (ignored(f"{folder}/{run}/12_report") for folder in ("papermill_runs", "results"))
     return "../../notebooks" if quoted and not private else f"../../papermill_runs/{run}"
-
-
-# The page
-
-
-def show(text: str) -> None:
-    """Shows Markdown in a notebook."""
-    display(Markdown(text))
-
-
-def show_figure(study: Run, name: str, text: str) -> None:
-    """Shows a figure that a notebook saved, NAME of results/<run>/figures/NAME.png, or says that it did not
-    run. In the report its dark variant stands beside it."""
-    path = study.results / "figures" / f"{name}.png"
-    if path.is_file():
-        display(Image(filename=path), metadata={"picture": [f"figures/{name}.png", text]})
-    else:
-        show(f"{text}: not run")
