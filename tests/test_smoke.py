@@ -68,4 +68,4 @@ def test_a_changed_value_reruns_what_depends_on_it_and_nothing_else(smoke):
     plan = run("--set", "contextual.steps=9", "--dry-run").stdout
     due = [stage for stage in STAGES if stage in plan]
     later = ["04_triplet", "05_merge", "06_quantization", "08_conteb", "09_retrieval", "11_qwen3_embedding"]
-    assert due == ["03_contextual", *later, "12_report"], plan
+    assert due == ["03_contextual", *later, "12_report", "12a_page"], plan

@@ -21,8 +21,6 @@ from unmask.config import load_preset
 from unmask.store import artifacts_root, fingerprint, repository, write_atomic
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from unmask.config import Preset
 
 GRACE = 120.0  # seconds, see grace_seconds
@@ -165,9 +163,7 @@ class Run:
         path = self.results / f"{stage}.json"
         return json.loads(path.read_text(encoding="utf8")) if path.is_file() else None
 
-    def figure(self, figure: Figure, name: str) -> Path:
-        """Saves a figure as results/<run>/figures/<stage>-<name>.png, its twin for dark pages as
-        <stage>-<name>-dark.png beside it, and leaves it open for the notebook to show."""
-        from unmask.study.figures import save
-
-        return save(figure, self.results / "figures" / f"{self.stage}-{name}.png")
+    def figure(self, figure: Any, name: str) -> Path:
+        """Lets a figure of `unmask.study.figures` save itself: results/<run>/figures/<stage>-<name>.png and,
+        for dark pages, as <stage>-<name>-dark.png; it stays open for the notebook to show."""
+        return figure.save(self.results / "figures" / f"{self.stage}-{name}.png")

@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
             bar.write(f"{ratio}  {row.name}")
         bar.write(f"{subject}: {time.perf_counter() - started:.0f} s")
     plt.switch_backend("agg")
-    figure = figures.ratios(
+    figure = figures.horizontal_bars(
         {
             row["name"]: row["ratio"]
             for subject, rows in by_subject.items()
@@ -174,8 +174,10 @@ def main(arguments: list[str] | None = None) -> None:
         },
         xlabel="times faster, or times less memory",
         title="Against peers on one machine",
+        fmt="{:.3g}×",
+        ratios=True,
     )
-    figures.save(figure, RESULTS / "benchmarks.png")
+    figure.save(RESULTS / "benchmarks.png")
     print(f"{path} and its figure are up to date")
 
 

@@ -165,7 +165,7 @@ def scaling(path: Path, sizes: tuple[int, ...] = SIZES) -> list[Row]:
         command = [sys.executable, script, str(file), str(QUERIES), str(K), *map(str, sizes)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout)
-    figures.save(scaling_figure(found["rates"]), path)
+    scaling_figure(found["rates"]).save(path)
     out = []
     for rate in found["rates"]:
         name = f"exact INT8 search, {rate['documents']:,} documents"

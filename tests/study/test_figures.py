@@ -29,6 +29,8 @@ CLAIM = {
     "verdict": "reproduced",
     "values": {"0": 0.015, "1": 0.025},
 }
+RATIOS = {"speed": 2.0, "memory": 0.5, "gpu": None}
+TIMES = {"xlabel": "times better", "title": "A title", "fmt": "{:.3g}×", "ratios": True}
 DRAWINGS = {
     "loss_curves": lambda: figures.loss_curves(
         dict.fromkeys(NAMES, STEPS), ylabel="loss (nats)", title="A title", reference={"uniform guess": 9.0}
@@ -75,14 +77,12 @@ DRAWINGS = {
         change=("pair, chunks alone", "merged"),
         relative=True,
     ),
-    "tracks": lambda: figures.tracks(
-        {(name, how): [(0.1, 0.2, "random"), (0.2, 0.3, "64")] for name in NAMES for how in ("on", "off")},
+    "lines with labels": lambda: figures.lines(
+        {(name, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for name in NAMES for how in ("on", "off")},
         **AXES,
         reference={"before": 0.1},
     ),
-    "ratios": lambda: figures.ratios(
-        dict(zip(NAMES, [2.0, 0.5, None, 30.0, 1.0])), xlabel="times better", title="A title"
-    ),
+    "ratios": lambda: figures.horizontal_bars(RATIOS, **TIMES),
     "forest": lambda: figures.forest([CLAIM, CLAIM | {"unit": "nats"}], title="A title"),
 }
 
@@ -142,22 +142,6 @@ def test_a_figure_is_saved_for_light_and_for_dark_pages(tmp_path, monkeypatch):
     assert to_hex(figure.get_facecolor()) == figures.PAPER
 
 
-def test_the_light_colours_come_back_although_the_drawing_fails(tmp_path, monkeypatch):
-    figure = DRAWINGS["lines"]()
-    written = []
-
-    def failing(figure, path):
-        written.append((path.name, to_hex(figure.get_facecolor())))
-        if "dark" in path.name:
-            raise OSError("disk full")
-
-    monkeypatch.setattr(figures, "_write", failing)
-    with pytest.raises(OSError, match="disk full"):
-        figures.save(figure, tmp_path / "a.png")
-    assert written == [("a.png", figures.PAPER), ("a-dark.png", figures.DARK[figures.PAPER])]
-    assert to_hex(figure.get_facecolor()) == figures.PAPER
-
-
 def test_every_colour_has_one_of_its_own_on_dark_pages():
     light, dark = set(figures.DARK), set(figures.DARK.values())
     assert len(dark) == len(light) and not light & dark
@@ -211,27 +195,6 @@ def _oklab(color, vision):
     return np.asarray(to_lab) @ np.cbrt(np.asarray(to_lms) @ linear)
 
 
-def test_a_system_looks_the_same_in_all_figures_and_no_other_looks_like_it():
-    one, other = figures.looks(["merged", "x", "BM25"]), figures.looks(["y", "BM25", "merged", "pair"])
-    assert one["merged"] == other["merged"] and one["BM25"] == other["BM25"]
-    assert one["x"].color not in (*figures.RECIPE, *figures.OUTSIDE)
-    assert figures.looks(["ours (BIN)", "x"])["x"].color != figures.SYSTEMS["ours (BIN)"].color
-    assert len({look[:2] for look in figures.looks([f"series {i}" for i in range(6)]).values()}) == 6
-
-
-def test_a_picture_names_both_variants():
-    assert figures.picture("figures/a.png", 'A "curve"') == (
-        '<picture><source media="(prefers-color-scheme: dark)" srcset="figures/a-dark.png">'
-        '<img alt="A &quot;curve&quot;" src="figures/a.png"></picture>'
-    )
-
-
-def test_the_moving_average_is_corrected_for_its_start():
-    np.testing.assert_allclose(figures.smoothed([3.0] * 5, 0.02), 3.0)
-    np.testing.assert_allclose(figures.smoothed([1.0, 2.0], 0.5), [1.0, (0.25 * 1 + 0.5 * 2) / 0.75])
-    assert len(figures.smoothed([], 0.1)) == 0
-
-
 def test_curves_that_end_together_are_named_at_their_ends_and_apart():
     flat = {
         name: [{"step": i, "loss": loss} for i in range(9)]
@@ -251,18 +214,6 @@ def test_curves_that_end_together_are_named_at_their_ends_and_apart():
     assert apart.legends[0].texts[0].get_text().startswith("long (")
 
 
-def test_bars_stand_in_the_order_given_and_intervals_at_their_ends():
-    figure = figures.grouped_bars(
-        {"a": {"x": 0.5, "y": 0.2}}, **TEXT, intervals={"a": {"x": (0.4, 0.7), "y": (0.1, 0.3)}}
-    )
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["x", "y"]
-    assert [patch.get_height() for patch in axes.patches] == [0.5, 0.2]
-    segments = axes.collections[0].get_segments()
-    np.testing.assert_allclose([segment[:, 1] for segment in segments], [[0.4, 0.7], [0.1, 0.3]])
-    assert [(text.get_text(), text.xy[1]) for text in axes.texts] == [(".50", 0.7), (".20", 0.3)]
-
-
 def test_systems_from_outside_are_levels_and_no_number_stands_across_one():
     table = {"BM25": {"x": 0.52, "y": 0.9}, "pair": {"x": 0.5, "y": 0.2}, "merged": {"x": 0.4, "y": 0.3}}
     (axes,) = figures.grouped_bars(table, **TEXT).axes
@@ -274,18 +225,6 @@ def test_systems_from_outside_are_levels_and_no_number_stands_across_one():
     assert [(text.get_text(), text.xy[1]) for text in axes.texts] == [
         (".50", 0.52), (".20", 0.2), (".40", 0.4), (".30", 0.3),
     ]  # fmt: skip
-
-
-def test_what_is_below_zero_is_written_below():
-    table = {"merged": {"x": -31.25, "y": 2.0}, "all-MiniLM-L6-v2": {"x": -5.0}}
-    (axes,) = figures.grouped_bars(table, **TEXT).axes
-    assert [(text.get_text(), text.get_va()) for text in axes.texts] == [("-31.2", "top"), ("2.0", "bottom")]
-
-
-def test_of_many_bars_only_the_last_series_is_written():
-    table = {name: dict.fromkeys("uvwxyz", 0.1) for name in ("a", "b", "c", "d", "merged")}
-    (axes,) = figures.grouped_bars(table, **TEXT).axes
-    assert [text.get_text() for text in axes.texts] == [".10"] * 6
 
 
 def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
@@ -305,11 +244,6 @@ def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
-def test_three_panels_leave_the_fourth_place_empty():
-    one = {"int8": [(1, 0.1, "a"), (2, 0.2, "b")]}
-    assert len(figures.pareto(dict.fromkeys("abc", one), **AXES).axes) == 3
-
-
 def test_rows_keep_their_order_and_what_is_not_highlighted_is_grey():
     panels = {
         "the paper": {"a": {"x": 1.0, "y": 2.0}, "b": {"y": 3.0, "z": 4.0}, "c": {"x": 5.0}},
@@ -327,62 +261,12 @@ def test_rows_keep_their_order_and_what_is_not_highlighted_is_grey():
     np.testing.assert_allclose(*heights, rtol=0.05)
 
 
-def test_what_changed_is_written_and_joined_in_each_row():
-    panels = {
-        "the paper": {"v1": {"a": 10.0, "b": 40.0}, "context": {"a": 60.0, "b": 35.0}, "other": {"a": 20.0}},
-        "ours": {"pair, chunks alone": {"c": 1.0}, "contextual": {"c": 3.0}},
-    }
-    options = {"xlabel": "nDCG@10 in %", "title": "A title", "highlight": ["v1", "context", *panels["ours"]]}
-    role = {"v1": "pair, chunks alone", "context": "contextual"}
-    figure = figures.beside(panels, **options, like=role, change=tuple(role.values()))
-    paper, ours = (axes for axes in figure.axes if axes.axison)
-    assert {t.get_text() for t in paper.texts} == {"10.0 → 60.0", "+50.0", "40.0 → 35.0", "-5.0"}
-    assert [t.get_text() for t in ours.texts] == ["1.0 → 3.0", "+2.0"]
-    looks = [
-        {line.get_label(): (line.get_color(), line.get_marker()) for line in ax.lines} for ax in (paper, ours)
-    ]
-    assert looks[0]["v1"] == looks[1]["pair, chunks alone"] and looks[0]["context"] == looks[1]["contextual"]
-    relative = figures.beside(panels, **options, like=role, change=tuple(role.values()), relative=True)
-    paper = relative.axes[0]
-    dots = {line.get_label(): list(line.get_xdata()) for line in paper.lines}
-    assert dots["v1"] == [0.0, 0.0] and dots["context"] == [50.0, -5.0]
-    assert paper.get_xlabel() == "nDCG@10 in %\nagainst v1"
-    assert {t.get_text() for t in paper.texts} == {"10.0 → 60.0", "+50.0", "40.0 → 35.0", "-5.0"}
-
-
-def test_intervals_of_lines_are_bands_around_their_points():
-    figure = figures.lines(
-        {"a": ([32, 64], [0.1, 0.2]), "b": ([32, 64], [0.3, 0.4])},
-        **AXES,
-        intervals={"a": [(0.0, 0.2), (0.1, 0.3)]},
-    )
-    (axes,) = figure.axes
-    (band,) = axes.collections
-    corners = {tuple(corner) for corner in band.get_paths()[0].vertices.round(6).tolist()}
-    assert corners == {(32, 0.0), (32, 0.2), (64, 0.1), (64, 0.3)}
-
-
 def test_ratios_stand_right_of_one_where_we_are_better_and_say_what_was_not_run():
-    figure = figures.ratios({"speed": 2.0, "memory": 0.5, "gpu": None}, xlabel="times", title="A title")
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["speed", "memory", "gpu"]
-    points = [line for line in axes.lines if line.get_marker() in ("o", "D")]
-    assert [(line.get_xdata()[0], line.get_marker()) for line in points] == [(2.0, "o"), (0.5, "D")]
-    assert len({line.get_color() for line in points}) == 2
-    assert [text.get_text() for text in axes.texts] == ["2×", "0.5×", "not run"]
-    assert axes.yaxis_inverted()
-
-
-def test_the_second_way_of_a_track_is_hollow_dashed_and_without_labels():
-    points = [(0.1, 0.2, "random"), (0.2, 0.3, "64")]
-    figure = figures.tracks({("batch 8", "on"): points, ("batch 8", "off"): points}, **AXES)
-    (ax,) = figure.axes
-    on, off = ax.lines
-    assert on.get_color() == off.get_color() and on.get_marker() == off.get_marker()
-    assert [line.get_linestyle() for line in (on, off)] == ["-", "--"]
-    assert [line.get_markerfacecolor() for line in (on, off)] == [on.get_color(), figures.PAPER]
-    assert [text.get_text() for text in ax.texts] == ["random", "64"]
-    assert [text.get_text() for text in figure.legends[0].texts] == ["batch 8, on", "batch 8, off"]
+    (axes,) = figures.horizontal_bars(RATIOS, **TIMES).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["gpu", "memory", "speed"]  # upwards
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(1, 0), (1, -0.5), (1, 1)]
+    assert axes.patches[1].get_facecolor() != axes.patches[2].get_facecolor()
+    assert [text.get_text() for text in axes.texts] == ["not run", "0.5×", "2×"]
 
 
 def test_a_forest_measures_from_the_bar_towards_the_claimed_side():

@@ -1,8 +1,5 @@
 """The paper's tables agree with themselves, with one another, and with what the library computes."""
 
-import copy
-import doctest
-
 import pytest
 
 from unmask.models.quantize import documents_per_megabyte
@@ -64,13 +61,6 @@ def rounds(value, printed):
     return abs(value - printed) <= unit / 2 + 1e-9
 
 
-def test_the_averages_of_tool_search_are_over_its_three_categories():
-    for name, row in paper.scores(5).items():
-        for metric in ("nDCG", "C"):
-            mean = sum(row[f"{category} {metric}"] for category in ("Web", "Code", "Custom")) / 3
-            assert rounds(mean, row[f"Avg {metric}"]), (name, metric)
-
-
 def test_documents_per_megabyte_are_arithmetic():
     for number in (1, 2):
         rows = paper.scores(number)
@@ -90,57 +80,14 @@ def test_tables_repeat_one_another():
         assert rounds(row["MIRACLRetrievalHardNegatives"], miracl[name]["Avg"])
 
 
-def test_recall_grows_with_k_and_falls_with_the_corpus():
-    for number in (6, 7, 8):
-        for row in paper.scores(number).values():
-            by_size = {}
-            for column, recall in row.items():
-                size, _, k = column.rpartition(" R@")
-                by_size.setdefault(size, {})[int(k)] = recall
-            assert len(by_size) == 3
-            for found in by_size.values():
-                assert list(found.values()) == sorted(found.values()) and list(found) == sorted(found)
-            small, medium, large = by_size.values()
-            assert all(small[k] > medium[k] > large[k] for k in (10, 20, 100))
-
-
-def test_what_the_text_says_of_the_tables():
-    """Section 3.3: binarisation costs 2 to 4.4 points at 0.6B, up to 1.6 at 4B."""
-    public = [(1, "MTEB(Multilingual, v2)"), (1, "MTEB(Code)"), (2, "Avg"), (3, "Avg")]
-    cost = {
-        size: [
-            paper.scores(number)[f"pplx-embed-v1-{size} (INT8)"][column]
-            - paper.scores(number)[f"pplx-embed-v1-{size} (BIN)"][column]
-            for number, column in public
-        ]
-        for size in ("4B", "0.6B")
-    }
-    assert max(cost["4B"]) == pytest.approx(1.6)
-    assert min(cost["0.6B"]) == pytest.approx(1.94) and max(cost["0.6B"]) == pytest.approx(4.4)
-    tools = {name: row["Avg nDCG"] for name, row in paper.scores(5).items()}
-    assert sorted(tools, key=tools.get)[-2] == "pplx-embed-v1-4B"
-
-
 def test_table_10_is_all_of_the_pretraining_data():
     shares = {language: row["Prevalence"] for language, row in paper.scores(10).items()}
     assert sum(shares.values()) == pytest.approx(100.03)  # as printed
     assert list(shares.values()) == sorted(shares.values(), reverse=True)
 
 
-def test_a_caller_cannot_change_the_paper():
-    before = copy.deepcopy(paper.table(1))
-    paper.table(1)[0]["Docs/MB"] = 0
-    paper.scores(1).clear()
-    assert paper.table(1) == before
-
-
-@pytest.mark.parametrize("number", [0, 13, "3", None])
+@pytest.mark.parametrize("number", [0, 13, "3"])
 def test_an_unknown_table_is_an_error(number):
     for ask in (paper.table, paper.scores, paper.caption, paper.unit):
         with pytest.raises(ValueError, match=r"no table .*: choose one of 1 to 12"):
             ask(number)
-
-
-def test_docstring_examples():
-    result = doctest.testmod(paper)
-    assert result.attempted > 0 and result.failed == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,6 @@ from unmask.evaluation.search import similarity
 from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import Embedder, quantized
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
-from unmask.study.evidence import Effect, paired_bootstrap
 from unmask.training.stages import identity
 
 _unreachable = cache(hub.unreachable)  # the Hub is asked once
@@ -211,18 +210,6 @@ def assess(
                 np.save(stream, found[task.name])
         scores[task.name] = np.load(kept)
     return scores
-
-
-def compare(
-    ours: Mapping[str, np.ndarray],
-    other: Mapping[str, np.ndarray],
-    names: Iterable[str],
-    config: EvaluationConfig,
-) -> Effect:
-    """How much better `ours` is than `other`: mean difference over all queries of the named tasks."""
-    names = list(names)
-    a, b = (np.concatenate([scores[name] for name in names]) for scores in (ours, other))
-    return paired_bootstrap(a, b, config.bootstrap)
 
 
 def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, float]]:
