@@ -130,7 +130,7 @@ def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises: RuntimeError if checkpoints of another training lie there: somebody paid for them.
     """
-    file, made = folder / "job.json", job_identity(job)
+    file, made = folder / "job.json", json.loads(json.dumps(job_identity(job)))  # as it will be read again
     before = json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
     earlier, accepted = before.get("made_of", {}), before.get("accepted", [])
     changed = [key for key in sorted(earlier | made) if earlier.get(key) != made.get(key)]
