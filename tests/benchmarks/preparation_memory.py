@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from unmask.data import blocks
+from unmask.data import tokenized
 from unmask.data.registry import Source
 from unmask.data.tokens import StoredTokenizer
 from unmask.store import artifacts_root
@@ -25,7 +25,7 @@ def peak() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-class Measured(blocks.TextWork):
+class Measured(tokenized.TextWork):
     """Notes the peak of the worker that does it, after every unit."""
 
     def __call__(self, unit):
@@ -36,8 +36,8 @@ class Measured(blocks.TextWork):
 
 def main(source: str, tokenizer: str) -> dict[str, float]:
     stored = json.loads(tokenizer)
-    blocks.TextWork = Measured
-    blocks.prepare_text(
+    tokenized.TextWork = Measured
+    tokenized.prepare_text(
         Source(**json.loads(source)), StoredTokenizer(**stored | {"path": Path(stored["path"])})
     )
     workers = [float(path.read_text()) for path in artifacts_root().glob("*.peak")]
