@@ -37,7 +37,7 @@ from unmask.children import SIGNALS, bound, on_signal
 from unmask.config import ParallelConfig
 from unmask.run import GRACE, PREEMPTED, Folders
 from unmask.store import code_fingerprint, fingerprint, nearest, write_atomic
-from unmask.study import provenance
+from unmask.study import page, provenance
 
 SEEDS = ("each", "once", "pooled")  # what a notebook does where a run has several seeds
 INJECTED = ("preset", "overrides", "run")  # what the pipeline sets in every notebook
@@ -53,6 +53,7 @@ ASIDE = (
     "__main__.py",
 )
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
+PAGE = "12a_page"  # the notebook that is published as the report
 TICK = 0.1  # seconds between two looks at the notebooks that run
 INTERVAL = 30.0  # seconds between two lines about a notebook
 ECHO = 1.0  # seconds in which a signal is the first one again: `timeout` sends it to a process and its group
@@ -560,6 +561,8 @@ def _environment(folders: Folders, offline: bool) -> dict[str, str]:
 
 def _finish(one: _Process, mark: dict[str, Any], folders: Folders) -> None:
     """Marks a stage done, with its inputs as they were used: one that was out of date keeps it due."""
+    if one.stage.name == PAGE:
+        page.publish(folders.executed / f"{PAGE}.ipynb", folders.results)
     inputs = {name: found["hash"] for name in one.stage.inputs if (found := folders.done(name))}
     facts = {"finished": _utc(time.time()), "wall_seconds": round(one.seconds, 1)}
     text = json.dumps(seal(mark | {"inputs": inputs}) | facts, indent=1) + "\n"
