@@ -15,7 +15,7 @@ help:
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make test       ruff, then pytest"
 	@echo "make test-faults  kill trainings, merges and whole runs at random moments, in about ten minutes"
-	@echo "make lint       ruff only"
+	@echo "make lint       ruff, and the floors of the library"
 	@echo "make lab        JupyterLab on the notebooks; LAB=… is handed on, for instance LAB='--no-browser --port=8890'"
 	@echo "make bench      speed and memory against peers, in about twenty minutes: results/benchmarks"
 
@@ -41,6 +41,7 @@ test-faults: $(READY)
 lint: $(READY)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/lint-imports --no-cache
 
 # Progress bars are plain text, as in the executed notebooks. The versions are pinned: no question about news of others.
 lab: $(READY)

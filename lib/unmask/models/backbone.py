@@ -7,12 +7,10 @@ stock class is a feature: mergekit, sentence-transformers and AutoModel load wha
 
 from __future__ import annotations
 
-import json
 import platform
 from pathlib import Path
 
 import torch
-from tokenizers.models import BPE
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -26,8 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
+from unmask.models.pretrained import facts as facts
 from unmask.models.pretrained import require_checkpoint
-from unmask.store import new_directory
+from unmask.models.pretrained import save as save
+from unmask.models.pretrained import write as write
 
 disable_progress_bar()  # a bar for every load would bury what a notebook shows
 
@@ -116,40 +116,6 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(require_checkpoint(path, weights=False))
 
 
-def save(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    *,
-    weights: dict[str, torch.Tensor] | None = None,
-    **facts: object,
-) -> Path:
-    """Writes a checkpoint to a temporary name, then renames it; arguments as for `write`."""
-    with new_directory(path) as folder:
-        write(model, tokenizer, folder, weights=weights, **facts)
-    return path
-
-
-def write(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    weights: dict[str, torch.Tensor] | None = None,
-    **facts: object,
-) -> None:
-    """Writes weights (safetensors), configuration and tokenizer into a folder.
-
-    `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
-    unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
-    """
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
-    if isinstance(bpe := tokenizer.backend_tokenizer.model, BPE):
-        bpe.save(str(folder))  # vocab.json and merges.txt, which readers in C and Rust ask for
-    (folder / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
-
-
 def computes_in_bf16(precision: str) -> bool:
     """Whether a preset's "bf16" is to be had: on a processor that has to emulate bf16, float32 is three times
     faster and at least as exact, so it is taken instead."""
@@ -160,9 +126,3 @@ def computes_in_bf16(precision: str) -> bool:
             torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         )
     return precision == "bf16" and fast
-
-
-def facts(path: str | Path) -> dict:
-    """What `save` noted beside a checkpoint; empty for one that is not ours."""
-    file = Path(path) / "unmask.json"
-    return json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}

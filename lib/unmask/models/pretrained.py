@@ -1,4 +1,4 @@
-"""Pretrained language models that need no Hub: GGUF files, and one that comes as a package.
+"""Checkpoints as directories: how ours are written, and pretrained models that need no Hub.
 
 `backbone.checkpoint: smollm2-135m` is SmolLM2-135M-Instruct. A Python package carries its weights, four bits
 each; here they become an ordinary checkpoint, once, under artifacts/data.
@@ -7,6 +7,7 @@ each; here they become an ordinary checkpoint, once, under artifacts/data.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,11 +15,17 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock
+from tokenizers.models import BPE
 
 from unmask.data import hub
 from unmask.store import artifacts_root, new_directory
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,6 @@ def dequantize(gguf: Path, folder: Path, card: str, *, identity: str) -> None:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from unmask.models import backbone
-
     print(f"{gguf.name}: turning quantised weights into a checkpoint, about half a minute", flush=True)
     try:
         read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
@@ -112,7 +117,7 @@ def dequantize(gguf: Path, folder: Path, card: str, *, identity: str) -> None:
     model = type(read)(config)  # what was read from GGUF refuses to be saved
     model.load_state_dict(read.state_dict())
     with new_directory(folder) as new:
-        backbone.write(model, tokenizer, new, stage="base", source=card, fingerprint=identity[:16])
+        write(model, tokenizer, new, stage="base", source=card, fingerprint=identity[:16])
         (new / "README.md").write_text(f"# {folder.name}\n\n{card}\n", encoding="utf8")
 
 
@@ -193,3 +198,43 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     if missing:
         raise ValueError(f"{path} is no checkpoint: {' and '.join(missing)} missing")
     return str(folder)
+
+
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    *,
+    weights: dict[str, torch.Tensor] | None = None,
+    **facts: object,
+) -> Path:
+    """Writes a checkpoint to a temporary name, then renames it; arguments as for `write`."""
+    with new_directory(path) as folder:
+        write(model, tokenizer, folder, weights=weights, **facts)
+    return path
+
+
+def write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    weights: dict[str, torch.Tensor] | None = None,
+    **facts: object,
+) -> None:
+    """Writes weights (safetensors), configuration and tokenizer into a folder.
+
+    `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
+    unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
+    """
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+    if isinstance(bpe := tokenizer.backend_tokenizer.model, BPE):
+        bpe.save(str(folder))  # vocab.json and merges.txt, which readers in C and Rust ask for
+    (folder / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
+
+
+def facts(path: str | Path) -> dict:
+    """What `save` noted beside a checkpoint; empty for one that is not ours."""
+    file = Path(path) / "unmask.json"
+    return json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
