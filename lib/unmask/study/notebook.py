@@ -27,6 +27,7 @@ from papermill import PapermillExecutionError, execute_notebook
 from unmask.children import bound, on_signal
 from unmask.run import PREEMPTED
 from unmask.store import write_atomic
+from unmask.study.page import publish
 
 
 class ThisInterpreter(KernelSpecManager):
@@ -50,7 +51,7 @@ class Execution:
 
     Args:
         job: "source", "output" and "log" (paths), "parameters" (name → value), "cells" (how many will run),
-            "names" (folders of this machine → what a reader sees in their place).
+            "report" (folder that it is published to, or ""), "names" (folders of this machine → what a reader sees in their place).
     """
 
     def __init__(self, job: Mapping[str, Any]) -> None:
@@ -140,5 +141,8 @@ def _plain(text: str) -> str:
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(2), "w", encoding="utf8") as complaints:
-        complaints.write(failure := Execution(json.loads(sys.argv[1])).run())
+        job = json.loads(sys.argv[1])
+        complaints.write(failure := Execution(job).run())
+        if job["report"] and not failure:
+            publish(Path(job["output"]), Path(job["report"]))
     sys.exit(int(bool(failure)))

@@ -37,7 +37,7 @@ from unmask.children import SIGNALS, bound, on_signal
 from unmask.config import ParallelConfig
 from unmask.run import GRACE, PREEMPTED, Folders
 from unmask.store import code_fingerprint, fingerprint, nearest, write_atomic
-from unmask.study import page, provenance
+from unmask.study import provenance
 
 SEEDS = ("each", "once", "pooled")  # what a notebook does where a run has several seeds
 INJECTED = ("preset", "overrides", "run")  # what the pipeline sets in every notebook
@@ -478,6 +478,7 @@ class _Crew:
             "log": str(log),
             "parameters": self.parameters | {"overrides": self.parameters["overrides"] | room.overrides},
             "cells": stage.cells,
+            "report": str(self.folders.results) if stage.name == PAGE else "",
             # Paths of this machine that a reader is not to see.
             "names": {str(self.folders.artifacts.parent): "artifacts", str(self.folders.root): "."},
         }
@@ -561,8 +562,6 @@ def _environment(folders: Folders, offline: bool) -> dict[str, str]:
 
 def _finish(one: _Process, mark: dict[str, Any], folders: Folders) -> None:
     """Marks a stage done, with its inputs as they were used: one that was out of date keeps it due."""
-    if one.stage.name == PAGE:
-        page.publish(folders.executed / f"{PAGE}.ipynb", folders.results)
     inputs = {name: found["hash"] for name in one.stage.inputs if (found := folders.done(name))}
     facts = {"finished": _utc(time.time()), "wall_seconds": round(one.seconds, 1)}
     text = json.dumps(seal(mark | {"inputs": inputs}) | facts, indent=1) + "\n"
