@@ -1,7 +1,7 @@
 """ConTEB: its layout on the Hub, tasks from own documents, variations of a task."""
 
 import json
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from unmask.evaluation import conteb
 from unmask.evaluation.conteb import (
     as_task,
     at_corpus_size,
-    build,
     first_documents,
     late_interaction,
     load,
@@ -166,66 +165,8 @@ ROW = {
 }
 
 
-@pytest.mark.parametrize("length", [8, 20, 1000])
-def test_answers_lie_in_the_chunks_they_are_paired_with(length):
-    documents, queries = build([ROW | {"theme": None}] * 2, tiny.tokenizer(), length=length)
-    text = {row["chunk_id"]: row["chunk"] for row in documents}
-    plain = "".join(TEXT.split())
-    for number, rows in groupby(documents, key=lambda row: row["chunk_id"].partition("_")[0]):
-        rows = list(rows)
-        assert [row["chunk_id"] for row in rows] == [f"{number}_{i}" for i in range(len(rows))]
-        assert "".join("".join(row["chunk"].split()) for row in rows) == plain
-    for question, row in zip(ROW["questions"] * 2, queries, strict=True):
-        parts = ["".join(text[chunk_id].split()) for chunk_id in row["chunk_ids"]]
-        answer = "".join(question["answer"].split())
-        assert answer in "".join(parts)
-        if len(parts) > 1:  # and no chunk too many
-            assert answer not in "".join(parts[1:]) and answer not in "".join(parts[:-1])
-    (last,) = queries[2]["chunk_ids"]  # the answer occurs before, too, and `start` says which one is meant
-    assert not any("Ada" in chunk for i, chunk in text.items() if i[0] == "0" and int(i[2:]) > int(last[2:]))
-
-
-def test_the_theme_is_named_in_the_first_chunk_only():
-    documents, queries = build([ROW], tiny.tokenizer(), length=20)
-    first, *rest = (row["chunk"] for row in documents)
-    assert len(rest) > 2 and "Ada Lovelace" in first
-    assert " ".join(" ".join(rest).split()) == (
-        "She was born in London. Her mother taught her. Later, her notes described a machine. "
-        "“Her program” computed numbers. She died young. Adas are many, and she was one."
-    )
-    assert [row["query"] for row in queries] == [question["query"] for question in ROW["questions"]]
-    rome = {"text": "This is a history of Rome.\n\nMuch later, Rome fell.", "theme": "Rome"}
-    rome["questions"] = [{"query": "When fell Rome?", "answer": "later"}]
-    documents, _ = build([rome], tiny.tokenizer(), length=20)
-    assert [row["chunk"] for row in documents] == [
-        "This is a history of Rome.",
-        "Much later, it fell.",
-    ]
-
-
 def question(**changes):
     return {**ROW, "questions": [ROW["questions"][0], ROW["questions"][0] | changes]}
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (question(answer="Paris"), "question 1 of document 1: the answer 'Paris' must be a passage"),
-        (
-            question(answer="Ada"),
-            "question 1 of document 1: the answer 'Ada' .* there more than once",
-        ),
-        (question(answer="London", start=3), "the answer 'London' must be a passage"),
-        (question(answer="London", start=-6), "the answer 'London' must be a passage"),
-        (question(query="Where?"), "document 1: .* and 'Where\\?' does not"),
-        (ROW | {"theme": "Byron"}, "document 1: its first chunk .* must name the theme 'Byron'"),
-        (ROW | {"questions": []}, "document 1 has no text or no questions"),
-        ({"questions": ROW["questions"]}, "document 1 has no text"),
-    ],
-)
-def test_documents_that_make_no_task_are_named(row, message):
-    with pytest.raises(ValueError, match=message):
-        build([ROW, row], tiny.tokenizer(), length=20)
 
 
 # --- variations

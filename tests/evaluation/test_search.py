@@ -21,15 +21,13 @@ from unmask.evaluation.search import (
 from unmask.models.quantize import binary, pack_binary
 
 
-def naive(q_ND, d_MD, k, *, ceiling_N=None, lowest=False):
+def naive(q_ND, d_MD, k):
     """In float64, all at once; equal scores in order of document number."""
     q_ND, d_MD = q_ND.astype(np.float64), d_MD.astype(np.float64)
     norms = [np.linalg.norm(x, axis=1, keepdims=True) for x in (q_ND, d_MD)]
     q_ND, d_MD = (x / np.where(n == 0, 1, n) for x, n in zip((q_ND, d_MD), norms, strict=True))
     scores_NM = (q_ND @ d_MD.T).round(6)
-    if ceiling_N is not None:
-        scores_NM[scores_NM > ceiling_N[:, None]] = -np.inf
-    ids_NK = np.argsort(scores_NM if lowest else -scores_NM, axis=1, kind="stable")[:, :k]
+    ids_NK = np.argsort(-scores_NM, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores_NM, ids_NK, 1), ids_NK
 
 
@@ -108,17 +106,6 @@ def test_a_pair_scores_the_same_in_any_search(tiling):
     expected_NM = np.asarray(similarity(q_ND, d_MD))
     np.testing.assert_array_equal(scores_NK, np.take_along_axis(expected_NM, ids_NK, 1))
     np.testing.assert_array_equal(index(d_MD)(q_ND[4:5], 7)[0][0], scores_NK[4])
-
-
-def test_a_ceiling_hides_what_scores_more_and_lowest_turns_the_order_round(tiling):
-    q_ND, d_MD = codes(20), codes(50, seed=1)
-    ceiling_N = np.linspace(-0.9, 0.9, 20).astype(np.float32)
-    scores, ids = Exact(d_MD)(q_ND, 30, ceiling_N=ceiling_N)
-    expected = naive(q_ND, d_MD, 30, ceiling_N=ceiling_N)
-    assert np.isinf(expected[0]).any() and np.isfinite(expected[0]).any()
-    np.testing.assert_allclose(scores, expected[0], atol=2e-6)
-    np.testing.assert_array_equal(ids[np.isfinite(scores)], expected[1][np.isfinite(scores)])
-    same(Exact(d_MD)(q_ND, 30, lowest=True), naive(q_ND, d_MD, 30, lowest=True))
 
 
 def test_faiss_finds_nearly_all_that_exact_search_finds(monkeypatch):

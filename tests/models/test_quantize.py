@@ -11,9 +11,7 @@ from unmask.models.quantize import (
     bytes_per_embedding,
     documents_per_megabyte,
     int8,
-    int8_codes,
     pack_binary,
-    unpack_binary,
 )
 
 MEANS = 1.5 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -22,8 +20,6 @@ MEANS = 1.5 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0), d
 def test_int8_is_the_formula():
     expected = [[math.floor(127 * math.tanh(x) + 0.5) for x in row] for row in MEANS.tolist()]
     assert int8(MEANS).tolist() == expected
-    codes = int8_codes(MEANS)
-    assert codes.dtype == torch.int8 and codes.tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -61,7 +57,6 @@ def test_packing_is_numpys_with_the_first_dimension_first():
     assert packed[0, 0] >> 7 == int(MEANS[0, 0] >= 0)
     assert np.array_equal(packed, pack_binary(MEANS.numpy()))
     assert np.array_equal(packed, pack_binary(binary(MEANS)))
-    assert np.array_equal(unpack_binary(packed), binary(MEANS).numpy())
     with pytest.raises(ValueError, match="multiple of 8"):
         pack_binary(MEANS[:, :60])
 
@@ -83,7 +78,6 @@ def test_documents_per_megabyte_are_table_1(dimensions, precision, documents):
 
 def test_bytes_are_those_of_the_arrays():
     assert bytes_per_embedding(64, "float32") == MEANS[0].float().numpy().nbytes
-    assert bytes_per_embedding(64, "int8") == int8_codes(MEANS[0]).numpy().nbytes
     assert bytes_per_embedding(64, "binary") == pack_binary(MEANS[0]).nbytes
     with pytest.raises(ValueError, match="Unknown precision 'int4'; choose one of float32, int8"):
         bytes_per_embedding(64, "int4")

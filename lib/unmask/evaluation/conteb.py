@@ -1,5 +1,5 @@
-"""ConTEB: retrieval of chunks that need their document. Its tasks, tasks from own documents, variations of
-tasks, and late interaction. Legend: N queries, M chunks, D dimensions, L tokens of a text.
+"""ConTEB: retrieval of chunks that need their document. Its tasks, variations of them, and late
+interaction. Legend: N queries, M chunks, D dimensions, L tokens of a text.
 
 Every query is ranked against every chunk of the whole corpus, by nDCG@10 with trec_eval's order of ties; the
 benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `tasks.family_means`).
@@ -7,7 +7,6 @@ benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `task
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unmask.config import EvaluationConfig
-from unmask.data import chunking, hub
+from unmask.data import hub
 from unmask.data.reading import BadRow, document_of
 from unmask.data.registry import CONTEB as TASKS
 from unmask.data.registry import conteb as source
@@ -32,12 +31,11 @@ from unmask.models.embedder import Embedder
 from unmask.store import nearest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 Rows = Iterable[Mapping[str, Any]]
 
 SQUAD = "rajpurkar/squad"
-NEUTRAL = ("it", "its")  # what a document's theme is replaced by, and its genitive
 TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
 
 
@@ -144,82 +142,6 @@ def _text(row: Mapping[str, Any], column: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: {column} is {value!r:.80}, not a text; correct it or take it out")
     return value
-
-
-def build(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, *, length: int = 256
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of ConTEB's two configurations from own documents: chunk, pair, sabotage (ConTEB, section 3.2).
-
-    Each text is cut into chunks, at paragraphs and sentences; a question is paired with the chunks that its
-    answer lies in; and the theme, which every question names, is replaced by a pronoun in all chunks but the
-    first, so that the others can be found only in the light of their document.
-
-    Args:
-        rows: documents, each with "text"; "questions", a list of {"query", "answer"} with "start", where the
-            answer, a passage of the text, begins (needed if it occurs more than once); and optionally
-            "theme", its name or a list of its names, and "neutral", what to say instead (default: NEUTRAL).
-        length: tokens of a chunk at most. ConTEB's 1,000 characters are about 256 tokens.
-    Returns: rows {"chunk_id", "chunk"} and rows {"query", "chunk_ids"}; `as_task` makes a task of them.
-    Raises: ValueError that names document and question: an answer that is not in the text, or in several
-        places; a theme that the first chunk, or a question, does not name; a document without text or
-        questions.
-    """
-    documents, queries = [], []
-    for number, row in enumerate(rows):
-        text = row.get("text") or ""
-        if not text.strip() or not row.get("questions"):
-            raise ValueError(f"document {number} has no text or no questions: leave it out")
-        (chunks,) = chunking.chunks(text, tokenizer, length, len(text))
-        ends, position = [], 0  # between chunks is white space only
-        for chunk in chunks:
-            position = text.index(chunk, position) + len(chunk)
-            ends.append(position)
-        for question_number, question in enumerate(row["questions"]):
-            start = _start(text, question, f"question {question_number} of document {number}")
-            # From the chunk that the answer's first character is in, to that of its last.
-            first, last = np.searchsorted(ends, [start, start + len(question["answer"].strip()) - 1], "right")
-            ids = [f"{number}_{index}" for index in range(first, last + 1)]
-            queries.append({"query": question["query"], "chunk_ids": ids})
-        if row.get("theme"):
-            chunks = _sabotaged(chunks, row, number)
-        documents += [{"chunk_id": f"{number}_{index}", "chunk": chunk} for index, chunk in enumerate(chunks)]
-    return documents, queries
-
-
-def _start(text: str, question: Mapping[str, Any], where: str) -> int:
-    """Where in a text the answer to a question begins."""
-    answer, start = question["answer"].strip(), question.get("start")
-    if start is None and answer and text.count(answer) == 1:
-        return text.index(answer)
-    if start is None or not answer or start < 0 or not text[start:].lstrip().startswith(answer):
-        raise ValueError(
-            f"{where}: the answer {answer!r:.80} must be a passage of the text, letter by letter; say under "
-            "`start` at which character it begins, if it is there more than once"
-        )
-    return text.index(answer, start)
-
-
-def _sabotaged(chunks: Sequence[str], row: Mapping[str, Any], number: int) -> list[str]:
-    """The theme replaced in all chunks but the first."""
-    names = [row["theme"]] if isinstance(row["theme"], str) else list(row["theme"])
-    pronoun, genitive = row.get("neutral", NEUTRAL)
-    # The longest name first, so that a name within another one leaves nothing behind.
-    names = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    theme = re.compile(rf"(?<!\w)(?:{names})(?!\w)(?P<of>['’]s(?!\w))?", re.IGNORECASE)
-    for text in (chunks[0], *(question["query"] for question in row["questions"])):
-        if not theme.search(text):
-            raise ValueError(
-                f"document {number}: its first chunk and all of its questions must name the theme "
-                f"{row['theme']!r}, and {text!r:.80} does not: name it there, or leave the theme out"
-            )
-
-    def neutral(match: re.Match) -> str:
-        word = genitive if match["of"] else pronoun
-        before = match.string[: match.start()].rstrip(" \"'(“‘«")
-        return word.capitalize() if not before or before[-1] in ".!?\n" else word
-
-    return [chunks[0], *(theme.sub(neutral, chunk) for chunk in chunks[1:])]
 
 
 def resized(task: Task, words: int) -> Task:

@@ -141,34 +141,22 @@ class Exact:
             parts = (_tensor(d_MD[start : start + CODES]) for start in range(0, len(d_MD), CODES))
             self.inverse_M = torch.cat([_inverse_norms(d_TD) for d_TD in parts])
 
-    def __call__(
-        self, q_ND: np.ndarray, k: int, *, ceiling_N: np.ndarray | None = None, lowest: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """As `top_k`; optionally only among documents that score at most `ceiling_N`, or lowest scores first.
-
-        Where fewer than K documents are under the ceiling, the rest of the scores is −inf.
-
-        Memory: N × K and one tile; documents that are mapped into memory are read where they are.
-        """
+    def __call__(self, q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `top_k`. Memory: N × K and one tile; documents that are mapped into memory are read where they
+        are."""
         _check_queries(q_ND, k, self.d_MD.shape[1], self.d_MD.dtype)
         device, k = torch.device("cuda" if torch.cuda.is_available() else "cpu"), min(k, len(self.d_MD))
-        if q_ND.dtype == np.uint8 and device.type == "cpu" and ceiling_N is None and not lowest:
+        if q_ND.dtype == np.uint8 and device.type == "cpu":
             return _nearest_bits(q_ND, self.d_MD, k)
         queries, step = self._tile(len(q_ND), device)
         q_tiles = _tensor(q_ND).to(device).split(queries)
-        ceilings = [None] * len(q_tiles)
-        if ceiling_N is not None:
-            ceilings = torch.as_tensor(ceiling_N, device=device).split(queries)
         best: list = [None] * len(q_tiles)
         for start in range(0, len(self.d_MD), step):
             d_TD = _tensor(self.d_MD[start : start + step]).to(device)
-            for tile, (q_QD, ceiling_Q) in enumerate(zip(q_tiles, ceilings, strict=True)):
-                scores_TQ = self._scores(q_QD, d_TD, start)
-                if ceiling_Q is not None:
-                    scores_TQ.masked_fill_(scores_TQ > ceiling_Q, -torch.inf)
-                best[tile] = best_of(scores_TQ.neg_() if lowest else scores_TQ, k, start, best[tile])
+            for tile, q_QD in enumerate(q_tiles):
+                best[tile] = best_of(self._scores(q_QD, d_TD, start), k, start, best[tile])
         scores_NK, ids_NK = (torch.cat(parts).cpu().numpy() for parts in zip(*best, strict=True))
-        return -scores_NK if lowest else scores_NK, ids_NK
+        return scores_NK, ids_NK
 
     def _tile(self, count: int, device: torch.device) -> tuple[int, int]:
         """Queries and documents of a tile."""

@@ -36,16 +36,6 @@ def int8(mean_BD: Tensor) -> Tensor:
     return codes + (scaled - scaled.detach())
 
 
-def int8_codes(mean_BD: Tensor) -> Tensor:
-    """The codes of `int8` as a `torch.int8` tensor, for storage and search; no gradient.
-
-    Example:
-        >>> int8_codes(torch.tensor([0.5, -9.0]))
-        tensor([  59, -127], dtype=torch.int8)
-    """
-    return int8(mean_BD.detach()).to(torch.int8)
-
-
 def binary(mean_BD: Tensor) -> Tensor:
     """Sign of each entry: +1 where it is 0 or above, −1 below.
 
@@ -85,16 +75,6 @@ def pack_binary(mean_BD: Tensor | np.ndarray) -> np.ndarray:
         )
     positive_BD = mean_BD >= 0
     return np.packbits(positive_BD.cpu().numpy() if isinstance(positive_BD, Tensor) else positive_BD, axis=-1)
-
-
-def unpack_binary(packed: np.ndarray) -> np.ndarray:
-    """The ±1 embeddings (int8) that `pack_binary` packed.
-
-    Example:
-        >>> unpack_binary(np.array([131], dtype=np.uint8))
-        array([ 1, -1, -1, -1, -1, -1,  1,  1], dtype=int8)
-    """
-    return 2 * np.unpackbits(packed, axis=-1).astype(np.int8) - 1
 
 
 def bytes_per_embedding(dimensions: int, precision: str) -> int:
