@@ -51,7 +51,8 @@ class Execution:
 
     Args:
         job: "source", "output" and "log" (paths), "parameters" (name → value), "cells" (how many will run),
-            "report" (folder that it is published to, or ""), "names" (folders of this machine → what a reader sees in their place).
+            "report" (folder that it is published to, or ""), "names" (folders of this machine → what a
+            reader sees in their place).
     """
 
     def __init__(self, job: Mapping[str, Any]) -> None:
