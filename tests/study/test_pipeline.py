@@ -237,7 +237,7 @@ def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond: Checkout) -> N
 
 def share(processes: int, machines: int = 1, launcher: str = "", **options) -> list[Slot]:
     """`slots` with the options' defaults."""
-    parallel = ParallelConfig(processes, machines, "ddp", launcher)
+    parallel = ParallelConfig(num_processes=processes, num_machines=machines, launcher=launcher)
     return slots(parallel, **{"gpus": None, "jobs": 1} | options)
 
 
