@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern, sanitize_patterns
-from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import DatasetCard, HfApi, HfFileSystem
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -87,6 +85,9 @@ def resolved(source: Source, config: str, base: str, readme: Path | None) -> lis
         readme: the repository's README.md; None if there is none.
     Raises: ValueError for an unknown configuration or split, or if no file is there.
     """
+    # Seconds to import, which a question at the command line does not need.
+    from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern, sanitize_patterns
+
     where = f"Source {source.name}: {source.repo}"
     folder, patterns, wanted = base, None, config or "default"
     if configs := readme and _configurations(readme, readme.stat().st_mtime_ns):
@@ -211,6 +212,8 @@ def _commit(repo: str, revision: str) -> str:
 @cache
 def _configurations(readme: Path, changed: int) -> Mapping[str, Any]:
     """The `configs:` of a README, parsed once: some have a thousand, and a source for each language asks."""
+    from datasets.utils.metadata import MetadataConfigs
+
     return MetadataConfigs.from_dataset_card_data(DatasetCard.load(readme, ignore_metadata_errors=True).data)
 
 
