@@ -239,7 +239,9 @@ def test_check_finds_what_is_missing_short_or_altered(to: Mirror) -> None:
     assert "org/base 1 of 4 files not there" in quick and "org/web eng/train 1 of 5 files" in quick
     assert to.check() == f"{quick}; {second} wrong checksum: delete it and pull again"
     second.unlink()
-    assert to.pull()[0] == 0 and to.check() == "" and to.whole(ALL)
+    status, said = to.pull()
+    assert status == 0, said
+    assert to.check() == "" and to.whole(ALL)
 
 
 def test_a_mirror_stays_at_its_commit_and_a_revision_can_be_pinned(fake: FakeHub, to: Mirror) -> None:

@@ -93,7 +93,7 @@ def processes(pid: int) -> dict[str, list[psutil.Process]]:
 
 
 def newest_step(folder: Path) -> int:
-    return max((int(path.name[5:]) for path in folder.glob("checkpoints/step-*")), default=0)
+    return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoints/step-*")), default=0)
 
 
 def inject(

@@ -414,6 +414,8 @@ def _fetch(need: Need, left: dict[str, int], folder: Path, jobs: int) -> None:
     print(f"{need.repo} ({need.type}, {manifest.revision[:12]}): {size}", flush=True)
     if not left:
         return
+    for path in left:  # of a wrong size, which the library does not always see
+        (folder / path).unlink(missing_ok=True)
     where = {"repo_type": need.type, "revision": manifest.revision, "local_dir": folder}
     snapshot_download(need.repo, **where, allow_patterns=[*map(glob.escape, left)], max_workers=jobs)
     for path in left:
