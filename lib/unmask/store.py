@@ -7,6 +7,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import os
@@ -44,6 +45,11 @@ def write_atomic(path: Path, text: str) -> Path:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf8")
     return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a JSON file says; nothing where there is none."""
+    return json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
 
 
 @contextlib.contextmanager
@@ -90,6 +96,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
+@functools.cache  # a process asks for each training and each source
 def bare(source: bytes) -> str:
     """Python code without comments, docstrings and layout."""
     try:

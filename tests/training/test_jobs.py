@@ -13,7 +13,8 @@ from unmask.config import load_preset, resolved
 from unmask.data.tokens import tokenize
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
-from unmask.training.loop import data_report, job_fingerprint, job_identity, prepare_data, run_job
+from unmask.store import fingerprint
+from unmask.training.loop import data_report, job_identity, prepare_data, run_job
 from unmask.training.neighbours import drawn_batches
 from unmask.training.stages import Job
 
@@ -100,9 +101,9 @@ def test_a_stage_trains_on_look_alikes(stage, start, tmp_path):
         run_job(one, rows.append)
         assert [row["step"] for row in rows if "step" in row] == [0, 1]
         assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*.bin")} == before
-    fingerprints = [job_fingerprint(one) for one in (random, own, embedded)]
+    fingerprints = [fingerprint(job_identity(one)) for one in (random, own, embedded)]
     assert len(set(fingerprints)) == 3
-    assert job_fingerprint(random | {"surrogate": str(start)}) == fingerprints[0]
+    assert fingerprint(job_identity(random | {"surrogate": str(start)})) == fingerprints[0]
 
 
 def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
@@ -166,7 +167,10 @@ def test_a_causal_start_reads_both_sides_if_it_is_told_to(tmp_path, start):
     assert backbone.sees_both_sides(backbone.load(opened))
     kept = run_job(job("pair", causal, tmp_path), lambda row: None)
     assert not backbone.sees_both_sides(backbone.load(kept))
-    marks = [job_fingerprint(job("pair", causal, tmp_path, **more)) for more in ({}, {"bidirectional": True})]
+    marks = [
+        fingerprint(job_identity(job("pair", causal, tmp_path, **more)))
+        for more in ({}, {"bidirectional": True})
+    ]
     assert marks[0] != marks[1]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 from unmask.data.registry import Source, own_files
-from unmask.store import artifacts_root, nearest, write_atomic
+from unmask.store import artifacts_root, nearest, read_json, write_atomic
 
 MANIFEST = ".unmask-mirror.json"
 HOW_TO_MIRROR = (
@@ -120,8 +119,7 @@ def manifest(folder: str | Path) -> dict[str, Any]:
     """What `unmask mirror pull` recorded of a repository: its revision, and files with size and sha256. Empty
     for one that was put into the mirror by hand.
     """
-    path = Path(folder) / MANIFEST
-    return json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
+    return read_json(Path(folder) / MANIFEST)
 
 
 def verify(path: str, sha256: str) -> None:

@@ -24,7 +24,7 @@ from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 
-from unmask.store import write_atomic
+from unmask.store import read_json, write_atomic
 
 JOURNAL = "progress.json"
 UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
@@ -79,8 +79,7 @@ class Prepared:
     @classmethod
     def read(cls, folder: Path) -> Prepared:
         """What is there so far, perhaps nothing."""
-        path = folder / JOURNAL
-        return cls(folder, **json.loads(path.read_text(encoding="utf8")) if path.is_file() else {})
+        return cls(folder, **read_json(folder / JOURNAL))
 
     def suffices(self, wanted: int | None) -> bool:
         """Whether all units are done, or as many as give the tokens that are wanted."""

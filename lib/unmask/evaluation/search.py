@@ -21,6 +21,7 @@ from faiss.contrib.ondisk import merge_ondisk
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+from unmask.data.mining import unit
 from unmask.store import new_directory
 
 METHODS = ("exact", "faiss")
@@ -288,13 +289,6 @@ def open_index(path: str | Path) -> Search:
     return _searched(
         faiss.read_index(str(path / "index"), faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_ONDISK_SAME_DIR)
     )
-
-
-def unit(x_XD: np.ndarray) -> np.ndarray:
-    """Codes or floats as float32 vectors of length one; zero vectors stay."""
-    x_XD = np.asarray(x_XD, np.float32)
-    norm_X1 = np.linalg.norm(x_XD, axis=1, keepdims=True)
-    return x_XD / np.where(norm_X1 == 0, 1, norm_X1)
 
 
 @cache

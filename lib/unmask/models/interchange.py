@@ -28,7 +28,7 @@ from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
 from unmask.models.pretrained import require_checkpoint
 from unmask.models.quantize import bytes_per_embedding, documents_per_megabyte
-from unmask.store import new_directory
+from unmask.store import new_directory, read_json
 
 if TYPE_CHECKING:
     from unmask.models.embedder import Embedder
@@ -152,7 +152,7 @@ def _released(folder: Path, config: dict[str, Any]) -> Loaded:
 
 
 def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    modules = _json(folder / "modules.json")
+    modules = read_json(folder / "modules.json")
     names = [module["type"].rpartition(".")[2] for module in modules]
     stock = all(module["type"].startswith("sentence_transformers.") for module in modules)
     if not stock or names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
@@ -163,18 +163,18 @@ def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerB
     file = folder / modules[1]["path"] / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder} is no checkpoint: {file.relative_to(folder)} missing")
-    pooling = _json(file)
+    pooling = read_json(file)
     older = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
     mode = pooling.get("pooling_mode", older[0] if len(older) == 1 else older)
     if mode not in list(POOLING):
         raise ValueError(f"{folder}: pooling {mode!r} is not supported: only mean and lasttoken")
-    settings = _json(folder / "sentence_bert_config.json")
+    settings = read_json(folder / "sentence_bert_config.json")
     if settings.get("do_lower_case") or "message" in settings.get("modality_config", {}):
         raise ValueError(
             f"{folder}: texts put into lower case or into a chat template are not supported "
             "(sentence_bert_config.json)"
         )
-    prompts = _json(folder / "config_sentence_transformers.json")
+    prompts = read_json(folder / "config_sentence_transformers.json")
     if name := prompts.get("default_prompt_name"):
         warnings.warn(
             f"{folder}: sentence-transformers adds the prompt {prompts.get('prompts', {}).get(name)!r} to "
@@ -187,10 +187,6 @@ def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerB
         "special_tokens": True,
         "normalize": names[-1] == "Normalize",
     }
-
-
-def _json(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
 
 
 def save(embedder: Embedder, path: str | Path) -> Path:

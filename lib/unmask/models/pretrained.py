@@ -21,7 +21,7 @@ from filelock import FileLock
 from tokenizers.models import BPE
 
 from unmask.data import hub
-from unmask.store import artifacts_root, new_directory
+from unmask.store import artifacts_root, new_directory, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -236,5 +236,4 @@ def write(
 
 def facts(path: str | Path) -> dict:
     """What `save` noted beside a checkpoint; empty for one that is not ours."""
-    file = Path(path) / "unmask.json"
-    return json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
+    return read_json(Path(path) / "unmask.json")

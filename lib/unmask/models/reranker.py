@@ -23,6 +23,7 @@ from unmask.data.tokens import encode
 from unmask.models import backbone
 from unmask.models.attention import fast_attention
 from unmask.models.encoding import micro_batches
+from unmask.models.interchange import write_json
 from unmask.store import new_directory
 
 # Of the released models.
@@ -131,10 +132,7 @@ class Reranker:
         }  # fmt: skip
         with new_directory(path) as folder:
             backbone.write(self.model, tokenizer, folder, stage="reranker", instruction=self.instruction)
-            for name, content in files.items():
-                file = folder / name
-                file.parent.mkdir(exist_ok=True)
-                file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf8")
+            write_json(folder, files)
         return path
 
     def score(self, query: str, documents: Sequence[str], **options) -> np.ndarray:

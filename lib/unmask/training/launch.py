@@ -31,7 +31,7 @@ from unmask.config import ParallelConfig, resolved
 from unmask.models.backbone import facts
 from unmask.models.pretrained import require_checkpoint
 from unmask.run import Run, grace_seconds
-from unmask.store import fingerprint, write_atomic
+from unmask.store import fingerprint, read_json, write_atomic
 from unmask.training.loop import MILESTONES, Preempted, finish, job_identity, prepare_data, run_job
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
@@ -131,7 +131,7 @@ def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Raises: RuntimeError if checkpoints of another training lie there: somebody paid for them.
     """
     file, made = folder / "job.json", json.loads(json.dumps(job_identity(job)))  # as it will be read again
-    before = json.loads(file.read_text(encoding="utf8")) if file.is_file() else {}
+    before = read_json(file)
     earlier, accepted = before.get("made_of", {}), before.get("accepted", [])
     changed = [key for key in sorted(earlier | made) if earlier.get(key) != made.get(key)]
     if os.environ.get("UNMASK_ACCEPT_CODE"):

@@ -24,7 +24,7 @@ from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention
 from unmask.run import PREEMPTED
-from unmask.store import code_fingerprint, fingerprint, write_atomic
+from unmask.store import code_fingerprint, write_atomic
 from unmask.training import checkpoint
 from unmask.training.distributed import Processes, full_weights
 from unmask.training.stages import Job, Stage, identity
@@ -121,11 +121,6 @@ def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
         "data": job.corpus.hash,
         "code": code_fingerprint(*(LIBRARY / name for name in CODE)),
     }
-
-
-def job_fingerprint(asked: Mapping[str, Any]) -> str:
-    """One name for all of `job_identity`."""
-    return fingerprint(job_identity(asked))
 
 
 def train(
