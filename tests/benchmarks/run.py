@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import clusters
 import contrastive
 import gpu
 import matplotlib.pyplot as plt
@@ -100,17 +99,6 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "kept-memory": kept_memory,
     "encode-mixed": lambda: encodings("mixed", "real lengths"),
     "encode-equal": lambda: encodings("equal", "equal lengths"),
-    "rerank": lambda: compare("rerank", "rerank", memory=False),
-    "matmul-share": lambda: [
-        row
-        for case, title in {
-            "share-diffusion": "135 M, diffusion step",
-            "share-pair": "135 M, pair step, activations kept",
-            "share-pair-cached": "135 M, pair step, cached",
-            "share-encode": "135 M, encode",
-        }.items()
-        for row in compare(case, title, memory=False)
-    ],
     "integer-search": lambda: searches("integer-search", "exact INT8 search"),
     "binary-search": lambda: searches("binary-search", "exact binary search"),
     "search-scaling": lambda: search.scaling(RESULTS / "search.png"),
@@ -118,8 +106,6 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         *compare("metrics", "ranking metrics", memory=False, environment={}),
         *compare("metrics-tied", "ranking metrics, tied scores", memory=False, environment={}),
     ],
-    "mining": lambda: compare("mining", "hard-negative mining"),
-    "clusters": clusters.rows,
     "preparation": lambda: compare("preparation", "tokenising text into files", memory=False, environment={}),
     "preparation-memory": preparation.memory,
     "gpu": gpu.rows,

@@ -10,21 +10,17 @@ from __future__ import annotations
 import json
 import sys
 
-import clusters
 import contrastive
 import diffusion
 import encode
 import gpu
 import measure
-import mining
 import preparation
-import rerank
 import search
-import share
 
 CASES = {
     name: case
-    for module in (clusters, contrastive, diffusion, encode, mining, preparation, rerank, search, share)
+    for module in (contrastive, diffusion, encode, preparation, search)
     for name, case in module.CASES.items()
 }
 
