@@ -17,11 +17,11 @@ from tqdm.auto import tqdm
 from unmask.config import ClustersConfig
 from unmask.data import batches
 from unmask.data.batches import Packing, permuted
-from unmask.data.mining import Encoder, parts, unit
+from unmask.data.mining import Encoder, kept, parts, unit
 from unmask.data.prepare import Ragged
 from unmask.data.tokenized import TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
+from unmask.store import code_fingerprint
 
 LSA = "lsa"  # the surrogate that is no embedder
 COMPONENTS = 256  # LSA: dimensions
@@ -126,13 +126,13 @@ def neighbours(
     texts = ConcatDataset([queries.values, documents.values])
     first_U, number = _distinct(texts)
     key = [data.identity, stored.hash, surrogate.identity, code_fingerprint(__file__, batches.__file__)]
-    vectors_UD = _kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
+    vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     query_texts = Ragged(number[: len(queries.values)], queries.ends)
     own = Neighbours(vectors_UD, query_texts, Ragged(number[len(queries.values) :], documents.ends))
     if not cluster_size:
         return own
     key += [cluster_size, config.packing, config.iterations, config.attempts, seed]
-    place_N = _kept("clusters", key, lambda: _places(own, cluster_size, config, seed))
+    place_N = kept("clusters", key, lambda: _places(own, cluster_size, config, seed))
     return replace(own, packing=_packing(place_N))
 
 
@@ -252,12 +252,3 @@ def _embedded(
             raise ValueError(f"the surrogate's vectors of data set {name!r} are not finite: check the model")
         blocks.append(x_UD.astype(np.float16))
     return np.concatenate(blocks)
-
-
-def _kept(kind: str, key: list, work: Callable[[], np.ndarray]) -> np.ndarray:
-    """An array that is computed once, mapped into memory."""
-    path = artifacts_root() / "data" / "prepared" / f"{kind}-{fingerprint(key)}.npy"
-    if not path.is_file():
-        with replacing(path) as unfinished, unfinished.open("wb") as stream:
-            np.save(stream, work())
-    return np.load(path, mmap_mode="r")

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from unmask.config import TripletConfig
 from unmask.data.corpus import Corpus
-from unmask.store import replacing
+from unmask.store import artifacts_root, fingerprint, replacing
 
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (queries, k) → scores, numbers
 Index = Callable[[np.ndarray, str], Search]  # (documents, method) → a search over them
@@ -212,3 +212,12 @@ def unit(x_XD: np.ndarray) -> np.ndarray:
 def parts(count: int, size: int) -> list[slice]:
     """Slices of `size` that together are range(count)."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def kept(kind: str, key: Sequence[Any], work: Callable[[], np.ndarray]) -> np.ndarray:
+    """An array that is computed once, kept under artifacts/data by what decides it and mapped into memory."""
+    path = artifacts_root() / "data" / kind / f"{fingerprint(*key)}.npy"
+    if not path.is_file():
+        with replacing(path) as unfinished, unfinished.open("wb") as stream:
+            np.save(stream, work())
+    return np.load(path, mmap_mode="r")
