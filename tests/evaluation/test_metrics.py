@@ -21,7 +21,6 @@ IDS = {
 SCORES = {
     "distinct": lambda rng, shape: rng.standard_normal(shape),
     "heavily tied": lambda rng, shape: rng.integers(0, 4, shape).astype(np.int64),
-    "all equal": lambda rng, shape: np.zeros(shape, dtype=np.float32),
     "equal in float32 only": lambda rng, shape: 1 + rng.integers(0, 3, shape) * 1e-9,
     "signed zeros": lambda rng, shape: rng.choice([-1.0, -0.0, 0.0, 1e-30], shape),
     "some minus infinity": lambda rng, shape: np.where(
@@ -46,9 +45,14 @@ def trec_eval(scores, relevant, ids, ks) -> dict[str, np.ndarray]:
         for ours, theirs in names.items()
         for k in ks
     }
-    reciprocal = np.array([result["recip_rank"] for result in results])
-    # trec_eval has no cut-off for the reciprocal rank.
+    reciprocal = np.array([result["recip_rank"] for result in results])  # which has no cut-off
     return expected | {f"mrr@{k}": np.where(reciprocal * k >= 1 - 1e-9, reciprocal, 0) for k in ks}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-9, err_msg=name)
 
 
 @pytest.mark.parametrize("ids", IDS)
@@ -63,32 +67,23 @@ def test_metrics_equal_trec_eval(ids, scores, shape):
     ]
     expected = trec_eval(scores_NM, relevant, ids, KS)
     metrics = retrieval_metrics(torch.from_numpy(scores_NM), relevant, ks=KS, document_ids=ids)
-    per_query = retrieval_metrics(scores_NM, relevant, ks=KS, document_ids=ids, per_query=True)
-    assert metrics.keys() == per_query.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_allclose(per_query[name], values, rtol=0, atol=1e-9, err_msg=name)
-        assert metrics[name] == pytest.approx(values.mean(), abs=1e-9) and isinstance(metrics[name], float)
+    same(retrieval_metrics(scores_NM, relevant, ks=KS, document_ids=ids, per_query=True), expected)
+    assert metrics == pytest.approx({name: values.mean() for name, values in expected.items()}, abs=1e-9)
 
 
-@pytest.mark.parametrize("scores", ["distinct", "heavily tied"])
-def test_a_ranking_has_the_metrics_of_its_scores(scores):
+def test_a_ranking_has_the_metrics_of_its_scores():
     """Also where it is shorter than a cut-off, or filled up with −1."""
     rng, (queries, documents) = np.random.default_rng(5), (17, 60)
-    scores_NM = SCORES[scores](rng, (queries, documents))
+    scores_NM = rng.integers(0, 4, (queries, documents))
     relevant = [set(rng.choice(documents, 1 + i % 9, replace=False).tolist()) for i in range(queries)]
     ids = [f"{99 - j}" for j in range(documents)]  # so that the order of ids is that of the numbers
     ids_NM = np.argsort(-scores_NM, axis=1, kind="stable")
     expected = trec_eval(scores_NM, relevant, ids, KS)
     filled_NX = np.concatenate([ids_NM, np.full((queries, 5), -1)], axis=1)
     for ids_NK in (ids_NM, filled_NX):
-        per_query = ranking_metrics(ids_NK, relevant, KS, per_query=True)
-        assert per_query.keys() == expected.keys()
-        for name, values in expected.items():
-            np.testing.assert_allclose(per_query[name], values, rtol=0, atol=1e-9, err_msg=name)
+        same(ranking_metrics(ids_NK, relevant, KS, per_query=True), expected)
     short = ranking_metrics(ids_NM[:, :3], relevant, KS)
     assert short["ndcg@3"] == pytest.approx(expected["ndcg@3"].mean(), abs=1e-9)
-    nothing = ranking_metrics(np.full((queries, 2), -1), relevant, KS)
-    assert set(nothing.values()) == {0}
 
 
 @pytest.mark.parametrize(

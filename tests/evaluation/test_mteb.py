@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mteb
 import numpy as np
 import pytest
@@ -34,45 +32,32 @@ def embedder() -> Embedder:
     return Embedder(tiny.model(), tiny.tokenizer())
 
 
-def repository(folder: Path) -> None:
-    """A retrieval data set as mteb's are on the Hub; nothing answers its last query."""
-    tables = {
-        "corpus": [{"_id": f"d{i:03}", "title": "", "text": text} for i, text in enumerate(DOCUMENTS)],
-        "queries": [{"_id": f"q{i}", "text": text} for i, text in enumerate([*QUERIES, "Nobody?"])],
-        "default": [
-            {"query-id": f"q{i}", "corpus-id": f"d{d:03}", "score": 1}
-            for i, gold in enumerate(RELEVANT)
-            for d in sorted(gold)
-        ],
-    }
-    lines = ["---", "configs:"]
-    for name, rows in tables.items():
-        folder.joinpath(name).mkdir(parents=True)
-        Dataset.from_list(rows).to_parquet(str(folder / name / "test.parquet"))
-        lines += [f"- config_name: {name}", "  data_files:"]
-        lines += ["  - split: test", f"    path: {name}/test.parquet"]
-    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
-
-
 class Animals(AbsTaskRetrieval):
     metadata = TaskMetadata(
-        name="Animals",
-        description="Of a test.",
-        dataset={"path": "tests/animals", "revision": "0" * 40},
-        type="Retrieval",
-        eval_langs=["eng-Latn"],
-        main_score="ndcg_at_10",
-    )
+        name="Animals", description="Of a test.", dataset={"path": "tests/animals", "revision": "0" * 40},
+        type="Retrieval", eval_langs=["eng-Latn"], main_score="ndcg_at_10",
+    )  # fmt: skip
 
 
 @pytest.fixture
 def animals(tmp_path, monkeypatch):
-    """The mirror that holds the task's data; `benchmark_tasks` knows the task."""
+    """A mirror that holds the task's data, laid out as mteb's are on the Hub; nothing answers its last query.
+    `benchmark_tasks` knows the task."""
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path / "mirror"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     known = in_mteb.benchmark_tasks
     monkeypatch.setattr(in_mteb, "benchmark_tasks", lambda n: [Animals()] if n == "Animals" else known(n))
-    repository(tmp_path / "mirror" / "tests" / "animals")
+    gold = [(q, d) for q, found in enumerate(RELEVANT) for d in sorted(found)]
+    tables = {
+        "corpus": [{"_id": f"d{i:03}", "title": "", "text": text} for i, text in enumerate(DOCUMENTS)],
+        "queries": [{"_id": f"q{i}", "text": text} for i, text in enumerate([*QUERIES, "Nobody?"])],
+        "default": [{"query-id": f"q{q}", "corpus-id": f"d{d:03}", "score": 1} for q, d in gold],
+    }
+    folder, card = tmp_path / "mirror" / "tests" / "animals", "---\nconfigs:\n"
+    for name, rows in tables.items():
+        Dataset.from_list(rows).to_parquet(str(folder / name / "test.parquet"))
+        card += f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/test.parquet\n"
+    (folder / "README.md").write_text(f"{card}---\n")
     return tmp_path
 
 
@@ -114,15 +99,8 @@ def test_the_benchmarks_are_the_papers():
         benchmark_tasks("nosuch")
     multilingual = {task.metadata.name for task in benchmark_tasks("MTEB(Multilingual, v2)")}
     code = {task.metadata.name for task in benchmark_tasks("MTEB(Code, v1)")}
-    table11 = """AILAStatutes ArguAna BelebeleRetrieval CovidRetrieval HagridRetrieval LEMBPasskeyRetrieval
-        LegalBenchCorporateLobbying MIRACLRetrievalHardNegatives MLQARetrieval SCIDOCS SpartQA StackOverflowQA
-        StatcanDialogueDatasetRetrieval TRECCOVID TempReasonL1 TwitterHjerneRetrieval
-        WikipediaRetrievalMultilingual WinoGrande"""
-    table12 = """AppsRetrieval COIRCodeSearchNetRetrieval CodeEditSearchRetrieval CodeFeedbackMT
-        CodeFeedbackST CodeSearchNetCCRetrieval CodeSearchNetRetrieval CodeTransOceanContest
-        CodeTransOceanDL CosQA
-        StackOverflowQA SyntheticText2SQL"""
-    assert multilingual == set(table11.split()) and code == set(table12.split())
+    assert len(multilingual) == 18 and {"ArguAna", "MLQARetrieval", "WinoGrande"} < multilingual  # table 11
+    assert len(code) == 12 and {"AppsRetrieval", "CosQA", "SyntheticText2SQL"} < code  # table 12
     (miracl,) = benchmark_tasks("MIRACL")
     assert len(miracl.hf_subsets) == 18
     table9 = {task.metadata.name: task for task in benchmark_tasks("table 9")}
@@ -140,26 +118,21 @@ def encode(encoder: MtebEncoder, name: str, kind: str, *texts: str) -> np.ndarra
 
 
 def test_arguana_queries_get_the_prompt_and_nothing_else_does(embedder):
-    encoder = MtebEncoder(embedder, CONFIG)
+    encoder, text = MtebEncoder(embedder, CONFIG), "Tea is red."
     prompt = "Given a claim, find documents that refute the claim. Claim: "
-    prompted = embedder.encode([prompt + "Tea is red."], max_length=CONFIG.query_length)
-    plain = embedder.encode(["Tea is red."], max_length=CONFIG.query_length)
-    assert (encode(encoder, "ArguAna", "query", "Tea is red.") == prompted).all() and (
-        prompted != plain
-    ).any()
-    assert (encode(encoder, "ArguAna", "document", "Tea is red.") == plain).all()
-    assert (encode(encoder, "SCIDOCS", "query", "Tea is red.") == plain).all()
+    prompted, plain = (embedder.encode([x + text], max_length=CONFIG.query_length) for x in (prompt, ""))
+    assert (encode(encoder, "ArguAna", "query", text) == prompted).all() and (prompted != plain).any()
+    for name, kind in (("ArguAna", "document"), ("SCIDOCS", "query")):
+        assert (encode(encoder, name, kind, text) == plain).all()
 
 
 def test_equal_documents_of_text2sql_are_told_apart_always_in_the_same_way(embedder):
-    encoder = MtebEncoder(embedder, CONFIG)
-    name, texts = "SyntheticText2SQL", ("SELECT 1", "SELECT 1", "SELECT name")
+    encoder, name, texts = MtebEncoder(embedder, CONFIG), "SyntheticText2SQL", ("SELECT 1", "SELECT 1", "S")
     noised, again = (encode(encoder, name, "document", *texts) for _ in range(2))
     exact = embedder.encode(texts, max_length=CONFIG.document_length)
     assert (noised == again).all() and (noised[0] != noised[1]).any()
     assert np.abs(noised - exact).max() < 1  # less than a step of INT8
     assert (encode(encoder, name, "query", *texts) == exact).all()
-    assert (encode(encoder, "CosQA", "document", *texts) == exact).all()
 
 
 def test_lengths_are_the_presets_but_for_passkeys(embedder):
