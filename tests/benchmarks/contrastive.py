@@ -75,10 +75,8 @@ def real_lengths(
     """So many of the pairs of `docstrings`, as tokens."""
     tokenizer, table, order = docstrings()
     rows = table.select(np.resize(order, pairs))  # more pairs than there are: again from the start
-    return (
-        tokenize(tokenizer, list(rows["query"]), query_length),
-        tokenize(tokenizer, list(rows["document"]), document_length),
-    )
+    lengths = {"query": query_length, "document": document_length}
+    return tuple(tokenize(tokenizer, list(rows[name]), length) for name, length in lengths.items())
 
 
 def ours(model: nn.Module, columns: Columns, token_budget: int) -> Tensor:
@@ -111,9 +109,7 @@ class Module(Pooled):
     """The same as a module of sentence-transformers."""
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        return features | {
-            "sentence_embedding": super().forward(features["input_ids"], features["attention_mask"])
-        }
+        return features | {"sentence_embedding": super().forward(**features)}
 
 
 def padded(texts: Sequence[np.ndarray]) -> dict[str, Tensor]:
@@ -132,11 +128,9 @@ def sentence_transformers(
 
     loss_of = CachedMultipleNegativesRankingLoss(
         SentenceTransformer(modules=[Module(model)], device="cpu"),
-        scale=1 / TEMPERATURE,
-        mini_batch_size=mini_batch_size,
-        mini_batch_num_tokens=mini_batch_num_tokens,
+        scale=1 / TEMPERATURE, mini_batch_size=mini_batch_size, mini_batch_num_tokens=mini_batch_num_tokens,
         directions=("query_to_doc", "query_to_query"),
-    )
+    )  # fmt: skip
     features = [padded(column) for column in columns]
 
     def step() -> Tensor:
@@ -177,21 +171,16 @@ def uncached(model: nn.Module, columns: Columns) -> Callable[[], Tensor]:
 
 def programs(model: nn.Module, columns: Columns) -> tuple[dict[str, dict[str, Step]], dict[str, str]]:
     """Every program with the settings to try, and why a program is missing."""
+    budgets, sizes, tokens = (1024, 2048, 4096), (16, 32, 64), (2048, 4096, 8192)
+    theirs = {f"mini_batch_size {n}": sentence_transformers(model, columns, n) for n in sizes}
+    theirs |= {f"mini_batch_num_tokens {n}": sentence_transformers(model, columns, 64, n) for n in tokens}
     found: dict[str, dict[str, Step]] = {
-        "unmask": {
-            f"token_budget {budget}": partial(ours, model, columns, budget) for budget in (1024, 2048, 4096)
-        },
-        "sentence-transformers": {
-            f"mini_batch_size {size}": sentence_transformers(model, columns, size) for size in (16, 32, 64)
-        }
-        | {
-            f"mini_batch_num_tokens {size}": sentence_transformers(model, columns, 64, size)
-            for size in (2048, 4096, 8192)
-        },
+        "unmask": {f"token_budget {n}": partial(ours, model, columns, n) for n in budgets},
+        "sentence-transformers": theirs,
         "uncached": {"one pass per column": uncached(model, columns)},
     }
     try:
-        found["GradCache"] = {f"chunk {size}": gradcache(model, columns, size) for size in (16, 32, 64)}
+        found["GradCache"] = {f"chunk {n}": gradcache(model, columns, n) for n in sizes}
     except ImportError as error:
         return found, {"GradCache": f"{error}; install it with `make bench`"}
     return found, {}
@@ -199,27 +188,19 @@ def programs(model: nn.Module, columns: Columns) -> tuple[dict[str, dict[str, St
 
 def agree(model: nn.Module, steps: dict[str, dict[str, Step]]) -> None:
     """Raises AssertionError unless all programs give the same loss and the same gradient (in float32)."""
-    results = {}
-    for program, variants in steps.items():
-        for variant, step in variants.items():
-            model.zero_grad()
-            loss = float(step())
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-            results[f"{program}, {variant}"] = loss, gradient
+    expected = None
+    for name, step in ((f"{p}, {v}", step) for p, variants in steps.items() for v, step in variants.items()):
+        model.zero_grad()
+        loss, gradient = float(step()), torch.cat([p.grad.flatten() for p in model.parameters()])
+        first_loss, first_gradient = expected = expected or (loss, gradient)
+        difference = (gradient - first_gradient).norm() / first_gradient.norm()
+        assert abs(loss - first_loss) <= 1e-4 * abs(first_loss), f"{name}: loss {loss}, not {first_loss}"
+        assert difference <= 1e-3, f"{name}: gradient differs by {difference:.1e}"
     model.zero_grad()
-    (first, (loss, gradient)), *others = results.items()
-    for name, (other_loss, other_gradient) in others:
-        difference = (other_gradient - gradient).norm() / gradient.norm()
-        assert abs(other_loss - loss) <= 1e-4 * abs(loss), f"loss: {first} {loss}, {name} {other_loss}"
-        assert difference <= 1e-3, f"gradient of {name} differs from that of {first} by {difference:.1e}"
 
 
 def in_bf16(step: Step) -> Step:
-    def cast() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            step()
-
-    return cast
+    return torch.autocast("cpu", torch.bfloat16)(step)
 
 
 def step_case(layers: int, columns_of: Callable[[int], Columns], lengths: str) -> Case:
