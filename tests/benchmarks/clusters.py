@@ -17,7 +17,7 @@ from unmask.config import load_preset
 from unmask.data.batches import Packing
 from unmask.data.lookalikes import Neighbours, pack
 from unmask.data.mining import unit
-from unmask.data.prepare import Ragged
+from unmask.data.tokenized import Ragged
 
 PAIRS, WIDTH, CLUSTER = 1_000_000, 128, 1024
 COMPONENTS, BLOCK = 2_000, 50_000

@@ -8,8 +8,7 @@ import tiny
 from unmask.config import load_preset
 from unmask.data.lookalikes import Neighbours, pack
 from unmask.data.mining import unit
-from unmask.data.prepare import Ragged, ends_of
-from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.data.tokenized import Ragged, TokenDocument, TokenPairs
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.training.neighbours import Cde, Qwen3, Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Triplet
@@ -102,8 +101,8 @@ def _seen(rows, settings):
     vectors_UD = unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16)
     own = Neighbours(
         vectors_UD,
-        Ragged(texts[: sum(queries)], ends_of(queries)),
-        Ragged(texts[sum(queries) :], ends_of(chunks)),
+        Ragged(texts[: sum(queries)], np.cumsum(queries)),
+        Ragged(texts[sum(queries) :], np.cumsum(chunks)),
     )
     size = settings.cluster_size
     return replace(own, packing=pack(own, size, _PRESET.clusters, settings.seed)) if size else own

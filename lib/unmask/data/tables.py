@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from unmask.data.corpus import SCHEMAS, SPLITS, measured
-from unmask.data.prepare import in_order
 from unmask.data.reading import (
     BadRow,
     Unit,
@@ -32,7 +31,7 @@ from unmask.data.reading import (
     units,
 )
 from unmask.data.registry import Source
-from unmask.data.tokens import batches
+from unmask.data.tokens import batches, in_order
 from unmask.store import new_directory
 
 SAMPLE_BYTES = 16_000_000  # of a text source, whose rest only the preparation of tokens reads
