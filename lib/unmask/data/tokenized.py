@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from unmask.data import prepare, reading, tokens
 from unmask.data.batches import permuted
+from unmask.data.files import identity
 from unmask.data.prepare import Column, Prepared, Ragged, ends_of
 from unmask.data.reading import Unit, units
 from unmask.data.registry import Source
-from unmask.data.tables import identity
 from unmask.data.tokens import StoredTokenizer, cut, encode
 from unmask.store import artifacts_root, code_fingerprint, fingerprint
 
 Around = tuple[str, str]  # text before and after another
-UNIT_BYTES = 1 << 20  # of text or of a table: half a second of work, so that workers end together
+UNIT_BYTES = 1 << 20  # of a table: half a second of work, so that workers end together
 _CODE = (__file__, reading.__file__, tokens.__file__)  # what the tokens depend on
 
 
@@ -166,7 +166,7 @@ def prepare_text(
     done = Prepared.read(folder)
     if done.suffices(wanted):
         return done
-    pieces = units(source, unit_bytes=UNIT_BYTES)
+    pieces = units(source)
     order = permuted(np.arange(len(pieces)), len(pieces), 0) if pieces else []
     return prepare.build(
         folder, [pieces[i] for i in order], TextWork(source, stored),
