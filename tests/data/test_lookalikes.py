@@ -13,15 +13,14 @@ from unmask.data import lookalikes
 from unmask.data.batches import BatchPlan, Packing
 from unmask.data.lookalikes import Neighbours, Surrogate, negative_similarity, neighbours, pack, tour
 from unmask.data.mining import unit
-from unmask.data.prepare import Ragged
-from unmask.data.tokenized import TokenDocuments, TokenPairs
+from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, tokenize
 
 CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2, packing="tour")
 
 
 def ragged(lists):
-    return Ragged.of([np.asarray(one) for one in lists], np.int64)
+    return Ragged(np.concatenate(lists), np.cumsum([*map(len, lists)]))
 
 
 def seen(q_ND, d_ND):
@@ -201,7 +200,7 @@ def documents():
         Ragged(tokens([text for texts in lists for text in texts]), np.cumsum([len(x) for x in lists]))
         for lists in (chunks, queries)
     ]
-    golds = Ragged.of([np.zeros(len(x), np.int32) for x in queries], np.int32)
+    golds = Ragged(np.zeros(6, np.int32), nested[1].ends)
     return chunks, queries, TokenDocuments(*nested, golds, identity="some documents")
 
 

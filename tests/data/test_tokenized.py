@@ -241,7 +241,7 @@ def test_distinct_rows_are_drawn_at_random_and_all_there_are_at_most():
 @pytest.mark.parametrize("cores", [1, 2])
 def test_tables_are_prepared_in_pieces_by_any_number_of_workers(cores, stored, monkeypatch):
     monkeypatch.setattr(tokenized, "ROWS", 5)
-    monkeypatch.setattr("unmask.data.tokens.cpu_count", lambda: cores)
+    monkeypatch.setattr(tokenized, "cpu_count", lambda: cores)
     many = Dataset.from_list([row | {"key": str(i)} for i, row in enumerate(PAIRS.to_list() * 20)]).shuffle(0)
     found = pairs(many, stored)
     assert lists(found.queries) == tokens(many["query"][:], 8)

@@ -21,18 +21,20 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from filelock import FileLock
+from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data import reading, tokens
 from unmask.data.batches import permuted
+from unmask.data.files import identity
 from unmask.data.registry import Source
-from unmask.data.tables import identity
-from unmask.data.tokens import StoredTokenizer, cut, encode, in_order, joined
+from unmask.data.tokens import StoredTokenizer, cut, encode, joined
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, read_json, write_atomic
 
 Around = tuple[str, str]  # text before and after another
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
+UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 ROWS = 4096  # of a table, tokenised at a time
 JOURNAL = "progress.json"
 
@@ -123,7 +125,8 @@ def build(
         for file in set(folder.iterdir()) - {folder / JOURNAL}:  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.name, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
-        results = in_order(work, left, len(units) - done.units, workers)
+        workers = min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER)
+        results = Parallel(max(workers, 1), return_as="generator")(delayed(work)(unit) for unit in left)
         for result in tqdm(results, title, len(units), initial=done.units, delay=2, leave=False):
             if not done.suffices(wanted):  # else it was under way when there was enough
                 done = done.extended(result, len(units))

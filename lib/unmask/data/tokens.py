@@ -8,10 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from joblib import Parallel, cpu_count, delayed
 from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
 Item = TypeVar("Item")
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
-UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 
 
 def train_tokenizer(
@@ -240,16 +238,3 @@ def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> I
             batch, total = [], 0
     if batch:
         yield batch
-
-
-def in_order(
-    work: Callable[[Any], Any], units: Iterable[Any], count: int, workers: int | None = None
-) -> Iterator[Any]:
-    """What `work` makes of each of `count` units, in their order; few of them at a time are in memory.
-
-    Units are asked for when their turn comes. Few of them, or one worker, need no other process.
-    """
-    workers = min(workers or cpu_count(), count // UNITS_PER_WORKER)
-    if workers < 2:
-        return map(work, units)
-    return Parallel(workers, return_as="generator")(delayed(work)(unit) for unit in units)
