@@ -178,7 +178,7 @@ def plan_documents(
     if not drawn:
         raise ValueError(
             f"no document of several chunks, one of at least {SHORTEST} characters: cut long texts with "
-            "unmask.data.chunking.chunks"
+            "unmask.data.documents.chunks"
         )
     golds = []
     for number, chunks in enumerate(drawn):
