@@ -201,11 +201,11 @@ def test_rows_keep_their_order_and_what_is_not_highlighted_is_grey():
         "ours": {"mine": {"x": 0.5}},
     }
     figure = figures.beside(panels, highlight=["b", "mine", "absent"], xlabel="score in %", title="A title")
-    paper, ours = figure.axes
+    paper, _ = figure.axes
     assert [label.get_text() for label in paper.get_yticklabels()] == ["x", "y", "z"]
     (b,) = [line for line in paper.lines if line.get_label() == "b"]
     assert list(zip(*b.get_data())) == [(3.0, 1), (4.0, 2)]
-    legends = [[text.get_text() for text in axes.get_legend().texts] for axes in (paper, ours)]
+    legends = [[text.get_text() for text in legend.texts] for legend in figure.legends]
     assert legends == [["b", "2 others"], ["mine"]]
 
 

@@ -288,7 +288,7 @@ def beside(
         ax.set_title(name, fontsize=9.5)
         handles, labels = ax.get_legend_handles_labels()
         shown = dict(zip(labels[::-1], handles[::-1], strict=True))
-        ax.legend(shown.values(), shown, loc="upper center", bbox_to_anchor=(0.5, -0.5 / (0.23 * most)))
+        figure.legend(shown.values(), shown, loc=f"outside lower {'left' if ax is drawn[0, 0] else 'right'}")
     return _finished(figure, legend=False, **about)
 
 
