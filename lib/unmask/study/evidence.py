@@ -306,7 +306,7 @@ def _line(key: str, **sizes: Any) -> dict[str, Any]:
     about = {"unit": "points", "headline": False} | stated()[key]
     blank = dict.fromkeys(("value", "interval", "bar")) | dict.fromkeys(("ours", "effect", "detail"), "")
     told = {name: about[name] for name in ("source", "paper", "notebook", "unit", "headline")}
-    return blank | told | {"key": key, "claim": about["claim"].format(**sizes), "gates": [], "values": {}}
+    return blank | told | {"claim": about["claim"].format(**sizes), "gates": [], "values": {}}
 
 
 def _judged(line: Mapping[str, Any], effect: Effect) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def keep(study: Run, claims: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     the standard error at most.
     """
     tested = [one for one in claims if "replicates_B" in one]
-    distances = {one["key"]: (one["replicates_B"] - one["value"]).astype(np.float16) for one in tested}
+    distances = {one["claim"]: (one["replicates_B"] - one["value"]).astype(np.float16) for one in tested}
     with replacing(_replicates(study)) as temporary, temporary.open("wb") as stream:
         np.savez_compressed(stream, **distances)
     return [{key: value for key, value in one.items() if key != "replicates_B"} for one in claims]
@@ -343,7 +343,7 @@ def _replicates(study: Run) -> Path:
 
 def _effect(study: Run, line: Mapping[str, Any]) -> Effect:
     """The effect of a claim that `keep` kept."""
-    distances_B = np.load(_replicates(study))[line["key"]]
+    distances_B = np.load(_replicates(study))[line["claim"]]
     return Effect(line["value"], line["value"] + distances_B.astype(np.float64))
 
 
@@ -403,7 +403,7 @@ def pooled(study: Run) -> list[dict[str, Any]]:
     for stage, own in by_seed[study.config.pair.seed].items():
         rows = {seed: saved[stage]["claims"] for seed, saved in by_seed.items() if stage in saved}
         for one in own.get("claims", ()):
-            same = {seed: line for seed, row in rows.items() for line in row if line["key"] == one["key"]}
+            same = {seed: line for seed, row in rows.items() for line in row if line["claim"] == one["claim"]}
             at = {seed: replace(every[seed], stage=stage) for seed in same}
             claims.append(_over_seeds(one, same, at) if len(same) > 1 else one)
     return claims

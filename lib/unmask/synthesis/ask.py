@@ -135,9 +135,9 @@ class Chat:
         config = self.config  # and without the server's own words: some are known to echo the key
         return EndpointError(
             f"{config.endpoint} (model {config.model!r}): {type(error).__name__}. See that the server runs, "
-            f"takes a JSON schema and serves this model, that synthesis.endpoint ends where /chat/completions begins, and that "
-            f"{config.api_key_env} holds the key if it wants one. Every answer so far is kept in "
-            f"{self.journal}: the same call goes on from there."
+            "serves this model and takes a JSON schema, that synthesis.endpoint ends where /chat/completions "
+            f"begins, and that {config.api_key_env} holds the key if it wants one. Every answer so far is "
+            f"kept in {self.journal}: the same call goes on from there."
         )
 
 
