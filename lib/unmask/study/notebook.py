@@ -27,7 +27,6 @@ from papermill import PapermillExecutionError, execute_notebook
 from unmask.children import bound, on_signal
 from unmask.run import PREEMPTED
 from unmask.store import write_atomic
-from unmask.study.page import publish
 
 
 class ThisInterpreter(KernelSpecManager):
@@ -145,5 +144,7 @@ if __name__ == "__main__":
         job = json.loads(sys.argv[1])
         complaints.write(failure := Execution(job).run())
         if job["report"] and not failure:
+            from unmask.study.report import publish  # the others need not wait for torch
+
             publish(Path(job["output"]), Path(job["report"]))
     sys.exit(int(bool(failure)))
