@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 def repository() -> Path:
     """Top level of the checkout that the package runs from."""
@@ -66,14 +68,12 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 def replace_directory(temporary: Path, path: Path) -> None:
     """Puts a finished directory in the place of an older one."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # left by a kill
     if path.exists():
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)  # left by a kill
         os.replace(path, old)
-        os.replace(temporary, path)
-        shutil.rmtree(old)
-    else:
-        os.replace(temporary, path)
+    os.replace(temporary, path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def fingerprint(*parts: Any) -> str:
@@ -99,13 +99,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 @functools.cache  # a process asks for each training and each source
 def bare(source: bytes) -> str:
     """Python code without comments, docstrings and layout."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:  # the notebook that imports it will say so
-        return source.decode(errors="replace")
+    tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        ) and ast.get_docstring(node):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
             node.body = node.body[1:]
     return ast.dump(tree)

@@ -5,12 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from unmask.training.checkpoint import (
-    latest_checkpoint,
-    load_checkpoint,
-    remove_checkpoints,
-    save_checkpoint,
-)
+from unmask.training.checkpoint import latest_checkpoint, load_checkpoint, remove_checkpoints, save_checkpoint
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
