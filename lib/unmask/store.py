@@ -83,7 +83,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def code_fingerprint(*paths: str | Path) -> str:
-    """Short hash of the code in Python files, and in all those of folders. Comments, docstrings and layout do
+    """Short hash of the code in files, and in all Python files of folders. Comments, docstrings and layout do
     not count."""
     files = [file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*.py"))]
     return fingerprint([[file.name, bare(file.read_bytes())] for file in sorted(files)])
@@ -99,7 +99,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
 @functools.cache  # a process asks for each training and each source
 def bare(source: bytes) -> str:
     """Python code without comments, docstrings and layout."""
-    tree = ast.parse(source)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # another kind of file: as it is
+        return source.decode(errors="replace")
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
             node.body = node.body[1:]

@@ -23,7 +23,7 @@ import torch
 from measure import Row, child, not_run
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from unmask.config import Preset, load_preset
+from unmask.config import Preset, load_preset, resolved
 from unmask.data.documents import TokenDocument
 from unmask.study.plan import PEAK, parameters
 from unmask.training.loop import train
@@ -48,21 +48,22 @@ def work_of(preset: Preset, name: str) -> Work:
     def ids(*shape: int) -> np.ndarray:
         return rng.integers(4, preset.data.vocab_size, shape, np.int32)
 
-    n = config.batch
+    n, asked = config.batch, {"values": resolved(preset), "stage": name, "groups": ["english"]}
     if name == "diffusion":
-        return Work(Diffusion(ids(2 * n, config.length), config, mask_token_id=3), [(n, config.length)])
+        stage = Diffusion(asked, data=ids(2 * n, config.length), mask_token_id=3)
+        return Work(stage, [(n, config.length)])
     if name == "pair":
         lengths = (config.query_length, config.document_length)
         queries, documents = (list(ids(n, length)) for length in lengths)
         pairs = TokenPairs(queries, documents, [str(i) for i in range(n)])
-        return Work(Pair({"random": pairs}, config), [(n, length) for length in lengths])
+        return Work(Pair(asked, data={"random": pairs}), [(n, length) for length in lengths])
     documents = [
         TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
         for _ in range(n)
     ]
     length = config.chunks * (config.chunk_length + 1) - 1  # separators
     texts = [(n, config.query_length), (n, length)]
-    return Work(Contextual({"random": documents}, config, separator_id=0), texts)
+    return Work(Contextual(asked, data={"random": documents}, separator_id=0), texts)
 
 
 def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
@@ -80,9 +81,7 @@ def measure(name: str, preset: Preset | None = None) -> dict:
     """Trains for a few steps and returns the median rate, the MFU and the setting."""
     preset = preset or load_preset("paper-0.6b")
     changes = {"batch": BATCH[name], "steps": WARM_UP + STEPS, "warmup": 1, "decay": 0, "lr": 1e-5}
-    config = replace(
-        getattr(preset, name), **changes, explode=0.0, log_every=1, checkpoint_every=WARM_UP + STEPS
-    )
+    config = replace(getattr(preset, name), **changes, checkpoint_every=WARM_UP + STEPS)
     preset = replace(preset, **{name: config})
     work, shape = work_of(preset, name), preset.backbone
     model = Qwen3ForCausalLM(
@@ -95,7 +94,7 @@ def measure(name: str, preset: Preset | None = None) -> dict:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         trained = model if name == "diffusion" else model.model
-        train(work.stage, trained, config, Path(folder), fingerprint="benchmark")
+        train(work.stage, trained, Path(folder), fingerprint="benchmark")
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     rows = [json.loads(line) for line in lines][WARM_UP:]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
