@@ -12,8 +12,7 @@ from unmask.config import load_preset
 from unmask.data.batches import BatchPlan, Packing
 from unmask.data.lookalikes import LSA, Neighbours, Surrogate, negative_similarity, neighbours, pack, tour
 from unmask.data.mining import unit
-from unmask.data.prepare import Ragged
-from unmask.data.tokenized import TokenDocuments, TokenPairs
+from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, tokenize
 
 CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2, packing="tour")
@@ -122,7 +121,8 @@ class Letters:
 
 
 def tokens(texts):
-    return Ragged.of([np.asarray(ids) for ids in tokenize(tiny.tokenizer(), texts, 99)], np.int64)
+    ids = tokenize(tiny.tokenizer(), texts, 99)
+    return Ragged(np.concatenate(ids), np.cumsum([*map(len, ids)]))
 
 
 def token_pairs(queries, documents):
@@ -169,7 +169,7 @@ def test_the_filter_compares_each_query_of_a_document_with_the_other_documents(s
     chunks = [["it is 1", "it is 2"], ["it is 1", "it is 22", "aaa"], ["eee"]]
     queries = [["1?", "a?"], ["22?"], ["e?", "1?", "333?"]]
     nested = [Ragged(tokens(list(chain(*x))), np.cumsum(list(map(len, x)))) for x in (chunks, queries)]
-    golds = Ragged.of([np.zeros(len(x), np.int32) for x in queries], np.int32)
+    golds = Ragged(np.zeros(6, np.int32), nested[1].ends)
     data, rows = TokenDocuments(*nested, golds, identity="some documents"), [2, 0, 1]
     own = find(data, stored, Surrogate("letters", Letters))
     document_N, query_N = np.array([0, 0, 1, 2]), np.array([2, 1, 0, 0])

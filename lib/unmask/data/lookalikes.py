@@ -18,8 +18,7 @@ from unmask.config import ClustersConfig
 from unmask.data import batches
 from unmask.data.batches import Packing, permuted
 from unmask.data.mining import Encoder, kept, parts, unit
-from unmask.data.prepare import Ragged
-from unmask.data.tokenized import TokenDocuments, TokenPairs
+from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer
 from unmask.store import code_fingerprint
 
