@@ -150,7 +150,7 @@ def encode(options: argparse.Namespace, arguments: list[str]) -> int:
     The embeddings are a NumPy array with a row for each text, in their order. The same command goes on with
     what was interrupted.
     """
-    from unmask.models.file_job import encode_file
+    from unmask.models.jobs import encode_file
 
     encode_file(
         options.model,

@@ -100,7 +100,6 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "kept-memory": kept_memory,
     "encode-mixed": lambda: encodings("mixed", "real lengths"),
     "encode-equal": lambda: encodings("equal", "equal lengths"),
-    "rerank": lambda: compare("rerank", "rerank", memory=False),
     "matmul-share": lambda: [
         row
         for case, title in {

@@ -13,7 +13,6 @@ import measure
 import mining
 import numpy as np
 import pytest
-import rerank
 import run
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,13 +51,6 @@ def test_the_diffusion_cases_compare_equal_losses(make):
     ours, full = (program[""]() for program in case.programs.values())
     torch.testing.assert_close(ours, full, rtol=2e-2, atol=0)
     assert case.work == 120
-
-
-def test_both_rerankers_give_the_same_scores():
-    ours, peer = rerank.rerankers(tiny.tokenizer(), 260)
-    documents = tiny.TEXTS[:5]  # some are cut
-    expected = rerank.theirs(peer, "a file", documents, 2)
-    np.testing.assert_allclose(ours.score("a file", documents), expected, atol=1e-5)
 
 
 def test_both_ways_of_mining_take_the_same_documents():

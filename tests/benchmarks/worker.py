@@ -18,13 +18,12 @@ import gpu
 import measure
 import mining
 import preparation
-import rerank
 import search
 import share
 
 CASES = {
     name: case
-    for module in (clusters, contrastive, diffusion, encode, mining, preparation, rerank, search, share)
+    for module in (clusters, contrastive, diffusion, encode, mining, preparation, search, share)
     for name, case in module.CASES.items()
 }
 

@@ -8,7 +8,7 @@ import tiny
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.rerank import rerank_task
 from unmask.evaluation.tasks import Task
-from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker, answers
 
 CHUNKS = [f"Number {i}, {'and more ' * (i % 5)}that is all." for i in range(30)]

@@ -10,7 +10,7 @@ import tiny_corpus
 from unmask.config import load_preset, resolved
 from unmask.losses import answer_loss
 from unmask.models import backbone
-from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 from unmask.training.distributed import ALONE
 from unmask.training.loop import run_job

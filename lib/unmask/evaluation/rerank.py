@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from unmask.evaluation.metrics import best_columns
 from unmask.evaluation.tasks import Task, ndcg
-from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 
 
