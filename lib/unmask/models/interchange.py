@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -25,7 +24,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from unmask.data.hub import MODEL, MODEL_FILES, Need, explained
+from unmask.data.hub import MODEL_FILES, unreachable
 from unmask.models import backbone
 from unmask.models.pretrained import require_checkpoint
 from unmask.models.quantize import int8
@@ -107,13 +106,12 @@ def _local(path: str | Path) -> Path:
     source = require_checkpoint(path)
     if Path(source).is_dir():
         return Path(source)
-    patterns = [f"*{ending}" for ending in MODEL_FILES]
     try:
-        with explained(Need(source, "model", "main", MODEL)):
-            found = snapshot_download(source, allow_patterns=patterns, ignore_patterns="*/*.safetensors")
-    except LocalEntryNotFoundError:
+        found = snapshot_download(source, **MODEL_FILES)
+    except OSError as error:
+        why = unreachable() or " ".join(str(error).split())
         raise ValueError(
-            f"{source} is no directory here and not in the Hub's cache, and the Hub cannot be reached: check "
+            f"{source} is no directory here, and neither the Hub's cache nor the Hub gives it ({why}): check "
             "the name, or fill a mirror on a host with internet (`unmask mirror pull`) and set UNMASK_MIRROR"
         ) from None
     return Path(require_checkpoint(Path(found)))

@@ -141,7 +141,7 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     if str(path) in PACKAGES:
         return str(packaged(str(path)))
     folder = Path(path)
-    if isinstance(path, str) and hub.is_hub_name(path):
+    if isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~" and not folder.exists():
         folder = hub.local(path)
         if folder is None:
             return path
