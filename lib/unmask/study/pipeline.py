@@ -35,7 +35,7 @@ import psutil
 
 from unmask.children import bound, on_signal
 from unmask.config import ParallelConfig
-from unmask.run import PREEMPTED, Folders
+from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic
 
 # Of the library: what computes nothing.
@@ -154,7 +154,7 @@ def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
     """Why a stage has to run, in a few words; empty if it is done and nothing it depends on has changed."""
     done = folders.done(stage.name)
     if done is None:
-        return "never ran"
+        return "not done yet"
     if not (folders.executed / f"{stage.name}.ipynb").is_file():
         return "executed notebook is missing"
     old, new = done.get("depends_on", {}), mark["depends_on"]
@@ -246,10 +246,7 @@ def run_stages(
     due: Sequence[Stage],
     marks: dict[str, dict[str, Any]],
     folders: Folders,
-    *,
-    parameters: dict[str, Any],
     about: dict[str, Any],
-    grace: float,
     environment: dict[str, str],
     jobs: int = 1,
 ) -> None:
@@ -260,9 +257,7 @@ def run_stages(
     Args:
         due: from `plan`, in running order.
         marks: from `expected`.
-        parameters: values of the notebooks' parameters: preset, overrides, run.
-        about: from `describe`.
-        grace: seconds that trainings get to save themselves when the run is stopped.
+        about: from `describe`; holds the notebooks' parameters: preset, overrides, run.
         environment: variables for the notebooks, beside this process's own.
     Raises:
         NotebookError: a notebook failed; those that ran beside it were finished, no other one was started.
@@ -274,9 +269,11 @@ def run_stages(
     stages, environment = {stage.name: stage for stage in due}, _environment(folders) | environment
     # Notebooks that run side by side share the cores.
     share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} | environment
+    parameters = {key: about[key] for key in ("run", "overrides")} | {"preset": about["preset"]["name"]}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
-    ready, running, failures, signals, deadline = [], [], [], [], math.inf
+    ready, running, failures, signals, grace = [], [], [], [], grace_seconds()
+    deadline = math.inf
     with on_signal(signals.append):
         while sorter.is_active():
             ready = sorted([*ready, *sorter.get_ready()])
@@ -333,8 +330,6 @@ def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environme
     executed, log = folders.executed / f"{stage.name}.ipynb", folders.logs / f"{stage.name}.log"
     done = folders.artifacts / stage.name / "done.json"
     resumed = executed.is_file() and not done.is_file()
-    if not resumed:
-        log.unlink(missing_ok=True)
     done.unlink(missing_ok=True)  # from here on the outputs are neither the old nor the new ones
     job = {
         "source": str(stage.path),
@@ -424,7 +419,7 @@ def execute(job: dict[str, Any]) -> str:
             os._exit(PREEMPTED)
 
     name, reason = Path(job["source"]).name, ""
-    with open(job["log"], "a", encoding="utf8") as log, on_signal(stop, [signal.SIGTERM]):
+    with open(job["log"], "w", encoding="utf8") as log, on_signal(stop, [signal.SIGTERM]):
         for stream in (1, 2):  # the kernel inherits them
             os.dup2(log.fileno(), stream)
         try:
@@ -478,7 +473,7 @@ def _named(text: str, names: dict[str, str]) -> str:
 
 
 def describe(
-    folders: Folders, preset: dict[str, Any], overrides: dict[str, Any], run: str, command: str
+    folders: Folders, preset: dict[str, Any], overrides: dict[str, Any], command: str
 ) -> dict[str, Any]:
     """What holds for the whole run: code, parameters, versions, hardware.
 
@@ -487,6 +482,7 @@ def describe(
         overrides: the values that were changed on the command line.
         command: the command that was given.
     """
+    run = folders.artifacts.name
     git = ("git", "-C", str(folders.root))
     own = (":(exclude)results", f":(exclude)papermill_runs/{run}")  # the run's own output
     return {
