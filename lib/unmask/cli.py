@@ -8,11 +8,10 @@ Nothing here imports torch, datasets or papermill before there is something to d
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.said = shlex.join(["unmask", *arguments])
     try:
         return options.command(options) or 0
-    except ValueError as error:  # ConfigError and PipelineError among them
-        print(f"unmask: {error}", file=sys.stderr)
+    except Timeout as error:
+        print(
+            f"unmask: another process executes this run ({error.lock_file}): wait, or use --run",
+            file=sys.stderr,
+        )
         return 2
-    except (RuntimeError, OSError) as error:  # NotebookError, a full disk
+    except (ValueError, RuntimeError, OSError) as error:  # a wrong request; a failed notebook; a full disk
         print(f"unmask: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt as error:
         print(f"unmask: {error or 'interrupted'}; the same command goes on from here", file=sys.stderr)
         return getattr(error, "exit_status", 130)
@@ -75,7 +77,8 @@ def run(options: argparse.Namespace) -> None:
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
             environment |= {"UNMASK_ACCEPT_CODE": "1"} if options.accept_code else {}
-            with _locked(folders):
+            folders.artifacts.mkdir(parents=True, exist_ok=True)
+            with FileLock(folders.artifacts / ".lock", timeout=0):
                 pipeline.run_stages(list(due), marks, folders, about, environment, options.jobs)
         if (report := folders.results / "report.md").is_file():
             print(f"report: {os.path.relpath(report)}")
@@ -120,18 +123,6 @@ def _open(
         known = (done.get("depends_on", {}).get("data") for one in stages if (done := folders.done(one.name)))
         data = next(filter(None, known), "")
     return preset, overrides, folders, stages, pipeline.expected(stages, resolved(preset), folders, data)
-
-
-@contextlib.contextmanager
-def _locked(folders: Folders) -> Iterator[None]:
-    """Keeps two processes from executing the same run at once; it is free again when the holder is gone."""
-    folders.artifacts.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folders.artifacts / ".lock", timeout=0):
-            yield
-    except Timeout:
-        name = folders.artifacts.name
-        raise PipelineError(f"run {name!r} is under way: wait for it, or use another name (--run)") from None
 
 
 def encode(options: argparse.Namespace) -> None:

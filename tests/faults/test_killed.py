@@ -102,7 +102,7 @@ def working_in(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
@@ -134,7 +134,7 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(tmp_path, monkeypatch
         arguments = (overrides, name, str(tmp_path / "start"))
         return start(tmp_path, "-c", NOTEBOOK, *arguments, lib=repository() / "lib")
 
-    assert begin("whole").wait(300) == 0, said(tmp_path)
+    assert begin("whole").wait(900) == 0, said(tmp_path)
     folder, expected = (tmp_path / name / "02_pair" / "pair" for name in ("hit", "whole"))
 
     def newest() -> str:
@@ -143,13 +143,13 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(tmp_path, monkeypatch
     def inject(at_the_start: bool) -> None:
         process, before = begin("hit"), newest()
         if not at_the_start:
-            until(lambda: newest() > before or process.poll() is not None, "a checkpoint", 120)
+            until(lambda: newest() > before or process.poll() is not None, "a checkpoint", 600)
         time.sleep(rng.uniform(0, 1))
         hit(rng, process, tmp_path)
 
     for fault in range(6):
         inject(fault == 0)
-    assert begin("hit").wait(300) == 0, said(tmp_path)
+    assert begin("hit").wait(900) == 0, said(tmp_path)
     assert timeless(history(folder / "model")) == timeless(history(expected / "model"))
     weights = [(path / "model" / "model.safetensors").read_bytes() for path in (folder, expected)]
     assert weights[0] == weights[1]

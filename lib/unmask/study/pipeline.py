@@ -53,10 +53,6 @@ class PipelineError(ValueError):
     """A notebook, a selection or a run that cannot work; the message says which and what would do."""
 
 
-class NotebookError(RuntimeError):
-    """Notebooks that failed; the message says in which cell, why, and where the logs are."""
-
-
 class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, and did."""
 
@@ -260,16 +256,17 @@ def run_stages(
         about: from `describe`; holds the notebooks' parameters: preset, overrides, run.
         environment: variables for the notebooks, beside this process's own.
     Raises:
-        NotebookError: a notebook failed; those that ran beside it were finished, no other one was started.
+        RuntimeError: a notebook failed; those that ran beside it were finished, no other one was started.
         Interrupted: SIGINT or SIGTERM came, or a training got SIGTERM; the kernels and what they started have
             ended.
     """
     for folder in (folders.artifacts, folders.executed, folders.results / "figures", folders.logs):
         folder.mkdir(parents=True, exist_ok=True)
+    jobs = max(jobs, 1)
     stages, environment = {stage.name: stage for stage in due}, _environment(folders) | environment
     # Notebooks that run side by side share the cores.
     share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} | environment
-    parameters = {key: about[key] for key in ("run", "overrides")} | {"preset": about["preset"]["name"]}
+    parameters = {"preset": about["preset"]["name"]} | {key: about[key] for key in ("overrides", "run")}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
     ready, running, failures, signals, grace = [], [], [], [], grace_seconds()
@@ -277,7 +274,7 @@ def run_stages(
     with on_signal(signals.append):
         while sorter.is_active():
             ready = sorted([*ready, *sorter.get_ready()])
-            while ready and len(running) < max(jobs, 1) and not (failures or signals):
+            while ready and len(running) < jobs and not (failures or signals):
                 stage = stages[ready.pop(0)]
                 alone = not (ready or running)
                 running.append(_start(stage, folders, parameters, environment if alone else share))
@@ -288,22 +285,17 @@ def run_stages(
             deadline = _stop(running, signals, grace, deadline)
             for one in [one for one in running if one.ended()]:
                 running.remove(one)
-                status, said = one.process.returncode, one.process.stderr.read().strip()
-                if status == PREEMPTED and not signals:
-                    signals.append(signal.SIGTERM)  # only its training was told
-                word = "done" if status == 0 else "stopped" if signals else "failed"
+                word = _end(one, signals, failures)
                 _say(one.stage, due, f"{word} after {clock(one.seconds)}")
                 if word == "done":
                     _finish(one, marks[one.stage.name], folders)
                     sorter.done(one.stage.name)
-                elif word == "failed":
-                    failures.append(said or f"notebook {one.stage.name} was killed, see {folders.logs}")
                 if word != "stopped":
                     _record(one, about, folders)
     if signals and sorter.is_active():
         raise Interrupted(signals[0])
     if failures:
-        raise NotebookError("\n".join(failures))
+        raise RuntimeError("\n".join(failures))
 
 
 @dataclass
@@ -350,6 +342,16 @@ def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environme
         text=True,
     )
     return _Child(stage, process, resumed, time.time())
+
+
+def _end(one: _Child, signals: list[signal.Signals], failures: list[str]) -> str:
+    """How a notebook ended: done, failed, or stopped because the run, or its training alone, was told to."""
+    status, said = one.process.returncode, one.process.stderr.read().strip()
+    if status == PREEMPTED and not signals:
+        signals.append(signal.SIGTERM)
+    if status and not signals:
+        failures.append(said or f"notebook {one.stage.name} was killed, exit status {status}")
+    return "done" if status == 0 else "stopped" if signals else "failed"
 
 
 def _say(stage: Stage, due: Sequence[Stage], text: str) -> None:
@@ -507,7 +509,6 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpu_names(),
-        "system": f"{platform.system()} {platform.machine()}",
     }
 
 

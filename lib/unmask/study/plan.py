@@ -83,11 +83,19 @@ def describe(
     planned = [one for one in trainings(preset, gpus) if stages is None or one.notebook in stages]
     if not planned:
         return "nothing to train"
-    _check_memory(preset, planned, gpus, gpu_memory)
+    worst = max(planned, key=lambda training: training.memory_gb)
+    if worst.memory_gb * 1e9 > gpu_memory:
+        stage, budget = worst.stage, getattr(preset, worst.stage).token_budget // 2
+        raise ValueError(
+            f"preset {preset.name} does not fit: {stage} needs {worst.memory_gb:.0f} GB per GPU on {gpus} "
+            f"under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Less take, together "
+            f"or alone: --set {stage}.gradient_checkpointing=true; --set {stage}.token_budget={budget}; "
+            f"--gpus {2 * gpus} --set parallel.strategy=fsdp2"
+        )
     flops, hours = sum(one.flops for one in planned), sum(one.gpu_hours for one in planned)
-    where = f"on {gpus} GPU{'s' * (gpus > 1)}, {preset.parallel.strategy}"
+    size = f"{parameters(preset)[0] / 1e6:,.0f} M parameters"
     lines = [
-        f"plan of preset {preset.name!r} {where}, {parameters(preset)[0] / 1e6:,.0f} M parameters",
+        f"plan of preset {preset.name!r} on {gpus} GPUs, {preset.parallel.strategy}: {size}",
         *(ROW.format(*astuple(one)) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
@@ -121,19 +129,16 @@ def work(preset: Preset, stage: str) -> list[Texts]:
     """What each model that is trained reads for one loss, each text as long as it may be."""
     config = getattr(preset, stage)
     n = config.batch // getattr(config, "accumulation", 1)
-    match stage:
-        case "ar" | "diffusion":
-            return [[(n, config.length)]]
-        case "reranker":
-            prompt = PROMPT_TOKENS + config.query_length + config.document_length
-            return [[((1 + config.negatives) * n, prompt)]]
-        case "contextual":
-            document = config.chunks * (config.chunk_length + 1) - 1  # with separators
-            return [[(n * config.queries_per_document, config.query_length), (n, document)]]
-        case "triplet" | "qwen3":
-            return [[(n, config.query_length), ((1 + config.negatives) * n, config.document_length)]]
-    slots = config.context if stage == "cde" else 0
-    texts = [(n, slots + config.query_length), (n, slots + config.document_length)]
+    if stage in PRETRAINING:
+        return [[(n, config.length)]]
+    if stage == "contextual":
+        document = config.chunks * (config.chunk_length + 1) - 1  # with separators
+        return [[(n * config.queries_per_document, config.query_length), (n, document)]]
+    read = (1 + getattr(config, "negatives", 0)) * n
+    if stage == "reranker":
+        return [[(read, PROMPT_TOKENS + config.query_length + config.document_length)]]
+    slots = getattr(config, "context", 0)
+    texts = [(n, slots + config.query_length), (read, slots + config.document_length)]
     return [[(min(slots, n), config.document_length)], texts] if slots else [texts]
 
 
@@ -233,15 +238,3 @@ def _layer_parameters(shape: BackboneConfig) -> int:
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     norms = 2 * shape.hidden_size + 2 * shape.head_size
     return shape.hidden_size * (2 * queries + 2 * keys + 3 * shape.mlp_size) + norms
-
-
-def _check_memory(preset: Preset, planned: Sequence[Training], gpus: int, gpu_memory: float) -> None:
-    worst = max(planned, key=lambda training: training.memory_gb)
-    stage, budget = worst.stage, getattr(preset, worst.stage).token_budget
-    if worst.memory_gb * 1e9 > gpu_memory:
-        raise ValueError(
-            f"preset {preset.name} does not fit: the {stage} training needs {worst.memory_gb:.0f} GB per "
-            f"GPU on {gpus} under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Less "
-            f"take, together or alone: --set {stage}.gradient_checkpointing=true; --set {stage}.token_budget="
-            f"{budget // 2}; --gpus {2 * gpus} --set parallel.strategy=fsdp2"
-        )
