@@ -34,10 +34,7 @@ def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
     assert "plan of preset 'smoke' on 8 GPUs, ddp" in result.stdout
     assert not (two.root / "artifacts").exists() and not (two.root / "results").exists()
     states = two.unmask("status", "--preset", "smoke").stdout.splitlines()
-    assert [line.split() for line in states[2:]] == [
-        ["00_backbone", "not", "done", "yet", "0:00:00"],
-        ["01_pair", "not", "done", "yet", "0:00:00"],
-    ]
+    assert states[2:] == ["  00_backbone  not done yet", "  01_pair      not done yet"]
 
 
 def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout) -> None:

@@ -90,10 +90,10 @@ def status(options: argparse.Namespace) -> None:
         _, _, folders, stages, marks = _open(options, seed, sure=False)
         rows = [("stage", "state", "finished (UTC)", "took")]
         for stage in pipeline.select(stages, again=seed):
-            state = pipeline.why_due(stage, marks[stage.name], folders) or "done"
-            done = folders.done(stage.name) or {"finished": "", "wall_seconds": 0}
-            times = done["finished"][:19].replace("T", " "), clock(done["wall_seconds"])
-            rows.append((stage.name, state, *times))
+            row = [stage.name, pipeline.why_due(stage, marks[stage.name], folders) or "done", "", ""]
+            if done := folders.done(stage.name):
+                row[2:] = done["finished"][:19].replace("T", " "), clock(done["wall_seconds"])
+            rows.append(row)
         print(f"run {folders.artifacts.name!r}, preset {options.preset!r}")
         _print_table(rows)
 

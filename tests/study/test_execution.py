@@ -124,7 +124,7 @@ def test_a_failed_cell_stops_the_run_and_is_reported(checkout: Checkout) -> None
     checkout.notebook("01_bad", ["import os; os._exit(9)"], needs=["00_good"])
     died = checkout.unmask("run", "--preset", "smoke")
     assert died.returncode == 1 and "[1/2] 01_bad · failed" in died.stdout
-    assert "01_bad.ipynb failed \n  Kernel died" in died.stderr
+    assert "01_bad.ipynb failed\n  Kernel died" in died.stderr
 
 
 # What a training does at SIGTERM, with its number of SIGTERMs as the checkpoint.

@@ -441,14 +441,14 @@ def execute(job: dict[str, Any]) -> str:
             print(error, file=log)
             stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
             line = error.source.strip().partition("\n")[0]
-            reason = f"in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
+            reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
         except RuntimeError as error:  # DeadKernelError
             reason = f"\n  {error}, most often for want of memory"
     _clean(Path(job["output"]), job["names"])
     if stopped and reason:
         raise SystemExit(PREEMPTED)
     if reason:
-        told = f"notebook {name} failed {reason}\n  log: {job['log']}\n  as far as it got: {job['output']}"
+        told = f"notebook {name} failed{reason}\n  log: {job['log']}\n  as far as it got: {job['output']}"
         return _named(told, job["names"])
     if job["report"]:
         publish(Path(job["output"]), Path(job["report"]))
