@@ -93,7 +93,7 @@ def describe(
             f"--gpus {2 * gpus} --set parallel.strategy=fsdp2"
         )
     flops, hours = sum(one.flops for one in planned), sum(one.gpu_hours for one in planned)
-    size = f"{parameters(preset)[0] / 1e6:,.0f} M parameters"
+    size = f"{parameters(preset)[0]:,} parameters"
     lines = [
         f"plan of preset {preset.name!r} on {gpus} GPUs, {preset.parallel.strategy}: {size}",
         *(ROW.format(*astuple(one)) for one in planned),
