@@ -407,8 +407,6 @@ def execute(job: dict[str, Any]) -> str:
     from papermill import PapermillExecutionError, execute_notebook
     from papermill.exceptions import strip_color
 
-    from unmask.study.page import publish
-
     stopped: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
@@ -451,6 +449,8 @@ def execute(job: dict[str, Any]) -> str:
         told = f"notebook {name} failed{reason}\n  log: {job['log']}\n  as far as it got: {job['output']}"
         return _named(told, job["names"])
     if job["report"]:
+        from unmask.study.report import publish  # the other notebooks need not wait for torch
+
         publish(Path(job["output"]), Path(job["report"]))
     return ""
 
