@@ -156,10 +156,10 @@ def test_the_report_is_the_executed_page_without_code_and_follows_the_readers_th
 
     table = shown({"text/markdown": "# Report: a & b\n\n| claim |\n|---|\n| **not run** |"})
     figure = shown({"image/png": "aGk="}, picture=["figures/a.png", 'A "curve"'])
-    aside = {"metadata": {"tags": ["aside"]}}
-    opened = new_code_cell("run", outputs=[new_output("stream", text="checkpoints: /secret")], **aside)
-    told = new_code_cell("secret = 1", outputs=[table, figure])
-    cells = [new_markdown_cell("How it is made", **aside), opened, told, new_markdown_cell("## Seeds")]
+    printed = new_output("stream", text="checkpoints: /secret")
+    aside = new_markdown_cell("How it is made", metadata={"tags": ["aside"]})
+    told = new_code_cell("secret = 1", outputs=[printed, table, figure])
+    cells = [aside, told, new_markdown_cell("## Seeds")]
     nbformat.write(new_notebook(cells=cells), tmp_path / "12a_page.ipynb")
     markdown, html = (path.read_text() for path in report.publish(tmp_path / "12a_page.ipynb", tmp_path))
     assert markdown.startswith("# Report: a & b\n") and "## Seeds" in markdown
