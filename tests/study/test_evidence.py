@@ -95,10 +95,6 @@ def test_prediction_interval():
     # By hand: mean 2, s = 1, t(0.975; 2) = 4.3027, √(4/3) = 1.1547
     low, high = evidence.prediction_interval([1.0, 2.0, 3.0])
     assert (low, high) == pytest.approx((2 - 4.96833, 2 + 4.96833), abs=1e-4)
-    rng = np.random.default_rng(2)
-    draws = rng.standard_normal((2000, 4))
-    inside = [low <= row[3] <= high for row in draws for low, high in [evidence.prediction_interval(row[:3])]]
-    assert np.mean(inside) == pytest.approx(0.95, abs=0.015)
 
 
 # Gates

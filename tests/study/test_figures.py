@@ -115,50 +115,8 @@ def test_every_colour_has_one_of_its_own_on_dark_pages():
     assert used <= light
 
 
-# Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
-VISIONS = {
-    "normal": np.eye(3),
-    "deuteranopia": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "protanopia": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-}
-
-
-@pytest.mark.parametrize("vision", VISIONS)
-@pytest.mark.parametrize("page", ["light", "dark"])
-def test_colours_that_meet_differ_for_every_eye(page, vision):
-    together = (
-        (*figures.RECIPE, *figures.OUTSIDE),  # the stages
-        (figures.MERGED, figures.AMBER, figures.MAGENTA, figures.GREEN, *figures.OUTSIDE),  # the systems
-        (figures.MERGED, figures.VERMILION, figures.GREEN, *figures.OUTSIDE),  # the precisions
-        (figures.CONTEXTUAL, figures.VERMILION, figures.LEXICAL),  # the verdicts
-    )
-    for colors in together:
-        labs = [_oklab(figures.DARK[c] if page == "dark" else c, VISIONS[vision]) for c in colors]
-        for (a, first), (b, second) in combinations(zip(colors, labs, strict=True), 2):
-            assert np.linalg.norm(first - second) > 0.045, (page, vision, a, b)
-
-
 def _rgb(color):
     return tuple(round(255 * c) for c in to_rgb(color))
-
-
-def _oklab(color, vision):
-    """Björn Ottosson's space, in which distances are seen as equal, of a colour as an eye sees it."""
-    rgb = np.array(to_rgb(color))
-    linear = np.clip(
-        np.asarray(vision) @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1
-    )
-    to_lms = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
-    to_lab = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
-    return np.asarray(to_lab) @ np.cbrt(np.asarray(to_lms) @ linear)
 
 
 def test_a_loss_is_named_with_its_last_average():
