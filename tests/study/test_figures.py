@@ -3,7 +3,6 @@ from itertools import combinations
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex, to_rgb, to_rgba_array
 from matplotlib.text import Text
 from PIL import Image
@@ -119,23 +118,6 @@ def _rgb(color):
     return tuple(round(255 * c) for c in to_rgb(color))
 
 
-def test_a_loss_is_named_with_its_last_average():
-    figure = DRAWINGS["loss, one step"]()
-    assert [text.get_text() for text in figure.legends[0].texts] == ["long (0.30)", "short (5.00)"]
-    assert figures.smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, 5 / 3])
-
-
-def test_systems_from_outside_are_levels():
-    table = {"BM25": {"x": 0.52, "y": 0.9}, "pair": {"x": 0.5, "y": 0.2}, "merged": {"x": 0.4, "y": 0.3}}
-    (axes,) = figures.grouped_bars(table, **TEXT).axes
-    assert [patch.get_height() for patch in axes.patches] == [0.5, 0.2, 0.4, 0.3]
-    (levels,) = (c for c in axes.collections if isinstance(c, LineCollection))
-    segments = levels.get_segments()
-    np.testing.assert_allclose([segment[:, 1] for segment in segments], [[0.52, 0.52], [0.9, 0.9]])
-    assert all(segment[1, 0] - segment[0, 0] > 0.84 for segment in segments)  # over the whole group
-    assert [text.get_text() for text in axes.texts] == [".50", ".20", ".40", ".30"]
-
-
 def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
     points = {
         "int8": [(100, 0.5, "256"), (400, 0.4, "64")],
@@ -153,31 +135,14 @@ def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
-def test_rows_keep_their_order_and_what_is_not_highlighted_is_grey():
-    panels = {
-        "the paper": {"a": {"x": 1.0, "y": 2.0}, "b": {"y": 3.0, "z": 4.0}, "c": {"x": 5.0}},
-        "ours": {"mine": {"x": 0.5}},
-    }
-    figure = figures.beside(panels, highlight=["b", "mine", "absent"], xlabel="score in %", title="A title")
-    paper, _ = figure.axes
-    assert [label.get_text() for label in paper.get_yticklabels()] == ["x", "y", "z"]
-    (b,) = [line for line in paper.lines if line.get_label() == "b"]
-    assert list(zip(*b.get_data())) == [(3.0, 1), (4.0, 2)]
-    legends = [[text.get_text() for text in legend.texts] for legend in figure.legends]
-    assert legends == [["b", "2 others"], ["mine"]]
-
-
 def test_a_forest_measures_from_the_bar_towards_the_claimed_side():
     lower = {"value": -0.3, "interval": [-0.4, -0.2], "bar": {"below": -0.1}, "unit": "nats"}
     failed = {"value": 0.05, "interval": [0.04, 0.06], "bar": {"above": 0.1}, "verdict": "contradicted"}
     untested = CLAIM | {"interval": None, "value": None, "bar": None, "values": {}}
     claims = [CLAIM, untested, CLAIM | failed, CLAIM | lower | {"values": {"0": -0.3}}]
     points, nats = figures.forest(claims, title="A title").axes
-    ends = [
-        [segment[:, 0].tolist() for segment in c.get_segments()]
-        for ax in (points, nats)
-        for c in ax.collections
-    ]
+    drawn = [c.get_segments() for ax in (points, nats) for c in ax.collections]
+    ends = [[segment[:, 0].tolist() for segment in segments] for segments in drawn]
     np.testing.assert_allclose(ends, [[[1, 3]], [[-6, -4]], [[0.3, 0.1]]])
     assert [t.get_text().splitlines()[1] for t in points.texts] == ["claimed > 0", "claimed > 10"]
     assert points.texts[0].get_text().startswith("+2.0 [+1.0, +3.0]\n")
