@@ -277,7 +277,7 @@ class Pretraining(Stage):
 
     @classmethod
     def prepare(cls, job: Job) -> list[dict[str, Any]]:
-        return job.data.report()
+        return job.data.report
 
     def __init__(self, blocks_NL: np.ndarray | Blocks, config: TrainConfig):
         self._blocks, self._config = blocks_NL, config
