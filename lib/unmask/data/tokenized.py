@@ -80,7 +80,7 @@ class Prepared:
         """With the result of one unit more, of `total`."""
         sizes = {}
         for name, array in result[0].items():
-            with (self.folder / name).open("ab") as file:
+            with (self.folder / f"{name}.bin").open("ab") as file:
                 file.write(array.tobytes())
                 sizes[name] = file.tell()
         counters = dict(Counter(self.counters) + Counter(result[1]))
@@ -94,7 +94,7 @@ class Prepared:
             return np.empty(0, dtype)
         count = self.sizes[name] // np.dtype(dtype).itemsize
         # A plain array, because slices of a memmap take ten times longer.
-        return np.asarray(np.memmap(self.folder / name, dtype, "r", shape=count))
+        return np.asarray(np.memmap(self.folder / f"{name}.bin", dtype, "r", shape=count))
 
     def texts(self, name: str, dtype: str) -> Ragged:
         """The token ids of each text of a column."""
@@ -124,8 +124,8 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         done = Prepared(**read_json(folder / JOURNAL) | {"folder": folder})
-        for file in set(folder.iterdir()) - {folder / JOURNAL}:  # what did not reach the journal goes
-            os.truncate(file, done.sizes.get(file.name, 0))
+        for file in folder.glob("*.bin"):  # what did not reach the journal goes
+            os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
         workers = min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER)
         results = Parallel(max(workers, 1), return_as="generator")(delayed(work)(unit) for unit in left)
