@@ -22,11 +22,11 @@ import torch
 from measure import Row, child, not_run
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from unmask.config import Preset, load_preset
-from unmask.data.documents import TokenDocument
+from unmask.config import Preset, load_preset, resolved
+from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.study.plan import PEAK, parameters
 from unmask.training.loop import train
-from unmask.training.stages import Contextual, Diffusion, Pair, Stage, TokenPairs
+from unmask.training.stages import Contextual, Diffusion, Pair, Stage
 
 BEST_MFU = 0.46  # nanochat; llm-foundry reports 0.36 to 0.42 for dense models of 0.8 to 3 B at 4,096 tokens
 WARM_UP, STEPS = 3, 8
@@ -40,19 +40,20 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
     def ids(*shape: int) -> np.ndarray:
         return rng.integers(4, preset.data.vocab_size, shape, np.int32)
 
-    n = config.batch
+    n, asked = config.batch, {"values": resolved(preset), "stage": name, "groups": ["english"]}
     if name == "diffusion":
-        return Diffusion(ids(2 * n, config.length), config, mask_token_id=3), [(n, config.length)]
+        stage = Diffusion(asked, data=ids(2 * n, config.length), mask_token_id=3)
+        return stage, [(n, config.length)]
     if name == "pair":
         lengths = (config.query_length, config.document_length)
         pairs = TokenPairs(*(list(ids(n, length)) for length in lengths), [str(i) for i in range(n)])
-        return Pair({"random": pairs}, config), [(n, length) for length in lengths]
+        return Pair(asked, data={"random": pairs}), [(n, length) for length in lengths]
     documents = [
         TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
         for _ in range(n)
     ]
     length = config.chunks * (config.chunk_length + 1) - 1  # separators
-    stage = Contextual({"random": documents}, config, separator_id=0)
+    stage = Contextual(asked, data={"random": documents}, separator_id=0)
     return stage, [(n, config.query_length), (n, length)]
 
 
@@ -71,9 +72,7 @@ def measure(name: str, preset: Preset | None = None) -> dict:
     """Trains for a few steps and returns the median rate, the MFU and the setting."""
     preset = preset or load_preset("paper-0.6b")
     changes = {"batch": BATCH[name], "steps": WARM_UP + STEPS, "warmup": 1, "decay": 0, "lr": 1e-5}
-    config = replace(
-        getattr(preset, name), **changes, explode=0.0, log_every=1, checkpoint_every=WARM_UP + STEPS
-    )
+    config = replace(getattr(preset, name), **changes, checkpoint_every=WARM_UP + STEPS)
     preset = replace(preset, **{name: config})
     (stage, texts), shape = work_of(preset, name), preset.backbone
     model = Qwen3ForCausalLM(
@@ -86,7 +85,7 @@ def measure(name: str, preset: Preset | None = None) -> dict:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         trained = model if name == "diffusion" else model.model
-        train(stage, trained, config, Path(folder), fingerprint="benchmark")
+        train(stage, trained, Path(folder), fingerprint="benchmark")
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     rows = [json.loads(line) for line in lines][WARM_UP:]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)

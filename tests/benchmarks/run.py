@@ -29,6 +29,7 @@ import matplotlib.pyplot as plt
 import measure
 import preparation
 import search
+import share
 from measure import Row, child, compare
 from tqdm import tqdm
 
@@ -39,7 +40,7 @@ from unmask.training.launch import MEMORY
 RESULTS = repository() / "results" / "benchmarks"
 NOTHING_RETURNED = MEMORY | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 LIMIT = 4096.0  # MiB that a global batch of 16,384 pairs may take on two cores
-MODULES = (contrastive, diffusion, encode, preparation, search)
+MODULES = (contrastive, diffusion, encode, preparation, search, share)
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}
 
 
@@ -103,6 +104,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         )
         for kind, lengths in LENGTHS.items()
     },
+    "matmul-share": partial(several, share.TITLES, memory=False),
     **{
         f"{kind}-search": partial(
             several,
@@ -153,13 +155,12 @@ def main(arguments: list[str] | None = None) -> None:
         for row in by_subject[subject]:
             tqdm.write(f"{row['ratio'] or 'not run'} ×  {row['name']}")
     plt.switch_backend("agg")
-    ratios = {
-        row["name"]: row["ratio"] for s, rows in by_subject.items() for row in rows if s != "search-scaling"
-    }
-    figure = figures.horizontal_bars(
-        ratios, xlabel="times faster, or times less memory", title="Against peers on one machine",
-        fmt="{:.3g}×", ratios=True,
+    rows = [row for subject, some in by_subject.items() for row in some if subject != "search-scaling"]
+    figure = figures.horizontal_bars(  # search-scaling has a figure of its own
+        {row["name"]: row["ratio"] for row in rows if row["ratio"] is not None},
+        xlabel="times faster, or times less memory", title="Against peers on one machine", fmt="{:.3g}×",
     )  # fmt: skip
+    figure.axes[0].set_xscale("log", base=2)
     figure.save(RESULTS / "benchmarks.png")
 
 

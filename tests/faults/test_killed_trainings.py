@@ -39,7 +39,6 @@ OVERRIDES = {
     "pair.steps": STEPS,
     "pair.batch": 8,
     "pair.checkpoint_every": EVERY,
-    "pair.log_every": 3,  # a stop in between must not show
     "pair.precision": "fp32",
 }
 STRATEGIES = {

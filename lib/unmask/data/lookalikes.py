@@ -46,12 +46,9 @@ class Neighbours:
     packing: Packing | None = None  # clusters of rows; None: random batches
 
     def negatives(
-        self,
-        rows: Sequence[int],
-        margin: float,
-        document_N: np.ndarray | None = None,
-        query_N: np.ndarray | None = None,
-    ) -> np.ndarray:
+        self, rows: Sequence[int], margin: float,
+        document_N: np.ndarray | None = None, query_N: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """Which documents of a batch may be negatives of its queries: those outside of CDE's
         S(q,d) = {d′ : f(q,d′) ≥ f(q,d) + ε}, with the cosine f of the surrogate's vectors.
 
@@ -101,15 +98,9 @@ class Surrogate:
 
 
 def neighbours(
-    data: TokenPairs | TokenDocuments,
-    *,
-    name: str,
-    stored: StoredTokenizer,
-    surrogate: Surrogate,
-    config: ClustersConfig,
-    cluster_size: int,
-    seed: int,
-) -> Neighbours:
+    data: TokenPairs | TokenDocuments, *, name: str, stored: StoredTokenizer, surrogate: Surrogate,
+    config: ClustersConfig, cluster_size: int, seed: int,
+) -> Neighbours:  # fmt: skip
     """A data set's neighbours; vectors and clusters are computed on first use and kept in files.
 
     Every distinct text is embedded once, as the training reads it: cut, its tokens decoded.
@@ -156,8 +147,6 @@ def _places(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: in
     """Each row's cluster (N,), numbered in the order of `pack`."""
     count = len(own.queries)
     k = -(-count // cluster_size)
-    if k == 1:
-        return np.zeros(count, np.int64)
     cluster_N, centroids_KD = _clustered(own, k, config, seed)
     found_K, cluster_N = np.unique(cluster_N, return_inverse=True)
     if config.packing == "tour":

@@ -60,26 +60,17 @@ class MtebEncoder(AbsEncoder):
     Args:
         config: `query_length` and `document_length` are tokens at most, up to the model's window.
         precision: "int8", "binary", "ubinary" or "float32".
-        dimensions: keep only the first so many.
     Source: appendix C.
     """
 
-    def __init__(
-        self,
-        embedder: Embedder,
-        config: EvaluationConfig,
-        precision: str = "int8",
-        dimensions: int | None = None,
-    ):
-        self.model, self.config = embedder, config
-        self.precision, self.dimensions = precision, dimensions
+    def __init__(self, embedder: Embedder, config: EvaluationConfig, precision: str = "int8"):
+        self.model, self.config, self.precision = embedder, config, precision
         self._asked, self._found = None, None  # the last corpus, which the subsets of a task may share
         # mteb keeps results by name and revision: whatever changes a score changes them.
         lengths = [config.query_length, config.document_length]
         weights = joblib.hash([x.detach().float().cpu().numpy() for x in embedder.model.parameters()])
         revision = fingerprint(weights, embedder.pooling, embedder.mixed_precision, lengths)
-        size = f"-{dimensions}d" if dimensions else ""
-        named = {"name": f"unmask/{precision}{size}", "revision": revision}
+        named = {"name": f"unmask/{precision}", "revision": revision}
         self.mteb_model_meta = ModelMeta.create_empty(named)
 
     def encode(
@@ -90,11 +81,11 @@ class MtebEncoder(AbsEncoder):
         length = LENGTHS.get(name, self.config.query_length if query else self.config.document_length)
         if query:
             texts = [PROMPTS.get(name, "") + text or " " for batch in inputs for text in _queries(batch)]
-            return self.model.encode(texts, self.precision, self.dimensions, max_length=length)
+            return self.model.encode(texts, self.precision, max_length=length)
         texts = [text or " " for batch in inputs for text in batch["text"]]
         if self._asked != (length, texts):
             self._asked = length, texts
-            self._found = self.model.encode(texts, self.precision, self.dimensions, max_length=length)
+            self._found = self.model.encode(texts, self.precision, max_length=length)
         return noisy(self._found) if name in DUPLICATES else self._found
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
@@ -106,8 +97,9 @@ def _queries(batch: Mapping[str, Any]) -> list[str]:
     """Queries, after the instruction of each where the benchmark has one."""
     if "instruction" not in batch:
         return batch["text"]
-    pairs = zip(batch["instruction"], batch["query"], strict=True)
-    return [instructed(instruction or "", query) for instruction, query in pairs]
+    return [
+        instructed(one or "", query) for one, query in zip(batch["instruction"], batch["query"], strict=True)
+    ]
 
 
 def noisy(codes_BD: np.ndarray) -> np.ndarray:
@@ -135,18 +127,13 @@ def benchmark_tasks(name: str) -> list[AbsTask]:
 
 
 def run_benchmark(
-    embedder: Embedder,
-    names: Iterable[str],
-    config: EvaluationConfig,
-    folder: Path,
-    *,
-    precision: str = "int8",
+    embedder: Embedder, names: Iterable[str], config: EvaluationConfig, folder: Path, precision: str = "int8"
 ) -> list[dict[str, Any]]:
     """Scores of the tasks of benchmarks; what cannot be run says why, and the others go on.
 
     Data come from UNMASK_MIRROR where it holds the task's repository (as the Hub has it, README included),
-    otherwise from the Hub. Results are kept in `folder`, each subset of a
-    task as soon as it is there: the same call goes on after an interruption.
+    otherwise from the Hub. Results are kept in `folder`, each subset of a task as soon as it is there: the
+    same call goes on after an interruption.
 
     Returns: rows of benchmark, task, "score" (the task's main score, mean over its splits and subsets, so
         validation and test count alike for MLQA; None where it was not run), "subsets" (the same for each

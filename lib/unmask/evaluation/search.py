@@ -115,14 +115,9 @@ def index(d_MD: np.ndarray, method: str = "exact") -> Search:
 
 
 def two_step(
-    q_ND: np.ndarray,
-    d_MD: np.ndarray,
-    q_bits_NB: np.ndarray,
-    d_bits_MB: np.ndarray,
-    k: int,
-    *,
-    candidates: int,
-) -> tuple[np.ndarray, np.ndarray]:
+    q_ND: np.ndarray, d_MD: np.ndarray, q_bits_NB: np.ndarray, d_bits_MB: np.ndarray,
+    k: int, *, candidates: int,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """Binary search first, rescoring after: an eighth of the memory is read for all documents, the rest for
     the candidates alone.
 

@@ -166,25 +166,20 @@ def ndcg(task: Task, scores_NM: Tensor | np.ndarray) -> np.ndarray:
 
 
 def evaluate(
-    embedder: Embedder,
-    tasks: list[Task],
-    config: EvaluationConfig,
-    *,
-    late_chunking: bool = False,
-    precision: str = "int8",
+    embedder: Embedder, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
 ) -> dict[str, np.ndarray]:
-    """nDCG@10 of each query of each task."""
+    """nDCG@10 of each query of each task, in INT8."""
     scores = {}
     for task in tasks:
         vectors = embed_task(embedder, task, config, late_chunking=late_chunking)
-        scores[task.name] = score_task(task, vectors, precision)
+        scores[task.name] = score_task(task, vectors)
     return scores
 
 
 def assess(
     path: str | Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
 ) -> dict[str, np.ndarray]:
-    """`evaluate` for a checkpoint, in INT8 and in the preset's precision of computing.
+    """`evaluate` for a checkpoint, in the preset's precision of computing.
 
     Scores are kept under artifacts/data/scores: notebooks compare with the models of earlier ones, and a task
     without documents of chunks has the same scores with late chunking and without.
@@ -224,15 +219,9 @@ def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, 
 
 
 def rerank_task(
-    reranker: Reranker,
-    task: Task,
-    scores_NM: Tensor | np.ndarray,
-    *,
-    candidates: int,
-    max_queries: int,
-    query_length: int | None = None,
-    document_length: int | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+    reranker: Reranker, task: Task, scores_NM: Tensor | np.ndarray, *, candidates: int, max_queries: int,
+    query_length: int | None = None, document_length: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """nDCG@10 of each query before and after its best chunks were reranked; the others stay behind them.
 
     Equal scores, the first stage's and the reranker's, are ordered as trec_eval orders them. The instruction
@@ -247,12 +236,10 @@ def rerank_task(
     """
     asked = replace(task, queries=task.queries[:max_queries], relevant=task.relevant[:max_queries])
     first_NM = torch.as_tensor(scores_NM)[: len(asked.queries)].double()
-    chunks = asked.chunks
+    chunks, final_NM = asked.chunks, first_NM.cpu().numpy().copy()
     best_NK = best_columns(first_NM.float(), candidates, asked.chunk_ids)
-    final_NM = first_NM.cpu().numpy().copy()
-    for query, best_K, final_M in zip(
-        tqdm(asked.queries, desc=f"reranking {task.name}", unit="query", leave=False), best_NK, final_NM
-    ):
+    queries = tqdm(asked.queries, desc=f"reranking {task.name}", unit="query", leave=False)
+    for query, best_K, final_M in zip(queries, best_NK, final_NM, strict=True):
         odds_K = reranker.log_odds(
             query, [chunks[column] for column in best_K], instruction=INSTRUCTIONS[task.family],
             query_length=query_length, document_length=document_length,

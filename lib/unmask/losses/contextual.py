@@ -14,14 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unmask.losses.contrastive import (
-    cosine,
-    counted,
-    info_nce,
-    mean_over_queries,
-    no_negatives,
-    one_hot,
-)
+from unmask.losses.contrastive import cosine, counted, info_nce, mean_over_queries, no_negatives, one_hot
 from unmask.losses.shapes import check_index, check_settings, check_shapes
 
 
@@ -342,14 +335,9 @@ class _Tile(NamedTuple):
 
 def _mean_over_chunks(
     nats_of: Callable[[_Tile], Tensor],
-    q_ND: Tensor,
-    chunks_MCD: Tensor,
-    document_N: Tensor,
-    gold_N: Tensor,
-    chunk_mask_MC: Tensor | None,
-    negatives_NM: Tensor | None = None,
-    queries: slice | None = None,
-) -> Tensor:
+    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None,
+    negatives_NM: Tensor | None = None, queries: slice | None = None,
+) -> Tensor:  # fmt: skip
     """Checks what the chunk-level losses take, and averages their terms over the queries."""
     check_shapes(
         q_ND=q_ND, chunks_MCD=chunks_MCD, document_N=document_N, gold_N=gold_N, chunk_mask_MC=chunk_mask_MC,
