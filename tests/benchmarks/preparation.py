@@ -23,9 +23,8 @@ import numpy as np
 from joblib import cpu_count
 from measure import Case, Row
 
-from unmask.data.prepare import Prepared
 from unmask.data.registry import Source
-from unmask.data.tokenized import prepare_text
+from unmask.data.tokenized import Prepared, prepare_text
 from unmask.data.tokens import StoredTokenizer, train_tokenizer
 
 MEGABYTES, VOCABULARY = 30, 8_192

@@ -137,3 +137,9 @@ CASES = {
     "share-pair-cached": partial(pair_case, keep=False),
     "share-encode": encode_case,
 }
+TITLES = {
+    "share-diffusion": "135 M, diffusion step",
+    "share-pair": "135 M, pair step, activations kept",
+    "share-pair-cached": "135 M, pair step, cached",
+    "share-encode": "135 M, encode",
+}

@@ -1,14 +1,18 @@
-"""Corpora from registries: composed of their sources' tables, kept, read again where a file changed."""
+"""Corpora from registries: composed of their sources' tables, kept, read again where a file changed; what a
+source's tables hold."""
 
 import json
 import os
 from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 from test_environment import make_config, make_packages
 
-from unmask.data import sources
-from unmask.data.sources import identity, open_corpus
+from unmask.data import files, sources
+from unmask.data.corpus import SCHEMAS, SPLITS
+from unmask.data.registry import Source, split_of
+from unmask.data.sources import collect, identity, open_corpus
 
 REGISTRY = """
 about: a few rows of one's own
@@ -87,7 +91,6 @@ def test_a_registry_becomes_a_corpus(config):
     document = corpus.documents("train")[0]
     assert document["chunks"][document["golds"][0]] == "open it"
     assert set(corpus.texts("train")["kind"]) == {"text"}
-    assert corpus.card["absent"] == ["synthetic"]
     assert len(corpus.triplets("train")) == 0
     with pytest.raises(ValueError, match="no pairs 'answers' in 'train'; it has"):
         corpus.pairs("train", "answers")
@@ -110,13 +113,13 @@ def test_families_that_are_not_asked_for_are_not_there(config):
 def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):
     first = open_corpus(config)
     read = []
-    collect = sources.tables.collect
+    collect = sources.collect
 
     def noted(source, *args, **options):
         read.append(source.name)
         return collect(source, *args, **options)
 
-    monkeypatch.setattr(sources.tables, "collect", noted)
+    monkeypatch.setattr(sources, "collect", noted)
     assert open_corpus(config).hash == first.hash
     assert read == []
     before = identity(config)
@@ -179,6 +182,156 @@ def test_what_every_run_needs_is_asked_for(config):
 def test_a_bad_row_stops_with_its_place_and_leaves_nothing(config):
     path = config.folder / "questions.jsonl"
     path.write_text(path.read_text() + '{"q": "What now?", "a": ""}\n')
-    with pytest.raises(ValueError, match=r"questions\.jsonl, line 101: document is empty"):
+    with pytest.raises(ValueError, match=r"questions\.jsonl, row 101: document: empty"):
         open_corpus(config)
     assert not list((config.folder.parent / "artifacts" / "data").glob("*/card.json"))
+
+
+# --- the tables of a source
+
+PAIR_COLUMNS = {"query": "query", "document": "document"}
+NESTED = {"chunks": "chunks", "queries": "queries", "golds": "golds"}
+FLAT = {"title": "title", "chunk": "chunk", "query": "query"}
+JOINED = {"chunk_id": "chunk_id", "chunk": "chunk", "query": "query", "query_chunk_id": "chunk_id"}
+
+
+def own(folder, rows, role="pairs", **values):
+    """A source of one file with these rows."""
+    write(folder / "a.jsonl", rows)
+    columns = {"text": {"text": "text"}, "documents": NESTED}.get(role, PAIR_COLUMNS)
+    given = {"kind": "files", "language": "eng_Latn", "licence": "CC0-1.0", "bad_rows": "stop"}
+    given |= {"columns": columns, "files": (str(folder / "a.jsonl"),)}
+    return Source(name="mine", role=role, **given | values)
+
+
+def tables(source, folder):
+    """What `collect` wrote: the card, and the rows by split."""
+    collect(source, folder)
+    card = json.loads((folder / "card.json").read_text())
+    stored = {split: Dataset.from_file(str(folder / f"{split}.arrow")) for split in SPLITS}
+    kind = sources.KIND[source.role]
+    assert card["sizes"][kind]["mine"] == {split: {"rows": len(rows)} for split, rows in stored.items()}
+    assert all(rows.data.schema.remove_metadata() == SCHEMAS[kind] for rows in stored.values())
+    return card, stored
+
+
+def pairs(count, **more):
+    return [{"query": f"what is {i}?", "document": f"{i} is a number"} | more for i in range(count)]
+
+
+def test_pairs_are_stored_by_split(tmp_path):
+    source = own(tmp_path, pairs(400), hold_out=0.15, group="english", task="numbers")
+    card, stored = tables(source, tmp_path / "out")
+    assert card["dropped"] == {"mine": {}} and sum(map(len, stored.values())) == 400
+    for split, rows in stored.items():
+        assert len(rows) and all(split_of(source, row["document"]) == split for row in rows)
+    row = stored["train"][0]
+    expected = {"dataset": "mine", "task": "numbers", "group": "english", "language": "eng_Latn"}
+    assert {name: row[name] for name in expected} == expected
+    again, _ = tables(source, tmp_path / "again")
+    assert again["hash"] == card["hash"]
+    other, _ = tables(own(tmp_path, [*pairs(399), {"query": "q", "document": "d"}]), tmp_path / "other")
+    assert other["hash"] != card["hash"]
+
+
+def test_equal_documents_have_equal_keys_unless_the_source_maps_another(tmp_path):
+    rows = [
+        {"query": "a", "document": "same", "thing": "x"},
+        {"query": "b", "document": "same", "thing": "y"},
+        {"query": "c", "document": "other", "thing": "x"},
+    ]
+    a, b, c = tables(own(tmp_path, rows), tmp_path / "one")[1]["train"]["key"]
+    assert a == b != c and len(a) == 16
+    source = own(tmp_path, rows, columns=PAIR_COLUMNS | {"key": "thing"})
+    a, b, c = tables(source, tmp_path / "two")[1]["train"]["key"]
+    assert a == c != b
+
+
+def test_triplets_have_negatives(tmp_path):
+    source = own(tmp_path, pairs(3, no=["x", "y"]), "triplets", columns=PAIR_COLUMNS | {"negatives": "no"})
+    stored = tables(source, tmp_path / "out")[1]
+    assert stored["train"]["negatives"][2] == ["x", "y"]
+    assert len(stored["test"]) == 0  # an empty table can be mapped
+
+
+def test_two_rows_of_one_id_are_refused(tmp_path):
+    rows = [row | {"id": i % 20} for i, row in enumerate(pairs(30))]
+    source = own(tmp_path, rows, columns=PAIR_COLUMNS | {"id": "id"})
+    with pytest.raises(ValueError, match="source mine: two rows have the id '0'; correct one, or leave"):
+        collect(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_without_a_usable_row_is_an_error_with_the_reasons(tmp_path):
+    source = own(tmp_path, [{"query": None, "document": "d"}, *[{"query": "", "document": "d"}] * 2])
+    reasons = r"query: empty or only white space: 2, query: Input should be a valid string: 1"
+    with pytest.raises(ValueError, match=f"Source mine has no usable row \\({reasons}\\)"):
+        collect(sources.replace(source, bad_rows="drop"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_large_text_source_is_sampled_and_a_small_one_kept(tmp_path, monkeypatch):
+    rows = [{"text": f"text {i:04d} " + "x" * 90} for i in range(1000)]
+    source = own(tmp_path, rows, "text", hold_out=0.1)
+    stored = tables(source, tmp_path / "all")[1]
+    assert sum(map(len, stored.values())) == 1000
+    assert {*stored["test"]["kind"], *stored["test"]["language"]} == {"text", "eng_Latn"}
+    monkeypatch.setattr(sources, "SAMPLE_BYTES", 20_000)
+    sample, stored = tables(source, tmp_path / "sample")
+    assert len(stored["train"]) == 200 and 10 < len(stored["test"]) < 40
+    own(tmp_path, [*rows, {"text": "one more, beyond the sample"}], "text")
+    assert tables(source, tmp_path / "sample")[0]["hash"] != sample["hash"]
+
+
+def test_nested_documents(tmp_path):
+    rows = [{"id": f"d{i}", "chunks": [f"a{i}", f"b{i}"], "queries": ["q"], "golds": [1]} for i in range(40)]
+    source = own(tmp_path, rows, "documents", columns=NESTED | {"id": "id"}, hold_out=0.2)
+    stored = tables(source, tmp_path / "out")[1]["train"]
+    assert stored[0]["document_id"].startswith("mine/d") and stored[0]["golds"] == [1]
+
+
+def test_flat_rows_are_gathered_by_title(tmp_path):
+    rows = [
+        {"title": "one", "chunk": "first", "query": "q1"},
+        {"title": "two", "chunk": "alone", "query": "q2"},
+        {"title": "one", "chunk": "second", "query": "q3"},
+        {"title": "one", "chunk": "first", "query": "q4"},
+    ]
+    one, two = tables(own(tmp_path, rows, "documents", columns=FLAT), tmp_path / "out")[1]["train"]
+    assert (one["document_id"], one["chunks"]) == ("mine/one", ["first", "second"])
+    assert (one["queries"], one["golds"]) == (["q1", "q3", "q4"], [0, 1, 0])
+    assert (two["chunks"], two["golds"]) == (["alone"], [0])
+
+
+def test_chunks_and_queries_of_two_configurations_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path / "mirror"))
+    folder = tmp_path / "mirror" / "org" / "name"
+    folder.mkdir(parents=True)
+    names = {"a_b_1": "second", "a_b_0": "first", "a_b_2": "first", "c_0": "other", "d_0": "unasked"}
+    asked = {"q1": "a_b_1", "q2": "a_b_2", "q3": "c_0", "q4": "c_7", "q5": "e_0"}
+    write(folder / "chunks.jsonl", [{"chunk_id": name, "chunk": text} for name, text in names.items()])
+    write(folder / "queries.jsonl", [{"query": query, "chunk_id": name} for query, name in asked.items()])
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: documents\n  data_files: chunks.jsonl\n"
+        "- config_name: queries\n  data_files: queries.jsonl\n---\n"
+    )
+    values = {"kind": "mirror", "repo": "org/name", "config": "documents", "queries_config": "queries"}
+    source = Source(
+        name="mine", role="documents", language="eng", licence="", columns=JOINED, hold_out=0.0, **values
+    )
+    card, stored = tables(source, tmp_path / "out")
+    first, second = stored["train"]
+    assert first["document_id"] == "mine/a_b" and first["package"] == "org/name"
+    assert (first["chunks"], first["queries"], first["golds"]) == (["first", "second"], ["q1", "q2"], [1, 0])
+    assert (second["chunks"], second["queries"], second["golds"]) == (["other"], ["q3"], [0])
+    assert card["dropped"]["mine"] == {"query of a missing chunk": 2, "document without a query": 1}
+
+
+def test_identity_changes_with_what_decides_the_rows(tmp_path):
+    source = own(tmp_path, pairs(5))
+    first = files.identity(source)
+    same, other = ({"rows": 5, "documented": "https://example.org"}, {"hold_out": 0.1})
+    assert files.identity(sources.replace(source, **same)) == first
+    assert files.identity(sources.replace(source, **other)) != first
+    os.utime(source.files[0], ns=(1, 1))
+    assert files.identity(source) != first

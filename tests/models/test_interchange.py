@@ -229,8 +229,8 @@ for name in ("org/model", "org/none"):
         assert not hub.fetched("pytorch_model.bin") and not hub.fetched("half/model.safetensors")
     online, unknown, gated, cached, offline = done.stdout.splitlines()
     assert online == cached == str(load(path).options)
-    assert "there is no such model, or it is private" in unknown
-    assert "org/gated is gated: accept its terms" in gated
+    assert "org/none" in unknown and "Repository Not Found" in unknown
+    assert "org/gated" in gated and "Access to this dataset is restricted" in gated
     assert "org/none is no directory here" in offline and "HF_HUB_OFFLINE is set" in offline
 
 

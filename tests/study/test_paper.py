@@ -84,10 +84,3 @@ def test_table_10_is_all_of_the_pretraining_data():
     shares = {language: row["Prevalence"] for language, row in paper.scores(10).items()}
     assert sum(shares.values()) == pytest.approx(100.03)  # as printed
     assert list(shares.values()) == sorted(shares.values(), reverse=True)
-
-
-@pytest.mark.parametrize("number", [0, 13, "3"])
-def test_an_unknown_table_is_an_error(number):
-    for ask in (paper.table, paper.scores, paper.caption, paper.unit):
-        with pytest.raises(ValueError, match=r"no table .*: choose one of 1 to 12"):
-            ask(number)

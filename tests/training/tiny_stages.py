@@ -10,8 +10,7 @@ import tiny_corpus
 from unmask.config import load_preset, resolved
 from unmask.data.lookalikes import Neighbours, pack
 from unmask.data.mining import unit
-from unmask.data.prepare import Ragged, ends_of
-from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.data.tokenized import Ragged, TokenDocument, TokenPairs
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.training.loop import STAGES as CLASSES
 
@@ -76,8 +75,8 @@ def neighbours(rows, settings):
     texts = np.arange(sum(queries) + sum(chunks))
     own = Neighbours(
         unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16),
-        Ragged(texts[: sum(queries)], ends_of(queries)),
-        Ragged(texts[sum(queries) :], ends_of(chunks)),
+        Ragged(texts[: sum(queries)], np.cumsum(queries)),
+        Ragged(texts[sum(queries) :], np.cumsum(chunks)),
     )
     size = settings.cluster_size
     return replace(own, packing=pack(own, size, _PRESET.clusters, settings.seed)) if size else own

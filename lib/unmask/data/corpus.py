@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from unmask.data.registry import Source
 
@@ -104,43 +102,23 @@ class Corpus:
         if split not in SPLITS:
             raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
         names = self.datasets(kind, split)
-        if dataset is not None:
-            if dataset not in names:
-                raise ValueError(f"The corpus has no {kind} {dataset!r} in {split!r}; it has {names}.")
-            names = [dataset]
-        return self._rows(kind, split, names)
+        if dataset and dataset not in names:
+            raise ValueError(f"The corpus has no {kind} {dataset!r} in {split!r}; it has {names}.")
+        return self._rows(kind, split, [dataset] if dataset else names)
 
     def _rows(self, kind: str, split: str, names: Sequence[str]) -> Dataset:
         # Slow to import, and workers that read source files do not need it.
         from datasets import Dataset, concatenate_datasets
 
-        if not names:
-            return Dataset(SCHEMAS[kind].empty_table())
         folders = self.card["folders"][kind]
         parts = [Dataset.from_file(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
-        return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+        return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> dict[str, int]:
-    """Writes rows as an Arrow file that `datasets` maps into memory, and returns their size (`measured`)."""
-    size = Counter(measured(schema.empty_table()))
+    """Writes rows as an Arrow file that `datasets` maps into memory, and returns its size."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+    with pa.ipc.new_stream(str(path), schema) as writer:
         for start in range(0, len(rows), 10_000):
-            part = pa.Table.from_pylist(rows[start : start + 10_000], schema=schema)
-            writer.write_table(part)
-            size.update(measured(part))
-    return dict(size)
-
-
-def measured(rows: pa.Table) -> dict[str, int]:
-    """Rows of a table and characters of their text; chunks, queries and negatives where there are some."""
-    size = {"rows": rows.num_rows, "characters": 0}
-    for name in ("text", "query", "document", "negatives", "chunks", "queries"):
-        if name in rows.schema.names:
-            texts = rows[name]
-            if pa.types.is_list(texts.type):
-                texts = pc.list_flatten(texts)
-                size[name] = len(texts)
-            size["characters"] += pc.sum(pc.utf8_length(texts)).as_py() or 0
-    return size
+            writer.write_batch(pa.RecordBatch.from_pylist(rows[start : start + 10_000], schema))
+    return {"rows": len(rows)}

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from filelock import FileLock
 from tqdm.auto import tqdm
 
 from unmask.config import DataConfig
-from unmask.data import (
-    cldr,
-    corpus,
-    environment,
-    files,
-    reading,
-    registry,
-    tables,
-)
-from unmask.data.corpus import SCHEMAS, Corpus
+from unmask.data import cldr, corpus, environment, files, reading, registry
+from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
+from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, load_registry, own_files
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, write_atomic
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, write_atomic
 
-ENVIRONMENT = "environment"
-_READERS = (corpus, files, reading, registry, tables)
-_CODE = [module.__file__ for module in _READERS]  # what decides the rows of a source, beside its files
+_ENVIRONMENT = Source("environment", "environment", "text", "mul", "")
+KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": "documents"}
+SAMPLE_BYTES = 16_000_000  # of a text source, whose rest only the preparation of tokens reads
+# What decides the rows of a source, beside its files.
+_CODE = [__file__, *(module.__file__ for module in (corpus, files, reading, registry))]
+
+Rows = Iterable[dict[str, Any]]
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -42,109 +44,212 @@ def open_corpus(config: DataConfig) -> Corpus:
     Raises: ValueError for an unknown source, an unknown held-out package, bad rows or an empty corpus; the
         message says where and what to do.
     """
-    corpus = _open_environment(config) if config.source == ENVIRONMENT else _open_registry(config)
-    return replace(corpus, families=config.families)
+    if config.source == "environment":
+        return replace(_open(_ENVIRONMENT, config), families=config.families)
+    path, sources = _registry(config)
+    if not (path / "card.json").is_file():
+        card = _compose(path, sources, config)
+        write_atomic(path / "card.json", json.dumps(card, indent=1, ensure_ascii=False))
+    return Corpus(path, config.families)
 
 
 def identity(config: DataConfig) -> str:
     """What decides the corpus: packages and their versions, or the registry and its files (by name, size and
     date). Reads none of them, so it is cheap enough to ask before every run.
     """
-    return (_environment(config) if config.source == ENVIRONMENT else _corpus(config)[0]).name
+    known = config.source == "environment"
+    return (_folder(_ENVIRONMENT, config) if known else _registry(config)[0]).name
 
 
-def _open_environment(config: DataConfig) -> Corpus:
-    path = _environment(config)
+def collect(source: Source, folder: Path) -> None:
+    """Reads a source into `folder`/{train,dev,test}.arrow and card.json; the folder appears when it is whole.
+
+    Documents in the flat and joined layouts are gathered in memory, all else is streamed. Of a text source
+    only a sample is kept: SAMPLE_BYTES of training text, and the held-out text met on the way.
+
+    Args:
+        source: of kind hub, mirror or files.
+        folder: to create, by one caller at a time.
+    Raises: ValueError for bad rows (`reading.read`), an id that two rows have, or if no row is left.
+    """
+    dropped: Counter[str] = Counter()
+    kind, rows = KIND[source.role], _distinct(source, dropped)
+    if source.queries_config:
+        rows = _joined(rows, dropped)
+    if source.queries_config or "title" in source.columns:
+        rows = _gathered(rows, dropped)
+    rows = tqdm(_limited(source, rows), f"reading {source.name}", source.rows, delay=2, leave=False)
+    with new_directory(folder) as unfinished:
+        sizes = _write(unfinished, (_stored(source, row) for row in rows), SCHEMAS[kind])
+        if not any(size["rows"] for size in sizes.values()):
+            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
+            raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
+        # Of text, which may be a sample, also the names and sizes of the files.
+        listed = [(Path(file.path).name, file.size) for file, _ in files.files_of(source)]
+        tables = [(unfinished / f"{split}.arrow").read_bytes() for split in SPLITS]
+        card = {
+            "hash": fingerprint(listed, [hashlib.sha256(table).hexdigest() for table in tables]),
+            "sizes": {kind: {source.name: sizes}},
+            "folders": {kind: {source.name: "."}},
+            "dropped": {source.name: dict(dropped.most_common())},
+        }
+        (unfinished / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
+
+
+# --- a corpus and its sources, each in its folder
+
+
+def _open(source: Source, config: DataConfig) -> Corpus:
+    """The tables of a source. Several processes may want them at once: the first reads, the others wait."""
+    path = _folder(source, config)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes may want the corpus at once: the first builds it, the others wait and read it.
-    with FileLock(path.with_suffix(".lock")):
-        if not path.exists():
+    with FileLock(path.with_name(f"{path.name}.lock")):
+        if path.exists():
+            pass
+        elif source.kind == "environment":
             languages = cldr.SLICE_LANGUAGES if config.max_packages else cldr.LANGUAGES
             environment.build(config, environment.installed_packages(), path, languages)
+        else:
+            collect(source, path)
     return Corpus(path)
-
-
-def _environment(config: DataConfig) -> Path:
-    code = code_fingerprint(*environment.CODE)
-    key = fingerprint(environment.parameters(config), environment.installed_versions(), code)
-    return artifacts_root() / "data" / f"{ENVIRONMENT}-{key}"
-
-
-def _open_registry(config: DataConfig) -> Corpus:
-    """A corpus that refers to its sources' own folders, so that a changed source is read anew alone."""
-    path, folders, absent = _corpus(config)
-    if not (path / "card.json").is_file():
-        cards = {}
-        for name, (source, folder) in tqdm(folders.items(), "reading sources", leave=False, unit="source"):
-            cards[name] = _collected(source, config, folder)
-        card = _compose(folders, cards, path, config) | {"absent": absent}
-        write_atomic(path / "card.json", json.dumps(card, indent=1, ensure_ascii=False))
-    return Corpus(path)
-
-
-def _corpus(config: DataConfig) -> tuple[Path, dict[str, tuple[Source, Path]], list[str]]:
-    """Where a registry's corpus is kept, and each of its sources, by name; the names of optional ones whose
-    files are not there (yet)."""
-    sources = load_registry(config.source)
-    absent = [source.name for source in sources if source.optional and not own_files(source)]
-    folders = {one.name: (one, _folder(one, config)) for one in sources if one.name not in absent}
-    key = fingerprint([folder.name for _, folder in folders.values()], absent, code_fingerprint(__file__))
-    return artifacts_root() / "data" / f"{Path(config.source).stem}-{key}", folders, absent
 
 
 def _folder(source: Source, config: DataConfig) -> Path:
     """Where the tables of a source are kept, by everything that decides their content."""
-    if source.kind == ENVIRONMENT:
-        return _environment(config)
+    if source.kind == "environment":
+        what = environment.parameters(config), environment.installed_versions()
+        key = fingerprint(*what, code_fingerprint(*environment.CODE))
+        return artifacts_root() / "data" / f"environment-{key}"
     name = re.sub(r"[^\w.-]+", "-", source.name)
-    key = fingerprint(tables.identity(source), code_fingerprint(*_CODE))
+    key = fingerprint(files.identity(source), code_fingerprint(*_CODE))
     return artifacts_root() / "data" / "sources" / f"{name}-{key}"
 
 
-def _collected(source: Source, config: DataConfig, folder: Path) -> dict[str, Any]:
-    if source.kind == ENVIRONMENT:
-        return _open_environment(config).card
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if (folder / "card.json").is_file():
-            return json.loads((folder / "card.json").read_text(encoding="utf8"))
-        return tables.collect(source, folder)
+def _registry(config: DataConfig) -> tuple[Path, list[Source]]:
+    """Where a registry's corpus is kept, and its sources without those whose files are not there (yet)."""
+    sources = [one for one in load_registry(config.source) if not one.optional or own_files(one)]
+    key = fingerprint([_folder(one, config).name for one in sources], code_fingerprint(__file__))
+    return artifacts_root() / "data" / f"{Path(config.source).stem}-{key}", sources
 
 
-def _compose(
-    folders: Mapping[str, tuple[Source, Path]],
-    cards: Mapping[str, dict[str, Any]],
-    path: Path,
-    config: DataConfig,
-) -> dict[str, Any]:
+def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[str, Any]:
+    """The card of a corpus that refers to its sources' own folders, so that a changed source is read anew
+    alone. Of the installed packages it has only what the source's role is."""
     sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
-    paths: dict[str, Any] = {kind: {} for kind in SCHEMAS}
-    text = []
-    for name, (source, folder) in folders.items():
-        kind, card, relative = tables.KIND[source.role], cards[name], os.path.relpath(folder, path)
-        if source.kind == ENVIRONMENT:
-            sizes[kind] |= card["sizes"][kind]
-            paths[kind] |= {part: f"{relative}/{one}" for part, one in card["folders"][kind].items()}
-            its = card["text_sources"][0]
-            own = its | {"files": [f"{relative}/{file}" for file in its["files"]]}
-            own |= {"name": name, "share": source.share}
-        else:
-            sizes[kind][name], paths[kind][name], own = card["sizes"], relative, asdict(source)
-        text += [own] if kind == "texts" else []
+    folders: dict[str, Any] = {kind: {} for kind in SCHEMAS}
+    text, named, dropped = [], [], {}
+    for source in tqdm(sources, "reading sources", leave=False, unit="source"):
+        kind, held = KIND[source.role], _open(source, config)
+        relative, card = os.path.relpath(held.path, path), held.card
+        sizes[kind] |= card["sizes"][kind]
+        folders[kind] |= {name: os.path.join(relative, one) for name, one in card["folders"][kind].items()}
+        named.append((source.name, source.share, card["hash"]))
+        dropped |= card["dropped"]
+        if kind == "texts":
+            its = card["text_sources"][0] if source.kind == "environment" else asdict(source)
+            own = [os.path.join(relative, file) for file in its["files"]]
+            text.append(its | {"name": source.name, "share": source.share, "files": own})
     if not text or not (sizes["pairs"] or sizes["triplets"]):
         raise ValueError(
-            f"{config.source} has no source of {'text' if not text else 'pairs'}, which every run needs; "
+            f"{config.source} has no source of {'pairs' if text else 'text'}, which every run needs; "
             "`kind: environment` gives the installed packages'"
         )
-    sources = [source for source, _ in folders.values()]
     return {
-        "hash": fingerprint(*(cards[source.name]["hash"] for source in sources), *text),
+        "hash": fingerprint(named),
         "sizes": sizes,
-        "folders": paths,
+        "folders": folders,
         "text_sources": text,
         "languages": sorted({source.language for source in sources}),
         "origins": [{"name": one.name, "licence": one.licence, "split": "all"} for one in sources],
-        "dropped": {
-            one.name: cards[one.name]["dropped"] if one.kind != ENVIRONMENT else {} for one in sources
-        },
+        "dropped": dropped,
     }
+
+
+# --- rows on their way from the files of a source to its tables
+
+
+def _distinct(source: Source, dropped: Counter[str]) -> Rows:
+    """All good rows of a source, of which no two may have the same id."""
+    ids = set()
+    for row in chain.from_iterable(read(source, unit, dropped) for unit in units(source)):
+        if row.get("id") in ids:
+            where = f"source {source.name}: two rows have the id {row['id']!r}"
+            raise ValueError(f"{where}; correct one, or leave `id` out of the source's columns")
+        ids.update({row["id"]} if "id" in row else ())
+        yield row
+
+
+def _limited(source: Source, rows: Rows) -> Rows:
+    """As many rows as a table holds: SAMPLE_BYTES of training text, `max_rows` of all else for training."""
+    left = SAMPLE_BYTES if source.role == "text" else source.max_rows
+    for row in rows:
+        if row["split"] == "train" and left is not None:
+            if left <= 0:
+                return
+            left -= len(row["text"].encode()) if source.role == "text" else 1
+        yield row
+
+
+def _joined(rows: Rows, dropped: Counter[str]) -> Rows:
+    """Chunks, placed by the document and position that their ids name, and queries with the chunk that they
+    name: rows as in the flat layout, of which some have no query."""
+    chunks: dict[str, dict[str, Any]] = {}
+    asked = []
+    for row in rows:
+        if "query" in row:
+            asked.append(row)
+        else:
+            title, position = document_of(row["chunk_id"])
+            chunks.setdefault(row["chunk_id"], row | {"title": title, "position": position})
+    yield from sorted(chunks.values(), key=lambda row: row["position"])
+    for row in asked:
+        if row["query_chunk_id"] in chunks:
+            yield chunks[row["query_chunk_id"]] | {"query": row["query"]}
+        else:
+            dropped["query of a missing chunk"] += 1
+
+
+def _gathered(rows: Rows, dropped: Counter[str]) -> Rows:
+    """Rows of one title are a document: chunks in order of appearance, equal ones once. The split is that of
+    its first row. Documents that no query asks for are left out and counted."""
+    documents: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        new = {"id": row["title"], "split": row["split"], "chunks": {}, "queries": [], "golds": []}
+        document = documents.setdefault(row["title"], new)
+        place = document["chunks"].setdefault(row["chunk"], len(document["chunks"]))
+        if "query" in row:
+            document["queries"].append(row["query"])
+            document["golds"].append(place)
+    for document in documents.values():
+        if document["queries"]:
+            yield document | {"chunks": list(document["chunks"])}
+        else:
+            dropped["document without a query"] += 1
+
+
+def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with all columns of its table, and some more."""
+    told = {"dataset": source.name, "task": source.task or source.name, "group": source.group, "kind": "text"}
+    told |= {"language": source.language, "package": source.repo or source.name}
+    if "key" in row:
+        told["key"] = _digest(row["key"])
+    if "chunks" in row:
+        told["document_id"] = f"{source.name}/{row.get('id') or _digest(''.join(row['chunks']))}"
+    return {**row, **told}
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _write(folder: Path, rows: Rows, schema: pa.Schema) -> dict[str, dict[str, int]]:
+    """Writes each row into the Arrow file of its split, and returns the sizes of the three."""
+    from datasets.arrow_writer import ArrowWriter  # slow to import, see `Corpus`
+
+    folder.mkdir(parents=True)
+    with ExitStack() as stack:
+        made = {split: ArrowWriter(path=str(folder / f"{split}.arrow"), schema=schema) for split in SPLITS}
+        writers = {split: stack.enter_context(writer) for split, writer in made.items()}
+        for row in rows:
+            writers[row["split"]].write({name: row[name] for name in schema.names})
+        return {split: {"rows": writer.finalize()[0]} for split, writer in writers.items()}

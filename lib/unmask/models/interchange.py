@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import (
     CONFIG_MAPPING,
     AutoTokenizer,
@@ -23,7 +22,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from unmask.data.hub import MODEL, MODEL_FILES, Need, explained, unreachable
+from unmask.data.hub import MODEL_FILES, unreachable
 from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
 from unmask.models.pretrained import require_checkpoint
@@ -125,15 +124,13 @@ def _local(path: str | Path) -> Path:
 
 def _downloaded(name: str) -> str:
     try:
-        with explained(Need(name, "model", "main", MODEL)):
-            patterns = [f"*{ending}" for ending in MODEL_FILES]
-            return snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*.safetensors")
-    except LocalEntryNotFoundError as error:
-        why = unreachable() or str(error).partition("\n")[0]
+        return snapshot_download(name, **MODEL_FILES)
+    except OSError as error:
+        why = unreachable() or " ".join(str(error).split())
         raise ValueError(
-            f"{name} is no directory here, is not whole in the Hub's cache, and the Hub cannot be reached "
-            f"({why}): check the name, or fill a mirror on a host with internet (`unmask mirror pull`) and "
-            "set UNMASK_MIRROR here"
+            f"{name} is no directory here, and neither the Hub's cache nor the Hub gives it ({why}): "
+            "check the name, or fill a mirror on a host with internet (`unmask mirror pull`) and set "
+            "UNMASK_MIRROR here"
         ) from None
 
 
