@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 from unmask.data.tokens import (
     MASK,
     SPECIAL_TOKENS,
-    StoredTokenizer,
     encode,
     pack,
     special_tokens_around,
@@ -55,11 +54,6 @@ def test_special_tokens(tokenizer):
     assert tokenizer(f"a{SPECIAL_TOKENS[0]}b")["input_ids"][1] == 0
 
 
-def test_deterministic(path, tmp_path):
-    train_tokenizer(iter(TEXTS * 3), 320, tmp_path)
-    assert (tmp_path / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
-
-
 def test_special_tokens_around_a_text(tokenizer):
     assert [ids.tolist() for ids in special_tokens_around(tokenizer)] == [[], []]
     other = copy.deepcopy(tokenizer)
@@ -76,17 +70,6 @@ def test_pack(tokenizer):
     blocks = pack(tokenizer, TEXTS, 16)
     assert blocks.dtype == np.int32 and blocks.shape == (len(stream) // 16, 16)
     assert (blocks.ravel() == stream[: blocks.size]).all()
-
-
-def test_a_stored_tokenizer_cuts_nothing_whatever_its_caller_did(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    one, other = (AutoTokenizer.from_pretrained(path) for _ in range(2))
-    other(TEXTS, truncation=True, max_length=2, padding="max_length")  # leaves both set
-    stored = [StoredTokenizer.of(tokenizer) for tokenizer in (one, other)]
-    assert stored[0] == stored[1]
-    assert (stored[0].dtype, stored[0].end) == ("uint16", 0)
-    for text, ids in zip(TEXTS, tokenize(one, TEXTS, 1_000), strict=True):
-        assert stored[0].load().encode(text, add_special_tokens=False).ids == ids.tolist()
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,8 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         done = Prepared(**read_json(folder / JOURNAL) | {"folder": folder})
+        if done.suffices(wanted):
+            return done
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
