@@ -9,7 +9,7 @@ import tiny
 import tiny_corpus
 from unmask.losses import answer_loss
 from unmask.models import backbone
-from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 from unmask.training.distributed import ALONE
 from unmask.training.loop import run_job, stage_of

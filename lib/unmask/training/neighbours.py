@@ -23,8 +23,8 @@ from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextualEncoder
+from unmask.models.embedder import INSTRUCTIONS, prompt
 from unmask.models.encoding import TokenSequence, after_context, micro_batches
-from unmask.models.instructions import INSTRUCTIONS, prompt
 from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows

@@ -197,7 +197,7 @@ class Pretraining(Stage):
         )  # fmt: skip
 
     def prepare(self) -> list[dict[str, Any]]:
-        return self.data.report()
+        return self.data.report
 
     @cached_property
     def plan(self) -> BatchPlan:
