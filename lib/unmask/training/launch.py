@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -213,8 +214,8 @@ def main(paths: Sequence[str]) -> None:
     # Buffered, even under torchrun's `python -u`: a row is one write, so two processes' rows do not mingle.
     metrics = os.fdopen(os.dup(1), "w", encoding="utf8")
     rank = os.environ.get("RANK", "0")
-    if "RANK" in os.environ:  # torchrun starts its workers as sessions of their own
-        die_with(os.getppid())
+    if "RANK" in os.environ:
+        _die_with_torchrun()
     for path in map(Path, paths):
         job = json.loads(path.read_text(encoding="utf8"))
         _log_to(path.with_name(LOG if rank == "0" else f"rank-{rank}.log"))
@@ -236,6 +237,14 @@ def main(paths: Sequence[str]) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.compiler.reset()
+
+
+def _die_with_torchrun() -> None:
+    """In a worker, which torchrun starts as a session of its own, and which took seconds to come so far."""
+    parent = psutil.Process().parent()
+    if parent is None or "torch" not in " ".join(parent.cmdline()):
+        os._exit(1)
+    die_with(parent.pid)
 
 
 def _log_to(path: Path) -> None:
