@@ -41,7 +41,7 @@ class Unit:
     file: str  # local path or hf:// URL
     part: int = 0
     parts: int = 1
-    queries: bool = False  # joined layout: the file holds queries rather than chunks
+    queries: bool | None = None  # joined layout of documents: whether the file holds queries, or chunks
 
 
 def units(source: Source) -> list[Unit]:
@@ -77,9 +77,7 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
     Raises: ValueError that names file, row and remedy for a bad row where `source.bad_rows` is "stop"; always
         for a missing column, and for a file that cannot be parsed.
     """
-    paths = source.columns
-    if source.queries_config:
-        paths = {name: path for name, path in paths.items() if (name in _QUERIES) == unit.queries}
+    paths = {name: path for name, path in source.columns.items() if unit.queries in (None, name in _QUERIES)}
     columns = {path.strip().partition(".")[0] for several in paths.values() for path in several.split(",")}
     for number, raw in enumerate(_raw_rows(unit, columns), 1):
         try:

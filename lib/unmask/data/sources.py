@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 from filelock import FileLock
+from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 
 from unmask.config import DataConfig
@@ -84,11 +85,10 @@ def collect(source: Source, folder: Path) -> None:
         if not any(size["rows"] for size in sizes.values()):
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
-        # Of text, which may be a sample, also the names and sizes of the files.
+        # Text may be a sample, so the names and sizes of the files count too.
         listed = [(Path(file.path).name, file.size) for file, _ in files.files_of(source)]
-        tables = [(unfinished / f"{split}.arrow").read_bytes() for split in SPLITS]
         card = {
-            "hash": fingerprint(listed, [hashlib.sha256(table).hexdigest() for table in tables]),
+            "hash": fingerprint(listed, [_sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
             "sizes": {kind: {source.name: sizes}},
             "folders": {kind: {source.name: "."}},
             "dropped": {source.name: dict(dropped.most_common())},
@@ -104,12 +104,10 @@ def _open(source: Source, config: DataConfig) -> Corpus:
     path = _folder(source, config)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f"{path.name}.lock")):
-        if path.exists():
-            pass
-        elif source.kind == "environment":
+        if not path.exists() and source.kind == "environment":
             languages = cldr.SLICE_LANGUAGES if config.max_packages else cldr.LANGUAGES
             environment.build(config, environment.installed_packages(), path, languages)
-        else:
+        elif not path.exists():
             collect(source, path)
     return Corpus(path)
 
@@ -138,9 +136,10 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
     sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
     folders: dict[str, Any] = {kind: {} for kind in SCHEMAS}
     text, named, dropped = [], [], {}
-    for source in tqdm(sources, "reading sources", leave=False, unit="source"):
-        kind, held = KIND[source.role], _open(source, config)
-        relative, card = os.path.relpath(held.path, path), held.card
+    jobs = min(cpu_count(), len(sources) // 8 + 1)  # for few, a process takes longer to start than it saves
+    bar = tqdm(sources, "reading sources", leave=False, unit="source")
+    for source, held in zip(sources, Parallel(jobs)(delayed(_open)(one, config) for one in bar)):
+        kind, relative, card = KIND[source.role], os.path.relpath(held.path, path), held.card
         sizes[kind] |= card["sizes"][kind]
         folders[kind] |= {name: os.path.join(relative, one) for name, one in card["folders"][kind].items()}
         named.append((source.name, source.share, card["hash"]))
@@ -175,7 +174,8 @@ def _distinct(source: Source, dropped: Counter[str]) -> Rows:
         if row.get("id") in ids:
             where = f"source {source.name}: two rows have the id {row['id']!r}"
             raise ValueError(f"{where}; correct one, or leave `id` out of the source's columns")
-        ids.update({row["id"]} if "id" in row else ())
+        if "id" in row:
+            ids.add(row["id"])
         yield row
 
 
@@ -236,6 +236,11 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     if "chunks" in row:
         told["document_id"] = f"{source.name}/{row.get('id') or _digest(''.join(row['chunks']))}"
     return {**row, **told}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(text: str) -> str:
