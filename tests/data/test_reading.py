@@ -125,12 +125,12 @@ def test_the_split_is_decided_by_held_by_then_key_then_document(tmp_path: Path) 
 
 NESTED = {"chunks": ["c"], "queries": ["q"], "golds": [0]}
 BAD_ROWS = [
-    (PAIRS[0], {"query": 3, "document": "d"}, "query: Input should be a valid string, got 3"),
-    (PAIRS[0], {"query": "q", "document": "  \n"}, "document: empty or only white space"),
-    (PAIRS[0], {"query": "q"}, "document: Input should be a valid string"),
-    (NESTED, NESTED | {"chunks": []}, "chunks: List should have at least 1 item"),
-    (NESTED, NESTED | {"queries": ["q", "r"]}, "golds: each query needs the number of a chunk, from 0"),
-    (NESTED, NESTED | {"golds": [1]}, "golds: each query needs the number of a chunk, from 0, got [1]"),
+    (PAIRS[0], {"query": 3, "document": "d"}, "query is no text, or empty: 3"),
+    (PAIRS[0], {"query": "q", "document": "  \n"}, "document is no text, or empty: "),
+    (PAIRS[0], {"query": "q"}, "document is no text, or empty: None"),
+    (NESTED, NESTED | {"chunks": []}, "chunks is no text, or empty: []"),
+    (NESTED, NESTED | {"queries": ["q", "r"]}, "golds are not the number of a chunk"),
+    (NESTED, NESTED | {"golds": [1]}, "golds are not the number of a chunk, from 0, for each query: [1]"),
 ]
 
 

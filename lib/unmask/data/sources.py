@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -74,12 +75,12 @@ def collect(source: Source, folder: Path) -> None:
     Raises: ValueError for bad rows (`reading.read`), an id that two rows have, or if no row is left.
     """
     dropped: Counter[str] = Counter()
-    kind, rows = KIND[source.role], _distinct(source, dropped)
+    kind, rows = KIND[source.role], _kept(source, dropped)
     if source.queries_config:
         rows = _joined(rows, dropped)
     if source.queries_config or "title" in source.columns:
         rows = _gathered(rows, dropped)
-    rows = tqdm(_limited(source, rows), f"reading {source.name}", source.rows, delay=2, leave=False)
+    rows = tqdm(rows, f"reading {source.name}", source.rows, delay=2, leave=False)
     with new_directory(folder) as unfinished:
         sizes = _write(unfinished, (_stored(source, row) for row in rows), SCHEMAS[kind])
         if not any(size["rows"] for size in sizes.values()):
@@ -167,23 +168,17 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
 # --- rows on their way from the files of a source to its tables
 
 
-def _distinct(source: Source, dropped: Counter[str]) -> Rows:
-    """All good rows of a source, of which no two may have the same id."""
-    ids = set()
+def _kept(source: Source, dropped: Counter[str]) -> Rows:
+    """The good rows of a source, of which no two may have the same id, up to what its table holds:
+    SAMPLE_BYTES of training text, `max_rows` of all else for training."""
+    ids, left = set(), SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf
     for row in chain.from_iterable(read(source, unit, dropped) for unit in units(source)):
         if row.get("id") in ids:
             where = f"source {source.name}: two rows have the id {row['id']!r}"
             raise ValueError(f"{where}; correct one, or leave `id` out of the source's columns")
         if "id" in row:
             ids.add(row["id"])
-        yield row
-
-
-def _limited(source: Source, rows: Rows) -> Rows:
-    """As many rows as a table holds: SAMPLE_BYTES of training text, `max_rows` of all else for training."""
-    left = SAMPLE_BYTES if source.role == "text" else source.max_rows
-    for row in rows:
-        if row["split"] == "train" and left is not None:
+        if row["split"] == "train":
             if left <= 0:
                 return
             left -= len(row["text"].encode()) if source.role == "text" else 1
