@@ -51,9 +51,9 @@ def test_every_format_gives_what_encode_gives(embedder, model, texts, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "output", "message"),
     [
-        (['{"text": "a"}', '{"text": ""}'], "out.npy", "texts.jsonl, line 2: text is empty"),
-        (['{"text": "a"}', '{"text": 7}'], "out.npy", "texts.jsonl, line 2: text is a number, not text"),
-        (['{"body": "a"}'], "out.npy", "no column 'text'"),
+        (['{"text": "a"}', '{"text": ""}'], "out.npy", "texts.jsonl, row 2: text is no text, or empty"),
+        (['{"text": "a"}', '{"text": 7}'], "out.npy", "texts.jsonl, row 2: text is no text, or empty: 7"),
+        (['{"body": "a"}'], "out.npy", "there is no 'text'; known: body"),
         (['{"text": "a"}'], "out.bin", "an .npy file in a folder that exists"),
         (['{"text": "a"}'], "none/out.npy", "an .npy file in a folder that exists"),
     ],

@@ -99,7 +99,7 @@ def document_of(chunk_id: str) -> tuple[str, int]:
     """
     document, _, position = chunk_id.rpartition("_")
     if not document or not position.isdecimal():
-        raise BadRow("chunk_id is not DOCUMENT_POSITION", f": {chunk_id!r}")
+        raise BadRow("chunk_id", f" {chunk_id!r} is not DOCUMENT_POSITION")
     return document, int(position)
 
 

@@ -134,8 +134,7 @@ def _registry(config: DataConfig) -> tuple[Path, list[Source]]:
 def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[str, Any]:
     """The card of a corpus that refers to its sources' own folders, so that a changed source is read anew
     alone. Of the installed packages it has only what the source's role is."""
-    sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
-    folders: dict[str, Any] = {kind: {} for kind in SCHEMAS}
+    sizes, folders = ({kind: {} for kind in SCHEMAS} for _ in range(2))
     text, named, dropped = [], [], {}
     jobs = min(cpu_count(), len(sources) // 8 + 1)  # for few, a process takes longer to start than it saves
     bar = tqdm(sources, "reading sources", leave=False, unit="source")
@@ -150,10 +149,8 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
             own = [os.path.join(relative, file) for file in its["files"]]
             text.append(its | {"name": source.name, "share": source.share, "files": own})
     if not text or not (sizes["pairs"] or sizes["triplets"]):
-        raise ValueError(
-            f"{config.source} has no source of {'pairs' if text else 'text'}, which every run needs; "
-            "`kind: environment` gives the installed packages'"
-        )
+        lacking = f"{config.source} has no source of {'pairs' if text else 'text'}, which every run needs"
+        raise ValueError(f"{lacking}; `kind: environment` gives the installed packages'")
     return {
         "hash": fingerprint(named),
         "sizes": sizes,
@@ -229,7 +226,8 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     if "key" in row:
         told["key"] = _digest(row["key"])
     if "chunks" in row:
-        told["document_id"] = f"{source.name}/{row.get('id') or _digest(''.join(row['chunks']))}"
+        document = row.get("id") or _digest("\n".join(row["chunks"]))
+        told["document_id"] = f"{source.name}/{document}"
     return {**row, **told}
 
 
