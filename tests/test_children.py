@@ -10,8 +10,7 @@ import time
 import psutil
 import pytest
 
-from unmask.children import SIGNALS, bound, ended_together, on_signal
-from unmask.study.pipeline import Interrupted, interrupt
+from unmask.children import bound, ended_together
 
 # Starts a child, says which, and waits.
 PARENT = """
@@ -35,39 +34,14 @@ def test_a_child_dies_with_its_killed_parent() -> None:
     pytest.fail("it lives")
 
 
-@pytest.mark.parametrize(
-    ("command", "status"),
-    [(["sleep", "99"], -signal.SIGTERM), ([sys.executable, "-c", DEAF], -signal.SIGKILL)],
-)
-def test_a_child_is_asked_first_and_killed_when_its_time_is_up(command: list[str], status: int) -> None:
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_child_is_asked_first_and_killed_when_its_time_is_up(deaf: bool) -> None:
+    command = [sys.executable, "-c", DEAF] if deaf else ["sleep", "99"]
     child = subprocess.Popen(bound(command), stdout=subprocess.PIPE)
     with ended_together(child, 0.5) as received:
-        if status == -signal.SIGKILL:
+        if deaf:
             child.stdout.readline()
             signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-    assert child.returncode == status
-    assert received == ([signal.SIGTERM] * 2 if status == -signal.SIGKILL else [])
+    assert child.returncode == (-signal.SIGKILL if deaf else -signal.SIGTERM)
+    assert received == [signal.SIGTERM] * deaf
     child.stdout.close()
-
-
-def test_the_first_signal_interrupts_and_the_clean_up_is_left_alone() -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
-    with pytest.raises(Interrupted, match="pre-empted"), on_signal(interrupt):
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        finally:
-            signal.raise_signal(signal.SIGINT)  # would raise KeyboardInterrupt
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-def test_nohup_is_respected() -> None:
-    seen: list[signal.Signals] = []
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with on_signal(seen.append):
-            signal.raise_signal(signal.SIGHUP)
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert seen == [signal.SIGTERM]

@@ -18,8 +18,6 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from unmask.data.environment import EXCLUDED_DISTRIBUTIONS
-
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -40,13 +38,6 @@ def test_conda_environment_carries_the_same_dependencies() -> None:
     assert packages == {"pip": DECLARED}
 
 
-def test_lock_satisfies_every_dependency() -> None:
-    for text in DECLARED:
-        requirement = Requirement(text)
-        version = LOCKED[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(version), f"{text}, but requirements.lock has {version}"
-
-
 def test_lock_is_complete() -> None:
     """Every dependency's own dependencies are pinned, in versions that satisfy it."""
     for name in LOCKED:
@@ -59,15 +50,6 @@ def test_lock_is_complete() -> None:
                 continue  # torch's CUDA build brings its own exact pins
             assert needed in LOCKED, f"{name} needs {text}, which requirements.lock does not pin"
             assert requirement.specifier.contains(LOCKED[needed], prereleases=True), f"{name} needs {text}"
-
-
-def test_torch_is_pinned_without_a_build() -> None:
-    """So that pip takes the CPU build where it is offered, and the CUDA build elsewhere."""
-    assert re.fullmatch(r"\d+\.\d+\.\d+", LOCKED["torch"])
-    for name in ("pyproject.toml", "requirements.lock", "environment.yml", "Makefile"):
-        assert not re.search(r"https?://|index-url|find-links", (ROOT / name).read_text(encoding="utf8")), (
-            name
-        )
 
 
 def test_every_import_is_declared() -> None:
@@ -89,31 +71,16 @@ def test_every_import_is_declared() -> None:
                 )
 
 
-def test_the_reference_is_no_training_text() -> None:
-    """The environment corpus is the same with and without the extra."""
-    names = {Requirement(text).name for text in EXTRAS["reference"]}
-    assert names and names <= EXCLUDED_DISTRIBUTIONS
-
-
-def test_licence_is_apache() -> None:
-    text = (ROOT / "LICENSE").read_text(encoding="utf8")
-    assert "Apache License" in text and "Version 2.0, January 2004" in text
-    assert PROJECT["license"] == "Apache-2.0"
-
-
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
 def test_make_names_what_it_needs(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
     # Without the flags of the make that runs these tests.
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "MFLAGS"
-    }
+    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key and key != "MFLAGS"}
 
     def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        command = ["make", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     old = make("reproduce", "PYTHON=false")
     assert old.returncode != 0 and not (tmp_path / ".venv").exists()

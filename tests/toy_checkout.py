@@ -16,6 +16,11 @@ from unmask.run import Folders
 PARAMETERS = 'preset: str = "smoke"  # which preset\noverrides: dict = {}\nrun: str = ""'
 
 
+def cell(kind: str, source: str, *tags: str) -> dict[str, Any]:
+    made = {"cell_type": kind, "metadata": {"tags": list(tags)}, "source": source}
+    return made | ({"outputs": [], "execution_count": None} if kind == "code" else {})
+
+
 @dataclass(frozen=True)
 class Checkout:
     """A copy of the library and the presets, with toy notebooks, in which the command line can be tried."""
@@ -26,74 +31,36 @@ class Checkout:
     def folders(self) -> Folders:
         return Folders.of("smoke", root=self.root)
 
-    def notebook(
-        self,
-        name: str,
-        cells: Sequence[str] = (),
-        needs: Sequence[str] = (),
-        reads: Sequence[str] = ("data",),
-        parameters: str | None = PARAMETERS,
-        prose: str = "# A question",
-        metadata: dict[str, Any] | None = None,
-    ) -> Path:
-        """Writes notebooks/<name>.ipynb; parameters=None leaves the tagged cell out."""
-        code = [(source, []) for source in cells]
-        if parameters is not None:
-            code.insert(0, (parameters, ["parameters"]))
+    def notebook(self, name: str, cells: Sequence[str] = (), prose: str = "# A question", **about) -> Path:
+        """Writes notebooks/<name>.ipynb; `about` is its metadata: needs, reads and so on."""
+        code = [cell("code", source) for source in cells]
         document = {
-            "cells": [
-                {"cell_type": "markdown", "id": "title", "metadata": {}, "source": prose},
-                *(
-                    {
-                        "cell_type": "code",
-                        "id": f"cell-{index}",
-                        "metadata": {"tags": tags} if tags else {},
-                        "source": source,
-                        "outputs": [],
-                        "execution_count": None,
-                    }
-                    for index, (source, tags) in enumerate(code)
-                ),
-            ],
-            "metadata": {"unmask": {"needs": list(needs), "reads": list(reads)}}
-            if metadata is None
-            else metadata,
+            "cells": [cell("markdown", prose), cell("code", PARAMETERS, "parameters"), *code],
+            "metadata": {"unmask": {"needs": [], "reads": ["data"]} | about},
             "nbformat": 4,
-            "nbformat_minor": 5,
+            "nbformat_minor": 4,
         }
         path = self.root / "notebooks" / f"{name}.ipynb"
         path.write_text(json.dumps(document), encoding="utf8")
         return path
 
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "unmask", *arguments]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        environment = {key: value for key, value in os.environ.items() if key != "UNMASK_ARTIFACTS"}
-        return environment | {"PYTHONPATH": str(self.root / "lib")}
-
-    def unmask(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs the command line in this checkout and waits for it."""
-        return subprocess.run(
-            self.command(*arguments),
-            cwd=self.root,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Starts the command line in this checkout."""
+        own = {key: value for key, value in os.environ.items() if key != "UNMASK_ARTIFACTS"}
         return subprocess.Popen(
-            self.command(*arguments),
+            [sys.executable, "-m", "unmask", *arguments],
             cwd=self.root,
-            env=self.environment | environment,
+            env=own | {"PYTHONPATH": str(self.root / "lib")} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def unmask(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Runs the command line in this checkout and waits for it."""
+        process = self.start(*arguments, **environment)
+        output, errors = process.communicate(timeout=600)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     def path_with(self, name: str, script: str) -> str:
         """A PATH on which `name` is this shell script."""

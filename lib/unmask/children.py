@@ -2,8 +2,9 @@
 
     unmask run  →  a process per notebook  →  its kernel  →  a training, or torchrun and its workers
 
-Each is started by `bound`, so that it dies with its parent, however that happens. A request to stop goes down
-the same chain, as one SIGTERM to the next process, and whoever passed it on waits.
+Each is started by `bound`, so that it dies with its parent, however that happens (a kernel looks for its
+parent itself). A request to stop goes down the same chain, as one SIGTERM to the next process, and whoever
+passed it on waits.
 
 Run as `python -m unmask.children PID COMMAND …` this is the start of such a process.
 """
@@ -16,11 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def bound(command: Sequence[str]) -> list[str]:
@@ -38,21 +35,13 @@ def die_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def on_signal(
-    handle: Callable[[signal.Signals], None], numbers: Sequence[signal.Signals] = SIGNALS
+    handle: Callable[[signal.Signals], None],
+    numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> Iterator[None]:
-    """Calls `handle` with every signal that asks to stop, in the main thread, which alone gets them.
-
-    `nohup` is respected.
-    """
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        handle(signal.Signals(number))
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        chosen = [number for number in numbers if not (nohup and number == signal.SIGHUP)]
-        before = {number: signal.signal(number, handler) for number in chosen}
+    """Calls `handle` with every signal that asks to stop."""
+    before = {
+        number: signal.signal(number, lambda came, frame: handle(signal.Signals(came))) for number in numbers
+    }
     try:
         yield
     finally:

@@ -9,9 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, dataclass_transform, get_args
 
 import yaml
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
@@ -24,39 +22,30 @@ class ConfigError(ValueError):
     """A preset, a key or a value that cannot be used; the message says which and what would do."""
 
 
-def _in_order(values: tuple) -> tuple:
-    if list(values) != sorted(values):
-        raise ValueError("must be ascending")
-    return values
-
-
-def _ascending(item: Any) -> Any:
-    return Annotated[tuple[item, ...], Field(min_length=1), AfterValidator(_in_order)]
-
-
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-Schedule = Literal["wsd", "cosine", "linear"]
 Group = Literal["english", "cross-lingual", "multilingual", "code"]
 Family = Literal["english", "code", "cross-lingual", "multilingual", "contextual"]
 GROUPS = get_args(Group)  # of pairs: the steps of the curriculum
 FAMILIES = get_args(Family)  # of tasks, as reported
 TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")  # by `launch`
 
-Flag = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
-Several = Annotated[int, Field(strict=True, ge=2)]
-Bytes = Annotated[int, Field(strict=True, ge=8, multiple_of=8)]  # dimensions: binary packs eight into a byte
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Sizes = _ascending(Count)
-Batches = _ascending(Several)
-Dimensions = _ascending(Bytes)
+Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
+Sizes = Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class DataConfig:
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Section:
+    """Makes each section below a frozen dataclass whose values pydantic checks."""
+
+    def __init_subclass__(cls):
+        strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+        dataclass(frozen=True, kw_only=True, config=strict)(cls)
+
+
+class DataConfig(Section):
     """The corpus: where text, pairs and documents come from."""
 
     source: str = "environment"  # or a registry in papermill_runs/sources, or the path of one (*.yaml)
@@ -69,8 +58,7 @@ class DataConfig:
     families: tuple[Family, ...] = ()  # of pairs and tasks that are read; empty: all that there are
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class BackboneConfig:
+class BackboneConfig(Section):
     """The Transformer: a ready checkpoint, or the shape of one built from scratch."""
 
     checkpoint: str = ""  # "smollm2-135m", Hub name, directory or GGUF file; empty: built in the shape below
@@ -85,34 +73,29 @@ class BackboneConfig:
     mask_token: str = "<|fim_pad|>"  # existing, rarely used token that plays [MASK]
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class TrainConfig:
+class TrainConfig(Section):
     """What every training stage has: optimiser, schedule, precision, checkpoints."""
 
     steps: Count
+    batch: Count  # sequences, pairs, documents or queries of a step
     lr: Positive
-    schedule: Schedule = (
-        "cosine"  # after a linear warm-up: wsd (constant, then cosine decay); the rest to zero
-    )
+    schedule: Literal["wsd", "cosine", "linear"] = "cosine"  # after a linear warm-up; see `loop.lr_factor`
     warmup: Whole  # steps
     decay: Whole = 0  # last steps, for "wsd"
     beta1: Share = 0.9
     beta2: Share = 0.98
-    weight_decay: NotNegative = 0.01
+    weight_decay: Share = 0.01
     clip: Positive = 1.0  # l2 norm of the gradient
     token_budget: Count  # tokens of one micro-batch of one process, padding included
     precision: Literal["bf16", "fp32"] = "bf16"  # autocast, where the processor has it
-    gradient_checkpointing: Flag = False  # keep one activation per layer and recompute the others
-    compile: Flag = False  # torch.compile of every layer; pays in long trainings of one shape
+    gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
+    compile: bool = False  # torch.compile of every layer; pays in long trainings of one shape
     checkpoint_every: Count = 50  # steps
     keep_checkpoints: Count = 1  # the newest so many
-    explode: NotNegative = 4.0  # stop once the loss is this many times what it was at the start; 0: never
-    log_every: Count = 1  # steps
     seed: Whole = 0
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ParallelConfig:
+class ParallelConfig(Section):
     """The processes of one training. They divide the work, not the batch: results do not depend on them."""
 
     num_processes: Count = 1  # over all machines
@@ -120,23 +103,25 @@ class ParallelConfig:
     strategy: Literal["ddp", "fsdp2"] = "ddp"  # every process holds the model, or they share its parameters
     launcher: str = ""  # what starts them, if they are on several machines: "srun torchrun --nnodes=8 …"
 
+    def __post_init__(self):
+        if self.num_processes % self.num_machines:
+            shared = f"{self.num_processes} processes cannot be shared evenly by {self.num_machines} machines"
+            raise ValueError(f"{shared}: change one of them (--gpus, parallel.num_machines)")
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+
 class PretrainConfig(TrainConfig):
     """Next-token and masked-diffusion pretraining."""
 
-    schedule: Schedule = "wsd"
-    batch: Count  # sequences
+    schedule: Literal["wsd", "cosine", "linear"] = "wsd"
     length: Count  # tokens of a packed block
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class DiffusionConfig(PretrainConfig):
     """Masked-diffusion continued pretraining."""
 
     t_min: Positive = 0.001  # t is uniform in (t_min, t_max)
     t_max: Share = 1.0  # t_min = t_max: a fixed share of masks (LLM2Vec)
-    log_uniform: Flag = False  # low t: drawn more often, not weighed more
+    log_uniform: bool = False  # low t: drawn more often, not weighed more
     cut_fraction: Share = 0.01  # share of the sequences that are cut to a random length
 
     @property
@@ -147,13 +132,14 @@ class DiffusionConfig(PretrainConfig):
         return (self.t_min + self.t_max) / 2
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ContrastiveConfig(TrainConfig):
     """What every contrastive stage has: a batch whose rows are each other's negatives."""
 
-    batch: Several
+    query_length: Count
+    temperature: Positive = 0.02
+    margin: float = 0.1  # negatives this much better than the positive are left out
     cluster_size: Whole = 0  # rows of a cluster of look-alikes, from which batches are filled; 0: at random
-    filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; -1: off
+    filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; below 0: off
     keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept
 
     @property
@@ -162,68 +148,55 @@ class ContrastiveConfig(TrainConfig):
         return self.cluster_size > 0 or self.filter_margin >= 0
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class PairConfig(ContrastiveConfig):
     """Contrastive training on (query, document) pairs."""
 
-    query_length: Count
     document_length: Count
-    temperature: Positive = 0.02
-    margin: float = 0.1  # negatives this much better than the positive are left out
     pooling: Literal["mean", "last"] = "mean"
-    quantize: Flag = True  # INT8 from the first step; false, for the comparison: the unquantised mean
+    quantize: bool = True  # INT8 from the first step; false, for the comparison: the unquantised mean
     curriculum: tuple[Share, Share, Share]  # shares of the steps: English; + cross-lingual; everything
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ContextualConfig(ContrastiveConfig):
     """Contextual training on documents of chunks; a row of a batch is a document."""
 
-    weight_decay: NotNegative = 0.1
+    weight_decay: Share = 0.1
     queries_per_document: Count = 4  # at most, drawn anew each time
-    query_length: Count
     chunk_length: Count
     chunks: Count  # per document, at most
     single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
     objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ
-    temperature: Positive = 0.02
-    margin: float = 0.1
     alpha: Share = 0.2  # weight of the in-sequence term in the local loss
     beta_start: Share = 0.2  # weight of the global loss, first step
     beta_end: Share = 0.5  # last step
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TripletConfig(ContrastiveConfig):
-    """Contrastive training with mined hard negatives."""
+    """Contrastive training with mined hard negatives; `margin` bounds what is mined, the loss has none."""
 
     accumulation: Count  # a batch of `batch` is split into this many independent losses
-    query_length: Count
     document_length: Count
     temperature: Positive = 0.03
     negatives: Count = 3  # per query
-    margin: float = 0.1  # candidates this much better than the positive are left out; as in the pair loss
     rank_window: Count = 50  # negatives are drawn from this many best: hard, and wide enough to vary
     search: Literal["exact", "faiss"] = "exact"  # faiss: approximate, for millions of documents
     groups: tuple[Group, ...]  # of the pairs that negatives are mined for; what is left out is forgotten
     max_pairs: Count  # training pairs that negatives are mined for
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ClustersConfig:
+class ClustersConfig(Section):
     """How rows that look alike are found, for every stage with a `cluster_size` or a `filter_margin`."""
 
     surrogate: str = "lsa"  # word statistics of the training data; or an embedder: directory or Hub name
     packing: Literal["tour", "random"] = (
-        "tour"  # order of the clusters: each next to its nearest (CDE), or any
+        "tour"  # order of the clusters: each beside its nearest (CDE), or any
     )
     iterations: Count = 100  # of k-means; CDE's
     attempts: Count = 3  # of k-means, of which the best counts; CDE's
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class SynthesisConfig:
+class SynthesisConfig(Section):
     """Queries written by a language model behind an OpenAI-compatible endpoint."""
 
     endpoint: str = ""  # for instance http://localhost:8000/v1; empty: notebook 02a shows what it would send
@@ -236,24 +209,22 @@ class SynthesisConfig:
     concurrency: Count = 16  # requests under way at a time
     timeout: Positive = 60.0  # seconds of one request
     retries: Whole = 5  # of one request, with growing pauses
-    temperature: NotNegative = 0.7
+    temperature: Share = 0.7
     max_tokens: Count = 400  # of one answer
     min_similarity: float = 0.7  # cosine below which a pair is dropped; Qwen3-Embedding's filter
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("English",)  # of the queries, in turn
-    price_in: NotNegative = 0.0  # per million tokens of prompts; 0: the estimate names no price
-    price_out: NotNegative = 0.0  # per million tokens of answers
+    price_in: float = 0.0  # per million tokens of prompts; 0: the estimate names no price
+    price_out: float = 0.0  # per million tokens of answers
     seed: Whole = 0
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class MergeConfig:
+class MergeConfig(Section):
     """SLERP of two checkpoints and the choice among the candidates."""
 
     t: tuple[Share, ...] = (0.25, 0.5, 0.75)  # 0 is the contextual parent, 1 the triplet parent
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class EvaluationConfig:
+class EvaluationConfig(Section):
     """Retrieval tasks built from the held-out part of the corpus."""
 
     query_length: Count
@@ -269,27 +240,17 @@ class EvaluationConfig:
     squad_paragraphs: Whole = 0  # of SQuAD, where a mirror holds it; 0: all
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class QuantizationConfig:
+class QuantizationConfig(Section):
     """The study of precisions and dimensions. Its short trainings are the pair stage's but for the steps."""
 
-    dimensions: Dimensions
-    # documents that the binary first step hands on to INT8; ten are what nDCG@10 asks for
-    candidates: _ascending(Annotated[Count, Field(ge=10)])
+    dimensions: Sizes
+    candidates: Sizes  # documents that the binary first step hands on to INT8
     speed_documents: Count = 100_000  # of the search-speed measurement; float vectors that no cache holds
     steps: Count  # of each short training
-    widths: Annotated[tuple[Bytes, Bytes], AfterValidator(_in_order)]  # of a small model, of a wider one
-    depths: Annotated[tuple[Count, Count], AfterValidator(_in_order)]  # its layers, those of a deeper one
-
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(width, depth) of the small model, the deeper and the wider one."""
-        (narrow, wide), (flat, deep) = self.widths, self.depths
-        return (narrow, flat), (narrow, deep), (wide, flat)
+    shapes: tuple[tuple[Count, Count], ...]  # (width, depth) of the small model, the deeper and the wider one
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RetrievalConfig:
+class RetrievalConfig(Section):
     """Plain retrieval: public benchmarks, and benchmarks built as the paper builds its own."""
 
     benchmarks: tuple[str, ...] = ()  # `unmask.evaluation.mteb.BENCHMARKS`, names of mteb, "ToolRet"
@@ -300,8 +261,7 @@ class RetrievalConfig:
     passages: Count = 5  # that a generator reads for a question; the paper's
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class ContebConfig:
+class ContebConfig(Section):
     """The studies of context: ConTEB, InSeNT, late interaction. Trainings are the contextual stage's but for
     what is named here."""
 
@@ -309,67 +269,53 @@ class ContebConfig:
     chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
     chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
     corpus_documents: Sizes  # among which a query looks for its document
-    late_documents: Count = (
-        100  # whose token vectors are compared, at most: they take fifteen times the place
-    )
-    # InSeNT's weight of the in-sequence term, one training each: each term alone, and both
-    lambdas: Annotated[tuple[Share, ...], Field(min_length=1)] = (0.0, 0.3, 1.0)
+    late_documents: Count = 100  # whose token vectors, fifteen times as large, are compared, at most
+    lambdas: tuple[Share, ...] = (0.0, 0.3, 1.0)  # InSeNT's weight of the in-sequence term, one training each
     lam: Share = 0.3  # for one training of full length; between the ends, which ConTEB finds worst
     temperature: Positive = 0.05  # InSeNT's; the pair stage's is much sharper
     steps: Count  # of each training of the sweep
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class CdeConfig(PairConfig):
-    """CDE: batches of look-alikes, and an encoder that reads other documents of the corpus beside a text."""
+    """CDE: batches of look-alikes, and an encoder that reads other documents of the corpus beside a text,
+    over whose own tokens it pools."""
 
-    pooling: Literal["mean"] = "mean"  # over the text alone
     context: Whole  # context documents, shared by a batch; a training may set it to 0: a plain encoder
-    sequence_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.005  # of context documents, for the null vector
-    batch_sizes: Batches  # of the study of batches
-    cluster_sizes: Batches  # of the study of batches, beside random ones
-    context_sizes: _ascending(Whole)  # context documents at inference, `context` at most
+    sequence_dropout: Share = 0.005  # of context documents, for the null vector
+    batch_sizes: Sizes  # of the study of batches
+    cluster_sizes: Sizes  # of the study of batches, beside random ones
+    context_sizes: Sizes  # context documents at inference, `context` at most
 
     @property
     def trainings(self) -> dict[str, dict[str, float]]:
         """The study's trainings, by name: what each changes here. One that repeats another is left out."""
-        filtered, found = max(self.filter_margin, 0.0), {}
-
-        def add(name: str, batch: int, cluster_size: int, filter_margin: float, context: int) -> None:
-            changes = {"batch": batch, "cluster_size": cluster_size}
-            changes |= {"filter_margin": filter_margin, "context": context}
-            if changes not in found.values():
-                found[name] = changes
-
-        for batch, size in itertools.product(self.batch_sizes, (0, *self.cluster_sizes)):
-            for margin in (-1.0, filtered):
-                ending = "-filtered" if margin == filtered else ""
-                add(f"b{batch}-c{size or 'random'}{ending}", batch, size, margin, 0)
+        margins, found = {"": -1.0, "-filtered": max(self.filter_margin, 0.0)}, {}
+        for batch, size, end in itertools.product(self.batch_sizes, (0, *self.cluster_sizes), margins):
+            found[f"b{batch}-c{size or 'random'}{end}"] = (batch, size, margins[end], 0)
         for name, context in {"plain": 0, "context": self.context}.items():
-            add(f"{name}-random", self.batch, 0, self.filter_margin, context)
-            add(name, self.batch, self.cluster_size, self.filter_margin, context)
-        return found
+            found[f"{name}-random"] = (self.batch, 0, self.filter_margin, context)
+            found[name] = (self.batch, self.cluster_size, self.filter_margin, context)
+        first = {changes: name for name, changes in reversed(found.items())}
+        keys = ("batch", "cluster_size", "filter_margin", "context")
+        return {name: dict(zip(keys, row)) for name, row in found.items() if first[row] == name}
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class Qwen3Config(PairConfig):
     """Qwen3-Embedding: a causal embedder with instructions. `steps` are the second phase's."""
 
     pooling: Literal["mean", "last"] = "last"
-    quantize: Flag = False  # Qwen3-Embedding has no quantiser
+    quantize: bool = False  # Qwen3-Embedding has no quantiser
     negatives: Whole = 3  # mined ones per query, in the second phase
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
-    scratch: Flag = False  # start from a backbone that was not pretrained, instead of the causal one
+    scratch: bool = False  # start from a backbone that was not pretrained, instead of the causal one
     weak_steps: Count  # of the first phase, on all pairs and without mined negatives
     weak_lr: Positive  # of the first phase
     checkpoints: Count = 3  # of the second phase that are merged, evenly spaced, the last one among them
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RerankerConfig(TrainConfig):
     """Qwen3-Reranker: a language model that answers yes or no."""
 
-    batch: Count  # queries, each with its document and its negatives
     negatives: Count = 3  # mined ones per query; as triplet
     query_length: Count  # without the prompt around query and document
     document_length: Count
@@ -377,8 +323,7 @@ class RerankerConfig(TrainConfig):
     max_queries: Count  # per task, reranked in the evaluation
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class AblationConfig:
+class AblationConfig(Section):
     """The 2 × 2 ablation: backbone × pooling. Everything else is the pair stage's."""
 
     steps: Count
@@ -386,11 +331,10 @@ class AblationConfig:
     ema: Share = 0.02  # smoothing of the loss curve; the paper's, figure 2
     batch: Whole = 0  # pairs of a step; 0: the pair stage's
     seeds: Count = 1  # so many times all arms are trained, from the same backbones
-    controls: Flag = True  # also pretrain the two controls, each for as long as the diffusion stage
+    controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Preset:
+class Preset(Section):
     """All parameters of a run."""
 
     name: str
@@ -417,11 +361,12 @@ class Preset:
 
 
 SECTIONS = tuple(f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "about"))
+PRESETS = repository() / "papermill_runs" / "presets"
 
 
 def preset_names() -> list[str]:
     """Names of the presets at hand."""
-    return sorted(path.stem for path in _directory().glob("*.yaml"))
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
 def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
@@ -437,8 +382,10 @@ def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
             raise ConfigError(f"unknown key {key!r}: write section.key{nearest(section, SECTIONS)}")
         values[section] = values.get(section, {}) | {field: value}
     preset = preset_from(values | {"name": name})
-    for problem in _conflicts(preset):
-        raise ConfigError(f"preset {name}: {problem}")
+    for stage, config in ((stage, getattr(preset, stage)) for stage in TRAINED):
+        if config.warmup + config.decay > config.steps:  # a study's shorter trainings may
+            how = f"{config.warmup} + {config.decay} > {config.steps}"
+            raise ConfigError(f"preset {name}: {stage}: warmup + decay exceed steps ({how})")
     return preset
 
 
@@ -450,7 +397,7 @@ def seeded(seed: int) -> dict[str, int]:
 def preset_from(values: dict[str, Any]) -> Preset:
     """A preset from plain values, for instance those of `resolved`.
 
-    Raises: ConfigError as `load_preset`, but for values that are at odds with each other.
+    Raises: ConfigError, as `load_preset`.
     """
     try:
         return Preset(**values)
@@ -463,12 +410,8 @@ def resolved(config: Any) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def _directory() -> Path:
-    return repository() / "papermill_runs" / "presets"
-
-
 def _read(name: str) -> dict[str, Any]:
-    path = _directory() / f"{name}.yaml"
+    path = PRESETS / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
     try:
@@ -477,52 +420,21 @@ def _read(name: str) -> dict[str, Any]:
         raise ConfigError(f"{path.name} is not valid YAML: {error}") from error
     merged = _read(values.pop("extends")) if "extends" in values else {}
     for key, value in values.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merged[key] | value if both else value
+        merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value
     return merged
 
 
 def _explained(error: ValidationError) -> str:
     """The first of pydantic's errors; an unknown key before a missing one, which it may be meant for."""
-    errors = error.errors()
-    first = next((one for one in errors if one["type"] == "unexpected_keyword_argument"), errors[0])
-    *sections, key = first["loc"]
-    where = ".".join(map(str, first["loc"]))
-    if first["type"] == "unexpected_keyword_argument":
-        kind = Preset
+    unknown = "unexpected_keyword_argument"
+    first = min(error.errors(), key=lambda one: one["type"] != unknown)
+    where, kind = ".".join(map(str, first["loc"])), Preset
+    if first["type"] == unknown:
+        *sections, key = first["loc"]
         for section in sections:
             kind = kind.__dataclass_fields__[section].type
         return f"{where}: unknown key {key!r}{nearest(key, kind.__dataclass_fields__)}"
     if first["type"] == "missing":
         return f"missing {where}"
-    problem = (
-        first["msg"].removeprefix("Value error, ").replace("Input should", "must").replace("tuple", "list")
-    )
-    return f"{where} {problem}, got {first['input']!r}"
-
-
-def _conflicts(preset: Preset) -> Iterator[str]:
-    """Values that are at odds with each other. A study's shorter trainings may break these rules."""
-    for name in TRAINED:
-        stage = getattr(preset, name)
-        if stage.warmup + stage.decay * (stage.schedule == "wsd") > stage.steps:
-            yield f"{name}: warmup + decay exceed steps ({stage.warmup} + {stage.decay} > {stage.steps})"
-        if isinstance(stage, ContrastiveConfig):
-            if stage.cluster_size == 1:
-                yield f"{name}.cluster_size must be at least 2, or 0 for random batches, got 1"
-            if stage.filter_margin < 0 and stage.filter_margin != -1:
-                yield f"{name}.filter_margin must be at least 0, or -1: no filter"
-    parallel, diffusion, cde, qwen3 = preset.parallel, preset.diffusion, preset.cde, preset.qwen3
-    if parallel.num_processes % parallel.num_machines:
-        yield (
-            f"parallel: {parallel.num_processes} processes cannot be shared evenly by "
-            f"{parallel.num_machines} machines: change one of them (--gpus, parallel.num_machines)"
-        )
-    if diffusion.t_min > diffusion.t_max:
-        yield f"diffusion needs 0 < t_min <= t_max <= 1, got {diffusion.t_min} and {diffusion.t_max}"
-    if not 1 <= cde.context >= cde.context_sizes[-1]:
-        yield f"cde.context must be at least 1 and no less than cde.context_sizes, got {cde.context}"
-    if qwen3.negatives < 1:
-        yield f"qwen3.negatives must be at least 1, got {qwen3.negatives}"
-    if qwen3.checkpoints > qwen3.steps:
-        yield f"qwen3.checkpoints exceed its steps ({qwen3.checkpoints} > {qwen3.steps})"
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    return f"{where} {message}" + ("" if first["type"] == "value_error" else f", got {first['input']!r}")

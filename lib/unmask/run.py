@@ -7,21 +7,16 @@ results/<run>/               metrics as JSON, figures, report
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from unmask.config import load_preset
-from unmask.store import artifacts_root, fingerprint, repository, write_atomic
-
-if TYPE_CHECKING:
-    from unmask.config import Preset
+from unmask.config import Preset, load_preset
+from unmask.store import artifacts_root, fingerprint, read_json, repository, write_atomic
 
 GRACE = 120.0  # seconds, see grace_seconds
 PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
@@ -33,10 +28,9 @@ def grace_seconds() -> float:
     Raises: ValueError if UNMASK_GRACE_SECONDS, which changes them, is no number of seconds.
     """
     text = os.environ.get("UNMASK_GRACE_SECONDS") or str(GRACE)
-    with contextlib.suppress(ValueError):
-        if 0 <= (seconds := float(text)) < math.inf:
-            return seconds
-    raise ValueError(f"UNMASK_GRACE_SECONDS={text}: give a number of seconds, for instance {GRACE:.0f}")
+    if not re.fullmatch(r"\d+(\.\d*)?", text):
+        raise ValueError(f"UNMASK_GRACE_SECONDS={text}: give a number of seconds, for instance {GRACE:.0f}")
+    return float(text)
 
 
 def seed_run(run: str, seed: int) -> str:
@@ -68,9 +62,9 @@ class Folders:
     library: Path  # the package, whose code is an input of every stage
 
     @classmethod
-    def of(cls, run: str, root: Path | None = None, artifacts: Path | None = None) -> Folders:
+    def of(cls, run: str, root: Path | None = None) -> Folders:
         """Folders of the run named `run`, by default in this checkout."""
-        artifacts = artifacts or (artifacts_root() if root is None else root / "artifacts")
+        artifacts = root / "artifacts" if root else artifacts_root()
         root = root or repository()
         return cls(
             root=root,
@@ -87,17 +81,13 @@ class Folders:
 
     def done(self, stage: str) -> dict[str, Any] | None:
         """What was recorded when `stage` finished; None where it did not finish."""
-        path = self.artifacts / stage / "done.json"
-        try:
-            return json.loads(path.read_text(encoding="utf8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return None
+        return read_json(self.artifacts / stage / "done.json") or None
 
     def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
         """What the runs that repeat this one with other seeds made of some stages: run → hash."""
         found = {}
         for folder in seed_runs(self.artifacts).values():
-            other = Folders.of(folder.name, self.root, folder.parent)
+            other = replace(self, artifacts=folder)
             done = {stage: mark["hash"] for stage in stages if (mark := other.done(stage))}
             found |= {folder.name: fingerprint(done)} if done else {}
         return found
@@ -136,12 +126,10 @@ class Run:
         if stage is None:
             path.mkdir(parents=True, exist_ok=True)
         elif not path.is_dir():
-            named = "" if self.name == self.config.name else f" --run {self.name}"
-            number = stage.partition("_")[0]
-            raise FileNotFoundError(
-                f"{self.stage} needs the output of {stage}: run the earlier notebooks first, "
-                f"for instance with `unmask run --preset {self.config.name} --to {number}{named}`"
+            command = (
+                f"unmask run --preset {self.config.name} --run {self.name} --to {stage.partition('_')[0]}"
             )
+            raise FileNotFoundError(f"{self.stage} needs the output of {stage}; make it with `{command}`")
         return path
 
     def base(self) -> str:
@@ -153,15 +141,14 @@ class Run:
     def results(self) -> Path:
         return repository() / "results" / self.name
 
-    def save(self, metrics: dict[str, Any], name: str | None = None) -> Path:
+    def save(self, metrics: dict[str, Any], stage: str = "") -> Path:
         """Writes the metrics of this stage to results/<run>/<stage>.json."""
         text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        return write_atomic(self.results / f"{name or self.stage}.json", text)
+        return write_atomic(self.results / f"{stage or self.stage}.json", text)
 
     def load(self, stage: str) -> dict[str, Any] | None:
         """Metrics that another stage saved; None where it did not run."""
-        path = self.results / f"{stage}.json"
-        return json.loads(path.read_text(encoding="utf8")) if path.is_file() else None
+        return read_json(self.results / f"{stage}.json") or None
 
     def figure(self, figure: Any, name: str) -> Path:
         """Lets a figure of `unmask.study.figures` save itself: results/<run>/figures/<stage>-<name>.png and,

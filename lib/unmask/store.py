@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
 
 def repository() -> Path:
     """Top level of the checkout that the package runs from."""
@@ -66,14 +68,12 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 def replace_directory(temporary: Path, path: Path) -> None:
     """Puts a finished directory in the place of an older one."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # left by a kill
     if path.exists():
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)  # left by a kill
         os.replace(path, old)
-        os.replace(temporary, path)
-        shutil.rmtree(old)
-    else:
-        os.replace(temporary, path)
+    os.replace(temporary, path)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def fingerprint(*parts: Any) -> str:
@@ -83,7 +83,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def code_fingerprint(*paths: str | Path) -> str:
-    """Short hash of the code in Python files, and in all those of folders. Comments, docstrings and layout do
+    """Short hash of the code in files, and in all Python files of folders. Comments, docstrings and layout do
     not count."""
     files = [file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*.py"))]
     return fingerprint([[file.name, bare(file.read_bytes())] for file in sorted(files)])
@@ -101,11 +101,9 @@ def bare(source: bytes) -> str:
     """Python code without comments, docstrings and layout."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # the notebook that imports it will say so
+    except SyntaxError:  # another kind of file: as it is
         return source.decode(errors="replace")
     for node in ast.walk(tree):
-        if isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        ) and ast.get_docstring(node):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
             node.body = node.body[1:]
     return ast.dump(tree)

@@ -20,6 +20,7 @@ from unmask import Embedder
 from unmask.data.tokens import tokenize
 
 LAYERS, TEXTS, EQUAL_LENGTH = 4, 512, 64
+PRECISIONS = ("float32", "bf16")
 
 
 def embedders(tokenizer: PreTrainedTokenizerBase, layers: int, *, bf16: bool) -> tuple[Embedder, object]:
@@ -95,5 +96,5 @@ CASES: dict[str, Callable[[], Case]] = {
         ("mixed", mixed, f"of up to {MIXED_LENGTH} tokens"),
         ("equal", equal, f"of {EQUAL_LENGTH} tokens each"),
     )
-    for precision in ("float32", "bf16")
+    for precision in PRECISIONS
 }

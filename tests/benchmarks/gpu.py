@@ -14,8 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,46 +22,39 @@ import torch
 from measure import Row, child, not_run
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from unmask.config import Preset, load_preset
-from unmask.data.documents import TokenDocument
+from unmask.config import Preset, load_preset, resolved
+from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.study.plan import PEAK, parameters
 from unmask.training.loop import train
-from unmask.training.stages import Contextual, Diffusion, Pair, Stage, TokenPairs
+from unmask.training.stages import Contextual, Diffusion, Pair, Stage
 
 BEST_MFU = 0.46  # nanochat; llm-foundry reports 0.36 to 0.42 for dense models of 0.8 to 3 B at 4,096 tokens
 WARM_UP, STEPS = 3, 8
 BATCH = {"diffusion": 16, "pair": 512, "contextual": 16}  # of a step; several micro-batches each
 
 
-@dataclass(frozen=True)
-class Work:
+def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
     """A stage with its data, and the texts of one step as (number, tokens)."""
-
-    stage: Stage
-    texts: list[tuple[int, int]]
-
-
-def work_of(preset: Preset, name: str) -> Work:
     config, rng = getattr(preset, name), np.random.default_rng(0)
 
     def ids(*shape: int) -> np.ndarray:
         return rng.integers(4, preset.data.vocab_size, shape, np.int32)
 
-    n = config.batch
+    n, asked = config.batch, {"values": resolved(preset), "stage": name, "groups": ["english"]}
     if name == "diffusion":
-        return Work(Diffusion(ids(2 * n, config.length), config, mask_token_id=3), [(n, config.length)])
+        stage = Diffusion(asked, data=ids(2 * n, config.length), mask_token_id=3)
+        return stage, [(n, config.length)]
     if name == "pair":
         lengths = (config.query_length, config.document_length)
-        queries, documents = (list(ids(n, length)) for length in lengths)
-        pairs = TokenPairs(queries, documents, [str(i) for i in range(n)])
-        return Work(Pair({"random": pairs}, config), [(n, length) for length in lengths])
+        pairs = TokenPairs(*(list(ids(n, length)) for length in lengths), [str(i) for i in range(n)])
+        return Pair(asked, data={"random": pairs}), [(n, length) for length in lengths]
     documents = [
         TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
         for _ in range(n)
     ]
     length = config.chunks * (config.chunk_length + 1) - 1  # separators
-    texts = [(n, config.query_length), (n, length)]
-    return Work(Contextual({"random": documents}, config, separator_id=0), texts)
+    stage = Contextual(asked, data={"random": documents}, separator_id=0)
+    return stage, [(n, config.query_length), (n, length)]
 
 
 def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
@@ -80,11 +72,9 @@ def measure(name: str, preset: Preset | None = None) -> dict:
     """Trains for a few steps and returns the median rate, the MFU and the setting."""
     preset = preset or load_preset("paper-0.6b")
     changes = {"batch": BATCH[name], "steps": WARM_UP + STEPS, "warmup": 1, "decay": 0, "lr": 1e-5}
-    config = replace(
-        getattr(preset, name), **changes, explode=0.0, log_every=1, checkpoint_every=WARM_UP + STEPS
-    )
+    config = replace(getattr(preset, name), **changes, checkpoint_every=WARM_UP + STEPS)
     preset = replace(preset, **{name: config})
-    work, shape = work_of(preset, name), preset.backbone
+    (stage, texts), shape = work_of(preset, name), preset.backbone
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=preset.data.vocab_size, hidden_size=shape.hidden_size,
@@ -95,15 +85,15 @@ def measure(name: str, preset: Preset | None = None) -> dict:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         trained = model if name == "diffusion" else model.model
-        train(work.stage, trained, config, Path(folder), fingerprint="benchmark")
+        train(stage, trained, Path(folder), fingerprint="benchmark")
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     rows = [json.loads(line) for line in lines][WARM_UP:]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
-    tokens = sum(number * length for number, length in work.texts)
+    tokens = sum(number * length for number, length in texts)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {
         "rate": rate,
-        "mfu": flops(preset, name, work.texts) / tokens * rate / PEAK[config.precision],
+        "mfu": flops(preset, name, texts) / tokens * rate / PEAK[config.precision],
         "setting": f"{device}; {BATCH[name]} rows per step, token_budget {config.token_budget}, "
         f"compile {config.compile}, {config.precision}; peer: {BEST_MFU:.0%} MFU, the best reported",
     }
@@ -116,20 +106,15 @@ TITLES = {
 }
 
 
-def rows(run: Callable[..., dict] = child) -> list[Row]:
+def rows() -> list[Row]:
     found = []
     for name, title in TITLES.items():
+        units = {f"{title}: speed": "tokens/s", f"{title}: MFU": "share of the peak"}
         if not torch.cuda.is_available():
-            reason = "no GPU on this machine"
-            found += [
-                not_run(f"{title}: speed", "tokens/s", reason),
-                not_run(f"{title}: MFU", "share of the peak", reason),
-            ]
+            found += [not_run(row, unit, "no GPU on this machine") for row, unit in units.items()]
             continue
-        result = run("gpu", name)
-        ratio, setting = result["mfu"] / BEST_MFU, result["setting"]
-        found += [
-            Row(f"{title}: speed", result["rate"], result["rate"] / ratio, ratio, "tokens/s", setting),
-            Row(f"{title}: MFU", result["mfu"], BEST_MFU, ratio, "share of the peak", setting),
-        ]
+        result = child("gpu", name)
+        ratio, rate, mfu = result["mfu"] / BEST_MFU, result["rate"], result["mfu"]
+        values = [(rate, rate / ratio), (mfu, BEST_MFU)]
+        found += [Row(r, *v, ratio, u, result["setting"]) for (r, u), v in zip(units.items(), values)]
     return found

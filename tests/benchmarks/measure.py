@@ -19,6 +19,7 @@ from unmask.training.launch import MEMORY
 
 Step = Callable[[], Any]
 PAIRS = 5
+MEMORY_UNIT = "MiB above model and data"
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,11 @@ def _resident(key: str) -> int:
 
 
 def child(*arguments: str, environment: Mapping[str, str] = MEMORY) -> Any:
-    """Runs worker.py in a process of its own, under a training's environment, and returns what it reports.
+    """Runs run.py in a process of its own, under a training's environment, and returns what it reports.
 
     Raises: RuntimeError with the child's last words if it fails.
     """
-    command = [sys.executable, str(Path(__file__).with_name("worker.py")), *arguments]
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--child", *arguments]
     unset = {key: value for key, value in os.environ.items() if key not in MEMORY}
     done = subprocess.run(command, env=unset | environment, capture_output=True, text=True)
     if done.returncode:
@@ -144,6 +145,6 @@ def compare(
         if memory:
             mine, theirs = peaks[ours], peaks[other]
             name = f"{title}: peak memory, {other}"
-            rows.append(Row(name, mine, theirs, theirs / mine, "MiB above model and data", setting))
+            rows.append(Row(name, mine, theirs, theirs / mine, MEMORY_UNIT, setting))
     rows += [not_run(f"{title}: speed, {p}", facts["unit"], reason) for p, reason in facts["missing"].items()]
     return rows

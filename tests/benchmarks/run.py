@@ -5,6 +5,8 @@
 Writes results/benchmarks/benchmarks.json, a list of {name, ours, peer, ratio, unit, setting, command, commit}
 in which a ratio above 1 means that we are better, and a figure of the ratios. A subject that was measured at
 this commit is not measured again.
+
+`run.py --child …` is one measurement in a process of its own, see `measure.child`.
 """
 
 from __future__ import annotations
@@ -14,17 +16,20 @@ import dataclasses
 import json
 import statistics
 import subprocess
-import time
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import clusters
 import contrastive
+import diffusion
+import encode
 import gpu
 import matplotlib.pyplot as plt
+import measure
 import preparation
 import search
-from contrastive import SIZES
+import share
 from measure import Row, child, compare
 from tqdm import tqdm
 
@@ -35,93 +40,84 @@ from unmask.training.launch import MEMORY
 RESULTS = repository() / "results" / "benchmarks"
 NOTHING_RETURNED = MEMORY | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 LIMIT = 4096.0  # MiB that a global batch of 16,384 pairs may take on two cores
+MODULES = (contrastive, diffusion, encode, preparation, search, share)
+CASES = {name: case for module in MODULES for name, case in module.CASES.items()}
 
 
 def scaling() -> list[Row]:
     """Speed against that of the smallest batch, and memory against the limit of the largest."""
     rows, smallest = [], None
-    for pairs in SIZES:
+    for pairs in contrastive.SIZES:
         # A large batch is long enough to be timed without a warm-up.
         found = child("peak", f"scaling-{pairs}", "unmask", "", "3" if pairs < 4096 else "1")
         rate, peak = found["work"] / found["seconds"], found["bytes"] / 2**20
         smallest = smallest or rate
-        setting = contrastive.scaling_setting(pairs)
-        title = f"global batch {pairs:,}"
-        against = f"{setting}; peer: our own step at {SIZES[0]} pairs"
+        title, setting = f"global batch {pairs:,}", contrastive.scaling_setting(pairs)
+        against = f"{setting}; peer: our own step at {contrastive.SIZES[0]} pairs"
         rows.append(Row(f"{title}: speed", rate, smallest, rate / smallest, found["unit"], against))
-        against = f"{setting}; peer: the limit at {SIZES[-1]:,} pairs"
-        unit = "MiB above model and data"
-        rows.append(Row(f"{title}: peak memory", peak, LIMIT, LIMIT / peak, unit, against))
+        against = f"{setting}; peer: the limit at {contrastive.SIZES[-1]:,} pairs"
+        rows.append(Row(f"{title}: peak memory", peak, LIMIT, LIMIT / peak, measure.MEMORY_UNIT, against))
     return rows
 
 
 def kept_memory() -> list[Row]:
     """The diffusion step in a process that keeps freed memory, as trainings do, and in one that does not."""
 
-    def rate(environment: dict[str, str]) -> dict[str, Any]:
+    def rate(environment: dict[str, str]) -> float:
         found = child("peak", "diffusion", "unmask", "", "4", environment=environment)
-        return found | {"rate": found["work"] / found["seconds"]}
+        return found["work"] / found["seconds"]
 
     pairs = [(rate(MEMORY), rate({})) for _ in range(3)]
-    ours, peer = (statistics.median(pair[side]["rate"] for pair in pairs) for side in (0, 1))
-    ratio = statistics.median(a["rate"] / b["rate"] for a, b in pairs)
-    return [Row("freed memory kept: speed", ours, peer, ratio, pairs[0][0]["unit"], "diffusion step, glibc")]
+    ours, peer = map(statistics.median, zip(*pairs, strict=True))
+    return [Row("freed memory kept: speed", ours, peer, ours / peer, "tokens/s", "diffusion step, glibc")]
 
 
-def encodings(kind: str, lengths: str) -> list[Row]:
-    return [
-        row
-        for precision in ("float32", "bf16")
-        for row in compare(f"encode-{kind}-{precision}", f"encode, {lengths}, {precision}", memory=False)
-    ]
+def several(titles: dict[str, str], **options: Any) -> list[Row]:
+    """Rows of several cases, given with their titles."""
+    return [row for case, title in titles.items() for row in compare(case, title, **options)]
 
 
-def searches(case: str, title: str) -> list[Row]:
-    rows = compare(case, f"{title}, batches of {search.QUERIES}", memory=False, environment={})
-    return rows + compare(f"{case}-one", f"{title}, one query", memory=False, environment={})
-
-
+SPEED = {"memory": False, "environment": {}}  # outside of a training
+BATCHES = f"batches of {search.QUERIES}"
+LENGTHS = {"equal": "equal lengths", "mixed": "real lengths"}
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
-    "contrastive-equal": lambda: compare("contrastive-equal", "cached step, equal lengths"),
-    "contrastive-mixed": lambda: compare("contrastive-mixed", "cached step, real lengths"),
-    "contrastive-equal-4-layers": lambda: compare(
-        "contrastive-equal-4-layers", "cached step, 4 layers, equal lengths"
-    ),
-    "contrastive-mixed-4-layers": lambda: compare(
-        "contrastive-mixed-4-layers", "cached step, 4 layers, real lengths"
-    ),
+    **{
+        f"contrastive-{kind}{ending}": partial(
+            compare, f"contrastive-{kind}{ending}", f"cached step, {layers}{lengths}"
+        )
+        for ending, layers in {"": "", "-4-layers": "4 layers, "}.items()
+        for kind, lengths in LENGTHS.items()
+    },
     "scaling": scaling,
-    "diffusion": lambda: compare("diffusion", "diffusion step"),
+    "diffusion": partial(compare, "diffusion", "diffusion step"),
     # Kinder to the peer, whose logits would otherwise be faulted in anew at every step.
-    "diffusion-all-kept": lambda: compare(
-        "diffusion", "diffusion step, no memory returned", memory=False, environment=NOTHING_RETURNED
+    "diffusion-all-kept": partial(
+        compare, "diffusion", "diffusion step, no memory returned", memory=False, environment=NOTHING_RETURNED
     ),
-    "diffusion-loss": lambda: compare("diffusion-loss", "diffusion loss alone"),
+    "diffusion-loss": partial(compare, "diffusion-loss", "diffusion loss alone"),
     "kept-memory": kept_memory,
-    "encode-mixed": lambda: encodings("mixed", "real lengths"),
-    "encode-equal": lambda: encodings("equal", "equal lengths"),
-    "rerank": lambda: compare("rerank", "rerank", memory=False),
-    "matmul-share": lambda: [
-        row
-        for case, title in {
-            "share-diffusion": "135 M, diffusion step",
-            "share-pair": "135 M, pair step, activations kept",
-            "share-pair-cached": "135 M, pair step, cached",
-            "share-encode": "135 M, encode",
-        }.items()
-        for row in compare(case, title, memory=False)
-    ],
-    "integer-search": lambda: searches("integer-search", "exact INT8 search"),
-    "binary-search": lambda: searches("binary-search", "exact binary search"),
-    "search-scaling": lambda: search.scaling(RESULTS / "search.png"),
-    "metrics": lambda: [
-        *compare("metrics", "ranking metrics", memory=False, environment={}),
-        *compare("metrics-tied", "ranking metrics, tied scores", memory=False, environment={}),
-    ],
-    "mining": lambda: compare("mining", "hard-negative mining"),
-    "clusters": clusters.rows,
-    "preparation": lambda: compare("preparation", "tokenising text into files", memory=False, environment={}),
-    "preparation-memory": preparation.memory,
+    **{
+        f"encode-{kind}": partial(
+            several,
+            {f"encode-{kind}-{p}": f"encode, {lengths}, {p}" for p in encode.PRECISIONS},
+            memory=False,
+        )
+        for kind, lengths in LENGTHS.items()
+    },
+    "matmul-share": partial(several, share.TITLES, memory=False),
+    **{
+        f"{kind}-search": partial(
+            several,
+            {f"{kind}-search": f"{title}, {BATCHES}", f"{kind}-search-one": f"{title}, one query"},
+            **SPEED,
+        )
+        for kind, title in {"integer": "exact INT8 search", "binary": "exact binary search"}.items()
+    },
+    "search-scaling": search.scaling,
+    "metrics": partial(
+        several, {"metrics": "ranking metrics", "metrics-tied": "ranking metrics, tied scores"}, **SPEED
+    ),
+    "preparation": partial(compare, "preparation", "tokenising text into files", **SPEED),
     "gpu": gpu.rows,
 }
 
@@ -148,37 +144,24 @@ def main(arguments: list[str] | None = None) -> None:
     for row in known:
         if (subject := row["command"].rpartition(" ")[2]) in by_subject:
             by_subject[subject].append(row)
-    bar = tqdm(options.only or list(SUBJECTS))
-    for subject in bar:
-        bar.set_description(subject)
+    for subject in tqdm(options.only or list(SUBJECTS)):
         done = by_subject[subject] and all(row["commit"] == version for row in by_subject[subject])
         if done and not options.force and not version.endswith("-changed"):
             continue
         facts = {"command": f"python tests/benchmarks/run.py --only {subject}", "commit": version}
-        started = time.perf_counter()
-        rows = SUBJECTS[subject]()
-        by_subject[subject] = [rounded(row) | facts for row in rows]
+        by_subject[subject] = [rounded(row) | facts for row in SUBJECTS[subject]()]
         flat = [row for rows in by_subject.values() for row in rows]
         write_atomic(path, json.dumps(flat, indent=1, ensure_ascii=False) + "\n")
-        for row in rows:
-            ratio = "not run" if row.ratio is None else f"{row.ratio:6.2f}×"
-            bar.write(f"{ratio}  {row.name}")
-        bar.write(f"{subject}: {time.perf_counter() - started:.0f} s")
+        for row in by_subject[subject]:
+            tqdm.write(f"{row['ratio'] or 'not run'} ×  {row['name']}")
     plt.switch_backend("agg")
-    figure = figures.horizontal_bars(
-        {
-            row["name"]: row["ratio"]
-            for subject, rows in by_subject.items()
-            for row in rows
-            if subject != "search-scaling"  # has a figure of its own
-        },
-        xlabel="times faster, or times less memory",
-        title="Against peers on one machine",
-        fmt="{:.3g}×",
-        ratios=True,
-    )
+    rows = [row for subject, some in by_subject.items() for row in some if subject != "search-scaling"]
+    figure = figures.horizontal_bars(  # search-scaling has a figure of its own
+        {row["name"]: row["ratio"] for row in rows if row["ratio"] is not None},
+        xlabel="times faster, or times less memory", title="Against peers on one machine", fmt="{:.3g}×",
+    )  # fmt: skip
+    figure.axes[0].set_xscale("log", base=2)
     figure.save(RESULTS / "benchmarks.png")
-    print(f"{path} and its figure are up to date")
 
 
 def rounded(row: Row) -> dict[str, Any]:
@@ -188,5 +171,21 @@ def rounded(row: Row) -> dict[str, Any]:
     }
 
 
+def in_child(kind: str, name: str, *rest: str) -> dict:
+    """speeds CASE: all programs, in turn; peak CASE PROGRAM VARIANT STEPS: the memory of one program; gpu
+    STAGE: a training stage on a GPU."""
+    if kind == "gpu":
+        return gpu.measure(name)
+    case = CASES[name]()
+    if kind == "speeds":
+        facts = {"setting": case.setting, "unit": case.unit, "missing": case.missing}
+        return {"facts": facts, "speeds": measure.speeds(case)}
+    program, variant, steps = rest
+    return measure.peak(case.programs[program][variant], int(steps)) | {"work": case.work, "unit": case.unit}
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(in_child(*sys.argv[2:])))
+    else:
+        main()

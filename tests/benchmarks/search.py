@@ -6,9 +6,7 @@ Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bi
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,12 +15,11 @@ import faiss
 import numpy as np
 import pytrec_eval
 import torch
-from measure import Case, Row
+from measure import MEMORY_UNIT, Case, Row, Step, peak, seconds
 
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.search import index
 from unmask.store import artifacts_root
-from unmask.study import figures
 
 DOCUMENTS, WIDTH, QUERIES, K = 200_000, 1024, 64, 10
 RANKED, OF = 1000, 5000  # queries and documents of the metrics
@@ -149,53 +146,38 @@ CASES = {
 }
 
 
-def scaling(path: Path, sizes: tuple[int, ...] = SIZES) -> list[Row]:
+def scaling(sizes: tuple[int, ...] = SIZES) -> list[Row]:
     """Searches of growing corpora, beside the speed at which the documents can be read at all, and the memory
-    of the process; the figure is written to `path`."""
-    rng = np.random.default_rng(0)
+    of the largest."""
+    rng, rows = np.random.default_rng(0), []
     artifacts_root().mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=artifacts_root(), prefix="search-") as folder:
-        file = Path(folder, "documents.npy")
-        rows = np.lib.format.open_memmap(file, "w+", np.int8, (max(sizes), WIDTH))
-        for start in range(0, len(rows), BLOCK):
-            block = rows[start : start + BLOCK]
-            block[:] = rng.integers(-127, 128, block.shape, np.int8)
-        del rows
-        script = str(Path(__file__).with_name("search_scaling.py"))
-        command = [sys.executable, script, str(file), str(QUERIES), str(K), *map(str, sizes)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout)
-    scaling_figure(found["rates"]).save(path)
-    out = []
-    for rate in found["rates"]:
-        name = f"exact INT8 search, {rate['documents']:,} documents"
-        setting = f"{rate['documents']:,} × {WIDTH} random codes, top {K}, {found['threads']} threads"
-        one, batch, reading = rate["one"], rate["batch"], rate["reading"]
-        against = f"{setting}; peer: reading the documents as often"
-        out.append(Row(f"{name}: one query", one, reading, one / reading, "queries/s", against))
-        against = f"{setting}; peer: one query at a time"
-        out.append(Row(f"{name}: batches of {QUERIES}", batch, one, batch / one, "queries/s", against))
+        stored = np.lib.format.open_memmap(Path(folder, "d.npy"), "w+", np.int8, (max(sizes), WIDTH))
+        for start in range(0, len(stored), BLOCK):
+            stored[start : start + BLOCK] = rng.integers(
+                -127, 128, stored[start : start + BLOCK].shape, np.int8
+            )
+        q_ND = np.array(stored[:QUERIES])
+        for size in sizes:
+            rows += rates(index(stored[:size]), q_ND, stored[:size])
+        memory = peak(lambda: index(stored)(q_ND, K), 1)["bytes"] / 2**20
     title = f"exact INT8 search, {max(sizes):,} documents: peak memory"
     against = f"mapped into memory, {WIDTH} codes; peer: the limit"
-    peak = found["peak"]
-    return [*out, Row(title, peak, LIMIT, LIMIT / peak, "MiB of the whole process", against)]
+    return [*rows, Row(title, memory, LIMIT, LIMIT / memory, MEMORY_UNIT, against)]
 
 
-def scaling_figure(rates: list[dict[str, float]]) -> figures.Figure:
-    labels = {
-        "batch": f"batches of {QUERIES}",
-        "one": "one query at a time",
-        "reading": "limit of one at a time: reading all documents",
-    }
-    sizes = [rate["documents"] for rate in rates]
-    figure = figures.lines(
-        {label: (sizes, [rate[key] for rate in rates]) for key, label in labels.items()},
-        xlabel=f"documents of {WIDTH} INT8 codes",
-        ylabel="queries/s",
-        title="Exact search on one machine",
-        log_x=True,
-    )
-    (axes,) = figure.axes
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    return figure
+def rates(search: Search, q_ND: np.ndarray, d_MD: np.ndarray) -> list[Row]:
+    """Queries per second, one at a time and in a batch, and how often all documents can be read."""
+    words = torch.from_numpy(d_MD.ravel()).view(torch.int64)
+    search(q_ND, K)
+
+    def rate(work: int, step: Step, times: int) -> float:
+        return work / statistics.median(seconds(step) for _ in range(times))
+
+    one, batch = rate(1, lambda: search(q_ND[:1], K), 9), rate(QUERIES, lambda: search(q_ND, K), 3)
+    reading = rate(1, words.sum, 9)
+    name = f"exact INT8 search, {len(d_MD):,} documents"
+    setting = f"{len(d_MD):,} × {WIDTH} random codes, top {K}, {torch.get_num_threads()} threads; peer: "
+    alone = (one, reading, one / reading, "queries/s", f"{setting}reading the documents as often")
+    together = (batch, one, batch / one, "queries/s", f"{setting}one query at a time")
+    return [Row(f"{name}: one query", *alone), Row(f"{name}: batches of {QUERIES}", *together)]

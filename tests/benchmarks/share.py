@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from unmask import Embedder
-from unmask.config import load_preset
+from unmask.config import load_preset, resolved
 from unmask.losses import pair_loss
 from unmask.models.encoding import TokenSequence, micro_batches
 from unmask.models.quantize import int8
@@ -87,7 +87,8 @@ def diffusion_case() -> Case:
     model, config, processes = build(), PRESET.diffusion, Processes.start("bf16")
     size = (config.batch, config.length)
     blocks = np.random.default_rng(0).integers(4, PRESET.data.vocab_size, size, np.int32)
-    stage = Diffusion(blocks, config, mask_token_id=3)
+    asked = {"values": resolved(PRESET), "stage": "diffusion"}
+    stage = Diffusion(asked, data=blocks, mask_token_id=3)
     batch, module = stage.batch(0), stage.module(model)
     paid = int(batch.masked_BL[:, 1:].sum())
     logits = 2 * model.config.vocab_size * model.config.hidden_size * paid
@@ -135,4 +136,10 @@ CASES = {
     "share-pair": partial(pair_case, keep=True),
     "share-pair-cached": partial(pair_case, keep=False),
     "share-encode": encode_case,
+}
+TITLES = {
+    "share-diffusion": "135 M, diffusion step",
+    "share-pair": "135 M, pair step, activations kept",
+    "share-pair-cached": "135 M, pair step, cached",
+    "share-encode": "135 M, encode",
 }

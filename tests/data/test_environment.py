@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unmask.data import environment, sources
+from unmask.data import environment
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.environment import (
     Package,
@@ -69,17 +69,14 @@ def make_packages(root: Path) -> list[Package]:
         folder.mkdir(parents=True)
         (folder / "tools.py").write_text(MODULE.format(name=name, topic=topic, cls=cls, shared=SHARED))
         (folder / "broken.py").write_text("def broken(:\n")
-        files = (f"{name}/broken.py", f"{name}/tools.py")
-        packages.append(
-            Package(name, "1.0", "MIT", root, files, sum((root / f).stat().st_size for f in files))
-        )
+        packages.append(Package(name, "1.0", "MIT", root, (f"{name}/broken.py", f"{name}/tools.py")))
     return packages
 
 
 def make_config(**changes) -> SimpleNamespace:
     values = {"source": "environment", "seed": 0, "vocab_size": 512, "max_packages": 0, "max_text_mb": 1}
-    values["families"] = ()
-    return SimpleNamespace(**values | {"dev_packages": ("beta",), "test_packages": ("gamma",)} | changes)
+    values |= {"families": (), "dev_packages": ("beta",), "test_packages": ("gamma",)}
+    return SimpleNamespace(**values | changes)
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +85,16 @@ def corpus(tmp_path_factory) -> Corpus:
     return environment.build(make_config(), make_packages(root / "site"), root / "built", LANGUAGES)
 
 
-def texts_of(corpus: Corpus, split: str) -> set[int]:
-    pairs, documents = corpus.pairs(split), corpus.documents(split)
-    asked = [query for row in documents for query in row["queries"]]
-    return {digest(text) for text in [*pairs["query"], *pairs["document"], *asked]}
-
-
-def test_columns(corpus):
+def test_every_split_has_rows_of_every_kind(corpus):
     for split in SPLITS:
-        assert corpus.texts(split).column_names == ["text", "package", "kind", "language"]
-        assert corpus.pairs(split).column_names == SCHEMAS["pairs"].names
+        for kind in ("texts", "pairs", "documents"):
+            assert getattr(corpus, kind)(split).column_names == SCHEMAS[kind].names
+        assert {"docs", "code", "cldr-cross", "cldr-multi"} == set(corpus.pairs(split)["dataset"])
+        assert {"modules", "statistics"} == set(corpus.documents(split)["dataset"])
         for row in corpus.documents(split):
             assert len(row["queries"]) == len(row["golds"]) > 0
             assert all(0 < gold < len(row["chunks"]) for gold in row["golds"])
             assert 2 <= len(row["chunks"]) <= 10 and all(len(chunk.split()) <= 80 for chunk in row["chunks"])
-        assert {"docs", "code", "cldr-cross", "cldr-multi"} == set(corpus.pairs(split)["dataset"])
-        assert {"modules", "statistics"} == set(corpus.documents(split)["dataset"])
     with pytest.raises(ValueError, match="train, dev, test"):
         corpus.pairs("validation")
 
@@ -117,24 +108,20 @@ def test_pairs_say_what_they_should(corpus):
     assert code["group"] == "code"
 
 
-def test_packages_and_entities_are_held_out_whole(corpus):
-    held = []
-    for split, package in (("train", "alpha"), ("dev", "beta"), ("test", "gamma")):
-        for read in (corpus.pairs, corpus.documents, corpus.texts):
-            assert set(read(split)["package"]) <= {package, "cldr"}
-        ids = {name.rsplit("/", 1)[0] for name in corpus.documents(split)["document_id"]}
-        held.append(ids | set(corpus.pairs(split)["key"]))
-    assert len(set.union(*held)) == sum(map(len, held))
-
-
-def test_no_text_is_in_two_splits(corpus):
-    train, dev, test = (texts_of(corpus, split) for split in SPLITS)
-    assert not train & dev and not train & test and not dev & test
-    # Every package copies the same function: only the test split, served first, keeps it.
-    assert any(SHARED in query for query in corpus.pairs("test")["query"])
-    for split in ("train", "dev"):
-        texts = [*corpus.texts(split)["text"], *corpus.pairs(split)["query"]]
-        assert not any(SHARED in text for text in texts)
+def test_packages_entities_and_texts_are_held_out_whole(corpus):
+    held, texts = [], []
+    for split, package in zip(SPLITS, ("alpha", "beta", "gamma"), strict=True):
+        pairs, documents = corpus.pairs(split), corpus.documents(split)
+        for rows in (pairs, documents, corpus.texts(split)):
+            assert set(rows["package"]) <= {package, "cldr"}
+        held.append({name.rsplit("/", 1)[0] for name in documents["document_id"]} | set(pairs["key"]))
+        asked = [query for row in documents for query in row["queries"]]
+        texts.append({digest(text) for text in [*pairs["query"], *pairs["document"], *asked]})
+        # Every package copies the same function: only the test split, served first, keeps it.
+        kept = any(SHARED in text for text in [*corpus.texts(split)["text"], *pairs["query"]])
+        assert kept == (split == "test")
+    for parts in (held, texts):
+        assert len(set.union(*parts)) == sum(map(len, parts))
 
 
 def test_only_the_heading_names_the_owner(corpus):
@@ -148,22 +135,18 @@ def test_only_the_heading_names_the_owner(corpus):
         assert [chunk.partition(":")[0] for chunk in chunks] == ["fit(data)", "close()", "save(path, mode)"]
 
 
-def test_nothing_is_executed(corpus):
+def test_nothing_is_executed_and_what_cannot_be_read_is_counted(corpus):
     assert "UNMASK_IMPORTED" not in os.environ
-    assert corpus.card["dropped"]["environment"]["files: unreadable"] == 3
+    assert corpus.card["dropped"]["environment"]["files that are unreadable, generated or too large"] == 3
 
 
 def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path):
-    again = environment.build(make_config(), make_packages(tmp_path / "site"), tmp_path / "again", LANGUAGES)
-    assert again.hash == corpus.hash
-    other = environment.build(
-        make_config(seed=1), make_packages(tmp_path / "x"), tmp_path / "other", LANGUAGES
-    )
+    other = environment.build(make_config(seed=1), make_packages(tmp_path / "x"), tmp_path / "y", LANGUAGES)
     assert other.hash != corpus.hash
     program = (
         "import sys; from pathlib import Path; from test_environment import *\n"
-        f"root, name = Path({str(tmp_path)!r}), 'third'\n"
-        "print(environment.build(make_config(), make_packages(root / 'child'), root / name, LANGUAGES).hash)"
+        f"root = Path({str(tmp_path)!r})\n"
+        "print(environment.build(make_config(), make_packages(root / 'a'), root / 'b', LANGUAGES).hash)"
     )
     folders = [str(Path(__file__).parent), str(Path(environment.__file__).parents[2])]
     variables = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(folders)}
@@ -171,49 +154,30 @@ def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path):
     assert result.stdout.strip() == corpus.hash, result.stderr
 
 
-def test_open_corpus_builds_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
-    packages = make_packages(tmp_path / "site")
-    monkeypatch.setattr(sources.environment, "installed_packages", lambda: packages)
-    monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "1.0"})
-    first = sources.open_corpus(make_config())
-    monkeypatch.setattr(environment, "build", None)  # the second time there is nothing to build
-    assert sources.open_corpus(make_config(vocab_size=1024)).hash == first.hash
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "enviroment"}, "did you mean 'environment'"),
-        ({"test_packages": ("gama",)}, "nearest installed one is 'gamma'"),
-        ({"dev_packages": ("gamma",)}, "test_packages and data.dev_packages"),
-        ({"dev_packages": ()}, "No package is left for 'dev'"),
-        ({"max_packages": 2}, "No package is left for 'train': 3 are installed, data.max_packages is 2"),
+        ({"test_packages": ("gama",)}, "gama is not installed; did you mean 'gamma'"),
+        ({"dev_packages": ("gamma",)}, "no package is left for dev"),
+        ({"max_packages": 2}, "no package is left for train"),
     ],
 )
-def test_bad_configuration_is_refused(changes, message, tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
-    packages = make_packages(tmp_path / "site")
-    monkeypatch.setattr(sources.environment, "installed_packages", lambda: packages)
+def test_bad_configuration_is_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        sources.open_corpus(make_config(**changes))
-    data = tmp_path / "artifacts" / "data"
-    assert not data.exists() or all(path.suffix == ".lock" for path in data.iterdir())
+        environment.build(make_config(**changes), make_packages(tmp_path / "site"), tmp_path / "built")
+    assert not (tmp_path / "built").exists()
 
 
 def test_clean_split_mask_words():
-    text = clean(
+    text = (
         "Return the :class:`~a.Tree` of ``x``. More about it.\n\n    Parameters\n    ----------\n    x : int"
     )
-    assert text == "Return the a.Tree of x. More about it.\n\nParameters\nx : int"
-    assert split_summary(text) == ("Return the a.Tree of x.", "More about it.\n\nParameters\nx : int")
+    assert clean(text) == "Return the a.Tree of x. More of it.\n\nParameters\nx : int"
+    assert split_summary(clean(text)) == ("Return the a.Tree of x.", "More of it.\n\nParameters\nx : int")
     assert split_summary("fit(X, y) fits a model to data") == ("", "")
     assert words_of("RandomForestClassifier") == "random forest classifier"
     assert words_of("HTTPServer_v2") == "http server v2"
-    assert (
-        mask_name("Random forest classifiers, RandomForestClassifier()", "RandomForestClassifier")
-        == "it, it()"
-    )
+    assert mask_name("Random forests, RandomForest()", "RandomForest") == "it, it()"
 
 
 def test_installed_packages_are_sorted_and_leave_out_tests_and_vendored_copies():

@@ -13,15 +13,14 @@ from unmask.data import lookalikes
 from unmask.data.batches import BatchPlan, Packing
 from unmask.data.lookalikes import Neighbours, Surrogate, negative_similarity, neighbours, pack, tour
 from unmask.data.mining import unit
-from unmask.data.prepare import Ragged
-from unmask.data.tokenized import TokenDocuments, TokenPairs
+from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, tokenize
 
 CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2, packing="tour")
 
 
 def ragged(lists):
-    return Ragged.of([np.asarray(one) for one in lists], np.int64)
+    return Ragged(np.concatenate(lists), np.cumsum([*map(len, lists)]))
 
 
 def seen(q_ND, d_ND):
@@ -42,14 +41,13 @@ def pairs(count=400, width=12, *, groups=8, finer=8, noise=0.3, seed=0):
 
 
 def difficulty(own, *, batch=16, steps=20):
-    packings = {"x": own.packing} if own.packing else {}
-    plan = BatchPlan({"x": len(own.queries)}, batch=batch, steps=steps, seed=3, packings=packings)
+    plan = BatchPlan({"x": len(own.queries)}, batch=batch, steps=steps, seed=3,
+                     packings={"x": own.packing} if own.packing else {})  # fmt: skip
     return np.mean([negative_similarity(own, plan(step)[1]) for step in range(steps)])
 
 
-@pytest.mark.parametrize(("size", "attempts"), [(8, 1), (40, 3)])
-def test_clusters_are_those_of_faiss_run_directly(size, attempts):
-    own = pairs()
+def test_clusters_are_those_of_faiss_run_directly():
+    own, size, attempts = pairs(), 40, 3
     q_ND, d_ND = (x.astype(np.float32) for x in own.points(np.arange(400)))
     direct = faiss.Kmeans(
         24, 400 // size, niter=10, nredo=attempts, spherical=True, seed=7, min_points_per_centroid=1
@@ -81,22 +79,6 @@ def test_a_tour_goes_to_the_nearest_centroid_left():
         assert now == max(left, key=lambda cluster: centroids[cluster] @ centroids[last])
         left.remove(now)
     assert not left
-
-
-@pytest.mark.parametrize("count", [1, 2, 60])
-def test_an_epoch_of_a_packing_is_a_permutation_that_keeps_clusters_together(count):
-    ends_K = np.unique(np.append(np.random.default_rng(0).integers(1, 60, count - 1), 60))
-    packing = Packing(np.random.default_rng(1).permutation(60), ends_K)
-    cluster_N = np.empty(60, int)
-    cluster_N[packing.rows_N] = np.searchsorted(ends_K, np.arange(60), side="right")
-    epochs = [packing(np.arange(60), [5, epoch]) for epoch in range(6)]
-    for rows in epochs:
-        assert sorted(rows) == list(range(60))
-        changes = (np.diff(cluster_N[rows]) != 0).sum()
-        assert changes == len(ends_K) - 1
-    np.testing.assert_array_equal(packing(np.array([40, 3]), [5, 2]), epochs[2][[40, 3]])
-    assert len({tuple(rows) for rows in epochs}) == 6
-    assert len({cluster_N[rows[0]] for rows in epochs}) > 1 or count == 1
 
 
 def plan(keys, packing, **options):
@@ -157,12 +139,10 @@ def stored(tmp_path, monkeypatch):
 class Letters:
     """An embedder that counts letters, and notes what it was asked."""
 
-    def __init__(self, stop_at=None):
-        self.seen, self.stop_at = [], stop_at
+    def __init__(self):
+        self.seen = []
 
     def encode(self, texts):
-        if len(self.seen) == self.stop_at:
-            raise KeyboardInterrupt
         self.seen += texts
         return np.array(
             [[1 + text.count(letter) for letter in "0123456789aei"] for text in texts], np.float32
@@ -173,9 +153,9 @@ def tokens(texts):
     return ragged(tokenize(tiny.tokenizer(), texts, 99))
 
 
-def token_pairs(queries, documents, identity="some pairs"):
+def token_pairs(queries, documents):
     keys = [str(i) for i in range(len(queries))]
-    return TokenPairs(tokens(queries), tokens(documents), keys, identity=identity)
+    return TokenPairs(tokens(queries), tokens(documents), keys, identity="some pairs")
 
 
 def find(data, stored, embedder=None, **options):
@@ -196,20 +176,11 @@ def test_every_distinct_text_is_embedded_once_and_kept(stored, monkeypatch):
     q_ND, d_ND = own.points(range(3))
     for x_ND, texts in ((q_ND, queries), (d_ND, documents)):
         np.testing.assert_allclose(x_ND, unit(Letters().encode(texts)), atol=1e-3)
-    again = find(data, stored, Letters(stop_at=0), cluster_size=2)  # for clusters nothing is embedded anew
+    unasked = Letters()
+    again = find(data, stored, unasked, cluster_size=2)  # for clusters nothing is embedded anew
+    assert not unasked.seen
     np.testing.assert_array_equal(again.vectors_UD, own.vectors_UD)
     assert own.packing is None and sorted(again.packing.rows_N) == [0, 1, 2]
-
-
-def test_embedding_that_was_stopped_goes_on(stored, monkeypatch):
-    monkeypatch.setattr(lookalikes, "TEXTS", 4)
-    data = token_pairs([f"{i}?" for i in range(10)], [f"it is {i}" for i in range(10)])
-    stopped, rest = Letters(stop_at=8), Letters()
-    with pytest.raises(KeyboardInterrupt):
-        find(data, stored, stopped)
-    own = find(data, stored, rest)
-    assert len(stopped.seen) == 8 and len(rest.seen) == 12 and not {*stopped.seen} & {*rest.seen}
-    np.testing.assert_allclose(own.points([4])[1], unit(Letters().encode(["it is 4"])), atol=1e-3)
 
 
 def test_word_statistics_are_deterministic_and_find_what_is_alike(stored):
@@ -222,19 +193,19 @@ def test_word_statistics_are_deterministic_and_find_what_is_alike(stored):
     assert sorted(map(tuple, sides)) == [(0,), (1,)]
 
 
-def documents(stored, identity="some documents"):
+def documents():
     chunks = [["it is 1", "it is 2"], ["it is 1", "it is 22", "aaa"], ["eee"]]
     queries = [["1?", "a?"], ["22?"], ["e?", "1?", "333?"]]
     nested = [
         Ragged(tokens([text for texts in lists for text in texts]), np.cumsum([len(x) for x in lists]))
         for lists in (chunks, queries)
     ]
-    golds = Ragged.of([np.zeros(len(x), np.int32) for x in queries], np.int32)
-    return chunks, queries, TokenDocuments(*nested, golds, identity=identity)
+    golds = Ragged(np.zeros(6, np.int32), nested[1].ends)
+    return chunks, queries, TokenDocuments(*nested, golds, identity="some documents")
 
 
 def test_the_filter_compares_each_query_of_a_document_with_the_other_documents(stored):
-    _, queries, data = documents(stored)
+    _, queries, data = documents()
     own, rows = find(data, stored, Letters()), [2, 0, 1]
     document_N, query_N = np.array([0, 0, 1, 2]), np.array([2, 1, 0, 0])
     d_MD = own.points(rows)[1].astype(np.float64)

@@ -55,28 +55,9 @@ def test_special_tokens(tokenizer):
     assert tokenizer(f"a{SPECIAL_TOKENS[0]}b")["input_ids"][1] == 0
 
 
-def test_pretokenisation_is_qwen2s(tokenizer):
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
-
-    from unmask.data.tokens import SPLIT
-
-    assert SPLIT == PRETOKENIZE_REGEX
-    ours = tokenizer.backend_tokenizer.pre_tokenizer
-    theirs = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    for text in [*TEXTS, "I'LL don't 2024-01-31 x1y22", "a\n\n\n  b", "  !!?\n x", "naïve_name=3.14"]:
-        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
-    assert [piece for piece, _ in ours.pre_tokenize_str("don't 12")] == ["don", "'t", "Ġ", "1", "2"]
-
-
 def test_deterministic(path, tmp_path):
     train_tokenizer(iter(TEXTS * 3), 320, tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
-
-
-def test_truncation_and_empty_text(tokenizer):
-    assert [len(ids) for ids in tokenize(tokenizer, TEXTS, 5)] == [5] * len(TEXTS)
-    with pytest.raises(ValueError, match=r"Text 1 of 3 has no tokens: ''"):
-        tokenize(tokenizer, ["a", "", "b"], 8)
 
 
 def test_special_tokens_around_a_text(tokenizer):
@@ -95,8 +76,6 @@ def test_pack(tokenizer):
     blocks = pack(tokenizer, TEXTS, 16)
     assert blocks.dtype == np.int32 and blocks.shape == (len(stream) // 16, 16)
     assert (blocks.ravel() == stream[: blocks.size]).all()
-    with pytest.raises(ValueError, match="not one block of 4096"):
-        pack(tokenizer, TEXTS, 4_096)
 
 
 def test_a_stored_tokenizer_cuts_nothing_whatever_its_caller_did(path, tmp_path, monkeypatch):
@@ -110,7 +89,9 @@ def test_a_stored_tokenizer_cuts_nothing_whatever_its_caller_did(path, tmp_path,
         assert stored[0].load().encode(text, add_special_tokens=False).ids == ids.tolist()
 
 
-@pytest.mark.parametrize(("size", "message"), [(100, "below 260"), (50_000, r"not data.vocab_size = 50000")])
+@pytest.mark.parametrize(
+    ("size", "message"), [(100, "yield 260 tokens"), (50_000, "not data.vocab_size = 50000")]
+)
 def test_unusable_vocabulary_sizes(size, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train_tokenizer(TEXTS, size, tmp_path / "none")

@@ -1,8 +1,6 @@
 """ConTEB: its layout on the Hub, tasks from own documents, variations of a task."""
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -31,33 +29,20 @@ DOCUMENTS = [{"chunk_id": name, "chunk": text} for name, text in CHUNKS]
 QUERIES = [{"query": "what ends a?", "chunk_id": "a_10"}, {"query": "what is b?", "chunk_id": "b_0"}]
 
 
-def repository(
-    folder: Path, documents=DOCUMENTS, queries=QUERIES, *, split="train", readme=True, suffix="parquet"
-) -> Path:
-    """A data set in the layout that `push_to_hub` gives it."""
-    for config, rows in (("documents", documents), ("queries", queries)):
-        (folder / config).mkdir(parents=True)
-        path = folder / config / f"{split}-00000-of-00001.{suffix}"
-        if suffix == "parquet":
-            pq.write_table(pa.Table.from_pylist(rows), path)
-        else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if readme:
-        paths = [f"- config_name: {config}\n  data_files:\n  - split: {split}\n    path: {config}/{split}-*\n"
-                 for config in ("documents", "queries")]  # fmt: skip
-        (folder / "README.md").write_text("---\nconfigs:\n" + "".join(paths) + "---\n")
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def mirror(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def test_a_repository_of_the_mirror_is_a_task(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
+
+
+def test_a_repository_of_the_mirror_is_a_task(tmp_path):
+    folder, card = tmp_path / "illuin-conteb" / "insurance", "---\nconfigs:\n"
     extra = [row | {"og_chunk": "…"} for row in DOCUMENTS]  # as football has it
-    repository(tmp_path / "illuin-conteb" / "insurance", extra)
+    for config, rows in (("documents", extra), ("queries", QUERIES)):
+        (folder / config).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(rows), folder / config / "train-00000-of-00001.parquet")
+        card += f"- config_name: {config}\n  data_files:\n  - split: train\n    path: {config}/train-*\n"
+    (folder / "README.md").write_text(f"{card}---\n")
     task = load("insurance")
     # Documents by name, chunks by number rather than by letters, each with its own id.
     assert task.documents == [["middle of a", "last of a"], ["first of b", "second of b"]]
@@ -79,7 +64,6 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
     monkeypatch.delenv("UNMASK_MIRROR", raising=False)
     assert squad() is None
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
-    assert squad() is None
     folder = tmp_path / "rajpurkar" / "squad" / "plain_text"
     folder.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(squad_rows()), folder / "validation-00000-of-00001.parquet")
@@ -97,39 +81,15 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-@pytest.mark.parametrize("readme", [False, True])
-def test_a_folder_is_read_with_and_without_readme_and_may_have_several_answers(tmp_path, readme, suffix):
-    queries = [{"query": "what is where?", "chunk_ids": ["a_2", "b_1"]}]
-    folder = repository(tmp_path / "own", queries=queries, split="test", readme=readme, suffix=suffix)
-    assert load(folder).relevant == [{0, 3}]
-
-
-def test_what_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
-    with pytest.raises(ValueError, match=r"geografy is neither .* of ConTEB; did you mean 'geography'"):
+def test_what_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"geografy is no task of ConTEB; did you mean 'geography'"):
         load("geografy")
-    with pytest.raises(ValueError, match='Unknown split "dev"'):
-        load(repository(tmp_path / "own", split="test"), "dev")
     with pytest.raises(OSError, match=r"illuin-conteb/geography is in no mirror \(UNMASK_MIRROR\), and"):
         load("geography")
-
-
-@pytest.mark.parametrize(
-    ("documents", "queries", "message"),
-    [
-        ([{"chunk_id": "a0", "chunk": "x"}], QUERIES, r"documents, row 0: chunk_id 'a0' is not"),
-        ([*DOCUMENTS, DOCUMENTS[1]], QUERIES, r"documents, row 4: there is a chunk 'b_0' already"),
-        ([*DOCUMENTS, {"chunk_id": "c_0", "chunk": " "}], QUERIES, r"row 4: chunk is ' ', not a text"),
-        (DOCUMENTS, [*QUERIES, {"query": "?", "chunk_id": "c_7"}], r"row 2: there is no chunk 'c_7'"),
-        (DOCUMENTS, [{"query": None, "chunk_id": "b_0"}], r"queries, row 0: query is None"),
-        (DOCUMENTS, [{"query": "?", "chunk_ids": []}], r"row 0: there is no chunk None"),
-        ([{"chunk_id": "a_0", "text": "x"}], QUERIES, r"no column chunk, only chunk_id, text"),
-    ],
-)
-def test_a_bad_row_is_named(documents, queries, message):
-    with pytest.raises(ValueError, match=message):
-        as_task("bad", documents, queries)
+    with pytest.raises(ValueError, match=r"task bad, queries, row 1: no chunks \['a_2', 'c_7'\]"):
+        as_task("bad", DOCUMENTS, [QUERIES[0], {"query": "?", "chunk_ids": ["a_2", "c_7"]}])
+    several = as_task("several", DOCUMENTS, [{"query": "what is where?", "chunk_ids": ["a_2", "b_1"]}])
+    assert several.relevant == [{0, 3}]
 
 
 def test_ties_go_by_the_ids_of_the_chunks():
@@ -144,29 +104,6 @@ def test_ties_go_by_the_ids_of_the_chunks():
     expected = [judged[str(q)]["ndcg_cut_10"] for q in range(24)]
     np.testing.assert_allclose(ndcg(task, scores), expected, atol=1e-9)
     assert not np.allclose(ndcg(Task(*list(vars(task).values())[:-1]), scores), expected)
-
-
-# --- own documents
-
-TEXT = (
-    "Ada Lovelace, a life.\n\nAda Lovelace was born in London. Her mother taught her.\n\n"
-    "Later, Ada's notes described a machine. “Ada Lovelace's program” computed numbers.\n\n"
-    "She died young. Adas are many, and Ada was one."
-)
-ROW = {
-    "text": TEXT,
-    "theme": ["Ada", "Ada Lovelace"],
-    "neutral": ("she", "her"),
-    "questions": [
-        {"query": "Where was Ada Lovelace born?", "answer": "London"},
-        {"query": "Who taught ada?", "answer": "Her mother taught her.\n\nLater, Ada's notes"},
-        {"query": "How did Ada end?", "answer": "Ada", "start": TEXT.rindex("Ada")},
-    ],
-}
-
-
-def question(**changes):
-    return {**ROW, "questions": [ROW["questions"][0], ROW["questions"][0] | changes]}
 
 
 # --- variations
@@ -212,9 +149,6 @@ def test_a_larger_corpus_is_harder_and_the_whole_one_is_the_task():
     np.testing.assert_allclose(sizes[-1], ndcg(task, scores))
     assert sizes[0].mean() > sizes[-1].mean() + 0.1
     np.testing.assert_array_equal(sizes[2], at_corpus_size(task, scores, 4))
-    assert not np.array_equal(sizes[2], at_corpus_size(task, scores, 4, seed=1))
-    with pytest.raises(ValueError, match="has 9 documents, not 10"):
-        at_corpus_size(task, scores, 10)
 
 
 def test_the_first_documents_keep_their_queries():

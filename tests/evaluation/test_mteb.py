@@ -18,8 +18,7 @@ from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.mteb import MtebEncoder, as_mteb, benchmark_tasks, run_benchmark
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import Task, evaluate
-from unmask.models.embedder import Embedder
-from unmask.models.instructions import instructed
+from unmask.models.embedder import Embedder, instructed
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
 DOCUMENTS = [
@@ -76,7 +75,7 @@ def animals(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("precision", ["int8", "binary", "ubinary", "float32"])
+@pytest.mark.parametrize("precision", ["int8", "ubinary"])
 def test_mteb_reads_a_mirror_and_scores_as_we_do(animals, embedder, precision):
     (row,) = run_benchmark(embedder, ["Animals"], CONFIG, animals / "results", precision=precision)
     assert row["why"] == "" and (row["benchmark"], row["task"]) == ("Animals", "Animals")
@@ -109,12 +108,9 @@ def test_results_are_kept_until_the_model_changes(animals, embedder, monkeypatch
     assert changed["score"] != first["score"]
 
 
-def test_unknown_names_are_refused_before_anything_runs(tmp_path, embedder):
-    with pytest.raises(ValueError, match="no benchmark and no task 'nosuch'; for instance: MIRACL"):
-        run_benchmark(embedder, ["MIRACL", "nosuch"], CONFIG, tmp_path)
-
-
 def test_the_benchmarks_are_the_papers():
+    with pytest.raises(ValueError, match="no benchmark and no task 'nosuch'; for instance: MIRACL"):
+        benchmark_tasks("nosuch")
     multilingual = {task.metadata.name for task in benchmark_tasks("MTEB(Multilingual, v2)")}
     code = {task.metadata.name for task in benchmark_tasks("MTEB(Code, v1)")}
     table11 = """AILAStatutes ArguAna BelebeleRetrieval CovidRetrieval HagridRetrieval LEMBPasskeyRetrieval
@@ -135,17 +131,10 @@ def test_the_benchmarks_are_the_papers():
     assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
 
 
-def batches(*texts: str) -> list[dict]:
-    return [{"text": [text]} for text in texts]
-
-
 def encode(encoder: MtebEncoder, name: str, kind: str, *texts: str) -> np.ndarray:
+    metadata, prompt_type = mteb.get_task(name).metadata, mteb.types.PromptType(kind)
     return encoder.encode(
-        batches(*texts),
-        task_metadata=mteb.get_task(name).metadata,
-        hf_split="test",
-        hf_subset="default",
-        prompt_type=mteb.types.PromptType(kind),
+        [{"text": [text]} for text in texts], task_metadata=metadata, prompt_type=prompt_type
     )
 
 
@@ -180,15 +169,13 @@ def test_lengths_are_the_presets_but_for_passkeys(embedder):
     short = encode(encoder, "SCIDOCS", "document", text)
     assert (short == embedder.encode([text], max_length=CONFIG.document_length)).all()
     assert (passkey != short).any()
-    assert in_mteb.LENGTHS == {"LEMBPasskeyRetrieval": 16_384}
 
 
 def test_a_query_with_an_instruction_comes_after_it_and_equal_corpora_are_encoded_once(embedder, monkeypatch):
     encoder, name = MtebEncoder(embedder, CONFIG), "ToolRetrievalInstruction"
     batch = {"query": ["a", "b"], "instruction": ["Do", None], "text": ["a Do", "b"]}
     metadata = mteb.get_task(name).metadata
-    kind = {"task_metadata": metadata, "hf_split": "test", "hf_subset": "gta"}
-    found = encoder.encode([batch], prompt_type=mteb.types.PromptType.query, **kind)
+    found = encoder.encode([batch], task_metadata=metadata, prompt_type=mteb.types.PromptType.query)
     expected = embedder.encode([instructed("Do", "a"), "b"], max_length=CONFIG.query_length)
     assert (found == expected).all()
     first = encode(encoder, name, "document", "a tool", "")
@@ -196,15 +183,9 @@ def test_a_query_with_an_instruction_comes_after_it_and_equal_corpora_are_encode
     assert (encode(encoder, name, "document", "a tool", "") == first).all()
 
 
-@pytest.mark.parametrize("precision", ["int8", "binary"])
-def test_our_tasks_score_the_same_under_mteb(tmp_path, embedder, precision):
+def test_our_tasks_score_the_same_under_mteb(embedder):
     task = Task("animals", "english", QUERIES, [[text] for text in DOCUMENTS], RELEVANT)
-    encoder = MtebEncoder(embedder, CONFIG, precision)
+    encoder = MtebEncoder(embedder, CONFIG)
     result = mteb.evaluate(encoder, as_mteb(task), cache=None, co2_tracker=False, show_progress_bar=False)
-    ours = evaluate(embedder, [task], CONFIG, precision=precision)["animals"].mean()
+    ours = evaluate(embedder, [task], CONFIG)["animals"].mean()
     assert result.task_results[0].get_score() == pytest.approx(ours, abs=1e-5)
-
-
-def test_contextual_tasks_are_none_of_mtebs():
-    with pytest.raises(ValueError, match="texts, not chunks"):
-        as_mteb(Task("football", "contextual", ["q"], [["a", "b"]], [{0}]))

@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -9,15 +8,7 @@ import pytest
 import torch
 
 from unmask.evaluation import search
-from unmask.evaluation.search import (
-    Exact,
-    index,
-    open_index,
-    save_index,
-    similarity,
-    top_k,
-    two_step,
-)
+from unmask.evaluation.search import index, open_index, save_index, similarity, top_k, two_step
 from unmask.models.quantize import binary, pack_binary
 
 
@@ -60,12 +51,11 @@ def same(found, expected):
     np.testing.assert_array_equal(found[1], expected[1])
 
 
-@pytest.fixture(params=[(3, 21, 4), (64, 2**20, 32)], ids=["tiny tiles", "one tile"])
+@pytest.fixture(params=[(3, 7, 4), (64, 2**14, 32)], ids=["tiny tiles", "one tile"])
 def tiling(request, monkeypatch):
-    """Queries and scores of a tile, documents of a group."""
-    queries, scores, group = request.param
-    monkeypatch.setitem(search.TILES, "cpu", (queries, scores))
-    monkeypatch.setattr(search, "GROUP", group)
+    """Queries and documents of a tile, documents of a group."""
+    for name, value in zip(("QUERIES", "DOCUMENTS", "GROUP"), request.param, strict=True):
+        monkeypatch.setattr(search, name, value)
 
 
 @pytest.mark.parametrize("k", [1, 10, 50, 80])
@@ -92,10 +82,10 @@ def test_floats_of_any_length_are_compared_by_cosine(dtype, tiling):
     same(top_k(q_ND, d_MD, 20), naive(q_ND, d_MD, 20))
 
 
-@pytest.mark.parametrize("bits", [32, 64, 1024])  # 32 are unpacked, the rest is counted
+@pytest.mark.parametrize("bits", [32, 1024])
 @pytest.mark.parametrize("values", [3, 256])
 @pytest.mark.parametrize("k", [8, 60])
-def test_packed_bits_are_signs(bits, values, k, tiling):
+def test_packed_bits_are_signs(bits, values, k):
     q_NB, d_MB = packed(5, bits, values=values), packed(60, bits, seed=1, values=values)
     same(top_k(q_NB, d_MB, k), naive(signs(q_NB), signs(d_MB), k))
 
@@ -105,7 +95,7 @@ def test_a_pair_scores_the_same_in_any_search(tiling):
     scores_NK, ids_NK = top_k(q_ND, d_MD, 7)
     expected_NM = np.asarray(similarity(q_ND, d_MD))
     np.testing.assert_array_equal(scores_NK, np.take_along_axis(expected_NM, ids_NK, 1))
-    np.testing.assert_array_equal(index(d_MD)(q_ND[4:5], 7)[0][0], scores_NK[4])
+    np.testing.assert_array_equal(index(d_MD)(q_ND[4][None], 7)[0][0], scores_NK[4])
 
 
 def test_faiss_finds_nearly_all_that_exact_search_finds(monkeypatch):
@@ -140,7 +130,6 @@ FLOATS = np.ones((2, 6), np.float32)
         ((codes(2)[:0], codes(5), 1), r"needs queries as a matrix of one or more rows, got shape \(0, 6\)"),
         ((codes(2), codes(5)[:0], 1), r"needs documents as a matrix of one or more rows, got shape \(0, 6\)"),
         ((packed(2), packed(5), 1, "faiss"), "not packed bits"),
-        ((codes(2), codes(5), 0, "faiss"), "k is 0: ask for one document or more"),
         ((codes(2), codes(5), 1, "annoy"), "unknown search 'annoy': choose one of exact, faiss"),
     ],
 )
@@ -149,53 +138,35 @@ def test_what_cannot_be_searched_is_refused(arguments, message):
         top_k(*arguments[:3], method=(*arguments, "exact")[3])
 
 
-def test_two_steps_rescore_the_candidates(monkeypatch):
-    monkeypatch.setattr(search, "RESCORED", (3, 8))
+def test_two_steps_rescore_the_candidates():
     q_ND, d_MD = clustered(10), clustered(90, seed=1)
     q_NB, d_MB = (np.packbits(x > 0, axis=1) for x in (q_ND, d_MD))
     for candidates in (90, 1000):
-        for found, expected in zip(
-            two_step(q_ND, d_MD, q_NB, d_MB, 12, candidates=candidates), Exact(d_MD)(q_ND, 12), strict=True
-        ):
-            np.testing.assert_array_equal(found, expected)
+        found = two_step(q_ND, d_MD, q_NB, d_MB, 12, candidates=candidates)
+        np.testing.assert_array_equal(found, top_k(q_ND, d_MD, 12))
     scores_NK, ids_NK = two_step(q_ND, d_MD, q_NB, d_MB, 12, candidates=20)
     near_NC = naive(signs(q_NB), signs(d_MB), 20)[1]
     for query, near_C in enumerate(np.sort(near_NC)):
         expected = naive(q_ND[query : query + 1], d_MD[near_C], 12)
         same((scores_NK[query], ids_NK[query]), (expected[0][0], near_C[expected[1][0]]))
-
-
-def test_two_steps_say_what_does_not_match():
-    for documents, bits in ((codes(6), packed(5, 8)), (codes(5), packed(5, 8).view(np.int8))):
-        with pytest.raises(ValueError, match="both kinds of embeddings of the same texts, and packed bits"):
-            two_step(codes(5), documents, packed(5, 8), bits, 2, candidates=3)
+    with pytest.raises(ValueError, match="both kinds of embeddings of the same texts, and packed bits"):
+        two_step(q_ND, d_MD, q_NB, d_MB[1:], 2, candidates=3)
     with pytest.raises(ValueError, match="candidates is 1: the 2 best are chosen from them"):
-        two_step(codes(5), codes(5), packed(5, 8), packed(5, 8), 2, candidates=1)
+        two_step(q_ND, d_MD, q_NB, d_MB, 2, candidates=1)
 
 
 def test_a_saved_index_finds_what_an_index_in_memory_finds(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "ADDED", 700)
-    d_MD, q_ND = clustered(2000), clustered(20, seed=1)
-    folder = save_index(d_MD, tmp_path / "some" / "index")
-    moved = folder.rename(tmp_path / "moved")
-    for found, expected in zip(open_index(moved)(q_ND, 9), index(d_MD, "faiss")(q_ND, 9), strict=True):
-        np.testing.assert_array_equal(found, expected)
-    assert list((tmp_path / "some").iterdir()) == []  # nothing is left of the work
-
-
-def test_an_index_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    def interrupted(index, path):
-        raise KeyboardInterrupt
-
+    d_MD, q_ND, path = clustered(2000), clustered(20, seed=1), tmp_path / "some" / "index"
     with pytest.raises(FileNotFoundError, match="holds no index: write one with save_index"):
-        open_index(tmp_path / "index")
-    monkeypatch.setattr(search, "ADDED", 700)
-    monkeypatch.setattr(faiss, "write_index", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save_index(clustered(2000), tmp_path / "index")
-    assert list(tmp_path.iterdir()) == []
+        open_index(path)
+    found = open_index(save_index(d_MD, path))(q_ND, 9)
+    np.testing.assert_array_equal(found, index(d_MD, "faiss")(q_ND, 9))
     with pytest.raises(FileExistsError, match="remove it, or save the index elsewhere"):
-        save_index(clustered(2000), tmp_path)
+        save_index(d_MD, path)
+    monkeypatch.setattr(faiss, "write_index", lambda index, path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_index(d_MD, tmp_path / "other")
+    assert [file.name for file in tmp_path.rglob("*")] == ["some", "index"]
 
 
 @pytest.mark.parametrize("dimensions", [8, 1024, 2560])
@@ -241,54 +212,16 @@ def test_embeddings_that_do_not_fit_are_refused():
         similarity(torch.ones(8), torch.ones(2, 8))
 
 
-MEASURED = """
-import json, resource, sys
-import numpy as np
-from pathlib import Path
-from unmask.evaluation.search import index
-
-def memory(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
-
-mapped = np.load(sys.argv[1], mmap_mode="r")
-index(mapped[:1000])(np.array(mapped[:64]), 10)  # what the libraries take
-before = memory("VmRSS")
-found = index(mapped)
-for queries in (1, 64):
-    scores, ids = found(np.array(mapped[:queries]), 10)
-    assert (ids[:, 0] == range(queries)).all()
-print(json.dumps([before, memory("VmHWM"), mapped.nbytes / 2**20]))
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
-@pytest.mark.parametrize("instructions", ["ALL", "AVX2"])  # AVX2: no integer products, so floats
-def test_memory_is_that_of_the_documents_and_a_tile(instructions, tmp_path):
-    np.save(tmp_path / "d.npy", np.random.default_rng(0).integers(-127, 128, (200_000, 512)).astype(np.int8))
-    # Freed memory goes back to the system at once, so that only what is in use counts.
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, str(tmp_path / "d.npy")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert not done.returncode, done.stderr
-    before, peak, documents = json.loads(done.stdout)
-    assert peak < before + documents + 75  # MiB; the documents are 98, as floats 391
-
-
 def test_processors_without_integer_products_search_as_exactly():
     """oneDNN's sums overflow on processors without VNNI instructions."""
     script = """
-import numpy as np, torch
+import numpy as np
 from unmask.evaluation.search import int_mm_is_exact, similarity
 x = np.random.default_rng(0).choice([-127, 126, 127], (9, 2560)).astype(np.int8)
 norm = np.linalg.norm(x.astype(float), axis=1)
 expected = (x.astype(np.int64) @ x.T.astype(np.int64)) / norm / norm[:, None]
 np.testing.assert_allclose(similarity(x, x), expected, rtol=2e-7)
-print(int_mm_is_exact(torch.device("cpu")))
+print(int_mm_is_exact())
 """
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
@@ -298,11 +231,8 @@ print(int_mm_is_exact(torch.device("cpu")))
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
-@pytest.mark.parametrize("size", [24, 1000])
-def test_a_gpu_finds_the_same(size, monkeypatch):
-    q_ND, d_MD = codes(5, size, spread=127), codes(999, size, seed=1, spread=127)
-    q_NB, d_MB = packed(5, size), packed(999, size, seed=1)
-    found = [top_k(q_ND, d_MD, 10), top_k(q_NB, d_MB, 10)]
+def test_a_gpu_finds_the_same(monkeypatch):
+    q_ND, d_MD = codes(5, 1000, spread=127), codes(999, 1000, seed=1, spread=127)
+    found = top_k(q_ND, d_MD, 10)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for ours, expected in zip(found, [top_k(q_ND, d_MD, 10), top_k(q_NB, d_MB, 10)], strict=True):
-        same(ours, expected)
+    same(found, top_k(q_ND, d_MD, 10))

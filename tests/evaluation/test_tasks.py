@@ -3,11 +3,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 
 import tiny
 from unmask import Embedder
 from unmask.config import FAMILIES, load_preset
+from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.tasks import (
     Task,
     Vectors,
@@ -16,9 +18,12 @@ from unmask.evaluation.tasks import (
     embed_task,
     evaluate,
     family_means,
+    rerank_task,
     score_task,
 )
 from unmask.models import backbone
+from unmask.models.embedder import INSTRUCTIONS
+from unmask.models.reranker import Reranker, answers
 
 CONFIG = replace(load_preset("smoke").evaluation, max_queries=50, max_documents=50)
 PLAIN = {"docs": "english", "code": "code", "cross": "cross-lingual", "multi": "multilingual"}
@@ -78,16 +83,9 @@ def test_there_is_a_task_for_each_data_set_in_order(tasks):
     assert {task.name for task in tasks if task.contextual} == set(CONTEXTUAL)
 
 
-def test_a_task_joins_the_data_sets_that_name_it():
-    rows = {name: [row | {"task": "both", "group": "english"} for row in pair_rows(name)] for name in PLAIN}
-    joined = SimpleNamespace(
-        datasets=lambda kind, split: list(rows) if kind == "pairs" else [],
-        pairs=lambda split, name: Dataset.from_list(rows[name]),
-    )
-    (task,) = build_tasks(joined, "test", replace(CONFIG, max_queries=500, max_documents=500))
-    assert (task.name, task.family, len(task.queries)) == ("both", "english", 15 * len(PLAIN))
-    with pytest.raises(ValueError, match="holds nothing out for 'test'"):
-        build_tasks(SimpleNamespace(datasets=lambda kind, split: []), "test", CONFIG)
+def test_a_split_without_tasks_says_what_to_do():
+    with pytest.raises(ValueError, match=r"the test split gives no task.* set hold_out in the registry"):
+        build_tasks(SimpleNamespace(datasets=lambda *_: [], pairs=None, documents=None), "test", CONFIG)
 
 
 def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, tasks):
@@ -147,16 +145,6 @@ def test_limits_hold_and_every_query_keeps_its_answer():
             assert max(relevant) < len(task.chunks)
 
 
-@pytest.mark.parametrize("precision", ["float32", "int8", "binary", "ubinary"])
-def test_an_oracle_is_perfect(tasks, precision):
-    for task in tasks:
-        size = -(-len(task.chunks) // 8) * 8
-        # ±1, so that every precision tells them apart: a chunk is itself, a query is all its answers.
-        chunks = np.where(np.eye(len(task.chunks), size) > 0, 1.0, -1.0).astype(np.float32)
-        queries = np.stack([chunks[sorted(r)].max(0) for r in task.relevant])
-        np.testing.assert_allclose(score_task(task, Vectors(queries, chunks), precision), 1.0)
-
-
 def test_fewer_dimensions_are_scored_on_the_prefix():
     task = Task("t", "english", ["q"], [["a"], ["b"]], [{1}])
     vectors = Vectors(
@@ -205,3 +193,60 @@ def test_means_weigh_tasks_not_queries():
     means = family_means(scores, tasks)
     assert means == pytest.approx({"x": 0.5, "y": 0.3, "average": (0.25 + 0.75 + 0.3) / 3})
     assert list(means) == ["x", "y", "average"]
+
+
+# --- reranking
+
+CHUNKS = [f"Number {i}, {'and more ' * (i % 5)}that is all." for i in range(30)]
+NUMBERS = Task(
+    "numbers", "english", [f"Which is number {i}?" for i in range(8)], [[text] for text in CHUNKS],
+    [{i, 29 - i} for i in range(8)],
+)  # fmt: skip
+SCORES_NM = torch.from_numpy(np.random.default_rng(0).integers(0, 6, (8, 30)) / 6)  # with ties
+
+
+def reranker():
+    model = tiny.model(bidirectional=False, head=True)
+    model.config.max_position_embeddings = 1024
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.mul_(5 if parameter.ndim == 2 else 1)
+    return Reranker(model, tiny.tokenizer())
+
+
+def trec_order(scores_M, ids, columns):
+    """trec_eval's: by score, then by id as a string, both descending."""
+    return sorted(columns, key=lambda column: (np.float32(scores_M[column]), ids[column]), reverse=True)
+
+
+@pytest.mark.parametrize("candidates", [10, 100])
+@pytest.mark.parametrize("ids", [None, [f"{(7 * i) % 30:02}" for i in range(30)]])
+def test_the_best_are_reordered_by_the_reranker_and_the_others_stay(candidates, ids):
+    one, task = reranker(), replace(NUMBERS, chunk_ids=ids)
+    before_N, after_N = rerank_task(
+        one, task, SCORES_NM, candidates=candidates, max_queries=5, query_length=4, document_length=6
+    )
+    names = ids or [str(i) for i in range(30)]
+    for query in range(5):
+        order = trec_order(SCORES_NM[query], names, range(30))
+        best, rest = order[:candidates], order[candidates:]
+        odds = one.log_odds(
+            task.queries[query], [CHUNKS[i] for i in best],
+            instruction=INSTRUCTIONS["english"], query_length=4, document_length=6,
+        )  # fmt: skip
+        reordered = trec_order(dict(zip(best, odds)), names, best)
+        for ranking, found in ((best + rest, before_N), (reordered + rest, after_N)):
+            place_1M = -np.argsort(ranking)[None].astype(float)
+            expected = retrieval_metrics(place_1M, [task.relevant[query]])["ndcg@10"]
+            assert found[query] == pytest.approx(expected)
+    assert len(before_N) == len(after_N) == 5
+    assert (before_N != after_N).any()
+
+
+def test_equal_answers_are_ordered_as_trec_eval_orders_them():
+    one = reranker()
+    with torch.no_grad():
+        one.model.get_input_embeddings().weight[list(answers(one.tokenizer.backend_tokenizer))] = 0
+    _, after_N = rerank_task(one, NUMBERS, SCORES_NM, candidates=30, max_queries=8)
+    expected = retrieval_metrics(np.zeros((8, 30)), NUMBERS.relevant, per_query=True)["ndcg@10"]
+    np.testing.assert_array_equal(after_N, expected)

@@ -1,10 +1,25 @@
-"""The objectives as float64 double loops, straight from the formulas: slow, and hard to get wrong."""
+"""The objectives as float64 double loops, straight from the formulas: slow, and hard to get wrong.
+
+`negatives[i][j]` False: document j, its chunks, and the queries about it are no negatives of query i, unless
+it is that of query i.
+"""
 
 import math
+from statistics import fmean
 
 
 def cosine(a, b) -> float:
     return sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+
+
+def nats(positive, others, temperature, margin=math.inf) -> float:
+    """−log e^{positive/τ} / (e^{positive/τ} + Σ e^{other/τ}) over the others within the margin."""
+    kept = [s for s in others if s <= positive + margin]
+    return math.log(sum(math.exp((s - positive) / temperature) for s in [positive, *kept]))
+
+
+def _may(negatives, query, document, own) -> bool:
+    return negatives is None or document == own or negatives[query][document]
 
 
 def pair(q, d, temperature, margin, negatives=None) -> float:
@@ -12,135 +27,93 @@ def pair(q, d, temperature, margin, negatives=None) -> float:
 
 
 def global_(q, documents, document, temperature, margin, negatives=None) -> float:
-    """Sums over distinct documents; `pair` is the case of one query per document. `negatives[i][j]` False: no
-    term for document j and the queries about it, unless it is that of query i."""
-    total = 0.0
+    """Sums over distinct documents; `pair` is the case of one query per document."""
+    terms = []
     for i, own in enumerate(document):
-        positive = cosine(q[i], documents[own])
-        denominator = math.exp(positive / temperature)
-        for j in range(len(documents)):
-            similarity = cosine(q[i], documents[j])
-            if j != own and _may(negatives, i, j, own) and similarity <= positive + margin:
-                denominator += math.exp(similarity / temperature)
-        for j in range(len(q)):
-            similarity = cosine(q[i], q[j])
-            if j != i and _may(negatives, i, document[j], own) and similarity <= positive + margin:
-                denominator += math.exp(similarity / temperature)
-        total -= math.log(math.exp(positive / temperature) / denominator)
-    return total / len(q)
-
-
-def _may(negatives, query, document, own) -> bool:
-    return negatives is None or document == own or negatives[query][document]
+        others = [x for j, x in enumerate(documents) if j != own and _may(negatives, i, j, own)]
+        others += [x for j, x in enumerate(q) if j != i and _may(negatives, i, document[j], own)]
+        scores = [cosine(q[i], other) for other in others]
+        terms.append(nats(cosine(q[i], documents[own]), scores, temperature, margin))
+    return fmean(terms)
 
 
 def global_of_the_paper(q, d, hashes, temperature, margin) -> float:
     """As printed: one (possibly repeated) document per query, and the matrix M^dup."""
-    total = 0.0
+    terms = []
     for i in range(len(q)):
-        positive = cosine(q[i], d[i])
-        denominator = 0.0
-        for j in range(len(q)):
-            duplicate = hashes[i] == hashes[j] and i != j
-            if not duplicate and cosine(q[i], d[j]) <= positive + margin:
-                denominator += math.exp(cosine(q[i], d[j]) / temperature)
-            if j != i and cosine(q[i], q[j]) <= positive + margin:
-                denominator += math.exp(cosine(q[i], q[j]) / temperature)
-        total -= math.log(math.exp(positive / temperature) / denominator)
-    return total / len(q)
+        others = [d[j] for j in range(len(q)) if hashes[i] != hashes[j]] + q[:i] + q[i + 1 :]
+        scores = [cosine(q[i], other) for other in others]
+        terms.append(nats(cosine(q[i], d[i]), scores, temperature, margin))
+    return fmean(terms)
+
+
+def chunk_terms(q, chunks, document, gold, mask, negatives=None):
+    """For each query its document, and the similarities with its gold chunk, with the other chunks of its
+    document, and with those of other documents."""
+    for i, own in enumerate(document):
+        within, across = [], []
+        for j, row in enumerate(chunks):
+            for k, chunk in enumerate(row):
+                if mask[j][k] and _may(negatives, i, j, own) and (j, k) != (own, gold[i]):
+                    (within if j == own else across).append(cosine(q[i], chunk))
+        yield own, cosine(q[i], chunks[own][gold[i]]), within, across
 
 
 def sequence(q, chunks, document, gold, temperature, mask) -> float:
-    total = 0.0
-    for i in range(len(q)):
-        own = chunks[document[i]]
-        denominator = sum(
-            math.exp(cosine(q[i], own[k]) / temperature) for k in range(len(own)) if mask[document[i]][k]
-        )
-        total -= math.log(math.exp(cosine(q[i], own[gold[i]]) / temperature) / denominator)
-    return total / len(q)
+    terms = chunk_terms(q, chunks, document, gold, mask)
+    return fmean(nats(positive, within, temperature) for _, positive, within, _ in terms)
 
 
 def batch(q, chunks, document, gold, temperature, mask, negatives=None) -> float:
-    total = 0.0
-    for i in range(len(q)):
-        denominator = 0.0
-        for j in range(len(chunks)):
-            for k in range(len(chunks[j])):
-                if mask[j][k] and _may(negatives, i, j, document[i]):
-                    denominator += math.exp(cosine(q[i], chunks[j][k]) / temperature)
-        positive = cosine(q[i], chunks[document[i]][gold[i]])
-        total -= math.log(math.exp(positive / temperature) / denominator)
-    return total / len(q)
+    terms = chunk_terms(q, chunks, document, gold, mask, negatives)
+    return fmean(nats(positive, within + across, temperature) for _, positive, within, across in terms)
 
 
 def insent(q, chunks, document, gold, lam, temperature, mask, negatives=None) -> float:
     """The mean over the queries of each document, then over the documents that have some."""
     of_document = {}
-    for i, own in enumerate(document):
-        positive = math.exp(cosine(q[i], chunks[own][gold[i]]) / temperature)
-        within, across = 0.0, positive
-        for j in range(len(chunks)):
-            for k in range(len(chunks[j])):
-                if mask[j][k] and _may(negatives, i, j, own):
-                    score = math.exp(cosine(q[i], chunks[j][k]) / temperature)
-                    within += score if j == own else 0
-                    across += score if j != own else 0
-        nats = -lam * math.log(positive / within) - (1 - lam) * math.log(positive / across)
-        of_document.setdefault(own, []).append(nats)
-    return sum(sum(values) / len(values) for values in of_document.values()) / len(of_document)
+    for own, positive, within, across in chunk_terms(q, chunks, document, gold, mask, negatives):
+        parts = nats(positive, within, temperature), nats(positive, across, temperature)
+        of_document.setdefault(own, []).append(lam * parts[0] + (1 - lam) * parts[1])
+    return fmean(map(fmean, of_document.values()))
 
 
 def triplet(q, d, hard, temperature, negatives=None) -> float:
-    total = 0.0
+    terms = []
     for i in range(len(q)):
-        denominator = 0.0
-        for j in range(len(q)):
-            if _may(negatives, i, j, i):
-                denominator += math.exp(cosine(q[i], d[j]) / temperature)
-            for negative in hard[j]:
-                denominator += math.exp(cosine(q[i], negative) / temperature)
-        total -= math.log(math.exp(cosine(q[i], d[i]) / temperature) / denominator)
-    return total / len(q)
+        others = [d[j] for j in range(len(q)) if j != i and _may(negatives, i, j, i)]
+        others += [negative for row in hard for negative in row]
+        terms.append(nats(cosine(q[i], d[i]), [cosine(q[i], other) for other in others], temperature))
+    return fmean(terms)
 
 
 def qwen3(q, d, hard, temperature, margin, document, hard_document) -> float:
     """`document` and `hard_document` are texts, of which equal ones are the same thing."""
-    total = 0.0
+    terms = []
     for i in range(len(q)):
-        positive = cosine(q[i], d[i])
-        scores = []
-        for negative, text in zip(hard[i], hard_document[i], strict=True):
-            if text != document[i]:
-                scores.append(cosine(q[i], negative))
+        scores = [cosine(q[i], x) for x, text in zip(hard[i], hard_document[i]) if text != document[i]]
         for j in range(len(q)):
             if j != i and document[j] != document[i]:
                 scores += [cosine(q[i], q[j]), cosine(d[i], d[j]), cosine(q[i], d[j])]
-        denominator = math.exp(positive / temperature)
-        for score in scores:
-            if score <= positive + margin:
-                denominator += math.exp(score / temperature)
-        total -= math.log(math.exp(positive / temperature) / denominator)
-    return total / len(q)
+        terms.append(nats(cosine(q[i], d[i]), scores, temperature, margin))
+    return fmean(terms)
+
+
+def _cross_entropy(hidden, unembedding, target) -> float:
+    logits = [sum(x * w for x, w in zip(hidden, row)) for row in unembedding]
+    return math.log(sum(math.exp(logit) for logit in logits)) - logits[target]
 
 
 def diffusion(hidden, unembedding, tokens, masked, t, valid) -> float:
     total, positions = 0.0, 0
     for b in range(len(tokens)):
         for place in range(1, len(tokens[b])):
-            if not (valid[b][place] and valid[b][place - 1]):
-                continue
-            positions += 1
-            if masked[b][place]:
-                logits = [sum(x * w for x, w in zip(hidden[b][place - 1], row)) for row in unembedding]
-                log_partition = math.log(sum(math.exp(logit) for logit in logits))
-                total += (log_partition - logits[tokens[b][place]]) / t[b]
+            if valid[b][place] and valid[b][place - 1]:
+                positions += 1
+                if masked[b][place]:
+                    total += _cross_entropy(hidden[b][place - 1], unembedding, tokens[b][place]) / t[b]
     return total / positions
 
 
 def answer(hidden, unembedding, last, answers) -> float:
-    total = 0.0
-    for b, place in enumerate(last):
-        logits = [sum(x * w for x, w in zip(hidden[b][place], row)) for row in unembedding]
-        total += math.log(sum(math.exp(logit) for logit in logits)) - logits[answers[b]]
-    return total / len(last)
+    return fmean(_cross_entropy(hidden[b][place], unembedding, answers[b]) for b, place in enumerate(last))

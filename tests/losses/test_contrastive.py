@@ -12,7 +12,6 @@ from sentence_transformers.sentence_transformer.losses import (
 
 from unmask.losses import contrastive, pair_loss, qwen3_loss, triplet_loss
 from unmask.losses.contrastive import cosine
-from unmask.models.quantize import int8
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -56,14 +55,6 @@ def test_the_losses_are_the_formulas(monkeypatch, shape, temperature, margin, ti
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
-def test_without_numbers_all_documents_of_qwen3_differ():
-    inputs = batch(7, 2, 4, 5)
-    numbers = range(7), torch.arange(7, 21).reshape(7, 2).tolist()
-    expected = naive_losses.qwen3(*(x.tolist() for x in inputs), 0.02, 0.1, *numbers)
-    assert qwen3_loss(*inputs).item() == pytest.approx(expected, rel=1e-10)
-    assert qwen3_loss(*inputs[:2]) == qwen3_loss(*inputs[:2], inputs[2][:, :0])
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_what_is_known_to_be_no_negative_is_left_out(share, diagonal):
@@ -77,14 +68,6 @@ def test_what_is_known_to_be_no_negative_is_left_out(share, diagonal):
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
     found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=0.05, negatives_NN=negatives_NN)
     assert found.item() == pytest.approx(naive_losses.triplet(q, d, hard, 0.05, negatives), rel=1e-10)
-
-
-def test_a_query_without_any_negative_has_no_loss_and_a_finite_gradient():
-    q_ND, d_ND = (x.requires_grad_() for x in batch(4, 0, 3, 2)[:2])
-    loss = pair_loss(q_ND, d_ND, negatives_NN=torch.zeros(4, 4, dtype=torch.bool))
-    loss.backward()
-    assert loss.item() == pytest.approx(0, abs=1e-9)
-    assert torch.isfinite(q_ND.grad).all() and d_ND.grad.abs().max() < 1e-9
 
 
 def peer_loss(loss_class, **options):
@@ -121,23 +104,6 @@ def test_without_masks_they_equal_sentence_transformers(name):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
 
 
-def test_what_qwen3_masks_gets_no_gradient():
-    q, d, hard = (x.requires_grad_() for x in batch(4, 2, 3, 10))
-    hard_document_NK = torch.tensor([[0, 9], [9, 9], [9, 2], [9, 9]])
-    numbers = {"document_N": torch.arange(4), "hard_document_NK": hard_document_NK}
-    (gradient,) = torch.autograd.grad(qwen3_loss(q, d, hard, margin=math.inf, **numbers), hard)
-    assert (gradient.norm(dim=-1) == 0).equal(hard_document_NK != 9)
-
-
-def test_tiles_keep_no_similarities_for_the_backward_pass(monkeypatch):
-    monkeypatch.setattr(contrastive, "TILE_SCORES", 2 * 64 * 8)
-    q, d = (x.requires_grad_() for x in batch(64, 0, 4, 37)[:2])
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
-        pair_loss(q, d)
-    assert max(sizes, default=0) <= q.numel()
-
-
 def test_a_zero_embedding_is_like_nothing_and_gets_no_gradient():
     q_ND, d_ND, _ = batch(4, 0, 3, 24)
     d_ND[2] = 0
@@ -148,24 +114,6 @@ def test_a_zero_embedding_is_like_nothing_and_gets_no_gradient():
     assert cosine(d_ND, q_ND)[2].eq(0).all()
 
 
-def test_gradient_passes_through_the_quantiser():
-    q_ND, d_ND = (x.requires_grad_() for x in batch(4, 0, 6, 25)[:2])
-    loss = pair_loss(int8(q_ND), int8(d_ND), temperature=0.2)
-    through = torch.autograd.grad(loss, q_ND)[0]
-    codes_q = int8(q_ND).detach().requires_grad_()
-    at_codes = torch.autograd.grad(pair_loss(codes_q, int8(d_ND).detach(), temperature=0.2), codes_q)[0]
-    torch.testing.assert_close(through, at_codes * 127 * (1 - torch.tanh(q_ND.detach()) ** 2))
-
-
-def test_golden_values():
-    """Frozen on first writing: a refactoring must not change them."""
-    q_ND, d_ND = torch.arange(12.0).reshape(4, 3).sin(), torch.arange(12.0).reshape(4, 3).cos()
-    hard_NKD = torch.arange(24.0).reshape(4, 2, 3).sin().flip(0)
-    assert pair_loss(q_ND, d_ND).item() == pytest.approx(1.384914, rel=1e-5)
-    assert triplet_loss(q_ND, d_ND, hard_NKD).item() == pytest.approx(31.889668, rel=1e-5)
-    assert qwen3_loss(q_ND, d_ND, hard_NKD, temperature=0.5).item() == pytest.approx(1.198409, rel=1e-5)
-
-
 TWO = torch.ones(2, 2)
 
 
@@ -173,12 +121,9 @@ TWO = torch.ones(2, 2)
     ("call", "message"),
     [
         (lambda: pair_loss(torch.ones(3, 2), TWO), r"d_ND must have the shape \(3, 2\); got \(2, 2\)"),
-        (lambda: pair_loss(TWO, torch.ones(2, 3)), r"d_ND must have the shape \(2, 2\); got \(2, 3\)"),
         (lambda: pair_loss(TWO[:1], TWO[:1]), "at least two pairs"),
-        (lambda: triplet_loss(TWO[:0], TWO[:0], torch.ones(0, 1, 2)), "at least one query"),
         (lambda: pair_loss(TWO, TWO, temperature=0), "temperature must be above 0"),
         (lambda: pair_loss(TWO, TWO, margin=-0.1), "margin must be 0 or more"),
-        (lambda: pair_loss(TWO, TWO, queries=slice(0, 2, 2)), "queries must be a slice without a step"),
         (lambda: triplet_loss(TWO, TWO, torch.ones(3, 1, 2)), r"hard_NKD must have the shape \(2, K, 2\)"),
         (lambda: qwen3_loss(TWO, TWO, hard_document_NK=torch.ones(2, 0)), "need those of documents"),
     ],

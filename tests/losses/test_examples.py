@@ -7,13 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "losses.contextual",
-        "losses.contrastive",
-        "losses.matryoshka",
-        "losses.pretraining",
-    ],
+    "name", ["losses.contextual", "losses.contrastive", "losses.matryoshka", "losses.pretraining"]
 )
 def test_docstring_examples(name):
     result = doctest.testmod(import_module(f"unmask.{name}"))

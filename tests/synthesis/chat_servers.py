@@ -20,26 +20,19 @@ import numpy as np
 from unmask.config import SynthesisConfig
 from unmask.synthesis.ask import Synthesis, synthesize_pairs
 
-# What a fault does in place of a right answer; see Handler.do_POST.
-FAULTS = ("half", "cut", "429", "500", "hang")
-
 
 class ChatServer:
     """A server in a thread.
 
     Args:
-        fault: (prompt, how often it has come before) → name of a fault, a status as a string, or None.
+        fault: (prompt, how often it has come before) → "half", "hang", a status as a string, or None.
         write: prompt → the message's content; by default what a good model would write.
         delay: seconds that an answer takes.
-        structured: False refuses `response_format` with status 400.
-        key: what the Authorization header must hold, if anything.
 
     Attributes:
-        prompts: how often each prompt has come.
-        answered: how many whole answers were sent.
-        times: when each prompt came (monotonic).
-        most: largest number of requests under way.
-        bodies: what was posted.
+        prompts: how often each prompt has come; answered: how many whole answers were sent.
+        keys: what came as authorization; bodies: what was posted.
+        current, most: number of requests under way, and the largest so far.
     """
 
     def __init__(
@@ -48,27 +41,16 @@ class ChatServer:
         write: Callable[[str], str] | None = None,
         *,
         delay: float = 0.0,
-        structured: bool = True,
-        key: str = "",
-        port: int = 0,
     ):
-        self.fault, self.write, self.delay, self.structured = fault, write or good, delay, structured
-        self.key = key
+        self.fault, self.write, self.delay = fault, write or good, delay
         self.prompts: Counter[str] = Counter()
-        self.times: dict[str, list[float]] = {}
+        self.keys: set[str] = set()
         self.bodies: list[dict] = []
         self.answered = self.most = self.current = 0
         self.lock, self.closing = threading.Lock(), threading.Event()
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), type("H", (Handler,), {"owner": self}))
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("H", (Handler,), {"owner": self}))
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
-
-    @property
-    def port(self) -> int:
-        return self.http.server_address[1]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> ChatServer:
         self.thread.start()
@@ -92,66 +74,44 @@ class Handler(BaseHTTPRequestHandler):
         with owner.lock:
             before = owner.prompts[prompt]
             owner.prompts[prompt] += 1
-            owner.times.setdefault(prompt, []).append(time.monotonic())
+            owner.keys.add(self.headers["Authorization"])
             owner.bodies.append(body)
             owner.current += 1
             owner.most = max(owner.most, owner.current)
         try:
             with suppress(BrokenPipeError, ConnectionResetError):
-                self.reply(owner, body, prompt, before)
+                self.reply(prompt, before)
         finally:
             with owner.lock:
                 owner.current -= 1
 
-    def reply(self, owner: ChatServer, body: dict, prompt: str, before: int) -> None:
-        authorization = self.headers.get("Authorization", "")
-        if owner.key and authorization != f"Bearer {owner.key}":
-            return self.send(401, {"error": {"message": f"no such key: {authorization}"}})
-        if self.path != "/v1/chat/completions":
-            return self.send(404, {"error": {"message": "no such path"}})
-        if not owner.structured and "response_format" in body:
-            return self.send(400, {"error": {"message": "unknown parameter"}})
+    def reply(self, prompt: str, before: int) -> None:
+        owner, fault = self.owner, self.owner.fault(prompt, before)
         time.sleep(owner.delay)
-        fault = owner.fault(prompt, before)
         if fault == "hang":
             owner.closing.wait(30)
             self.close_connection = True
-            return None
-        if fault in ("429", "503"):
-            return self.send(int(fault), {"error": {"message": "busy"}}, {"Retry-After": "0.3"})
-        if fault is not None and fault.isdigit():
-            return self.send(int(fault), {"error": {"message": f"fault for {authorization}"}})
-        whole = json.dumps(
-            {
-                "object": "chat.completion",
-                "choices": [
-                    {
-                        "index": 0,
-                        "finish_reason": "stop",
-                        "message": {"role": "assistant", "content": owner.write(prompt)},
-                    }
-                ],
-                "usage": {"prompt_tokens": len(prompt.split()), "completion_tokens": 7},
-            }
-        ).encode()
-        if fault == "half":  # promises more than it sends, then hangs up
-            return self.send(200, whole[: len(whole) // 2], {"Content-Length": str(len(whole))})
-        if fault == "cut":  # hangs up before the status line
-            self.close_connection = True
-            return None
-        self.send(200, whole)
-        with owner.lock:
-            owner.answered += 1
+        elif fault and fault.isdigit():
+            self.send(int(fault), {"error": {"message": f"no such key: {self.headers['Authorization']}"}})
+        elif self.path != "/v1/chat/completions":
+            self.send(404, {"error": {"message": "no such path"}})
+        else:
+            message = {"role": "assistant", "content": owner.write(prompt)}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": 7}
+            self.send(200, {"choices": [choice], "usage": usage}, missing=9 if fault == "half" else 0)
+            with owner.lock:
+                owner.answered += not fault
 
-    def send(self, status: int, body: dict | bytes, headers: dict | None = None) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(data))} | (headers or {})
-        self.close_connection |= int(headers["Content-Length"]) != len(data)
+    def send(self, status: int, body: dict, missing: int = 0) -> None:
+        """Answers; of the body so many bytes are missing, and then the connection is gone."""
+        data = json.dumps(body).encode()
+        self.close_connection |= missing > 0
         self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(data[: len(data) - missing])
 
     def log_message(self, *_: object) -> None:
         """Says nothing."""
@@ -199,28 +159,21 @@ class Words:
 
 
 def config(server: ChatServer | str, **changes: Any) -> SynthesisConfig:
-    return SynthesisConfig(
-        **{
-            "endpoint": server if isinstance(server, str) else server.url,
-            "model": "test",
-            "api_key_env": "UNMASK_TEST_KEY",
-            "passages": 24,
-            "documents": 5,
-            "queries_per_document": 3,
-            "personas": 5,
-            "concurrency": 4,
-            "timeout": 20.0,
-            "retries": 2,
-            "temperature": 0.7,
-            "max_tokens": 100,
-            "min_similarity": 0.1,
-            "languages": ("English",),
-            "price_in": 1.0,
-            "price_out": 2.0,
-            "seed": 0,
-        }
-        | changes
-    )
+    settings = {
+        "endpoint": server if isinstance(server, str) else server.url,
+        "model": "test",
+        "api_key_env": "UNMASK_TEST_KEY",
+        "passages": 24,
+        "documents": 5,
+        "queries_per_document": 3,
+        "concurrency": 4,
+        "timeout": 20.0,
+        "retries": 2,
+        "min_similarity": 0.1,
+        "price_in": 1.0,
+        "price_out": 2.0,
+    }
+    return SynthesisConfig(**settings | changes)
 
 
 def many_pairs(url: str, folder: Path) -> Synthesis:

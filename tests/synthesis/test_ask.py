@@ -1,18 +1,12 @@
-"""Queries by a language model, over the wire: real HTTP, faults of every kind, kills, and a real model's
-garbage."""
+"""Queries by a language model, over the wire: real HTTP, faults of every kind, kills."""
 
 import json
 import multiprocessing
 import os
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-import urllib.request
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 
 import openai
@@ -20,23 +14,9 @@ import pytest
 from chat_servers import ChatServer, Words, config, good, many_pairs, passage, passage_of
 
 import tiny
-from unmask import Embedder
-from unmask.models import backbone
-from unmask.synthesis import prompts
-from unmask.synthesis.ask import EndpointError, synthesize_documents, synthesize_pairs
-from unmask.synthesis.prompts import (
-    Answer,
-    Invalid,
-    Task,
-    estimate,
-    personas,
-    plan_documents,
-    plan_pairs,
-    query_from,
-    sample,
-    scripts_of,
-    words,
-)
+from unmask.synthesis import prompts, synthesize_documents, synthesize_pairs
+from unmask.synthesis.ask import EndpointError
+from unmask.synthesis.prompts import Task, estimate, flaw, plan_documents, plan_pairs, sample
 
 PASSAGES = [passage(number) for number in range(24)]
 DOCUMENTS = [[passage(100 * d + c) for c in range(6)] for d in range(5)]
@@ -48,7 +28,7 @@ def _short_pauses(monkeypatch):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines() if line]
 
 
 def test_pairs_from_passages(tmp_path):
@@ -59,28 +39,21 @@ def test_pairs_from_passages(tmp_path):
     assert rows == result.rows
     assert {row["document"] for row in rows} == set(PASSAGES)
     assert len({row["id"] for row in rows}) == len(rows)
-    assert all(row["persona"] in personas() and row["similarity"] >= 0.1 for row in rows)
+    assert all(row["persona"] in prompts.personas() and row["similarity"] >= 0.1 for row in rows)
     assert rows[0].keys() == {
         "id", "query", "document", "language", "persona", "type", "difficulty", "similarity",
     }  # fmt: skip
-    assert len(result.similarities) == len(rows) and result.structured
+    assert len(result.similarities) == len(rows)
     assert server.answered == result.traffic["answered"] == 2 * len(PASSAGES)
     assert result.traffic["answer tokens"] == 7 * 2 * len(PASSAGES)
     assert 1 < server.most <= 4  # at a time
+    again = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)  # which is gone
+    assert again.rows == rows and again.traffic == {"resumed": 2 * len(PASSAGES)}
     schemas = [body["response_format"]["json_schema"]["schema"] for body in server.bodies]
     assert Counter(frozenset(schema["properties"]) for schema in schemas) == {
         frozenset({"character", "type", "difficulty"}): len(PASSAGES),
         frozenset({"query"}): len(PASSAGES),
     }
-
-
-def test_a_finished_synthesis_needs_no_server(tmp_path):
-    with ChatServer() as server:
-        settings = config(server)
-        first = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
-    again = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
-    assert again.rows == first.rows and again.traffic == {"resumed": 2 * len(PASSAGES)}
-    assert again.structured is None
 
 
 def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
@@ -101,15 +74,13 @@ def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
             assert all(chunk not in p for chunk in row["chunks"][gold + 3 :] for p in prompts)
 
 
-@pytest.mark.parametrize("fault", ["half", "cut", "500", "429", "503", "hang"])
+@pytest.mark.parametrize("fault", ["half", "500", "429", "hang"])
 def test_what_fails_once_is_tried_again(tmp_path, fault):
     with ChatServer(lambda prompt, before: fault if before == 0 else None) as server:
         settings = config(server, passages=3, timeout=0.5 if fault == "hang" else 20.0)
         result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
     assert result.outcomes == {"kept": 3}
     assert set(server.prompts.values()) == {2}
-    if fault in ("429", "503"):  # came with Retry-After: 0.3
-        assert all(second - first >= 0.3 for first, second in server.times.values())
 
 
 def test_a_request_without_answer_is_counted_and_asked_again_next_time(tmp_path):
@@ -118,7 +89,10 @@ def test_a_request_without_answer_is_counted_and_asked_again_next_time(tmp_path)
     with ChatServer(faulty) as server:
         settings = config(server)
         result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
-        assert result.outcomes == {"kept": len(PASSAGES) - len(lost), "failed: HTTP 500": len(lost)}
+        assert result.outcomes == {
+            "kept": len(PASSAGES) - len(lost),
+            "failed: InternalServerError": len(lost),
+        }
         assert Counter(server.prompts.values()) == {1: 2 * (len(PASSAGES) - len(lost)), 3: len(lost)}
         server.fault, server.prompts = (lambda prompt, before: None), Counter()
         again = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
@@ -128,13 +102,9 @@ def test_a_request_without_answer_is_counted_and_asked_again_next_time(tmp_path)
 
 
 BAD = {
-    "not JSON": "I would rather not.",
-    "empty answer": "",
     "not by the schema": '{"question": "Why?"}',
-    "other language": '{"query": "Где живёт выдра у реки?"}',
+    "no words, or another language": '{"query": "Где живёт выдра у реки?"}',
     "too long": json.dumps({"query": "why " * 200}),
-    "no words": '{"query": " ?! "}',
-    "broken characters": '{"query": "Why is \\u0000 here?"}',
 }
 
 
@@ -152,19 +122,12 @@ def test_answers_that_will_not_do_are_counted_by_reason(tmp_path, monkeypatch):
     with ChatServer(write=write) as server:
         result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
         assert result.outcomes == {"kept": len(PASSAGES) - len(reasons)} | {
-            f"invalid query: {reason}": 1 for reason in reasons
+            f"invalid: {reason}": 1 for reason in reasons
         }
         server.write = lambda prompt: '{"character": 77, "type": "knowledge", "difficulty": "school"}'
         other = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
-    assert other.outcomes == {"invalid choice: not by the schema": len(PASSAGES)}
+    assert other.outcomes == {"invalid: not by the schema": len(PASSAGES)}
     assert other.path.read_text() == ""
-
-
-def test_json_in_a_fence_after_thoughts_will_do(tmp_path):
-    write = lambda prompt: f"<think>{{hm}}</think>Here it is:\n```json\n{good(prompt)}\n```"  # noqa: E731
-    with ChatServer(write=write) as server:
-        result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
-    assert result.outcomes == {"kept": len(PASSAGES)}
 
 
 def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):
@@ -184,33 +147,20 @@ def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):
     assert len(result.similarities) == 18 and (result.similarities < 0.1).sum() == 1
 
 
-def test_an_endpoint_without_json_schema_is_prompted_plainly(tmp_path):
-    with ChatServer(structured=False) as server, pytest.warns(UserWarning, match="no JSON schema"):
-        result = synthesize_pairs(PASSAGES, Words(), config(server, concurrency=1), tmp_path)
-    assert result.outcomes == {"kept": len(PASSAGES)}
-    assert result.structured is False
-    assert sum("response_format" in body for body in server.bodies) == 1
-
-
-def test_an_endpoint_that_is_gone_ends_the_run(tmp_path):
+def test_an_endpoint_that_is_gone_or_refuses_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_TEST_KEY", "secret-42")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     with pytest.raises(EndpointError, match="the same call goes on from there"):
         synthesize_pairs(PASSAGES[:4], Words(), config(url, retries=0), tmp_path)
-    with ChatServer() as server, pytest.raises(EndpointError, match=r"no such path.*synthesis.endpoint ends"):
+    with ChatServer() as server, pytest.raises(EndpointError, match=r"NotFound.*synthesis.endpoint ends"):
         synthesize_pairs(PASSAGES, Words(), config(server.url.removesuffix("/v1")), tmp_path)
-
-
-def test_a_key_is_sent_and_written_nowhere(tmp_path, monkeypatch):
-    with ChatServer(key="secret-42") as server:
-        monkeypatch.setenv("UNMASK_TEST_KEY", "secret-42")
-        assert synthesize_pairs(PASSAGES, Words(), config(server), tmp_path).outcomes["kept"]
-        assert all(b"secret" not in path.read_bytes() for path in tmp_path.iterdir())
-        monkeypatch.setenv("UNMASK_TEST_KEY", "secret-43")
-        with pytest.raises(EndpointError, match=r"401.*UNMASK_TEST_KEY") as error:
-            synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
-    assert "secret" not in str(error.value)
+    refusing = ChatServer(lambda prompt, before: "401")  # which echoes the key
+    with refusing as server, pytest.raises(EndpointError, match=r"Authentication.*_TEST_KEY") as error:
+        synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
+    assert server.keys == {"Bearer secret-42"} and "secret" not in str(error.value)
+    assert all(b"secret" not in path.read_bytes() for path in tmp_path.iterdir())
 
 
 def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
@@ -226,10 +176,10 @@ def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
         while server.current:
             time.sleep(0.01)
         journal = tmp_path / "pairs.journal"
-        kept = journal.read_bytes().count(b"\n")
+        kept = len(lines(journal))
         assert 20 - 4 <= kept < 120
         with journal.open("a") as file:
-            file.write('["cut by a ki')
+            file.write('\n["cut by a ki')
         before, server.delay = server.prompts.total(), 0.0
         result = many_pairs(server.url, tmp_path)
         assert result.outcomes == {"kept": 60}
@@ -237,34 +187,17 @@ def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
         assert server.prompts.total() - before == 120 - kept
         whole = many_pairs(server.url, tmp_path / "whole")
     assert whole.path.read_bytes() == result.path.read_bytes()
-    answers = [line for line in journal.read_bytes().splitlines() if line.endswith(b"}]")]
+    answers = [line for line in journal.read_text().splitlines() if line.endswith("}]")]
     assert len({json.loads(line)[0] for line in answers}) == len(answers) == 120
-
-
-def test_an_interrupted_cell_stops_at_once_and_loses_nothing(tmp_path):
-    with ChatServer(delay=0.05) as server:
-
-        def interrupt():
-            while server.answered < 10:
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            many_pairs(server.url, tmp_path)
-        assert 10 - 4 <= len(lines(tmp_path / "pairs.journal")) < 60  # two requests each were under way
-        server.delay = 0.0
-        assert many_pairs(server.url, tmp_path).outcomes == {"kept": 60}
-    assert server.prompts.total() == 120
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"endpoint": ""}, "synthesis.endpoint is empty"),
-        ({"model": ""}, "synthesis.model is empty"),
-        ({"endpoint": "localhost:8000/v1"}, "must begin with http"),
-        ({"languages": ("Germn",)}, "unknown language 'Germn'; did you mean 'German'"),
+        ({"endpoint": ""}, "synthesis.endpoint is ''"),
+        ({"model": ""}, "synthesis.model ''"),
+        ({"endpoint": "localhost:8000/v1"}, "for instance --set synthesis.endpoint=http"),
+        ({"languages": ("Germn",)}, "unknown language 'Germn'"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(tmp_path, changes, message):
@@ -322,67 +255,5 @@ def test_the_estimate_is_what_is_then_sent(tmp_path):
 )
 def test_languages_are_told_by_their_scripts(language, right, wrong):
     task = Task("x", PASSAGES[0], language, 10, ("A pilot",))
-    answer = lambda query: Answer(json.dumps({"query": query}), "stop", 0, 0)  # noqa: E731
-    assert query_from(answer(f" {right}\n"), task) == right
-    with pytest.raises(Invalid, match="other language"):
-        query_from(answer(wrong), task)
-    assert scripts_of(language).match(right)
-
-
-def test_words_are_counted_where_none_are_written_apart():
-    assert words("how do rivers freeze") == 4
-    assert words("河流如何结冰") == 2
-    assert words("GPU 冰川 test 冰") == 3
-
-
-@contextmanager
-def transformers_serve(folder):
-    """The server of transformers, with a model that lies on disk."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--device", "cpu",
-        "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
-    with (folder / "serve.log").open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        end = time.monotonic() + 120
-        while True:
-            assert server.poll() is None and time.monotonic() < end, (folder / "serve.log").read_text()
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.kill()
-        server.wait()
-
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-@pytest.mark.slow
-def test_the_garbage_of_a_real_model_is_counted_as_invalid(tmp_path):
-    model, tokenizer = tiny.model(bidirectional=False, head=True), tiny.tokenizer()
-    folder = backbone.save(model, tokenizer, tmp_path / "model")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    embedder = Embedder(tiny.model(), tokenizer, device="cpu")
-    with transformers_serve(folder) as url:
-        changes = {"model": str(folder), "passages": 3, "documents": 2, "max_tokens": 12, "timeout": 60.0}
-        wanted = replace(config(url), **changes)
-        pairs = synthesize_pairs(PASSAGES, embedder, wanted, tmp_path)
-        documents = synthesize_documents(DOCUMENTS, embedder, wanted, tmp_path)
-        again = synthesize_pairs(PASSAGES, embedder, wanted, tmp_path)
-    for result, count in ((pairs, 3), (documents, 6)):
-        assert sum(result.outcomes.values()) == count
-        assert all(outcome.startswith("invalid choice: ") for outcome in result.outcomes), result.outcomes
-        assert result.traffic["answered"] == count and result.traffic["answer tokens"] > 0
-    assert again.outcomes == pairs.outcomes and again.traffic == {"resumed": 3}
+    assert flaw(right, task) == "" and flaw("GPU 2: " + right, task) == ""
+    assert flaw(wrong, task) == flaw(" ?! ", task) == "invalid: no words, or another language"

@@ -7,29 +7,12 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 import tiny_corpus
-from unmask.config import load_preset, resolved
 from unmask.losses import answer_loss
 from unmask.models import backbone
-from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 from unmask.training.distributed import ALONE
-from unmask.training.loop import run_job
-from unmask.training.stages import Job
-
-
-def test_a_batch_is_each_query_with_its_document_and_its_negatives():
-    settings = tiny_stages.config("reranker")
-    stage, pairs = tiny_stages.stage("reranker", settings), tiny_stages.pairs(12, negatives=2)
-    batch = stage.batch(1)
-    rows = stage.samples(1)["rows"]
-    yes, no = tiny_stages.ANSWERS
-    expected = [
-        [*pairs.queries[row], *document]
-        for row in rows
-        for document in (pairs.documents[row], *pairs.negatives[row])
-    ]
-    assert [prompt.tolist() for prompt in batch.prompts] == [list(map(int, prompt)) for prompt in expected]
-    assert batch.answer_B.tolist() == [yes, no, no] * len(rows)
+from unmask.training.loop import run_job, stage_of
 
 
 def test_a_step_is_the_mean_over_prompts_that_are_read_alone():
@@ -45,7 +28,6 @@ def test_a_step_is_the_mean_over_prompts_that_are_read_alone():
     model.zero_grad()
     row = stage.backward(stage.module(model), batch, 0, ALONE)
     assert row["loss"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    assert row["tokens"] == sum(map(len, batch.prompts)) and row["prompts"] == len(batch.prompts)
     for name, gradient in tiny.gradients(model).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
 
@@ -58,18 +40,8 @@ def job(tmp_path, monkeypatch):
     model = tiny.model(bidirectional=False, head=True)
     model.config.max_position_embeddings = 1024
     start = backbone.save(model, tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
-    mined = [row | {"negatives": ["Number 7?", "Number 8", "Number 9"]} for row in tiny_corpus.PAIRS]
-    Dataset.from_list(mined).to_parquet(tmp_path / "negatives.parquet")
-    own = {"steps": 2, "batch": 4, "negatives": 2, "query_length": 5, "document_length": 9, "warmup": 0}
-    changes = {f"reranker.{key}": value for key, value in (own | {"precision": "fp32"}).items()}
-    return {
-        "values": resolved(load_preset("smoke", changes)),
-        "stage": "reranker",
-        "folder": str(tmp_path / "reranker"),
-        "fingerprint": "x",
-        "start": str(start),
-        "negatives": str(tmp_path / "negatives.parquet"),
-    }
+    values = {"query_length": 5, "document_length": 9, "negatives": 2}
+    return tiny_stages.job("reranker", start, tmp_path / "reranker", values, tiny_stages.mined(tmp_path))
 
 
 def test_a_trained_checkpoint_is_a_causal_language_model_that_reranks(job):
@@ -80,9 +52,9 @@ def test_a_trained_checkpoint_is_a_causal_language_model_that_reranks(job):
     assert len(Reranker.from_pretrained(path).rerank("How is number 3 written?", ["Number 3", "4"])) == 2
 
 
-def test_training_and_inference_read_the_same_tokens(job, monkeypatch):
+def test_training_and_inference_read_the_same_tokens(job):
     """Cut ones too: the loss of a batch follows from the reranker's own scores."""
-    pairs = Job(job).data["docs"]
+    pairs = stage_of(job).data["docs"]
     assert pairs.counters["texts cut"] > 0
     reranker = Reranker.from_pretrained(job["start"], token_budget=10**6)
     table = Dataset.from_parquet(job["negatives"])

@@ -3,39 +3,26 @@
 from dataclasses import replace
 
 import numpy as np
+from datasets import Dataset
 
 import tiny
-from unmask.config import load_preset
+import tiny_corpus
+from unmask.config import load_preset, resolved
 from unmask.data.lookalikes import Neighbours, pack
 from unmask.data.mining import unit
-from unmask.data.prepare import Ragged, ends_of
-from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.data.tokenized import Ragged, TokenDocument, TokenPairs
 from unmask.models.context_encoder import ContextualEncoder
-from unmask.training.neighbours import Cde, Qwen3, Reranking
-from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Triplet
+from unmask.training.loop import STAGES as CLASSES
 
-STAGES = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")
+STAGES = tuple(CLASSES)
 HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3
 ANSWERS = (20, 21)  # yes, no
 _PRESET = load_preset("smoke")
 _COMMON = {
-    "steps": 8,
-    "batch": 4,
-    "lr": 1e-3,
-    "schedule": "cosine",
-    "warmup": 2,
-    "decay": 0,
-    "token_budget": 64,
-    "precision": "fp32",
-    "gradient_checkpointing": False,
-    "compile": False,
-    "checkpoint_every": 2,
-    "keep_checkpoints": 1,
-    "explode": 0.0,
-    "log_every": 1,
-    "seed": 5,
-}
+    "steps": 8, "batch": 4, "lr": 1e-3, "schedule": "cosine", "warmup": 2, "decay": 0, "token_budget": 64,
+    "precision": "fp32", "checkpoint_every": 2, "seed": 5,
+}  # fmt: skip
 _OWN = {
     "ar": {"length": 16},
     "diffusion": {"length": 16, "cut_fraction": 0.3, "t_min": 0.001},
@@ -79,49 +66,52 @@ def documents(count):
     ]
 
 
-def blocks(count=20, length=16):
-    return np.random.default_rng(0).integers(4, 300, (count, length)).astype(np.int32)
-
-
-def neighbours(data, settings):
-    """What a surrogate embedder finds whose vectors are random numbers; nothing if it is not asked."""
-    if not settings.cluster_size and settings.filter_margin < 0:
-        return {}
-    return {name: _seen(rows, settings) for name, rows in data.items()}
-
-
-def _seen(rows, settings):
+def neighbours(rows, settings):
+    """What a surrogate embedder finds whose vectors are random numbers."""
     if isinstance(rows, TokenPairs):
         queries, chunks = [1] * len(rows.keys), [1] * len(rows.keys)
     else:
-        queries, chunks = (
-            [len(part) for part in parts]
-            for parts in zip(*((document.queries, document.chunks) for document in rows))
-        )
+        queries, chunks = ([len(getattr(row, part)) for row in rows] for part in ("queries", "chunks"))
     texts = np.arange(sum(queries) + sum(chunks))
-    vectors_UD = unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16)
     own = Neighbours(
-        vectors_UD,
-        Ragged(texts[: sum(queries)], ends_of(queries)),
-        Ragged(texts[sum(queries) :], ends_of(chunks)),
+        unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16),
+        Ragged(texts[: sum(queries)], np.cumsum(queries)),
+        Ragged(texts[sum(queries) :], np.cumsum(chunks)),
     )
     size = settings.cluster_size
     return replace(own, packing=pack(own, size, _PRESET.clusters, settings.seed)) if size else own
 
 
-def stage(name, settings):
-    if name == "ar":
-        return NextToken(blocks(), settings)
-    if name == "diffusion":
-        return Diffusion(blocks(), settings, MASK_ID)
-    if name == "reranker":
-        return Reranking({"one": pairs(12, negatives=settings.negatives)}, settings, ANSWERS)
-    if name == "contextual":
-        data = {"one": documents(9)}
-        return Contextual(data, settings, 0, neighbours(data, settings))
-    if name in ("triplet", "qwen3"):
-        data = {"one": pairs(12, negatives=settings.negatives)}
-        kind = {"triplet": Triplet, "qwen3": Qwen3}[name]
-        return kind(data, settings, neighbours=neighbours(data, settings))
-    data = {"one": pairs(12), "two": pairs(9, seed=7)}
-    return {"pair": Pair, "cde": Cde}[name](data, settings, neighbours=neighbours(data, settings))
+def stage(name, settings, data=None):
+    """A stage on random tokens, or on the rows given."""
+    if name in ("ar", "diffusion"):
+        made = {"data": np.random.default_rng(0).integers(4, 300, (20, 16)).astype(np.int32)}
+    elif name == "contextual":
+        made = {"data": {"one": documents(9)}, "separator_id": 0}
+    elif name in ("pair", "cde"):
+        made = {"data": {"one": pairs(12), "two": pairs(9, seed=7)}}
+    else:
+        made = {"data": {"one": pairs(12, negatives=settings.negatives)}}
+    made |= {"data": data} if data else {}
+    if name not in ("ar", "diffusion", "reranker") and settings.looks_around:
+        made["neighbours"] = {key: neighbours(rows, settings) for key, rows in made["data"].items()}
+    preset = resolved(replace(_PRESET, **{name: settings}))
+    # Groups that are named have no curriculum.
+    asked = {"values": preset, "stage": name, "groups": ["english"]}
+    return CLASSES[name](asked, mask_token_id=MASK_ID, answers=ANSWERS, **made)
+
+
+def mined(folder):
+    """The pairs with negatives, in a file: a part of a job."""
+    path = folder / "negatives.parquet"
+    negatives = ["Number 7?", "Number 8", "Number 9"]
+    Dataset.from_list([row | {"negatives": negatives} for row in tiny_corpus.PAIRS]).to_parquet(path)
+    return {"negatives": str(path)}
+
+
+def job(stage, start, folder, values, more):
+    """A training of a few steps of four rows, with some of the stage's values, and more parts of a job."""
+    short = {"steps": 2, "batch": 4, "warmup": 0, "decay": 0, "precision": "fp32", "checkpoint_every": 10}
+    preset = load_preset("smoke", {f"{stage}.{key}": value for key, value in (short | values).items()})
+    asked = {"values": resolved(preset), "stage": stage, "folder": str(folder), "fingerprint": "x"}
+    return asked | {"start": str(start)} | more

@@ -1,4 +1,4 @@
-"""What several processes compute, for test_processes.py:  torchrun --nproc-per-node 2 worker.py STRATEGY OUT
+"""What several processes compute, for test_distributed.py: torchrun --nproc-per-node 2 worker.py STRATEGY OUT
 
 Every process writes OUT/<stage>-<rank>.safetensors (whole gradients) and OUT/<stage>-<rank>.json.
 """
@@ -8,7 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
@@ -17,13 +16,10 @@ sys.path[:0] = [str(TESTS.parent / "lib"), str(TESTS), str(TESTS / "training")]
 
 import tiny_stages  # noqa: E402
 
-from unmask.models.encoding import micro_batches  # noqa: E402
-from unmask.training import cache  # noqa: E402
 from unmask.training.distributed import ALONE, Processes  # noqa: E402
 from unmask.training.loop import train  # noqa: E402
 
 STEP = 3
-REDUCE_SCATTER = dist.reduce_scatter_single  # what FSDP2 calls for every group of parameters
 # Odd numbers, so that nothing divides evenly; budgets that give every process more than two micro-batches.
 CASES = {
     "ar": {"batch": 11, "token_budget": 16},
@@ -43,42 +39,18 @@ CASES = {
 
 
 def compute(case, processes=ALONE):
-    """Metrics and whole gradients of one step, and how often each gradient was reduced."""
+    """Metrics and whole gradients of one step."""
     settings = dict(CASES[case])
     name = settings.pop("stage", case)
     stage = tiny_stages.stage(name, tiny_stages.config(name, **settings))
     model = tiny_stages.model(name)
     module = processes.parallel(stage.module(model))
-    reductions = count_reductions(module)
     row = stage.backward(module, stage.batch(STEP), STEP, processes)
     gradients = {}
     for key, parameter in model.named_parameters():
         gradient = parameter.grad
         gradients[key] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).cpu()
-    return {"loss": float(row["loss"]), "tokens": row["tokens"], "reductions": reductions}, gradients
-
-
-def count_reductions(module):
-    """A list that grows by one at every reduction of a group of gradients."""
-    seen = []
-    parts = module if isinstance(module, torch.nn.ModuleList) else [module]
-    if hasattr(parts[0], "register_comm_hook"):
-
-        def average(state, bucket):
-            seen.append(bucket.index())
-            future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
-            return future.then(lambda done: done.value()[0])
-
-        for part in parts:
-            part.register_comm_hook(None, average)
-    elif hasattr(parts[0], "set_requires_gradient_sync"):
-
-        def counted(*args, **kwargs):
-            seen.append(len(seen))
-            return REDUCE_SCATTER(*args, **kwargs)
-
-        dist.reduce_scatter_single = counted
-    return seen
+    return {"loss": float(row["loss"]), "tokens": row["tokens"]}, gradients
 
 
 def train_stage(name, folder, processes=ALONE, stop_after=-1):
@@ -92,7 +64,7 @@ def train_stage(name, folder, processes=ALONE, stop_after=-1):
 
     settings = tiny_stages.config(name, **CASES[name])
     stage, model = tiny_stages.stage(name, settings), tiny_stages.model(name)
-    train(stage, model, settings, folder, fingerprint="a", report=report, processes=processes)
+    train(stage, model, folder, fingerprint="a", report=report, processes=processes)
     return model, seen[0]
 
 
@@ -100,20 +72,11 @@ def main(strategy, out, trained=""):
     if trained:
         train_stage(trained, Path(out), Processes.start("fp32", strategy), stop_after=5)
     processes = Processes.start("fp32", strategy)
-    passes = []
-
-    def seen(*args, **kwargs):
-        groups = micro_batches(*args, **kwargs)
-        passes.append(len(processes.share(groups)))
-        return groups
-
-    cache.micro_batches = seen
     for case in CASES:
-        passes.clear()
         facts, gradients = compute(case, processes)
         name = f"{case}-{processes.rank}"
         save_file(gradients, Path(out) / f"{name}.safetensors")
-        (Path(out) / f"{name}.json").write_text(json.dumps(facts | {"passes": passes}))
+        (Path(out) / f"{name}.json").write_text(json.dumps(facts))
     processes.wait()
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ Shape suffixes: N rows · K clusters · P places.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,7 @@ from typing import Any
 import numpy as np
 
 ROUNDS = 6
-LOOK = 65_536  # keys read at a time in search of a second one
-FILL = 8  # times a batch's rows that are looked through to fill it with different ones
+FILL = 8  # times a batch's rows that are looked through to fill one of look-alikes with different ones
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio
 
 
@@ -79,8 +79,8 @@ class BatchPlan:
     """Single-dataset batches: each step draws one data set with probability proportional to its size, then
     the next slice of that data set's current epoch (pplx-embed, appendix B).
 
-    No list of rows is held or permuted, so a data set may have billions of them. With a packing, slices are
-    cut from clusters of look-alikes, and an epoch's slices come in random order (CDE, section 4.1).
+    No list of rows is permuted. With a packing, slices are cut from clusters of look-alikes, and an epoch's
+    slices come in random order (CDE, section 4.1).
 
     Args:
         keys: for each data set, one key per row (any array that np.unique takes, memory-mapped ones too), or
@@ -104,33 +104,27 @@ class BatchPlan:
         allowed: Callable[[int], set[str]] | None = None,
         packings: Mapping[str, Packing] | None = None,
     ):
-        self.names = sorted(keys)
-        if not self.names:
+        if not keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
-        self._keys = {name: own if isinstance(own, int) else np.asarray(own) for name, own in keys.items()}
-        self._sizes = {name: own if isinstance(own, int) else len(own) for name, own in self._keys.items()}
+        self.names, self._batch, self._seed, self._packings = sorted(keys), batch, seed, packings or {}
+        self._keys = {
+            name: np.arange(own) if isinstance(own, int) else np.asarray(own) for name, own in keys.items()
+        }
         for name, own in self._keys.items():
-            if not _two_distinct(own):
+            if len(np.unique(own)) < 2:
                 raise ValueError(
-                    f"data set {name!r} has {self._sizes[name]} usable row(s): a batch needs at least 2 "
+                    f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
                     "distinct ones; add data or leave the set out"
                 )
-        self._batch, self._seed, self._packings = batch, seed, packings or {}
-        self._draws = self._drawn(steps, allowed or (lambda step: set(self.names)))
-
-    def _drawn(self, steps: int, allowed: Callable[[int], set[str]]) -> list[tuple[str, int]]:
-        """For each step the data set, and how often it was drawn before."""
-        sizes = np.array([self._sizes[name] for name in self.names], dtype=np.float64)
-        rng, seen, draws = np.random.default_rng([self._seed, 0]), dict.fromkeys(self.names, 0), []
+        sizes_K = np.array([len(self._keys[name]) for name in self.names], np.float64)
+        rng, seen = np.random.default_rng([seed, 0]), Counter()
+        self._draws: list[tuple[str, int]] = []  # for each step the data set, and how often it came before
         for step in range(steps):
-            names = allowed(step)
-            weights = sizes * np.array([name in names for name in self.names])
-            if not weights.sum():
-                raise ValueError(f"step {step} of the curriculum allows none of {self.names}")
-            name = self.names[int(rng.choice(len(self.names), p=weights / weights.sum()))]
-            draws.append((name, seen[name]))
+            names = allowed(step) if allowed else self.names
+            weights_K = sizes_K * [name in names for name in self.names]
+            name = str(rng.choice(self.names, p=weights_K / weights_K.sum()))
+            self._draws.append((name, seen[name]))
             seen[name] += 1
-        return draws
 
     def samples(self, step: int) -> dict[str, Any]:
         """The same as `__call__`, as plain values for a report."""
@@ -140,31 +134,20 @@ class BatchPlan:
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
         name, drawn = self._draws[step]
-        keys, count, packing = self._keys[name], self._sizes[name], self._packings.get(name)
-        size = min(self._batch, count)
+        keys, packing = self._keys[name], self._packings.get(name)
+        count, size = len(keys), min(self._batch, len(keys))
         epoch, slot = divmod(drawn, count // size)
         seed = [self._seed, 1, self.names.index(name), epoch]
         if packing:
             slot = int(permuted(np.array(slot), count // size, seed))
-        enough = size if packing else min(2, size)
-        width = size
-        while True:
-            places = (slot * size + np.arange(width)) % count
+        # Where all are the same thing, go on in the epoch's order to other ones.
+        for width in (FILL * size if packing else size, count):
+            places = (slot * size + np.arange(min(width, count))) % count
             rows = packing(places, seed) if packing else permuted(places, count, seed)
-            if isinstance(keys, int):
-                return name, rows
             first = np.sort(np.unique(keys[rows], return_index=True)[1])[:size]
-            looked = len(first) >= 2 and width >= FILL * size
-            if len(first) >= enough or looked or width == count:
-                return name, rows[first]
-            width = min(2 * width, count)  # the same things again: go on in the epoch's order to other ones
-
-
-def _two_distinct(keys: np.ndarray | int) -> bool:
-    """Whether there are two different keys; reads no further than to the second one."""
-    if isinstance(keys, int):
-        return keys >= 2
-    return any((keys[start : start + LOOK] != keys[0]).any() for start in range(0, len(keys), LOOK))
+            if len(first) > 1:
+                break
+        return name, rows[first]
 
 
 def curriculum(groups: Mapping[str, str], shares: Sequence[float], steps: int) -> Callable[[int], set[str]]:

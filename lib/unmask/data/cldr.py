@@ -1,5 +1,4 @@
-"""Many languages without a download: pairs, documents and text from the CLDR data that comes with Babel, and
-the check of language codes against it.
+"""Many languages without a download: pairs, documents and text from the CLDR data that comes with Babel.
 
 An *entity* is a name (of a country, language, currency, script or city), a date, a number, a quantity or an
 amount of money. Its split follows from a hash of the entity alone, so that what is tested was never seen in
@@ -10,29 +9,16 @@ only as far as names resemble.
 
 from __future__ import annotations
 
-import difflib
 import random
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from datetime import date, time, timedelta
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
-from babel import Locale, UnknownLocaleError
+from babel import Locale, UnknownLocaleError, dates, numbers, units
 from babel.core import get_global
-from babel.dates import format_date, format_time
-from babel.numbers import (
-    format_compact_decimal,
-    format_currency,
-    format_decimal,
-    format_percent,
-    get_currency_precision,
-    get_currency_symbol,
-)
-from babel.units import format_unit
 
 TABLES = Path(__file__).with_suffix(".yaml")  # languages, units, and the sentences of statistics documents
 _TABLES = yaml.safe_load(TABLES.read_text(encoding="utf8"))
@@ -46,35 +32,22 @@ DRAWS_MULTI = 60  # dates, numbers, quantities and amounts each, per language
 DRAWN = {"cross": ("date", "quantity", "amount"), "multi": ("date", "number", "quantity", "amount")}
 GROUP = {"cross": "cross-lingual", "multi": "multilingual"}
 
-# Code has languages too. Those of CodeSearchNet and CoRNStack, and "code" for sets that mix several.
-CODE = ("c", "code", "cpp", "csharp", "go", "java", "javascript", "php", "python", "ruby", "rust", "sql")
-# "mul": many languages at once (ISO 639-2); "ber": Berber, a family that Tatoeba's authors left undivided.
-_COLLECTIVE = ("mul", "ber")
-_FORM = re.compile(r"([a-z]{3})(?:_([A-Z][a-z]{3}))?")
+Facts = dict[str, dict[str, Any]]  # table of sentences (in cldr.yaml) → what its sentences say
 
-Section = tuple[str, list[str]]  # (topic of the query, equivalent sentences)
+
+class Named(NamedTuple):
+    """An entity that has a name."""
+
+    kind: str
+    code: str
+    split: str
+    names: dict[str, str]  # by language
 
 
 def split_of(entity: str) -> str:
     """Split of an entity from its own hash: 80 % "train", 10 % "dev", 10 % "test"."""
     bucket = int.from_bytes(sha256(entity.encode()).digest()[:4], "big") % 10
     return {8: "dev", 9: "test"}.get(bucket, "train")
-
-
-def names(locale: Locale) -> dict[str, dict[str, str]]:
-    """Names in one language: kind → code → name."""
-    cities = {zone: data["city"] for zone, data in locale.time_zones.items() if "city" in data}
-    if locale.language == "en":  # CLDR leaves out what the zone's own name says
-        zones = {zone: zone.rsplit("/", 1)[-1].replace("_", " ") for zone in get_global("zone_territories")}
-        cities = zones | cities
-    kinds = {
-        "territory": locale.territories,
-        "language": locale.languages,
-        "currency": locale.currencies,
-        "script": locale.scripts,
-        "city": cities,
-    }
-    return {kind: {code: found[code] for code in sorted(found)} for kind, found in kinds.items()}
 
 
 def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[dict]]:
@@ -87,21 +60,35 @@ def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[d
         version.
     """
     locales = {language: Locale.parse(language) for language in languages}
-    named = {language: names(locale) for language, locale in locales.items()}
-    # One name, one entity: the city of Singapore is in the country's split.
-    entities = [
-        (kind, code, split_of(name.lower()))
-        for kind, found in named["en"].items()
-        for code, name in found.items()
-    ]
-    currencies = [code for kind, code, split in entities if kind == "currency" and split == "train"]
-    pairs = [*_names(named, entities, seed), *_draws("cross", locales, currencies, seed)]
-    monolingual = list(_draws("multi", locales, currencies, seed))
+    entities = _entities(locales)
+    monolingual = list(_draws("multi", locales, entities, seed))
+    translated = [*_translated(entities, seed), *_draws("cross", locales, entities, seed)]
     return {
-        "texts": [*_name_texts(named, entities), *_pair_texts(monolingual)],
-        "pairs": pairs + monolingual,
-        "documents": list(_statistics(named, entities, seed)),
+        "texts": list(_texts(entities, monolingual)),
+        "pairs": translated + monolingual,
+        "documents": [row for entity in entities for row in _statistics(entity, seed)],
     }
+
+
+def _entities(locales: dict[str, Locale]) -> list[Named]:
+    found = {language: _names(locale) for language, locale in locales.items()}
+    entities = []
+    for kind, english in found["en"].items():
+        for code in sorted(english):
+            names = {language: kinds[kind][code] for language, kinds in found.items() if code in kinds[kind]}
+            # One name, one entity: the city of Singapore is in the country's split.
+            entities.append(Named(kind, code, split_of(names["en"].lower()), names))
+    return entities
+
+
+def _names(locale: Locale) -> dict[str, dict[str, str]]:
+    """Names in one language: kind → code → name."""
+    cities = {zone: data["city"] for zone, data in locale.time_zones.items() if "city" in data}
+    if locale.language == "en":  # CLDR leaves out what the zone's own name says
+        zones = {zone: zone.rsplit("/", 1)[-1].replace("_", " ") for zone in get_global("zone_territories")}
+        cities = zones | cities
+    kinds = {"territory": locale.territories, "language": locale.languages, "currency": locale.currencies}
+    return kinds | {"script": locale.scripts, "city": cities}
 
 
 def _pair(mode: str, key: str, split: str, language: str, query: str, document: str) -> dict[str, str]:
@@ -109,256 +96,183 @@ def _pair(mode: str, key: str, split: str, language: str, query: str, document: 
     return row | {"language": language, "package": "cldr", "split": split}
 
 
-def _names(named: dict, entities: list[tuple[str, str, str]], seed: int) -> Iterator[dict[str, str]]:
+def _translated(entities: Sequence[Named], seed: int) -> Iterator[dict[str, str]]:
     """A name in one language → the same thing's name in another one."""
-    for kind, code, split in entities:
+    for kind, code, split, names in entities:
         key = f"{kind}:{code}"
-        draw = random.Random(f"{seed}/{key}")
-        names = {language: found[kind][code] for language, found in named.items() if code in found[kind]}
         pairs = [(a, b) for a in names for b in names if names[a] != names[b]]
-        for a, b in draw.sample(pairs, min(NAMES_PER_ENTITY if split == "train" else 1, len(pairs))):
+        count = min(NAMES_PER_ENTITY if split == "train" else 1, len(pairs))
+        for a, b in random.Random(f"{seed}/{key}").sample(pairs, count):
             yield _pair("cross", key, split, f"{a}-{b}", names[a], names[b])
 
 
 def _draws(
-    mode: str, locales: dict[str, Locale], currencies: list[str], seed: int
+    mode: str, locales: dict[str, Locale], entities: Sequence[Named], seed: int
 ) -> Iterator[dict[str, str]]:
     """Drawn things in words → "cross": the same in another language; "multi": the same written briefly, each
     in one language only."""
     cross, known = mode == "cross", sorted(locales)
+    currencies = [one.code for one in entities if one.kind == "currency" and one.split == "train"]
     turns = DRAWS_CROSS * len(known) // len(LANGUAGES) if cross else DRAWS_MULTI * len(known)
     for kind in DRAWN[mode]:
         draw, seen = random.Random(f"{seed}/{mode}/{kind}"), set()
         for turn in range(turns):
-            key, write = _draw(kind, currencies, draw)
+            name, value = _draw(kind, currencies, draw)
+            key = f"{name}:{value}"
             a, b = draw.sample(known, 2) if cross else [known[turn // DRAWS_MULTI]] * 2
-            query, document = write(locales[a], True), write(locales[b], cross)
-            if key not in seen and _usable(key, query, document):
+            query = _written(kind, name, value, locales[a], words=True)
+            document = _written(kind, name, value, locales[b], words=cross)
+            # Babel writes a unit's identifier for want of a pattern.
+            identifier = kind == "quantity" and name in query + document
+            if key not in seen and query != document and not identifier:
                 seen.add(key)
                 yield _pair(mode, key, split_of(key), f"{a}-{b}" if cross else a, query, document)
 
 
-def _draw(kind: str, currencies: list[str], draw: random.Random) -> tuple[str, Callable[[Locale, bool], str]]:
-    """Draw one date, number, quantity or amount: its key, and how a locale writes it in words or briefly."""
+def _draw(kind: str, currencies: list[str], draw: random.Random) -> tuple[str, Any]:
+    """One date, number, quantity or amount: what it is of, and its value."""
     if kind == "date":
-        day = date(1950, 1, 1) + timedelta(days=draw.randrange(36_500))
-        return f"date:{day}", lambda locale, words: format_date(day, "full" if words else "short", locale)
+        return kind, date(1950, 1, 1) + timedelta(days=draw.randrange(36_500))
     if kind == "number":
-        value = draw.randrange(11, 1_000) * 10 ** draw.randrange(2, 8)
-        return f"number:{value}", lambda locale, words: _number(value, locale, words)
+        return kind, draw.randrange(11, 1_000) * 10 ** draw.randrange(2, 8)
     if kind == "quantity":
-        unit, value = draw.choice(_TABLES["units"]), draw.randrange(2, 1_000)
-        lengths = {True: "long", False: "short"}
-        return f"{unit}:{value}", lambda locale, words: format_unit(
-            value, unit, lengths[words], locale=locale
-        )
-    money, value = draw.choice(currencies), draw.randrange(2, 5_000)
-    kinds = {True: "name", False: "standard"}
-    return f"{money}:{value}", lambda locale, words: format_currency(
-        value, money, locale=locale, format_type=kinds[words]
-    )
+        return draw.choice(_TABLES["units"]), draw.randrange(2, 1_000)
+    return draw.choice(currencies), draw.randrange(2, 5_000)
 
 
-def _number(value: int, locale: Locale, words: bool) -> str:
+def _written(kind: str, name: str, value: Any, locale: Locale, *, words: bool) -> str:
+    """How a locale writes what was drawn, in words or briefly."""
+    if kind == "date":
+        return dates.format_date(value, "full" if words else "short", locale)
+    if kind == "quantity":
+        return units.format_unit(value, name, "long" if words else "short", locale=locale)
+    if kind == "amount":
+        style = "name" if words else "standard"
+        return numbers.format_currency(value, name, locale=locale, format_type=style)
     if not words:
-        return format_decimal(value, locale=locale)
+        return numbers.format_decimal(value, locale=locale)
     # Chinese, Japanese and Korean have one way only to abbreviate large numbers.
     longest = "long" if "long" in locale.compact_decimal_formats else "short"
-    return format_compact_decimal(value, format_type=longest, fraction_digits=2, locale=locale)
+    return numbers.format_compact_decimal(value, format_type=longest, fraction_digits=2, locale=locale)
 
 
-def _usable(key: str, query: str, document: str) -> bool:
-    """False for equal texts, and where Babel wrote a unit's identifier for want of a pattern."""
-    identifier = key.partition(":")[0]
-    return query != document and not ("-" in identifier and identifier in query + document)
-
-
-def _name_texts(named: dict, entities: list[tuple[str, str, str]]) -> Iterator[dict[str, str]]:
-    """Pretraining text: every training name in all languages."""
-    for kind, code, split in entities:
+def _texts(entities: Sequence[Named], pairs: Sequence[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Pretraining text: every training name in all languages, then training pairs, forty of one language at a
+    time."""
+    about = {"package": "cldr", "kind": "cldr", "split": "train"}
+    for kind, _, split, names in entities:
         if split == "train":
-            lines = [
-                f"{language}: {found[kind][code]}" for language, found in named.items() if code in found[kind]
-            ]
-            yield _text(f"{kind}\n" + "\n".join(lines), "mul")
-
-
-def _pair_texts(pairs: list[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Pretraining text: forty training pairs of one language at a time."""
-    lines: dict[str, list[str]] = {}
+            lines = [f"{language}: {name}" for language, name in names.items()]
+            yield {"text": "\n".join([kind, *lines]), "language": "mul"} | about
+    found: dict[str, list[str]] = {}
     for pair in pairs:
         if pair["split"] == "train":
-            lines.setdefault(pair["language"], []).append(f"{pair['query']} = {pair['document']}")
-    for language, found in lines.items():
-        for start in range(0, len(found), 40):
-            yield _text("\n".join(found[start : start + 40]), language)
+            found.setdefault(pair["language"], []).append(f"{pair['query']} = {pair['document']}")
+    for language, lines in found.items():
+        for start in range(0, len(lines), 40):
+            yield {"text": "\n".join(lines[start : start + 40]), "language": language} | about
 
 
-def _text(text: str, language: str) -> dict[str, str]:
-    return {"text": text, "package": "cldr", "kind": "cldr", "language": language, "split": "train"}
-
-
-def _statistics(named: dict, entities: list[tuple[str, str, str]], seed: int) -> Iterator[dict]:
+def _statistics(entity: Named, seed: int) -> Iterator[dict]:
     """Documents like ConTEB's Insurance: only the heading names the country or currency.
 
     The sections hold figures and formats, no names of other entities, so nothing held out appears in training
     either. Training documents also come with the heading and queries in other languages than English.
     """
-    makers = {"territory": _of_territory, "language": _of_language, "currency": _of_currency}
-    for kind, code, split in entities:
-        sections = makers[kind](code) if kind in makers else []
-        if len(sections) < 4:
+    facts = {"territory": _of_territory, "language": _of_language, "currency": _of_currency}
+    tables = facts[entity.kind](entity.code) if entity.kind in facts else {}
+    sections = [
+        (topic, [sentence.format(**values) for sentence in sentences])
+        for table, values in tables.items()
+        for topic, sentences in _TABLES["sections"][table].items()
+    ]
+    used = set()
+    for language in HEADING_LANGUAGES if entity.split == "train" else ("en",):
+        name = entity.names.get(language)
+        if len(sections) < 4 or not name or name.lower() in used:
             continue
-        used = set()
-        for language in HEADING_LANGUAGES if split == "train" else ("en",):
-            name = named.get(language, {}).get(kind, {}).get(code)
-            if name and name.lower() not in used:
-                used.add(name.lower())
-                yield _statistics_document(kind, code, name, language, sections, split, seed)
+        used.add(name.lower())
+        path = f"{entity.kind}/{entity.code}/{language}"
+        draw = random.Random(f"{seed}/statistics/{path}")
+        mixed = draw.sample(sections, len(sections))
+        heading = draw.choice(_TABLES["headings"]).format(name=name, noun=_TABLES["nouns"][entity.kind])
+        queries = [draw.choice(_TABLES["queries"]).format(topic=topic, name=name) for topic, _ in mixed]
+        chunks = [heading, *(draw.choice(sentences) for _, sentences in mixed)]
+        about = {"document_id": f"cldr/{path}", "dataset": "statistics", "package": "cldr"}
+        told = {"chunks": chunks, "queries": queries, "golds": list(range(1, len(chunks)))}
+        yield about | told | {"language": language, "split": entity.split}
 
 
-def _statistics_document(
-    kind: str, code: str, name: str, language: str, sections: list[Section], split: str, seed: int
-) -> dict:
-    draw = random.Random(f"{seed}/statistics/{kind}/{code}/{language}")
-    sections = draw.sample(sections, len(sections))
-    heading = draw.choice(_TABLES["headings"]).format(name=name, noun=_TABLES["nouns"][kind])
-    queries = [draw.choice(_TABLES["queries"]).format(topic=topic, name=name) for topic, _ in sections]
+def _of_territory(code: str) -> Facts:
+    """Facts about a country; none for what is no country (continents) or has no locale."""
+    spoken, locale = get_global("territory_languages").get(code, {}), _locale(f"und_{code}")
+    if locale is None or not spoken or not code.isalpha():
+        return {}
+    territory = {
+        "share": max(facts["population_percent"] for facts in spoken.values()),
+        "official": sum(facts["official_status"] is not None for facts in spoken.values()),
+        "spoken": len(spoken),
+        "zones": len(get_global("territory_zones").get(code, ())),
+    }
+    told = {"territory": territory, "formats": _formats(locale)}
+    for money, start, end, tender in get_global("territory_currencies").get(code, []):
+        if tender and not end and start:  # the last one of several
+            price = numbers.format_currency(1234.5, money, locale=locale)
+            told["money"] = {"money": money, "since": start[0], "price": price}
+    return told
+
+
+def _of_language(code: str) -> Facts:
+    """Facts about a language; none where CLDR has no locale for it."""
+    if (locale := _locale(code)) is None:
+        return {}
+    forms = ["other", *sorted(locale.plural_form.tags)]
+    direction = {"ltr": "left to right", "rtl": "right to left"}[locale.text_direction]
+    language = {"direction": direction, "count": len(forms), "forms": ", ".join(forms)}
+    told = {"language": language, "formats": _formats(locale)}
+    known = get_global("territory_languages").values()
+    if shares := [spoken[code]["population_percent"] for spoken in known if code in spoken]:
+        told["speakers"] = {"countries": len(shares), "share": max(shares)}
+    return told
+
+
+def _formats(locale: Locale) -> dict[str, str]:
+    """How a locale writes numbers, dates, times and shares, and when its week begins."""
+    english = Locale.parse("en").days["format"]["wide"]
     return {
-        "document_id": f"cldr/{kind}/{code}/{language}",
-        "dataset": "statistics",
-        "package": "cldr",
-        "language": language,
-        "chunks": [heading, *(draw.choice(sentences) for _, sentences in sections)],
-        "queries": queries,
-        "golds": list(range(1, len(sections) + 1)),
-        "split": split,
+        "number": numbers.format_decimal(1234567.8, locale=locale),
+        "part": numbers.format_percent(0.25, locale=locale),
+        "day": dates.format_date(date(2023, 3, 14), "short", locale=locale),
+        "hour": dates.format_time(time(15, 30), "short", locale=locale),
+        "first": english[locale.first_week_day],
+        "start": english[locale.weekend_start],
+        "end": english[locale.weekend_end],
     }
 
 
-def _filled(kind: str, **facts: object) -> list[Section]:
-    table = _TABLES["sections"][kind].items()
-    return [(topic, [sentence.format(**facts) for sentence in sentences]) for topic, sentences in table]
-
-
-def _of_territory(code: str) -> list[Section]:
-    """Facts about a country; none for what is no country (continents) or has no locale."""
-    spoken = get_global("territory_languages").get(code, {})
-    locale = _locale(f"und_{code}")
-    if locale is None or not spoken or not code.isalpha():
-        return []
-    sections = _filled(
-        "territory",
-        share=max(facts["population_percent"] for facts in spoken.values()),
-        official=sum(facts["official_status"] is not None for facts in spoken.values()),
-        spoken=len(spoken),
-        zones=len(get_global("territory_zones").get(code, ())),
-    )
-    sections += _formats(locale)
-    tenders = get_global("territory_currencies").get(code, [])
-    if current := [(money, start) for money, start, end, tender in tenders if tender and not end and start]:
-        money, start = current[-1]
-        price = format_currency(1234.5, money, locale=locale)
-        sections += _filled("money", money=money, since=start[0], price=price)
-    return sections
-
-
-def _of_language(code: str) -> list[Section]:
-    """Facts about a language; none where CLDR has no locale for it."""
-    locale = _locale(code)
-    if locale is None:
-        return []
-    forms = ["other", *sorted(locale.plural_form.tags)]
-    direction = {"ltr": "left to right", "rtl": "right to left"}[locale.text_direction]
-    sections = _filled("language", direction=direction, count=len(forms), forms=", ".join(forms))
-    sections += _formats(locale)
-    countries = [spoken[code] for spoken in get_global("territory_languages").values() if code in spoken]
-    if countries:
-        share = max(facts["population_percent"] for facts in countries)
-        sections += _filled("speakers", countries=len(countries), share=share)
-    return sections
-
-
-def _formats(locale: Locale) -> list[Section]:
-    """How a locale writes numbers, dates, times and shares, and when its week begins."""
-    english = Locale.parse("en").days["format"]["wide"]
-    return _filled(
-        "formats",
-        number=format_decimal(1234567.8, locale=locale),
-        part=format_percent(0.25, locale=locale),
-        day=format_date(date(2023, 3, 14), "short", locale=locale),
-        hour=format_time(time(15, 30), "short", locale=locale),
-        first=english[locale.first_week_day],
-        start=english[locale.weekend_start],
-        end=english[locale.weekend_end],
-    )
-
-
-def _of_currency(code: str) -> list[Section]:
+def _of_currency(code: str) -> Facts:
     """Facts about a currency; none for units that no country ever paid with."""
-    tenders = [
-        (start[0], end and end[0])
-        for currencies in get_global("territory_currencies").values()
-        for money, start, end, tender in currencies
-        if money == code and tender and start
-    ]
+    every = (use for uses in get_global("territory_currencies").values() for use in uses)
+    known = [use for use in every if use[0] == code and use[3] and use[1]]
+    tenders = [(start[0], end and end[0]) for _, start, end, _ in known]
     if not tenders:
-        return []
+        return {}
     current = sum(end is None for _, end in tenders)
     last = max((end for _, end in tenders if end), default=None)
-    return _filled(
-        "currency",
-        first=min(start for start, _ in tenders),
-        decimals=get_currency_precision(code),
-        symbol=get_currency_symbol(code, "en"),
-        current=current,
-        ever=len(tenders),
-        ended="It is still legal tender" if current else f"It ceased to be legal tender in {last}",
-    )
+    currency = {
+        "first": min(start for start, _ in tenders),
+        "decimals": numbers.get_currency_precision(code),
+        "symbol": numbers.get_currency_symbol(code, "en"),
+        "current": current,
+        "ever": len(tenders),
+        "ended": "It is still legal tender" if current else f"It ceased to be legal tender in {last}",
+    }
+    return {"currency": currency}
 
 
 def _locale(code: str) -> Locale | None:
     """The locale for a language, or for a territory's main language; None where CLDR has none."""
-    with suppress(UnknownLocaleError, ValueError):
+    try:
         return Locale.parse(code)
-    return None
-
-
-def check_language(code: str) -> None:
-    """Accepts "deu", "rus_Cyrl", pairs of such ("deu-eng"), "mul" and languages of code ("python").
-
-    Raises: ValueError that says which part is unknown and names near codes.
-    """
-    if code in CODE:
-        return
-    for part in code.split("-"):
-        form = _FORM.fullmatch(part)
-        if form is None:
-            raise ValueError(
-                f"unknown language {part!r}: write an ISO 639-3 code of three letters, with a script or "
-                f"without (deu, rus_Cyrl), a pair of them (deu-eng), mul, or one of {', '.join(CODE)}"
-            )
-        language, script = form.groups()
-        if language not in _languages():
-            raise ValueError(f"unknown language {part!r}{_near(language, _languages())} (ISO 639-3)")
-        scripts = Locale("en").scripts
-        if script and script not in scripts:
-            raise ValueError(f"unknown script {script!r} of {part!r}{_near(script, scripts)} (ISO 15924)")
-
-
-def short_code(code: str) -> str:
-    """The code that web standards and many data sets use: "deu" → "de", "cmn_Hani" → "zh", "gsw" → "gsw"."""
-    language = code.partition("_")[0]
-    return get_global("language_aliases").get(language, language)
-
-
-@cache
-def _languages() -> frozenset[str]:
-    # The CLDR has the likely script of 7,000 languages, under the code of two letters if there is one.
-    codes = (*get_global("likely_subtags"), *get_global("language_aliases"), *_COLLECTIVE)
-    return frozenset(code for code in codes if len(code) == 3)
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=3)
-    return f"; near: {', '.join(close)}" if close else ""
+    except (UnknownLocaleError, ValueError):
+        return None

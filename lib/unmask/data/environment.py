@@ -9,7 +9,6 @@ and *owners*, the classes and modules whose documented members become documents 
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import json
 import platform
@@ -18,25 +17,22 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
 from itertools import chain, pairwise
-from multiprocessing import get_context
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from joblib import Parallel, delayed
 from tqdm import tqdm
 
+from unmask.config import DataConfig
 from unmask.data import cldr
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
 from unmask.data.registry import Source
 from unmask.data.tokens import batches
-from unmask.store import new_directory
-
-if TYPE_CHECKING:
-    from unmask.config import DataConfig
+from unmask.store import nearest, new_directory
 
 MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
@@ -60,7 +56,7 @@ TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pyca
 NOT_STDLIB = {"site-packages", "idlelib", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
-Rows = dict[str, dict[str, list[dict[str, Any]]]]  # kind → split → rows
+Rows = dict[tuple[str, str], list[dict[str, Any]]]  # (kind, split) → rows
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -73,7 +69,10 @@ class Package:
     licence: str
     root: Path
     files: tuple[str, ...]
-    size: int  # bytes of these files
+
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum((self.root / file).stat().st_size for file in self.files)
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Owner:
 
 
 @dataclass
-class FileHarvest:
+class Harvest:
     """What one file yields. `digests` are those of every function's code, to recognise copied files."""
 
     package: str
@@ -99,13 +98,15 @@ class FileHarvest:
     digests: list[int] = field(default_factory=list)
     pairs: list[dict[str, str]] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
-    skipped: str = ""  # why the file was left out, if it was
 
 
 def digest(text: str) -> int:
     """64-bit hash of a text's lower-cased words: blind to layout and punctuation."""
     words = " ".join(re.findall(r"\w+", text.lower()))
     return int.from_bytes(hashlib.blake2b((words or text).encode(), digest_size=8).digest(), "big")
+
+
+# ---- what is installed
 
 
 def installed_versions() -> dict[str, str]:
@@ -117,14 +118,14 @@ def installed_versions() -> dict[str, str]:
 def installed_packages() -> list[Package]:
     """The distributions in this interpreter's site-packages and the standard library, sorted by name."""
     packages = []
-    for name, distribution in _installed().items():
-        root, files = Path(distribution.locate_file("")), map(PurePosixPath, distribution.files or ())
-        packages.append(_package(name, distribution.version, _licence(distribution), root, files))
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    files = (PurePosixPath(path.relative_to(stdlib).as_posix()) for path in stdlib.rglob("*.py"))
-    files = (file for file in files if not NOT_STDLIB.intersection(file.parts))
-    packages.append(_package("python", platform.python_version(), "PSF-2.0", stdlib, files))
-    return sorted(filter(lambda package: package.files, packages), key=lambda package: package.name.lower())
+    for name, one in _installed().items():
+        root = Path(one.locate_file(""))
+        packages.append(Package(name, one.version, _licence(one), root, _python_files(root, one.files or ())))
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (PurePosixPath(path.relative_to(root).as_posix()) for path in root.rglob("*.py"))
+    files = _python_files(root, (file for file in files if not NOT_STDLIB.intersection(file.parts)))
+    packages.append(Package("python", platform.python_version(), "PSF-2.0", root, files))
+    return sorted((one for one in packages if one.files), key=lambda package: package.name.lower())
 
 
 def _installed() -> dict[str, Distribution]:
@@ -133,67 +134,52 @@ def _installed() -> dict[str, Distribution]:
     return {name: found[name] for name in sorted(found) if name.lower() not in EXCLUDED_DISTRIBUTIONS}
 
 
-def _package(name: str, version: str, licence: str, root: Path, files: Iterable[PurePosixPath]) -> Package:
+def _python_files(root: Path, files: Iterable[PurePosixPath]) -> tuple[str, ...]:
     def wanted(file: PurePosixPath) -> bool:
         ours = file.suffix == ".py" and file.parts[0] != ".." and not file.name.startswith("test_")
         return ours and not (COPIES | TESTS).intersection(file.parts) and (root / file).is_file()
 
-    kept = tuple(sorted(str(file) for file in files if wanted(file)))
-    return Package(name, version, licence, root, kept, sum((root / file).stat().st_size for file in kept))
+    return tuple(sorted(str(file) for file in files if wanted(file)))
 
 
 def _licence(distribution: Distribution) -> str:
-    """The licence that the metadata states: expression, else classifiers, else the field's first line."""
-    metadata = distribution.metadata
-    if expression := metadata.get("License-Expression"):
-        return expression
-    classifiers = [text for text in metadata.get_all("Classifier") or () if "License ::" in text]
-    stated = (metadata.get("License") or "").strip().splitlines()
-    return ", ".join(text.split(" :: ")[-1] for text in classifiers) or (
-        stated[0] if stated else "not stated"
-    )
+    """The licence that the metadata states, as an expression or by classifiers."""
+    classifiers = distribution.metadata.get_all("Classifier") or ()
+    named = [text.split(" :: ")[-1] for text in classifiers if "License ::" in text]
+    return distribution.metadata.get("License-Expression") or ", ".join(named) or "not stated"
 
 
-def harvest(packages: Sequence[Package]) -> Iterator[FileHarvest]:
-    """Parse every file once, in two processes where that pays; the results keep the order of the files."""
-    jobs = [(package.name, package.root, file) for package in packages for file in package.files]
-    progress = {"total": len(jobs), "desc": "harvest", "unit": "file"}
-    if sum(package.size for package in packages) < MAX_FILE_BYTES:  # not worth starting processes
-        yield from tqdm(map(harvest_file, *zip(*jobs, strict=True)) if jobs else (), **progress)
-        return
-    # "spawn", because the caller may hold threads or a CUDA context, which do not survive a fork.
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        yield from tqdm(pool.map(harvest_file, *zip(*jobs, strict=True), chunksize=16), **progress)
+# ---- what a file yields
 
 
-def harvest_file(package: str, root: Path, file: str) -> FileHarvest:
-    """Read one file; one that cannot be parsed, is too large or was generated is skipped with the reason."""
+def harvest(packages: Sequence[Package]) -> list[Harvest | None]:
+    """Parses every file once, in two processes where that pays; the results keep the order of the files."""
+    jobs = [delayed(harvest_file)(one.name, one.root, file) for one in packages for file in one.files]
+    workers = 1 if sum(package.size() for package in packages) < MAX_FILE_BYTES else WORKERS
+    found = Parallel(workers, return_as="generator")(jobs)
+    return list(tqdm(found, "harvest", len(jobs), unit="file"))
+
+
+def harvest_file(package: str, root: Path, file: str) -> Harvest | None:
+    """Reads one file; None for one that cannot be parsed, is too large or was generated."""
     parts = PurePosixPath(file).with_suffix("").parts
-    harvested = FileHarvest(package, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    harvested = Harvest(package, ".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     try:
         source = (root / file).read_text(encoding="utf-8")
-        if len(source) > MAX_FILE_BYTES:
-            harvested.skipped = "too large"
-            return harvested
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's docstrings
+        if len(source) > MAX_FILE_BYTES or GENERATED.search(source[:2_000]):
+            return None
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in other people's docstrings
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, OSError):
-        harvested.skipped = "unreadable"
-        return harvested
-    if GENERATED.search(source[:2_000]):
-        harvested.skipped = "generated"
-        return harvested
+        return None
     lines = source.splitlines()
     _walk(harvested, tree, harvested.module, lines)
     harvested.code = list(_pieces(tree, lines))
     return harvested
 
 
-def _walk(
-    harvested: FileHarvest, node: ast.Module | ast.ClassDef | Function, name: str, lines: list[str]
-) -> str:
-    """Collect the docstring of `node`, its pairs, and the same of the classes and functions in it.
+def _walk(harvested: Harvest, node: ast.Module | ast.ClassDef | Function, name: str, lines: list[str]) -> str:
+    """Collects the docstring of `node`, its pairs, and the same of the classes and functions in it.
 
     Returns: the docstring, without markup."""
     text = clean(ast.get_docstring(node, clean=False) or "")
@@ -211,10 +197,8 @@ def _walk(
                 members[child.name] = (child.name, _signature(child), _first_paragraph(documentation))
     kind = "class" if isinstance(node, ast.ClassDef) else "module"
     if len(members) >= MIN_MEMBERS[kind]:
-        owner, summary = name.rsplit(".", 1)[-1], _first_paragraph(text)
-        harvested.owners.append(
-            Owner(kind, owner, harvested.module, harvested.package, summary, [*members.values()])
-        )
+        whose = (kind, name.rsplit(".", 1)[-1], harvested.module, harvested.package)
+        harvested.owners.append(Owner(*whose, _first_paragraph(text), [*members.values()]))
     return text
 
 
@@ -222,24 +206,22 @@ def _says_something(text: str) -> bool:
     return len(text.split()) >= 4
 
 
-def _add_pairs(harvested: FileHarvest, node: ast.AST, name: str, text: str, lines: list[str]) -> None:
+def _add_pairs(harvested: Harvest, node: ast.AST, name: str, text: str, lines: list[str]) -> None:
     query, body = split_summary(text)
+    common = {"query": query, "key": name, "package": harvested.package}
+    if query and len(body.split()) >= 12:
+        english = {"document": body, "dataset": "docs", "group": "english", "language": "en"}
+        harvested.pairs.append(common | english)
     code = _code_without_docstring(node, lines) if isinstance(node, Function) else ""
     if code:
         harvested.digests.append(digest(code))
-    if not query:
-        return
-    common = {"query": query, "key": name, "package": harvested.package}
-    if len(body.split()) >= 12:
-        english = {"document": body, "dataset": "docs", "group": "english", "language": "en"}
-        harvested.pairs.append(common | english)
-    if code:
+    if query and code:
         python = {"document": code, "dataset": "code", "group": "code", "language": "python"}
         harvested.pairs.append(common | python)
 
 
 def clean(docstring: str) -> str:
-    """Dedent and strip the markup that carries no words: section underlines, roles, repeated blank lines."""
+    """Dedents and strips the markup that carries no words: underlines of sections, roles, blank lines."""
     text = re.sub(r"^\s*[-=~^*\"'+]{3,}\s*$\n?", "", cleandoc(docstring), flags=re.MULTILINE)
     text = re.sub(r":\w+(?::\w+)*:`~?([^`<]+?)(?:\s*<[^`]*>)?`", r"\1", text)  # :class:`~a.B` → a.B
     text = re.sub(r"`{1,2}([^`\n]+)`{1,2}", r"\1", text)
@@ -247,7 +229,7 @@ def clean(docstring: str) -> str:
 
 
 def split_summary(text: str) -> tuple[str, str]:
-    """Split a docstring into first sentence and rest; ("", "") where it opens with no usable sentence."""
+    """Splits a docstring into first sentence and rest; ("", "") where it opens with no usable sentence."""
     paragraph, _, rest = text.partition("\n\n")
     paragraph = " ".join(paragraph.split())
     sentence = re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\[(])", paragraph, maxsplit=1)
@@ -270,8 +252,8 @@ def _first_paragraph(text: str) -> str:
 def _signature(function: Function) -> str:
     """`name(a, b)` without annotations, defaults and self."""
     arguments = function.args
-    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    names = [name for name in names if name not in ("self", "cls")]
+    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    names = [one.arg for one in every if one.arg not in ("self", "cls")]
     return f"{function.name}({', '.join(names[:8])})"
 
 
@@ -297,22 +279,24 @@ def _pieces(tree: ast.Module, lines: list[str]) -> Iterator[str]:
             yield piece
 
 
+# ---- what a split makes of it
+
+
 def words_of(identifier: str) -> str:
-    """Spell an identifier in words: `RandomForestClassifier` → `random forest classifier`."""
+    """Spells an identifier in words: `RandomForestClassifier` → `random forest classifier`."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", identifier)
     return " ".join(re.split(r"[\W_]+", spaced)).strip().lower()
 
 
 def mask_name(text: str, name: str) -> str:
-    """Replace every occurrence of an owner's name, as an identifier or spelt in words, by "it"."""
+    """Replaces every occurrence of an owner's name, as an identifier or spelt in words, by "it"."""
     spelt = r"[ _-]?".join(map(re.escape, words_of(name).split()))
-    return re.sub(
-        rf"(?<![A-Za-z0-9])(?:{re.escape(name)}|{spelt})(?:s|es)?(?![A-Za-z0-9])", "it", text, flags=re.I
-    )
+    either = rf"(?<![A-Za-z0-9])(?:{re.escape(name)}|{spelt})(?:s|es)?(?![A-Za-z0-9])"
+    return re.sub(either, "it", text, flags=re.IGNORECASE)
 
 
 def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
-    """Turn the classes and modules of one split into documents whose chunks need their document.
+    """Turns the classes and modules of one split into documents whose chunks need their document.
 
     Chunk 0 is the heading, the only one that names the owner; every further chunk is a member's signature
     and first paragraph with the owner's name masked. A query names the owner and a member's topic, vague on
@@ -329,7 +313,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
     topics = [[_topic(member, named) for member in owner.members] for owner in owners]
     asked = Counter(topic for of_owner in topics for topic in set(of_owner))
     rows = []
-    for owner, of_owner in zip(owners, topics):
+    for owner, of_owner in zip(owners, topics, strict=True):
         label = owner.name
         if owner.kind == "module" or owned[label.lower()] > 1:
             path = owner.module.split(".") + [owner.name] * (owner.kind == "class")
@@ -372,20 +356,70 @@ def _query(label: str, topic: str, choice: str) -> str:
     return templates[digest(choice) % len(templates)]
 
 
-def texts_of(harvested: FileHarvest, skip: set[int]) -> Iterator[dict[str, str]]:
-    """Pretraining texts of one file, less docstrings in `skip`; no code if a function is in it."""
-    kept = [f"{name}\n{text}" for name, text, mark in harvested.docstrings if mark not in skip]
+def texts_of(harvested: Harvest, seen: set[int]) -> Iterator[dict[str, str]]:
+    """Pretraining texts of one file, less docstrings in `seen`; no code if a function is in it."""
+    kept = [f"{name}\n{text}" for name, text, mark in harvested.docstrings if mark not in seen]
     texts = [("\n\n".join(batch), "prose", "en") for batch in batches(kept, len, PIECE_CHARACTERS)]
-    if not skip.intersection(harvested.digests):
+    if not seen.intersection(harvested.digests):
         texts += [(piece, "code", "python") for piece in harvested.code if len(piece) >= 200]
     for text, kind, language in texts:
         yield {"text": text, "package": harvested.package, "kind": kind, "language": language}
 
 
+def _new_pairs(pairs: Iterable[dict], seen: set[int]) -> Iterator[dict]:
+    """Pairs whose texts no earlier split holds, and which in their dataset mean one thing (one key) only.
+
+    A query that fits several documents has no right answer, nor has a document that answers several queries.
+    """
+    key_of: dict[tuple[str, str, int], str] = {}
+    for pair in pairs:
+        marks = [(pair["dataset"], column, digest(pair[column])) for column in ("query", "document")]
+        held_out = any(mark[2] in seen for mark in marks)
+        ambiguous = any(key_of.get(mark, pair["key"]) != pair["key"] for mark in marks)
+        if not held_out and not ambiguous and not all(mark in key_of for mark in marks):
+            key_of.update(dict.fromkeys(marks, pair["key"]))
+            yield pair | {"task": pair["dataset"]}
+
+
+def _new_documents(documents: Iterable[dict], seen: set[int]) -> Iterator[dict]:
+    """Documents whose sections and queries no earlier split holds, and no earlier document of their split."""
+    used = set(seen)
+    for document in documents:
+        body = digest(" ".join(document["chunks"][1:]))
+        # Figures of two countries may well be equal; a class copied into another package is a repetition.
+        repeated = document["dataset"] == "modules" and body in used
+        both = zip(document["queries"], document["golds"], strict=True)
+        asked = [(query, gold) for query, gold in both if not repeated and digest(query) not in used]
+        if asked:
+            used |= {body, *(digest(query) for query, _ in asked)}
+            queries, golds = zip(*asked, strict=True)
+            yield document | {"task": document["dataset"], "queries": [*queries], "golds": [*golds]}
+
+
+def _capped(texts: Iterable[dict], cap: int, seed: int) -> list[dict]:
+    """Distinct texts, drawn by hash up to `cap` bytes: prose to its share, then CLDR, then source code."""
+
+    def drawn(row: dict) -> bytes:
+        return hashlib.sha256(f"{seed}{row['text']}".encode()).digest()
+
+    distinct, order = {row["text"]: row for row in texts}, ("prose", "cldr", "code")
+    kept, size = [], Counter()
+    for row in sorted(distinct.values(), key=lambda row: (order.index(row["kind"]), drawn(row))):
+        length = len(row["text"].encode())
+        room = cap * PROSE_SHARE - size["prose"] if row["kind"] == "prose" else cap - size.total()
+        if length <= room:
+            size[row["kind"]] += length
+            kept.append(row)
+    return sorted(kept, key=drawn)  # whoever reads the first part of them reads all kinds
+
+
+# ---- the corpus
+
+
 def build(
     config: DataConfig, packages: Sequence[Package], path: Path, languages: Sequence[str] = cldr.LANGUAGES
 ) -> Corpus:
-    """Harvest `packages` and CLDR into a corpus at `path`, which appears only when it is complete.
+    """Harvests `packages` and CLDR into a corpus at `path`, which appears only when it is complete.
 
     Args:
         config: held-out packages, number of packages, cap of the text, seed.
@@ -396,19 +430,24 @@ def build(
     """
     split_of = assign_splits(config, packages)
     chosen = [package for package in packages if package.name in split_of]
-    rows, dropped = _collect(config, chosen, split_of, languages)
-    for kind in KINDS:
-        for split in SPLITS:
-            if all(row["package"] == "cldr" for row in rows[kind][split]):
-                raise ValueError(
-                    f"The corpus has no {kind} for {split!r} after reading {len(chosen)} packages; raise "
-                    "data.max_packages, or name well-documented data.dev_packages and data.test_packages."
-                )
+    harvested = harvest(chosen)
+    files = [one for one in harvested if one]
+    rows = _collect(config, files, split_of, cldr.harvest(config.seed, languages))
+    dropped = {"files that are unreadable, generated or too large": len(harvested) - len(files)}
+    origins = [
+        {"name": f"{one.name} {one.version}", "licence": one.licence, "split": split_of[one.name]}
+        for one in chosen
+    ]
     with new_directory(path) as partial:
-        sizes = _write(rows, partial)
-        card = _card(config, chosen, split_of, rows, dropped, sizes)
+        card = _write(rows, partial) | {"origins": origins, "dropped": {TEXTS: dropped}}
         (partial / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
     return Corpus(path)
+
+
+def parameters(config: DataConfig) -> dict[str, Any]:
+    """What of the configuration decides the content; the tokenizer's size does not."""
+    keys = ("seed", "dev_packages", "test_packages", "max_packages", "max_text_mb")
+    return {key: getattr(config, key) for key in keys}
 
 
 def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, str]:
@@ -418,190 +457,79 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
 
     Raises: ValueError for a held-out package that is not installed or is held out twice, or an empty split.
     """
-    by_name = {package.name.lower(): package.name for package in packages}
+    names = {package.name.lower(): package.name for package in packages}
     splits: dict[str, str] = {}
     for split, wanted in (("test", config.test_packages), ("dev", config.dev_packages)):
-        for name in wanted:
-            if name.lower() not in by_name:
-                near = difflib.get_close_matches(name.lower(), sorted(by_name), n=1, cutoff=0)[0]
-                raise ValueError(
-                    f"data.{split}_packages names {name!r}, which is not installed; the nearest "
-                    f"installed one is {by_name[near]!r}. Install it, or hold out another package."
-                )
-            known = by_name[name.lower()]
-            if splits.setdefault(known, split) != split:
-                raise ValueError(
-                    f"Package {known!r} is in data.test_packages and data.dev_packages; remove it from one."
-                )
-    others = [package for package in packages if package.name not in splits]
-    others.sort(key=lambda package: (package.size > SMALL_PACKAGE, -package.size, package.name))
-    slots = len(others) if config.max_packages == 0 else max(config.max_packages - len(splits), 0)
-    splits |= {package.name: "train" for package in others[:slots]}
-    for split in SPLITS:
-        if split not in splits.values():
-            raise ValueError(
-                f"No package is left for {split!r}: {len(packages)} are installed, data.max_packages is "
-                f"{config.max_packages} and {len(splits)} are taken. Raise data.max_packages (0: all), and "
-                "name packages in both data.dev_packages and data.test_packages."
-            )
+        for name in map(str.lower, wanted):
+            if name not in names:
+                raise ValueError(f"data.{split}_packages: {name} is not installed{nearest(name, names)}")
+            splits.setdefault(names[name], split)
+    others = [(package.size(), package.name) for package in packages if package.name not in splits]
+    others.sort(key=lambda one: (one[0] > SMALL_PACKAGE, -one[0], one[1]))
+    slots = max(config.max_packages - len(splits), 0) if config.max_packages else None
+    splits |= dict.fromkeys((name for _, name in others[:slots]), "train")
+    if lacking := set(SPLITS) - set(splits.values()):
+        raise ValueError(
+            f"no package is left for {' and '.join(lacking)}: raise data.max_packages (0: all), and name "
+            "different ones in data.dev_packages and data.test_packages"
+        )
     return splits
 
 
 def _collect(
-    config: DataConfig, packages: Sequence[Package], split_of: dict[str, str], languages: Sequence[str]
-) -> tuple[Rows, Counter[str]]:
+    config: DataConfig, files: Sequence[Harvest], split_of: dict[str, str], spoken: dict[str, list[dict]]
+) -> Rows:
     """Rows of all splits. A split later in (test, dev, train) never repeats a text of an earlier one."""
-    by_split: dict[str, list[FileHarvest]] = {split: [] for split in SPLITS}
-    dropped: Counter[str] = Counter()
-    for harvested in harvest(packages):
-        if harvested.skipped:
-            dropped[f"files: {harvested.skipped}"] += 1
-        else:
-            by_split[split_of[harvested.package]].append(harvested)
-    spoken = cldr.harvest(config.seed, languages)
-
-    rows: Rows = {kind: {split: [] for split in SPLITS} for kind in KINDS}
+    rows: Rows = {}
     seen: set[int] = set()  # texts of the splits before
     for split in reversed(SPLITS):
-        files = by_split[split]
-        found = {kind: [row for row in spoken[kind] if row["split"] == split] for kind in KINDS}
-        pairs = [pair for harvested in files for pair in harvested.pairs] + found["pairs"]
-        rows["pairs"][split] = list(_new_pairs(pairs, seen, dropped))
-        owners = [owner for harvested in files for owner in harvested.owners]
-        documents = documents_of(owners, config.seed) + found["documents"]
-        rows["documents"][split] = list(_new_documents(documents, seen, dropped))
-        texts = [row for harvested in files for row in texts_of(harvested, seen)] + found["texts"]
+        ours = [one for one in files if split_of[one.package] == split]
+        texts, pairs, documents = ([row for row in spoken[kind] if row["split"] == split] for kind in KINDS)
+        texts += [row for one in ours for row in texts_of(one, seen)]
+        pairs = [pair for one in ours for pair in one.pairs] + pairs
+        owners = [owner for one in ours for owner in one.owners]
         # Held-out text only measures the loss: a tenth will do.
         cap = config.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
-        rows["texts"][split] = _capped(texts, cap, config.seed, dropped)
-        if split != "train":
-            seen |= _digests(files, rows["pairs"][split], rows["documents"][split])
-    return rows, dropped
+        rows["texts", split] = _capped(texts, cap, config.seed)
+        rows["pairs", split] = list(_new_pairs(pairs, seen))
+        rows["documents", split] = list(_new_documents(documents_of(owners, config.seed) + documents, seen))
+        seen |= _digests(ours, rows["pairs", split], rows["documents", split])
+    return rows
 
 
-def _digests(files: Iterable[FileHarvest], pairs: Iterable[dict], documents: Iterable[dict]) -> set[int]:
+def _digests(files: Iterable[Harvest], pairs: Iterable[dict], documents: Iterable[dict]) -> set[int]:
     """Digests of all that a split holds: docstrings, functions, queries, documents."""
-    marks = {mark for harvested in files for mark in harvested.digests}
-    marks |= {mark for harvested in files for _, _, mark in harvested.docstrings}
+    marks = {mark for one in files for mark in one.digests}
+    marks |= {mark for one in files for _, _, mark in one.docstrings}
     marks |= {digest(pair[column]) for pair in pairs for column in ("query", "document")}
     for document in documents:
         marks.update(map(digest, [*document["queries"], " ".join(document["chunks"][1:])]))
     return marks
 
 
-def _new_pairs(pairs: Iterable[dict], seen: set[int], dropped: Counter[str]) -> Iterator[dict]:
-    """Pairs whose texts no earlier split holds, and which in their dataset mean one thing (one key) only.
-
-    A query that fits several documents has no right answer, nor has a document that answers several queries.
-    """
-    key_of: dict[tuple[str, str, int], str] = {}
-    for pair in pairs:
-        marks = [(pair["dataset"], column, digest(pair[column])) for column in ("query", "document")]
-        if any(mark[2] in seen for mark in marks):
-            dropped["pairs: text of another split"] += 1
-        elif any(key_of.get(mark, pair["key"]) != pair["key"] for mark in marks):
-            dropped["pairs: ambiguous"] += 1
-        elif all(mark in key_of for mark in marks):
-            dropped["pairs: repeated"] += 1
-        else:
-            key_of.update(dict.fromkeys(marks, pair["key"]))
-            yield pair | {"task": pair["dataset"]}
-
-
-def _new_documents(documents: Iterable[dict], seen: set[int], dropped: Counter[str]) -> Iterator[dict]:
-    """Documents whose sections and queries no earlier split holds, and no earlier document of their split."""
-    used: set[int] = set()
-    for document in documents:
-        body = digest(" ".join(document["chunks"][1:]))
-        # Figures of two countries may well be equal; a class copied into another package is a repetition.
-        if document["dataset"] == "modules" and (body in seen or body in used):
-            dropped["documents: repeated"] += 1
-            continue
-        both = zip(document["queries"], document["golds"])
-        asked = [
-            (query, gold) for query, gold in both if not any(digest(query) in old for old in (seen, used))
-        ]
-        dropped["queries: repeated"] += len(document["queries"]) - len(asked)
-        if asked:
-            used |= {body, *(digest(query) for query, _ in asked)}
-            queries, golds = zip(*asked)
-            yield document | {"task": document["dataset"], "queries": [*queries], "golds": [*golds]}
-
-
-def _capped(texts: Iterable[dict], cap: int, seed: int, dropped: Counter[str]) -> list[dict]:
-    """Distinct texts, drawn by hash up to `cap` bytes: prose to its share, then CLDR, then source code."""
-    distinct = list({row["text"]: row for row in texts}.values())
-    order = {"prose": 0, "cldr": 1, "code": 2}
-
-    def drawn(row: dict) -> bytes:
-        return hashlib.sha256(f"{seed}{row['text']}".encode()).digest()
-
-    distinct.sort(key=lambda row: (order[row["kind"]], drawn(row)))
-    kept, size = [], Counter()
-    for row in distinct:
-        length = len(row["text"].encode())
-        room = cap * PROSE_SHARE - size["prose"] if row["kind"] == "prose" else cap - size.total()
-        if length <= room:
-            size[row["kind"]] += length
-            kept.append(row)
-        else:
-            dropped[f"texts: {row['kind']} over the cap"] += 1
-    kept.sort(key=drawn)  # whoever reads the first part of them reads all kinds
-    return kept
-
-
-def parameters(config: DataConfig) -> dict[str, Any]:
-    """What of the configuration decides the content; the tokenizer's size does not."""
-    packages = {"dev_packages": list(config.dev_packages), "test_packages": list(config.test_packages)}
-    caps = {"max_packages": config.max_packages, "max_text_mb": config.max_text_mb}
-    return {"seed": config.seed} | packages | caps
-
-
 def _write(rows: Rows, folder: Path) -> dict[str, Any]:
-    """Writes the tables, one per data set and split (all text is one data set); returns their sizes."""
+    """Writes the tables, one per data set and split (all text is one data set); returns what a card says of
+    them."""
     sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
-    for kind in KINDS:
-        by_name: dict[str, dict[str, list]] = {}
-        for split in SPLITS:
-            for row in rows[kind][split]:
-                name = TEXTS if kind == "texts" else row["dataset"]
-                by_name.setdefault(name, {split: [] for split in SPLITS})[split].append(row)
-        for name, parts in sorted(by_name.items()):
-            sizes[kind][name] = {
-                split: write_table(folder / kind / name / f"{split}.arrow", part, SCHEMAS[kind])
-                for split, part in parts.items()
-            }
-    return sizes
-
-
-def _card(
-    config: DataConfig,
-    packages: Sequence[Package],
-    split_of: dict[str, str],
-    rows: Rows,
-    dropped: Counter[str],
-    sizes: dict[str, Any],
-) -> dict[str, Any]:
     content, languages = hashlib.sha256(), set()
     for kind in KINDS:
+        tables: dict[str, dict[str, list]] = {}
         for split in SPLITS:
-            for row in rows[kind][split]:
+            for row in rows[kind, split]:
                 content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
                 languages.update(row["language"].split("-"))
-    text = Source(
-        name=TEXTS, kind="files", role="text", language="mul", licence="",
-        files=(f"texts/{TEXTS}/train.arrow",), columns={"text": "text"},
-    )  # fmt: skip
+                name = row.get("dataset", TEXTS)
+                tables.setdefault(name, {split: [] for split in SPLITS})[split].append(row)
+        for name, parts in sorted(tables.items()):
+            paths = {split: folder / kind / name / f"{split}.arrow" for split in SPLITS}
+            sizes[kind][name] = {
+                split: write_table(paths[split], parts[split], SCHEMAS[kind]) for split in SPLITS
+            }
+    place = {"files": (f"texts/{TEXTS}/train.arrow",), "columns": {"text": "text"}}
     return {
         "hash": content.hexdigest(),
-        "parameters": parameters(config),
         "sizes": sizes,
         "folders": {kind: {name: f"{kind}/{name}" for name in sizes[kind]} for kind in SCHEMAS},
-        "text_sources": [asdict(text)],
+        "text_sources": [asdict(Source(TEXTS, "files", "text", "mul", "", **place))],
         "languages": sorted(languages - {"mul", "python"}),
-        "origins": [
-            {"name": f"{one.name} {one.version}", "licence": one.licence, "split": split_of[one.name]}
-            for one in packages
-        ],
-        "dropped": {TEXTS: dict(sorted(dropped.items()))},
     }

@@ -1,29 +1,26 @@
 """Look-alikes: rows that a surrogate embedder finds similar meet in a batch, and what it takes for an
 unlabelled answer is no negative (CDE, section 4.1).
 
-Shape suffixes: N rows or queries · M documents · U distinct texts · D dimensions · P points · K clusters ·
-V vocabulary.
+Shape suffixes: N rows or queries · M documents · U distinct texts · D dimensions · P points · K clusters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from hashlib import blake2b
 
 import numpy as np
-from scipy.sparse import csr_matrix
 from torch.utils.data import ConcatDataset
+from tqdm.auto import tqdm
 
 from unmask.config import ClustersConfig
-from unmask.data import batches, prepare
+from unmask.data import batches
 from unmask.data.batches import Packing, permuted
-from unmask.data.mining import Encoder, distinct, embed, parts, unit
-from unmask.data.prepare import Prepared, Ragged
-from unmask.data.tokenized import TokenDocuments, TokenPairs
+from unmask.data.mining import Encoder, kept, parts, unit
+from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer
-from unmask.store import artifacts_root, code_fingerprint, fingerprint
+from unmask.store import code_fingerprint
 
 LSA = "lsa"  # the surrogate that is no embedder
 COMPONENTS = 256  # LSA: dimensions
@@ -32,7 +29,6 @@ TEXTS = 4096  # embedded at once
 ROWS = 16_384  # assigned to clusters at once
 SAMPLE = 2**30  # bytes of the points that centroids are computed from, unless that were fewer than
 LEAST = 8  # points per centroid
-_CODE = (__file__, batches.__file__)  # what clusters depend on
 
 
 @dataclass(frozen=True)
@@ -50,12 +46,9 @@ class Neighbours:
     packing: Packing | None = None  # clusters of rows; None: random batches
 
     def negatives(
-        self,
-        rows: Sequence[int],
-        margin: float,
-        document_N: np.ndarray | None = None,
-        query_N: np.ndarray | None = None,
-    ) -> np.ndarray:
+        self, rows: Sequence[int], margin: float,
+        document_N: np.ndarray | None = None, query_N: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """Which documents of a batch may be negatives of its queries: those outside of CDE's
         S(q,d) = {d′ : f(q,d′) ≥ f(q,d) + ε}, with the cosine f of the surrogate's vectors.
 
@@ -105,16 +98,10 @@ class Surrogate:
 
 
 def neighbours(
-    data: TokenPairs | TokenDocuments,
-    *,
-    name: str,
-    stored: StoredTokenizer,
-    surrogate: Surrogate,
-    config: ClustersConfig,
-    cluster_size: int,
-    seed: int,
-) -> Neighbours:
-    """A data set's neighbours, computed on first use and kept in files.
+    data: TokenPairs | TokenDocuments, *, name: str, stored: StoredTokenizer, surrogate: Surrogate,
+    config: ClustersConfig, cluster_size: int, seed: int,
+) -> Neighbours:  # fmt: skip
+    """A data set's neighbours; vectors and clusters are computed on first use and kept in files.
 
     Every distinct text is embedded once, as the training reads it: cut, its tokens decoded.
 
@@ -123,27 +110,20 @@ def neighbours(
         stored: the tokenizer of the data.
         cluster_size: rows of a cluster on average; 0: no clusters.
         seed: of k-means and of the order of the clusters.
-    Raises: ValueError if the embedder's answer is not one vector of finite numbers per text.
+    Raises: ValueError if the embedder's answer is not finite.
     """
     queries, documents = _texts(data)
     texts = ConcatDataset([queries.values, documents.values])
-    numbered = _build("texts", [data.identity], [texts], _numbered, f"comparing the texts of {name}")
-    first_U, number = numbered.column("first"), numbered.column("number")
-    vectors = _build(
-        "vectors", [data.identity, stored.hash, surrogate.identity], parts(len(first_U), TEXTS),
-        _embedding(texts, first_U, name, stored, surrogate), f"embedding the texts of {name}",
-    )  # fmt: skip
-    vectors_UD = vectors.column("vectors").reshape(len(first_U), -1)
+    first_U, number = _distinct(texts)
+    key = [data.identity, stored.hash, surrogate.identity, code_fingerprint(__file__, batches.__file__)]
+    vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     query_texts = Ragged(number[: len(queries.values)], queries.ends)
     own = Neighbours(vectors_UD, query_texts, Ragged(number[len(queries.values) :], documents.ends))
     if not cluster_size:
         return own
-    packed = _build(
-        "clusters", [vectors.hash, data.identity, cluster_size, config.packing, config.iterations,
-                     config.attempts, seed],
-        [own], lambda own: (vars(pack(own, cluster_size, config, seed)), {}), f"clustering {name}",
-    )  # fmt: skip
-    return replace(own, packing=Packing(packed.column("rows_N"), packed.column("ends_K")))
+    key += [cluster_size, config.packing, config.iterations, config.attempts, seed]
+    place_N = kept("clusters", key, lambda: _places(own, cluster_size, config, seed))
+    return replace(own, packing=_packing(place_N))
 
 
 def pack(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) -> Packing:
@@ -156,38 +136,39 @@ def pack(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) 
     Memory: the points that centroids are computed from (1 GiB at most), those that faiss draws of them (256
     per centroid), and some numbers per row. Larger data are represented by a random sample of rows.
     """
+    return _packing(_places(own, cluster_size, config, seed))
+
+
+def _packing(place_N: np.ndarray) -> Packing:
+    return Packing(np.argsort(place_N, kind="stable"), np.cumsum(np.bincount(place_N)))
+
+
+def _places(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) -> np.ndarray:
+    """Each row's cluster (N,), numbered in the order of `pack`."""
     count = len(own.queries)
     k = -(-count // cluster_size)
-    if k == 1:
-        return Packing(np.arange(count), np.array([count]))
-    cluster_N, centroids_KD = clustered(own, k, config, seed)
+    cluster_N, centroids_KD = _clustered(own, k, config, seed)
     found_K, cluster_N = np.unique(cluster_N, return_inverse=True)
     if config.packing == "tour":
         order_K = tour(centroids_KD[found_K], start=int(permuted(np.array(0), len(found_K), seed)))
     else:
         order_K = permuted(np.arange(len(found_K)), len(found_K), seed)
-    place_N = np.argsort(order_K)[cluster_N]
-    return Packing(np.argsort(place_N, kind="stable"), np.cumsum(np.bincount(place_N)))
+    return np.argsort(order_K)[cluster_N]
 
 
-def clustered(own: Neighbours, k: int, config: ClustersConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _clustered(own: Neighbours, k: int, config: ClustersConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Each row's cluster among k, and the clusters' centroids."""
     import faiss
 
     count, width = len(own.queries), 2 * own.vectors_UD.shape[1]
     fits = max(SAMPLE // (4 * width), LEAST * k) // 2
     rows = np.arange(count) if count <= fits else np.sort(permuted(np.arange(fits), count, seed))
-    points_PD = np.empty((2 * len(rows), width), np.float32)
-    for part in parts(len(rows), ROWS):
-        q_ND, d_ND = own.points(rows[part])
-        points_PD[part] = np.hstack([q_ND, d_ND])
-        points_PD[len(rows) :][part] = np.hstack([d_ND, q_ND])
+    q_ND, d_ND = own.points(rows)
     kmeans = faiss.Kmeans(
         width, k, niter=config.iterations, nredo=config.attempts, spherical=True, seed=seed,
         min_points_per_centroid=1,  # else it prints a warning
     )  # fmt: skip
-    kmeans.train(points_PD)
-    del points_PD
+    kmeans.train(np.block([[q_ND, d_ND], [d_ND, q_ND]]).astype(np.float32))
     blocks = (np.hstack(own.points(np.arange(part.start, part.stop))) for part in parts(count, ROWS))
     return np.concatenate([kmeans.assign(x.astype(np.float32))[1] for x in blocks]), kmeans.centroids
 
@@ -203,33 +184,24 @@ def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:
     return order_K
 
 
-class LatentSemantics:
-    """LSA of texts as bags of tokens: X ≈ U Σ Vᵀ, of which a text's vector is its row of U Σ^½.
+def latent_semantics(texts: Sequence[np.ndarray], vocabulary: int) -> Callable[[Sequence], np.ndarray]:
+    """LSA of texts (token ids) as bags of tokens: X ≈ U Σ Vᵀ, of which a text's vector is its row of U Σ^½.
 
     X holds TF-IDF with 1 + log tf. Half of Σ is left out, else the few topics that every text is about
-    would outweigh the rest.
+    would outweigh the rest. Returns the function from texts to vectors.
     """
+    from sklearn.decomposition import TruncatedSVD  # a second to import
+    from sklearn.feature_extraction.text import TfidfVectorizer
 
-    def __init__(self, texts: Sequence[np.ndarray], vocabulary: int):
-        from sklearn.decomposition import TruncatedSVD  # a second to import
-        from sklearn.feature_extraction.text import TfidfTransformer
-
-        self._vocabulary = vocabulary
-        self._weights = TfidfTransformer(sublinear_tf=True)
-        x_UV = self._weights.fit_transform(self._counts(texts))
-        self._svd = TruncatedSVD(min(COMPONENTS, *x_UV.shape), random_state=0).fit(x_UV)
-        sigma_D = self._svd.singular_values_
-        self._scale_D = np.sqrt(np.maximum(sigma_D, np.finfo(np.float32).eps * sigma_D[0]))
-
-    def __call__(self, texts: Sequence[np.ndarray]) -> np.ndarray:
-        """One vector per text, given as token ids."""
-        return self._svd.transform(self._weights.transform(self._counts(texts))) / self._scale_D
-
-    def _counts(self, texts: Sequence[np.ndarray]) -> csr_matrix:
-        ids, ends = np.concatenate(texts), np.cumsum([0, *map(len, texts)])
-        counts_UV = csr_matrix((np.ones(len(ids), np.float32), ids, ends), (len(texts), self._vocabulary))
-        counts_UV.sum_duplicates()
-        return counts_UV
+    weights = TfidfVectorizer(
+        analyzer=np.ndarray.tolist, lowercase=False, vocabulary=range(vocabulary), sublinear_tf=True,
+        dtype=np.float32,
+    )  # fmt: skip
+    x_UV = weights.fit_transform(texts)
+    svd = TruncatedSVD(min(COMPONENTS, *x_UV.shape), random_state=0).fit(x_UV)
+    sigma_D = svd.singular_values_
+    scale_D = np.sqrt(np.maximum(sigma_D, np.finfo(np.float32).eps * sigma_D[0]))
+    return lambda texts: svd.transform(weights.transform(texts)) / scale_D
 
 
 def _texts(data: TokenPairs | TokenDocuments) -> tuple[Ragged, Ragged]:
@@ -240,40 +212,31 @@ def _texts(data: TokenPairs | TokenDocuments) -> tuple[Ragged, Ragged]:
     return Ragged(data.queries, one_each), Ragged(data.documents, one_each)
 
 
-def _numbered(texts: Sequence[np.ndarray]) -> tuple[dict[str, np.ndarray], dict]:
-    """Where each distinct text comes first, and each text's number among those."""
-    first_U, number = distinct((ids.tobytes() for ids in texts), len(texts))
-    return {"first": first_U, "number": number}, {}
+def _distinct(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each distinct text comes first, in any order, and each text's number among those."""
+    digests = (int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest()) for ids in texts)
+    return np.unique(np.fromiter(digests, np.uint64), return_index=True, return_inverse=True)[1:]
 
 
-def _embedding(
+def _embedded(
     texts: Sequence[np.ndarray], first_U: np.ndarray, name: str, stored: StoredTokenizer, surrogate: Surrogate
-) -> Callable[[slice], tuple[dict[str, np.ndarray], dict]]:
-    """From a slice of the distinct texts to their vectors; the model is loaded when it is needed."""
+) -> np.ndarray:
+    """Vectors of the distinct texts, float16, unit length."""
     tokenizer = stored.load()
-
-    def of(numbers: Iterable[int]) -> list[np.ndarray]:
-        return [texts[int(number)] for number in numbers]
-
-    def latent() -> LatentSemantics:
+    if surrogate.load is None:
         some = first_U[permuted(np.arange(min(FITTED, len(first_U))), len(first_U), 0)]
-        return LatentSemantics(of(some), 1 + max(tokenizer.get_vocab(with_added_tokens=True).values()))
+        size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        encode = latent_semantics([texts[int(i)] for i in some], size)
+    else:
+        encoder = surrogate.load()
 
-    load = cache(surrogate.load or latent)
+        def encode(own: Sequence[np.ndarray]) -> np.ndarray:
+            return encoder.encode(tokenizer.decode_batch([ids.tolist() for ids in own]))
 
-    def work(part: slice) -> tuple[dict[str, np.ndarray], dict]:
-        own = of(first_U[part])
-        if surrogate.load is None:
-            x_UD = load()(own)
-        else:
-            decoded = tokenizer.decode_batch([ids.tolist() for ids in own])
-            x_UD = embed(load(), decoded, [f"a text of data set {name!r}"] * len(own))
-        return {"vectors": unit(x_UD).astype(np.float16).ravel()}, {}
-
-    return work
-
-
-def _build(kind: str, key: list, units: Sequence[Any], work: Callable[[Any], Any], title: str) -> Prepared:
-    name = f"{kind}-{fingerprint(key, code_fingerprint(*_CODE))}"
-    folder = artifacts_root() / "data" / "prepared" / name
-    return prepare.build(folder, units, work, workers=1, title=title)
+    blocks = []
+    for part in tqdm(parts(len(first_U), TEXTS), desc=f"embedding the texts of {name}", leave=False):
+        x_UD = unit(encode([texts[int(i)] for i in first_U[part]]))
+        if not np.isfinite(x_UD).all():
+            raise ValueError(f"the surrogate's vectors of data set {name!r} are not finite: check the model")
+        blocks.append(x_UD.astype(np.float16))
+    return np.concatenate(blocks)

@@ -1,82 +1,52 @@
 """Hard negatives: documents that an embedder takes for an answer and that are none.
 
-Shape suffixes: N pairs · M distinct documents · U distinct texts · D dimensions · R rows of a block · X as
-many as wanted · W ranks of the window · K negatives per query.
+Shape suffixes: N pairs · M distinct documents · U distinct texts · D dimensions · R rows of a block · S rows
+whose window holds too few · X documents looked at · W ranks of the window · K negatives per query.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from scipy.sparse import csr_matrix
 from tqdm.auto import tqdm
 
 from unmask.config import TripletConfig
 from unmask.data.corpus import Corpus
-from unmask.store import replacing
+from unmask.store import artifacts_root, fingerprint, replacing
 
-Search = Callable[
-    [np.ndarray, int], tuple[np.ndarray, np.ndarray]
-]  # (queries, k) → scores, numbers, best first
+Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (queries, k) → scores, numbers
 Index = Callable[[np.ndarray, str], Search]  # (documents, method) → a search over them
 
-TEXTS = 4096  # texts embedded, read or written at once
 FEWEST = 64  # pairs drawn from a data set however small its share
 ROWS = 1024  # queries searched at once
-SCORES = 2**23  # scores kept at once while a search goes deeper
+SCORES = 2**23  # scores of a whole ranking in memory at once
 
 
 class Encoder(Protocol):
-    """Any embedder: ours, one of sentence-transformers, or an object of one's own with this method.
+    """Any embedder: ours, one of sentence-transformers, or an object of one's own with this method."""
 
-    If `encode` has a parameter `max_length`, it is given the preset's lengths.
-    """
-
-    def encode(self, texts: Sequence[str]) -> Any:
+    def encode(self, texts: Sequence[str], **options: Any) -> Any:
         """An array (texts, dimensions) of floats or int8 codes, compared by cosine."""
 
 
 @dataclass(frozen=True)
 class Mining:
     """What was mined for one data set. A rank counts the documents that could be negatives; what is below the
-    window has rank W + 1.
+    window has rank W + 1."""
 
-    `looked_at` are the documents down to the end of each query's window: `own` of them belong to the pair or
-    its like, `unsafe` of them are more than the margin better than the positive.
-    """
-
-    pairs: int
     documents: int  # distinct ones
     window: int
     positive_similarity: np.ndarray  # (N,)
     negative_similarity: np.ndarray  # (N, K)
     positive_rank: np.ndarray  # (N,)
     negative_rank: np.ndarray  # (N, K)
-    looked_at: int
-    own: int
-    unsafe: int
-    last_resort: int  # negatives above the margin, for want of others
-
-    def shares(self) -> dict[str, float]:
-        """Shares of the documents looked at that were skipped, and of the negatives that are not from the
-        window."""
-        below = int((self.negative_rank > self.window).sum())
-        return {
-            "skipped: own": self.own / self.looked_at,
-            "skipped: margin": self.unsafe / self.looked_at,
-            "from below the window": below / self.negative_rank.size,
-            "last resort": self.last_resort / self.negative_rank.size,
-        }
 
 
 def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig) -> tuple[Dataset, Mining]:
@@ -91,73 +61,56 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     3. the least similar documents.
 
     Args:
-        embedder: turns texts into vectors.
+        embedder: one whose `encode` takes a `max_length`.
         index: `unmask.evaluation.search.index`, or another one. Of equal scores, the document that comes
             first in the data is to be the better.
-        pairs: with columns query, document and key; they fit into memory (for others: `mine_to`).
+        pairs: with columns query, document and key.
         config: negatives, margin, rank_window, query_length, document_length, seed, and search, the method of
             the index: "exact", or "faiss", by which the window may miss documents.
     Returns: the pairs with a column `negatives` (a list of texts), and what was found.
-    Raises: ValueError if the data set is too small to hold that many negatives, or the embedder's answer is
-        not one vector of finite numbers per text.
+    Raises: ValueError if the data set is too small to hold that many negatives.
     Source: pplx-embed, section 2.5; window and margin are choices of ours, the paper gives none.
     """
-    rows_NK, found = _mine(embedder, index, pairs, _Numbered(pairs, config.negatives), config)
-    return pairs.add_column("negatives", _texts(pairs, rows_NK)), found
+    (queries, query_N), (documents, document_N) = (_distinct(pairs[name]) for name in ("query", "document"))
+    own = sum(_documents_of(group_N, document_N) for group_N in (_distinct(pairs["key"])[1], query_N))
+    left_N = len(documents) - own.getnnz(axis=1)
+    if left_N.min() < config.negatives:
+        raise ValueError(
+            f"too few distinct documents for {config.negatives} negatives per query: row {left_N.argmin()} "
+            f"leaves {left_N.min()} of {len(documents)} that do not share its key, query or document; leave "
+            "the data set out, or set triplet.negatives lower"
+        )
+    q_UD = embedder.encode(queries, max_length=config.query_length)
+    d_MD = embedder.encode(documents, max_length=config.document_length)
+    window = min(max(config.rank_window, config.negatives), len(documents))
+    search, exact = index(d_MD, config.search), index(d_MD, "exact")
+    rng, blocks = np.random.default_rng(config.seed), []
+    for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False):
+        q_RD, positive_R = q_UD[query_N[part]], _cosines(q_UD[query_N[part]], d_MD[document_N[part]])
+        nearest_RW = _window(search, q_RD, own[part], window)
+        lottery_RW = rng.random(nearest_RW[0].shape)
+        blocks.append(_choose(q_RD, positive_R, nearest_RW, lottery_RW, own[part], exact, config))
+    ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
+    mined = pairs.add_column("negatives", [[documents[i] for i in row] for row in ids_NK])
+    return mined, Mining(len(documents), window, *facts)
 
 
 def mine_to(
     path: Path, embedder: Encoder, index: Index, slices: Mapping[str, Dataset], config: TripletConfig
 ) -> dict[str, Mining]:
-    """Mines each data set as `mine` does and writes all of them into one Parquet file, piece by piece.
+    """Mines each data set as `mine` does and writes all of them into one Parquet file.
 
-    Embeddings lie on disk beside the file while this runs. Memory holds some numbers for each pair and
-    distinct document, but neither texts nor vectors.
-
-    Raises: ValueError as `mine`; a data set that is too small is named before anything is embedded.
+    Raises: ValueError as `mine`, with the data set's name.
     """
-    numbered = {}
+    mined = {}
     for name, pairs in slices.items():
         try:
-            numbered[name] = _Numbered(pairs, config.negatives)
+            mined[name] = mine(embedder, index, pairs, config)
         except ValueError as error:
             raise ValueError(f"data set {name!r}: {error}") from error
-    fields = next(iter(slices.values())).features.arrow_schema
-    schema = pa.schema([*fields, pa.field("negatives", pa.list_(pa.string()))])
-    statistics = {}
-    with replacing(path) as unfinished, pq.ParquetWriter(unfinished, schema) as writer:
-        for name, pairs in slices.items():
-            rows_NK, statistics[name] = _mine(embedder, index, pairs, numbered[name], config, path.parent)
-            for part in parts(len(pairs), TEXTS):
-                columns = pairs[part] | {"negatives": _texts(pairs, rows_NK[part])}
-                writer.write_table(pa.table(columns, schema=schema))
-    return statistics
-
-
-def embed(
-    embedder: Encoder, texts: Sequence[str], places: Sequence[str], *, max_length: int | None = None
-) -> np.ndarray:
-    """The embedder's vectors of some texts, checked.
-
-    Args:
-        places: where each text stands, for a message.
-        max_length: tokens of a text at most, for an embedder that takes this; default: the embedder's own.
-    Raises: ValueError unless the answer is one vector of finite numbers per text.
-    """
-    limited = max_length is not None and "max_length" in inspect.signature(embedder.encode).parameters
-    x_UD = np.asarray(embedder.encode(texts, **({"max_length": max_length} if limited else {})))
-    if x_UD.ndim != 2 or len(x_UD) != len(texts) or x_UD.dtype.kind not in "fi":
-        raise ValueError(
-            f"the embedder returned {x_UD.dtype} values of shape {x_UD.shape} for {len(texts)} texts, the "
-            f"first of them {places[0]}: its `encode` must return one row of floats or int8 codes per text"
-        )
-    bad = np.flatnonzero(~np.isfinite(x_UD).all(axis=1))
-    if len(bad):
-        raise ValueError(
-            f"the embedder returned values that are not finite for {places[bad[0]]}, "
-            f"{texts[bad[0]][:80]!r}: check the model, or its precision"
-        )
-    return x_UD
+    with replacing(path) as unfinished:
+        concatenate_datasets([pairs for pairs, _ in mined.values()]).to_parquet(unfinished)
+    return {name: found for name, (_, found) in mined.items()}
 
 
 def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[str, Dataset]:
@@ -169,13 +122,9 @@ def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[s
     Raises: ValueError if no data set is of these groups.
     """
     tables = {name: corpus.pairs("train", name) for name in corpus.datasets("pairs", "train")}
-    group = {name: table[0]["group"] for name, table in tables.items()}
-    wanted = {name: table for name, table in tables.items() if group[name] in groups}
+    wanted = {name: table for name, table in tables.items() if table[0]["group"] in groups}
     if not wanted:
-        raise ValueError(
-            f"no training pairs of the groups {', '.join(groups)}: the corpus has "
-            f"{', '.join(sorted(set(group.values()))) or 'none'}; set triplet.groups to some of these"
-        )
+        raise ValueError(f"no training pairs of the groups {', '.join(groups)}: set triplet.groups to others")
     share = min(1.0, count / sum(map(len, wanted.values())))
     rng = np.random.default_rng(seed)
     drawn = {}
@@ -185,162 +134,65 @@ def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[s
     return drawn
 
 
-class _Numbered:
-    """Distinct queries and documents of N pairs: rows where each is seen first, and the pairs' numbers.
-
-    Raises: ValueError if a pair has fewer than so many documents that are not its own.
-    """
-
-    def __init__(self, pairs: Dataset, negatives: int):
-        self.query_rows, self.query_N = _distinct(pairs, "query")
-        self.document_rows, self.document_N = _distinct(pairs, "document")
-        self._groupings = []
-        for group_N in (_distinct(pairs, "key")[1], self.query_N):
-            links = np.ones(len(pairs), bool), (group_N, self.document_N)
-            self._groupings.append((group_N, csr_matrix(links, (group_N.max() + 1, len(self.document_rows)))))
-        for part in parts(len(pairs), ROWS):
-            others_R = len(self.document_rows) - self.own(part).getnnz(axis=1)
-            if others_R.min() < negatives:
-                row = int((others_R < negatives).argmax())
-                raise ValueError(
-                    f"too few distinct documents for {negatives} negatives per query: of "
-                    f"{len(self.document_rows)}, row {part.start + row} leaves {others_R[row]} that do not "
-                    "share its key, query or document; leave the data set out, or set triplet.negatives lower"
-                )
-
-    def own(self, part: slice) -> csr_matrix:
-        """Which documents (R, M) are a row's own: those of rows with its key or its query."""
-        by_key, by_query = (links[group_N[part]] for group_N, links in self._groupings)
-        return by_key + by_query
+def _distinct(column: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """The distinct texts of a column as they come, and each row's number among them."""
+    found = pa.array(column[:], pa.large_string()).dictionary_encode()
+    return found.dictionary.to_pylist(), found.indices.to_numpy()
 
 
-def _distinct(pairs: Dataset, column: str) -> tuple[np.ndarray, np.ndarray]:
-    """The rows where each distinct text of a column is seen first, and each row's number among those."""
-    table = pairs.select_columns(column)
-    texts = (text.encode() for part in parts(len(table), TEXTS) for text in table[part][column])
-    first_U, number_N = distinct(texts, len(table))
-    order_U = np.argsort(first_U)
-    return first_U[order_U], np.argsort(order_U)[number_N]
+def _documents_of(group_N: np.ndarray, document_N: np.ndarray) -> csr_matrix:
+    """Which documents (N, M) belong to a row: those of all rows of its group."""
+    return csr_matrix((np.ones(len(group_N), bool), (group_N, document_N)))[group_N]
 
 
-def distinct(contents: Iterable[bytes], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each distinct content comes first, in any order, and each one's number among those."""
-    digests = (int.from_bytes(blake2b(content, digest_size=8).digest()) for content in contents)
-    hash_N = np.fromiter(digests, np.uint64, count)
-    _, first_U, number_N = np.unique(hash_N, return_index=True, return_inverse=True)
-    return first_U, number_N
-
-
-def _mine(
-    embedder: Encoder, index: Index, pairs: Dataset, of: _Numbered, config: TripletConfig,
-    scratch: Path | None = None,
-) -> tuple[np.ndarray, Mining]:  # fmt: skip
-    """For each pair the rows (N, K) of the pairs whose documents are its negatives, and what was found."""
-    with TemporaryDirectory(dir=scratch, prefix="mining-") as folder:
-        q_UD = _embed(embedder, pairs, "query", of.query_rows, config.query_length, Path(folder))
-        d_MD = _embed(embedder, pairs, "document", of.document_rows, config.document_length, Path(folder))
-        ids_NK, found = _choose(q_UD, d_MD, of, config, index)
-    return of.document_rows[ids_NK], found
-
-
-def _embed(
-    embedder: Encoder, pairs: Dataset, column: str, rows: np.ndarray, length: int, folder: Path
-) -> np.ndarray:
-    """Embeddings of the rows' texts in a memory-mapped file: codes as they are, floats as unit vectors in
-    half precision."""
-    table, stored = pairs.select_columns(column), None
-    for part in tqdm(parts(len(rows), TEXTS), desc=f"embedding {column} texts", unit="block", leave=False):
-        texts = table[rows[part].tolist()][column]
-        places = [f"the {column} of row {row}" for row in rows[part]]
-        x_UD = embed(embedder, texts, places, max_length=length)
-        if x_UD.dtype.kind == "f":
-            x_UD = unit(x_UD).astype(np.float16)
-        if stored is None:
-            shape = (len(rows), x_UD.shape[1])
-            stored = np.lib.format.open_memmap(folder / f"{column}.npy", "w+", x_UD.dtype, shape)
-        stored[part] = x_UD
-    return stored
-
-
-def _texts(pairs: Dataset, rows_RK: np.ndarray) -> list[list[str]]:
-    flat, count = pairs.select_columns("document")[rows_RK.ravel().tolist()]["document"], rows_RK.shape[1]
-    return [flat[start : start + count] for start in range(0, len(flat), count)]
+def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The best documents of each query that are not its own: scores (R, W) and numbers, −inf and −1 where
+    there are no more."""
+    depth = min(size + int(own.getnnz(axis=1).max()), own.shape[1])
+    score_RX, ids_RX = search(q_RD, depth)
+    own_RX = _marked(own, ids_RX)
+    score_RX, ids_RX = np.where(own_RX, -np.inf, score_RX), np.where(own_RX, -1, ids_RX)
+    order_RW = np.argsort(own_RX, axis=1, kind="stable")[:, :size]
+    return np.take_along_axis(score_RX, order_RW, 1), np.take_along_axis(ids_RX, order_RW, 1)
 
 
 def _choose(
-    q_UD: np.ndarray, d_MD: np.ndarray, of: _Numbered, config: TripletConfig, index: Index
-) -> tuple[np.ndarray, Mining]:
-    """The documents (N, K) that `mine` chooses, and what was found."""
-    pairs, documents, count = len(of.query_N), len(d_MD), config.negatives
-    # A narrower window would be filled up to so many in the same order anyway.
-    window = min(max(config.rank_window, count), documents)
-    search, exact = index(d_MD, config.search), index(d_MD, "exact")
-    rng = np.random.default_rng(config.seed)
-    ids_NK, rank_NK = np.empty((2, pairs, count), np.int64)
-    score_NK, rank_N = np.empty((pairs, count), np.float32), np.empty(pairs, np.int64)
-    positive_N, looked_at, own_seen, unsafe_seen = np.empty(pairs, np.float32), 0, 0, 0
-    for part in tqdm(parts(pairs, ROWS), desc="searching", unit="block", leave=False):
-        q_RD, own = q_UD[of.query_N[part]], of.own(part)
-        positive_R = _cosines(q_RD, d_MD[of.document_N[part]])
-        ceiling_R = positive_R + np.float32(config.margin)
-        score_RW, ids_RW, own_R = _first(search, q_RD, window, own)
-        known_RW = ids_RW >= 0
-        safe_RW = known_RW & (score_RW <= ceiling_R[:, None])
-        lottery_RW = np.where(safe_RW, rng.random(safe_RW.shape), np.inf)
-        drawn_RK = np.argsort(lottery_RW, axis=1)[:, :count]
-        ids_RK, score_RK = (np.take_along_axis(rows, drawn_RK, 1) for rows in (ids_RW, score_RW))
-        short = np.flatnonzero(safe_RW.sum(axis=1) < count)
-        if len(short):
-            below = _first(exact, q_RD[short], count, own[short], ceiling_R[short])
-            score_RK[short], ids_RK[short], _ = below
-            short = short[(ids_RK[short] < 0).any(axis=1)]
-        if len(short):  # the nearest ones of the opposite are the least similar
-            score_SK, ids_RK[short], _ = _first(exact, -q_RD[short], count, own[short])
-            score_RK[short] = -score_SK
-        hit_RKW = ids_RK[..., None] == ids_RW[:, None]
-        rank_NK[part] = 1 + np.where(hit_RKW.any(axis=2), hit_RKW.argmax(axis=2), window)
-        rank_N[part] = 1 + (score_RW > positive_R[:, None]).sum(axis=1)
-        ids_NK[part], score_NK[part], positive_N[part] = ids_RK, score_RK, positive_R
-        looked_at += int(own_R.sum() + known_RW.sum())
-        own_seen += int(own_R.sum())
-        unsafe_seen += int((known_RW & ~safe_RW).sum())
-    last_resort = int((score_NK > positive_N[:, None] + np.float32(config.margin)).sum())
-    return ids_NK, Mining(
-        pairs, documents, window, positive_N, score_NK, rank_N, rank_NK, looked_at, own_seen, unsafe_seen,
-        last_resort,
-    )  # fmt: skip
+    q_RD: np.ndarray, positive_R: np.ndarray, nearest_RW: tuple[np.ndarray, np.ndarray],
+    lottery_RW: np.ndarray, own: csr_matrix, exact: Search, config: TripletConfig,
+) -> tuple[np.ndarray, ...]:  # fmt: skip
+    """The documents (R, K) that `mine` chooses for some rows; similarities and ranks of positives and
+    negatives."""
+    (score_RW, ids_RW), count = nearest_RW, config.negatives
+    ceiling_R = positive_R + np.float32(config.margin)
+    safe_RW = (ids_RW >= 0) & (score_RW <= ceiling_R[:, None])
+    drawn_RK = np.argsort(np.where(safe_RW, lottery_RW, np.inf), axis=1)[:, :count]
+    ids_RK, score_RK = (np.take_along_axis(rows, drawn_RK, 1) for rows in (ids_RW, score_RW))
+    short = np.flatnonzero(safe_RW.sum(axis=1) < count)
+    for part in parts(len(short), max(1, SCORES // own.shape[1])):
+        rows = short[part]
+        score_RK[rows], ids_RK[rows] = _below(q_RD[rows], ceiling_R[rows], own[rows], exact, count)
+    hit_RKW = ids_RK[..., None] == ids_RW[:, None]
+    rank_RK = 1 + np.where(hit_RKW.any(axis=2), hit_RKW.argmax(axis=2), ids_RW.shape[1])
+    rank_R = 1 + (score_RW > positive_R[:, None]).sum(axis=1)
+    return ids_RK, positive_R, score_RK, rank_R, rank_RK
 
 
-def _first(
-    search: Search,
-    q_RD: np.ndarray,
-    wanted: int,
-    own: csr_matrix,
-    ceiling_R: np.ndarray | None = None,
-    depth: int = 0,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first `wanted` documents for each query that are not its own and score at most its ceiling.
+def _below(
+    q_SD: np.ndarray, ceiling_S: np.ndarray, own: csr_matrix, exact: Search, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rules 2 and 3 of `mine`: scores and numbers (S, K) from the whole ranking."""
+    score_SM, ids_SM = exact(q_SD, own.shape[1])
+    own_SM = _marked(own, ids_SM)
+    safe_SM = ~own_SM & (score_SM <= ceiling_S[:, None])
+    enough_S1 = safe_SM.sum(axis=1, keepdims=True) >= count
+    best_first_SM = np.where(safe_SM & enough_S1, -score_SM, score_SM)
+    order_SK = np.lexsort((ids_SM, best_first_SM, ~safe_SM, own_SM))[:, :count]
+    return np.take_along_axis(score_SM, order_SK, 1), np.take_along_axis(ids_SM, order_SK, 1)
 
-    Returns: their scores (R, wanted) and numbers, −inf and −1 where there are no more, and how many own ones
-        came before the last.
-    """
-    documents = own.shape[1]
-    ceiling_R = np.full(len(q_RD), np.inf, np.float32) if ceiling_R is None else ceiling_R
-    depth = min(depth or wanted + int(own.getnnz(axis=1).max()), documents)
-    score_RX, ids_RX = map(np.array, search(q_RD, depth))
-    own_RX = own[np.arange(len(q_RD))[:, None], ids_RX].toarray()
-    usable_RX = ~own_RX & (ids_RX >= 0) & (score_RX <= ceiling_R[:, None])
-    order_RX = np.argsort(~usable_RX, axis=1, kind="stable")[:, :wanted]
-    taken_RX = np.take_along_axis(usable_RX, order_RX, 1)
-    scores = np.where(taken_RX, np.take_along_axis(score_RX, order_RX, 1), -np.inf)
-    ids = np.where(taken_RX, np.take_along_axis(ids_RX, order_RX, 1), -1)
-    before_R = np.where(taken_RX, order_RX + 1, 0).max(axis=1) - taken_RX.sum(axis=1)
-    lacking = np.flatnonzero(~taken_RX.all(axis=1)) if depth < documents else []
-    for part in parts(len(lacking), max(1, SCORES // (4 * depth))):
-        some = lacking[part]
-        deeper = _first(search, q_RD[some], wanted, own[some], ceiling_R[some], 4 * depth)
-        scores[some], ids[some], before_R[some] = deeper
-    return scores, ids, before_R
+
+def _marked(own: csr_matrix, ids_RX: np.ndarray) -> np.ndarray:
+    """Which of these documents are a row's own."""
+    return own[np.arange(len(ids_RX))[:, None], np.array(ids_RX)].toarray()
 
 
 def _cosines(q_ND: np.ndarray, d_ND: np.ndarray) -> np.ndarray:
@@ -360,3 +212,12 @@ def unit(x_XD: np.ndarray) -> np.ndarray:
 def parts(count: int, size: int) -> list[slice]:
     """Slices of `size` that together are range(count)."""
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def kept(kind: str, key: Sequence[Any], work: Callable[[], np.ndarray]) -> np.ndarray:
+    """An array that is computed once, kept under artifacts/data by what decides it and mapped into memory."""
+    path = artifacts_root() / "data" / kind / f"{fingerprint(*key)}.npy"
+    if not path.is_file():
+        with replacing(path) as unfinished, unfinished.open("wb") as stream:
+            np.save(stream, work())
+    return np.load(path, mmap_mode="r")

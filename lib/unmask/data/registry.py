@@ -9,64 +9,61 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, fields, replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from babel.core import get_global
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from unmask.config import GROUPS, ConfigError
-from unmask.data.cldr import check_language, short_code
+from unmask.config import ConfigError, Group
 from unmask.store import artifacts_root, nearest, repository
 
-# Column names of ours by role: what a row must have (one of the layouts), and what it may have.
+# Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
+# flat (a row is a query, and all rows of one title a document) or joined (chunks here, queries there).
 REQUIRED = {
-    "text": (("text",),),
-    "pairs": (("query", "document"),),
-    "triplets": (("query", "document", "negatives"),),
-    "documents": (
-        ("chunks", "queries", "golds"),  # nested: a row is a document
-        ("title", "chunk", "query"),  # flat: a row is a query, a document is all rows of one title
-        ("chunk_id", "chunk", "query", "query_chunk_id"),  # joined: chunks and queries in two configurations
-    ),
+    "text": ["text"],
+    "pairs": ["query document"],
+    "triplets": ["query document negatives"],
+    "documents": ["chunks queries golds", "title chunk query", "chunk_id chunk query query_chunk_id"],
 }
-ALLOWED = {
-    "text": ("id",),
-    "pairs": ("id", "key", "held_by"),
-    "triplets": ("id", "key", "held_by"),
-    "documents": ("id", "held_by"),
-}
+ALLOWED = {"id", "key", "held_by"}  # and what it may have
 # ConTEB's data sets on the Hub → the split that is evaluated: "test" where there is one, otherwise
 # "validation", otherwise "train", as the authors say.
-CONTEB = {
-    "covid-qa": "train",
-    "esg-reports": "test",
-    "football": "train",
-    "geography": "train",
-    "insurance": "train",
-    "mldr-conteb-eval": "test",
-    "narrative-qa": "test",
-    "squad-conteb-eval": "validation",
-}
-_STRICT = ConfigDict(extra="forbid", strict=True)  # unknown keys and other types are errors
+CONTEB = dict.fromkeys(("covid-qa", "football", "geography", "insurance"), "train")
+CONTEB |= dict.fromkeys(("esg-reports", "mldr-conteb-eval", "narrative-qa"), "test")
+CONTEB |= {"squad-conteb-eval": "validation"}
+CODE = "c|code|cpp|csharp|go|java|javascript|php|python|ruby|rust|sql"  # code: several of them
+_HUMAN = "[a-z]{3}(_[A-Z][a-z]{3})?"
+_FOLDER = repository() / "papermill_runs" / "sources"
 _ARTIFACTS = "${UNMASK_ARTIFACTS}"  # in `files`: the artifacts folder, wherever it is
 
 
-@dataclass(frozen=True, config=_STRICT)
+def _language(code: str) -> str:
+    if not re.fullmatch(f"{_HUMAN}(-{_HUMAN})?|{CODE}", code):
+        raise ValueError(
+            "write an ISO 639-3 code of three letters, with a script or without (deu, rus_Cyrl), a pair of "
+            f"them (deu-eng), mul for many, or one of {CODE}"
+        )
+    return code
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Source:
     """One data set: where it is, what its columns mean, and what is held out of it."""
 
     name: str  # unique; batches never mix two
     kind: Literal["hub", "mirror", "files", "environment"]  # where it is read from
     role: Literal["text", "pairs", "triplets", "documents"]
-    language: str  # "eng_Latn", "deu", "deu-eng" (a pair of languages), "mul", "python"
+    language: Annotated[str, AfterValidator(_language)]
     licence: str
-    group: Literal["", *GROUPS] = ""  # pairs and triplets: the step of the curriculum
+    group: Literal[""] | Group = ""  # pairs and triplets: the step of the curriculum
     task: str = ""  # held-out task that its rows are evaluated in; the source's name unless given
-    repo: str = ""  # hub, mirror: "organisation/name"
+    repo: Annotated[str, Field(pattern="^$|^[^/]+/[^/]+$")] = ""  # hub, mirror: "organisation/name"
     revision: str = "main"  # a branch, a tag or, so that nothing changes under a run, a commit
     config: str = ""  # configuration on the Hub; "": the default one
     queries_config: str = ""  # documents in the joined layout: the configuration that holds the queries
@@ -88,26 +85,10 @@ class Source:
 
 
 class _Registry(BaseModel):
-    model_config = _STRICT
+    model_config = ConfigDict(extra="forbid", strict=True)
     about: str = ""
     defaults: dict[str, Any] = {}
     sources: dict[str, dict[str, Any]]
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without duplicate keys, of which PyYAML would silently keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def registry_names() -> list[str]:
-    """Names of the registries at hand."""
-    return sorted(path.stem for path in _directory().glob("*.yaml"))
 
 
 def load_registry(name_or_path: str) -> list[Source]:
@@ -124,16 +105,14 @@ def load_registry(name_or_path: str) -> list[Source]:
     path = _locate(name_or_path)
     where, sources = f"{path}: ", []
     try:
-        registry = _Registry.model_validate(yaml.load(path.read_text(encoding="utf8"), _Loader))
+        registry = _Registry.model_validate(yaml.safe_load(path.read_text(encoding="utf8")))
         for name, entry in registry.sources.items():
             where = f"{path}: {name}: "
             for one, values in _expanded(name, registry.defaults | entry):
                 sources.append(_source(one, values, path.parent))
         where = f"{path}: "
-        _check_together(sources)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    except ValueError as error:
+        _check_shares(sources)
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(where + _reason(error)) from error
     return sources
 
@@ -159,26 +138,26 @@ def split_of(source: Source, key: str) -> str:
 
 def own_files(source: Source) -> list[Path]:
     """The existing files of a source of kind `files`, sorted within each pattern."""
-    return [path for pattern in source.files for path in _matches(pattern)]
+    return [Path(path) for pattern in source.files for path in sorted(glob.glob(pattern, recursive=True))]
 
 
-def _directory() -> Path:
-    return repository() / "papermill_runs" / "sources"
+def short_code(code: str) -> str:
+    """The code that web standards and many data sets use: "deu" → "de", "cmn_Hani" → "zh", "gsw" → "gsw"."""
+    language = code.partition("_")[0]
+    return get_global("language_aliases").get(language, language)
 
 
-def _matches(pattern: str) -> list[Path]:
-    # A file whose own name looks like a pattern is that file.
-    if Path(pattern).exists():
-        return [Path(pattern)]
-    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+def registry_names() -> list[str]:
+    """Names of the registries at hand."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def _locate(name_or_path: str) -> Path:
     is_path = name_or_path.endswith((".yaml", ".yml"))
-    path = Path(name_or_path).resolve() if is_path else _directory() / f"{name_or_path}.yaml"
+    path = Path(name_or_path).resolve() if is_path else _FOLDER / f"{name_or_path}.yaml"
     if not path.is_file():
-        near = "" if is_path else nearest(name_or_path, ["environment", *registry_names()])
-        raise ConfigError(f"data.source: unknown registry {name_or_path!r}{near} (there is no {path})")
+        near = nearest(name_or_path, ["environment", *registry_names()])
+        raise ConfigError(f"data.source: there is no registry {path}{near}")
     return path
 
 
@@ -187,83 +166,58 @@ def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str,
     if "languages" not in entry:
         yield name, entry
         return
-    languages = entry["languages"]
-    if not isinstance(languages, list | dict) or not languages:
-        raise ValueError("languages must be a list of codes or lines of code: share")
-    rest = {"language": "{language}"} | {key: value for key, value in entry.items() if key != "languages"}
+    languages, entry = entry["languages"], {"language": "{language}"} | entry
+    del entry["languages"]
     for code in languages:
-        check_language(str(code))
-        filled = json.dumps(rest, default=str).replace("{language}", str(code))
-        filled = filled.replace("{short}", short_code(str(code)))
-        share = {"share": languages[code]} if isinstance(languages, dict) else {}
-        yield f"{name}/{code}", json.loads(filled) | share
+        filled = json.loads(
+            json.dumps(entry).replace("{language}", code).replace("{short}", short_code(code))
+        )
+        yield f"{name}/{code}", filled | ({"share": languages[code]} if isinstance(languages, dict) else {})
 
 
 def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
     values = {"task": name, "bad_rows": "stop" if entry.get("kind") == "files" else "drop"} | entry
-    files = values.get("files", ())
-    source = Source(**values | {"name": name, "files": [files] if isinstance(files, str) else files})
-    files = (file.replace(_ARTIFACTS, str(artifacts_root())) for file in source.files)
-    source = replace(source, files=tuple(str(folder / file) for file in files))
-    _check(source, folder)
+    files, artifacts = values.get("files", []), str(artifacts_root())
+    files = [files] if isinstance(files, str) else files
+    values["files"] = [str(folder / str(file).replace(_ARTIFACTS, artifacts)) for file in files]
+    source = Source(**values | {"name": name})
+    if source.kind != "environment":  # which has its own columns and groups
+        _check(source)
     return source
 
 
-def _check(source: Source, folder: Path) -> None:
+def _check(source: Source) -> None:
     """What a key's type does not say."""
-    check_language(source.language)
-    if source.share is not None and (source.role != "text" or source.optional):
-        raise ValueError("share is for text that is not optional")
-    if source.max_rows is not None and source.role == "text":
-        raise ValueError("max_rows is for pairs, triplets and documents")
-    if source.kind == "environment":  # its own columns and groups
-        return
-    if source.kind in ("hub", "mirror") and source.repo.count("/") != 1:
-        raise ValueError(f"repo must be organisation/name, got {source.repo!r}")
-    if source.kind == "files" and not source.optional:
-        missing = [pattern for pattern in source.files if not _matches(pattern)]
-        if missing or not source.files:
-            what = f"files: {' and '.join(missing) or 'none given'}: there is no such file"
-            raise ValueError(f"{what} (from {folder} on); with `optional: true` a source may be absent")
+    if (source.max_rows if source.role == "text" else source.share) is not None:
+        raise ValueError("share is for text, and max_rows for pairs, triplets and documents")
+    if source.kind == "files" and not source.optional and not own_files(source):
+        raise ValueError(
+            f"files: there is no {' or '.join(source.files)}; `optional: true` lets it be absent"
+        )
     if source.role in ("pairs", "triplets") and not source.group:
-        raise ValueError(f"{source.role} need a group, one of {', '.join(GROUPS)}")
+        raise ValueError(f"{source.role} need a group (english, cross-lingual, multilingual or code)")
     layouts, columns = REQUIRED[source.role], set(source.columns)
-    known = [*dict.fromkeys(sum(layouts, ())), *ALLOWED[source.role]]
-    if unknown := sorted(columns - set(known)):
-        raise ValueError(f"columns: unknown name {unknown[0]!r}{nearest(unknown[0], known)}")
-    if columns - set(ALLOWED[source.role]) not in map(set, layouts):
-        wanted = ", or ".join(", ".join(layout) for layout in layouts)
-        raise ValueError(f"columns: {source.role} need {wanted}; got {', '.join(source.columns) or 'none'}")
+    if columns - ALLOWED not in [set(layout.split()) for layout in layouts]:
+        wanted, got = ", or ".join(layouts), " ".join(source.columns)
+        raise ValueError(f"columns: {source.role} need {wanted}, and may have id, key and held_by; got {got}")
     if ("chunk_id" in columns) != bool(source.queries_config):
         raise ValueError("queries_config goes with the columns chunk_id and query_chunk_id")
 
 
-def _check_together(sources: Sequence[Source]) -> None:
-    names = [source.name for source in sources]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two sources are called {twice[0]!r}")
-    groups: dict[str, str] = {}
-    for source in sources:
-        if source.role in ("pairs", "documents") and source.kind != "environment":
-            group = source.group or "documents"
-            if (other := groups.setdefault(source.task, group)) != group:
-                what = f"task {source.task!r} has sources of {other} and of {group}"
-                raise ValueError(f"{source.name}: {what}; a task is one of them: give it another name")
-    shares = [source.share for source in sources if source.role == "text"]
-    total = sum(share or 0.0 for share in shares)
-    if any(shares) and (None in shares or abs(total - 100) > 0.01):
-        without = f" and {shares.count(None)} of {len(shares)} have none" if None in shares else ""
-        raise ValueError(f"the shares of the text sum to {total:.2f} percent, not to 100{without}")
+def _check_shares(sources: list[Source]) -> None:
+    shares = [source.share or 0.0 for source in sources if source.role == "text"]
+    if any(shares) and (0.0 in shares or abs(sum(shares) - 100) > 0.01):
+        raise ValueError(
+            f"the shares of the text sum to {sum(shares):.2f} percent: all need one, 100 together"
+        )
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
     """What is wrong, in one line."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _Registry.model_fields if error.title == "_Registry" else [one.name for one in fields(Source)]
-        return f"unknown key {key!r}{nearest(key, known)}"
-    got = "" if first["type"] == "missing" else f", got {first['input']!r}"
-    return f"{key}: {first['msg']}{got}"
+    if first["type"] == "unexpected_keyword_argument":
+        return f"unknown key {key!r}{nearest(key, Source.__dataclass_fields__)}"
+    return f"{key}: {first['msg']}, got {first['input']!r}"

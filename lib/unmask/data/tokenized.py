@@ -1,47 +1,149 @@
 """What a training reads: text as blocks of equal length, pairs and documents cut to a stage's lengths, all of
-it tokenised once and mapped into memory."""
+it tokenised once, in parallel, into files that every process maps into memory.
+
+A folder of prepared data holds one file of numbers per column and `progress.json`, the journal: units done,
+bytes of each file, and counters. Units are appended in their order, whoever computed them, so the bytes
+depend neither on the number of workers nor on when the work was interrupted.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from filelock import FileLock
+from joblib import Parallel, cpu_count, delayed
+from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data import prepare, reading, tokens
+from unmask.data import reading, tokens
 from unmask.data.batches import permuted
 from unmask.data.files import identity
-from unmask.data.prepare import Column, Prepared, Ragged, ends_of
-from unmask.data.reading import Unit, units
 from unmask.data.registry import Source
-from unmask.data.tokens import StoredTokenizer, cut, encode
-from unmask.store import artifacts_root, code_fingerprint, fingerprint
+from unmask.data.tokens import Around, StoredTokenizer, cut, encode, joined
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, read_json, write_atomic
 
-Around = tuple[str, str]  # text before and after another
-UNIT_BYTES = 1 << 20  # of a table: half a second of work, so that workers end together
-_CODE = (__file__, reading.__file__, tokens.__file__)  # what the tokens depend on
+Limit = tuple[int, Around]  # tokens of a text at most, what is put around it included
+Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
+Rows = Iterable[tuple[int, Mapping[str, Any]]]  # rows of a table with their numbers
+Arranged = Iterator[tuple[int, Mapping[str, Sequence[str]], Sequence[int]]]  # number, texts, keys or golds
+UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
+ROWS = 4096  # of a table, tokenised at a time
+JOURNAL = "progress.json"
+
+
+@dataclass(frozen=True)
+class Ragged(Sequence):
+    """Rows of different lengths in two arrays: row i is `values[ends[i - 1]:ends[i]]`.
+
+    Where `values` is Ragged itself, a row is a list of rows (the chunks of a document).
+    """
+
+    values: np.ndarray | Sequence
+    ends: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, rows: int | slice) -> Any:
+        if isinstance(rows, slice):
+            return [self[row] for row in range(*rows.indices(len(self)))]
+        start, stop = (self.ends[rows - 1] if rows else 0), self.ends[rows]
+        return self.values[int(start) : int(stop)]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A folder of prepared data as its journal describes it."""
+
+    folder: Path
+    units: int = 0  # done
+    total: int | None = None  # units there are, once it is known
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of each file
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    def suffices(self, wanted: int | None) -> bool:
+        """Whether all units are done, or as many as give the tokens that are wanted."""
+        enough = wanted is not None and self.counters.get("tokens", 0) >= wanted
+        return enough or self.units == self.total
+
+    def extended(self, result: Tokenised, total: int) -> Prepared:
+        """With the result of one unit more, of `total`."""
+        sizes = {}
+        for name, array in result[0].items():
+            with (self.folder / f"{name}.bin").open("ab") as file:
+                file.write(array.tobytes())
+                sizes[name] = file.tell()
+        counters = dict(Counter(self.counters) + Counter(result[1]))
+        now = Prepared(self.folder, self.units + 1, total, sizes, counters)
+        write_atomic(self.folder / JOURNAL, json.dumps(vars(now), default=str, indent=1))
+        return now
+
+    def array(self, name: str, dtype: str | type) -> np.ndarray:
+        """A column, mapped into memory."""
+        if not self.sizes.get(name):  # nothing can be mapped
+            return np.empty(0, dtype)
+        count = self.sizes[name] // np.dtype(dtype).itemsize
+        # A plain array, because slices of a memmap take ten times longer.
+        return np.asarray(np.memmap(self.folder / f"{name}.bin", dtype, "r", shape=count))
+
+    def texts(self, name: str, dtype: str) -> Ragged:
+        """The token ids of each text of a column."""
+        return Ragged(self.array(name, dtype), np.cumsum(self.array(f"{name}.lengths", np.int32)))
+
+    def lists(self, name: str, dtype: str) -> Ragged:
+        """The same, in lists of a row's texts."""
+        return Ragged(self.texts(name, dtype), np.cumsum(self.array(f"{name}.counts", np.int32)))
+
+
+def build(
+    folder: Path, units: Sequence[Any], work: Callable[[Any], Tokenised], title: str,
+    *, wanted: int | None = None, workers: int | None = None,
+) -> Prepared:  # fmt: skip
+    """Appends what `work` makes of the units, in their order, to the files of a folder.
+
+    Killed at any moment and called again, it goes on after the last unit in the journal. Several processes
+    may want the same folder: one works, the others wait for it and find it done.
+
+    Args:
+        folder: its name must identify units and work; `wanted` and `workers` change nothing in it.
+        wanted: stop once the counter "tokens" has reached this; a later call that wants more goes on from
+            there. Default: all units.
+        workers: processes; default: one per core.
+    Raises: what `work` raises; what was appended before is kept.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        done = Prepared(**read_json(folder / JOURNAL) | {"folder": folder})
+        for file in folder.glob("*.bin"):  # what did not reach the journal goes
+            os.truncate(file, done.sizes.get(file.stem, 0))
+        left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
+        workers = min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER)
+        results = Parallel(max(workers, 1), return_as="generator")(delayed(work)(unit) for unit in left)
+        for result in tqdm(results, title, len(units), initial=done.units, delay=2, leave=False):
+            if not done.suffices(wanted):  # else it was under way when there was enough
+                done = done.extended(result, len(units))
+    return done
+
+
+def _folder(kind: str, *key: Any) -> Path:
+    code = code_fingerprint(__file__, reading.__file__, tokens.__file__)  # what the tokens depend on
+    return artifacts_root() / "data" / "prepared" / f"{kind}-{fingerprint(*key, code)}"
 
 
 # --- blocks of text
 
 
 @dataclass(frozen=True)
-class Part:
-    """The blocks of one source: `count` of them, out of the first `distinct` blocks of its tokens."""
-
-    source: Source
-    prepared: Prepared
-    tokens: np.ndarray
-    count: int
-    distinct: int
-
-
 class Blocks:
     """Blocks of text in the sources' shares, like an integer array (N, L) that no memory holds.
 
@@ -49,62 +151,27 @@ class Blocks:
     Block i of length L is the slice [iL, (i + 1)L), so one file serves every length. Blocks are not isolated
     from one another where two texts meet, as in the paper's packing to 4,096 tokens. Blocks of a source stand
     together, in a random order; a source with too few of them repeats, in a new order each time.
-
-    Args:
-        parts: the sources' blocks.
-        length: tokens per block.
-        seed: of the order.
     """
 
-    def __init__(self, parts: Sequence[Part], length: int, seed: int):
-        self.parts, self._seed = tuple(parts), seed
-        self._ends = np.cumsum([part.count for part in parts])
-        self.shape = (int(self._ends[-1]), length)
+    sources: Sequence[np.ndarray]  # the distinct blocks of each source
+    owner_N: np.ndarray  # for each block its source
+    place_N: np.ndarray  # and which of the source's blocks it is
+    shape: tuple[int, int]
+    # For each source: its share of the blocks in percent, how often it is repeated, what is in its texts and
+    # what was left out of them.
+    report: list[dict[str, Any]]
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+    def __getitem__(self, rows_B: np.ndarray) -> np.ndarray:
         """The blocks of these numbers: (B, L), in the type of the tokens."""
-        rows = np.asarray(rows, np.int64)
-        length = self.shape[1]
-        blocks_BL = np.empty((len(rows), length), self.parts[0].tokens.dtype)
-        owner = np.searchsorted(self._ends, rows, side="right")
-        for number in np.unique(owner):
-            part, own = self.parts[number], np.flatnonzero(owner == number)
-            epochs, places = np.divmod(rows[own] - (self._ends[number] - part.count), part.distinct)
-            for epoch in np.unique(epochs):
-                now = epochs == epoch
-                order = permuted(places[now], part.distinct, [self._seed, int(number), int(epoch)])
-                for row, block in zip(own[now], order.tolist(), strict=True):
-                    blocks_BL[row] = part.tokens[block * length : (block + 1) * length]
-        return blocks_BL
-
-    def report(self) -> list[dict[str, Any]]:
-        """For each source: its share of the blocks in percent, how often it is repeated, what is in its
-        texts and what was left out of them."""
-        return [
-            {
-                "source": part.source.name,
-                "language": part.source.language,
-                "share": 100 * part.count / len(self),
-                "blocks": part.count,
-                "epochs": part.count / part.distinct if part.distinct else 0.0,
-                "unused tokens": len(part.tokens) - part.distinct * self.shape[1],
-                **part.prepared.counters,
-            }
-            for part in self.parts
-        ]
+        found = zip(self.owner_N[rows_B], self.place_N[rows_B], strict=True)
+        return np.stack([self.sources[owner][place] for owner, place in found])
 
 
 def open_blocks(
-    sources: Sequence[Source],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int,
-    wanted: int,
-    seed: int,
-    workers: int | None = None,
+    sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, *, length: int, wanted: int, seed: int
 ) -> Blocks:
     """Blocks of the sources' training texts, tokenised on first use and no further than is wanted.
 
@@ -116,34 +183,33 @@ def open_blocks(
         length: tokens per block.
         wanted: blocks of the whole training.
         seed: of their order.
-        workers: processes that tokenise; default: one per core.
     Raises: ValueError if there is no text, or less of a source than a block.
     """
     if not sources:
         raise ValueError("the corpus has no text for pretraining: add a source of role text")
-    stored = StoredTokenizer.of(tokenizer)
-    shares = [source.share for source in sources if source.share is not None]
-    if shares:
-        counts = limits = largest_remainder(shares, wanted)
-    else:
-        limits = [wanted] if len(sources) == 1 else [None] * len(sources)
-    prepared = [
-        prepare_text(source, stored, wanted=None if limit is None else limit * length, workers=workers)
-        for source, limit in zip(sources, limits, strict=True)
-    ]
+    stored, shared = StoredTokenizer.of(tokenizer), sources[0].share is not None
+    counts = largest_remainder([source.share or 1.0 for source in sources], wanted)
+    limits = [count * length if shared or len(sources) == 1 else None for count in counts]
+    prepared = [prepare_text(*each, stored) for each in zip(sources, limits, strict=True)]
     have = [one.counters.get("tokens", 0) // length for one in prepared]
-    if not shares:
+    if not shared:
         counts = largest_remainder(have, min(wanted, sum(have)))
-    parts = []
+    blocks, places, report, total = [], [], [], sum(counts)
     for source, one, count, there in zip(sources, prepared, counts, have, strict=True):
-        if not there and (count or not shares):
+        if not there and (count or not shared):
             raise ValueError(
                 f"source {source.name!r} has {one.counters.get('tokens', 0)} tokens of training text, not "
                 f"one block of {length}: give it more text, or leave it out"
             )
-        column = one.column("tokens") if "tokens" in one.files else np.empty(0, stored.dtype)
-        parts.append(Part(source, one, column, count, min(count, there)))
-    return Blocks(parts, length, seed)
+        size = min(count, there)
+        seeds = ([seed, len(blocks), epoch] for epoch in range(-(-count // max(size, 1))))
+        orders = [permuted(np.arange(size), size, own) for own in seeds]
+        places.append(np.concatenate([np.empty(0, np.int64), *orders])[:count])
+        blocks.append(one.array("tokens", stored.dtype)[: size * length].reshape(size, length))
+        row = {"source": source.name, "language": source.language, "share": 100 * count / total}
+        report.append(row | {"blocks": count, "epochs": count / max(size, 1), **one.counters})
+    owner_N = np.repeat(np.arange(len(sources)), counts)
+    return Blocks(blocks, owner_N, np.concatenate(places), (total, length), report)
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
@@ -154,53 +220,30 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
     return counts.tolist()
 
 
-def prepare_text(
-    source: Source, stored: StoredTokenizer, *, wanted: int | None = None, workers: int | None = None
-) -> Prepared:
+def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) -> Prepared:
     """The training texts of a source as one column "tokens"; `wanted` tokens of them or all.
 
-    Pieces of the source are taken in a random order, so that a part of a source is like the whole. Where they
-    are prepared already, the source is not listed again.
+    Pieces of the source are taken in a random order, so that a part of a source is like the whole.
     """
-    folder = _folder("text", identity(source), stored.hash)
-    done = Prepared.read(folder)
-    if done.suffices(wanted):
-        return done
-    pieces = units(source)
-    order = permuted(np.arange(len(pieces)), len(pieces), 0) if pieces else []
-    return prepare.build(
-        folder, [pieces[i] for i in order], TextWork(source, stored),
-        wanted=wanted, workers=workers, title=f"tokenising {source.name}",
-    )  # fmt: skip
+    units = reading.units(source)
+    order = permuted(np.arange(len(units)), max(len(units), 1), 0)
+    folder, work = _folder("text", identity(source), stored.hash), partial(_text, source, stored)
+    return build(folder, [units[i] for i in order], work, f"tokenising {source.name}", wanted=wanted)
 
 
-@dataclass(frozen=True)
-class TextWork:
+def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokenised:
     """Tokenises a piece of a text source."""
+    counters, dropped = Counter(), Counter()
 
-    source: Source
-    stored: StoredTokenizer
+    def texts() -> Iterator[str]:
+        for row in reading.read(source, unit, dropped):
+            counters["texts" if row["split"] == "train" else "held out"] += 1
+            if row["split"] == "train":
+                yield row["text"]
 
-    def __call__(self, unit: Unit) -> tuple[dict[str, Column], Counter[str]]:
-        counters, dropped = Counter(), Counter()
-
-        def texts() -> Iterator[str]:
-            for row in reading.read(self.source, unit, dropped):
-                counters["texts" if row["split"] == "train" else "held out"] += 1
-                if row["split"] == "train":
-                    yield row["text"]
-
-        end = np.array([self.stored.end], self.stored.dtype)
-        encoded = encode(self.stored.load(), texts(), self.stored.dtype)
-        values = np.concatenate([end[:0], *(part for ids in encoded for part in (ids, end))])
-        counters["tokens"] = len(values)
-        counters.update({f"dropped: {reason}": count for reason, count in dropped.items()})
-        return {"tokens": values}, counters
-
-
-def _folder(kind: str, *key: Any) -> Path:
-    name = f"{kind}-{fingerprint(*key, code_fingerprint(*_CODE))}"
-    return artifacts_root() / "data" / "prepared" / name
+    ids = joined(stored.load(), texts(), stored.end, stored.dtype)
+    counters.update(tokens=len(ids), **{f"dropped: {reason}": count for reason, count in dropped.items()})
+    return {"tokens": ids}, counters
 
 
 # --- pairs and documents
@@ -259,7 +302,6 @@ def token_pairs(
     negatives: int = 0,
     around_query: Around = ("", ""),
     around_document: Around = ("", ""),
-    workers: int | None = None,
 ) -> TokenPairs:
     """A data set of pairs, tokenised on first use.
 
@@ -271,28 +313,19 @@ def token_pairs(
         negatives: hard negatives per query; rows with fewer are left out, of more the first are taken.
         around_query, around_document: text put before and after each query, and each document and negative:
             an instruction, or a token of the end. It counts for the length, and is not cut.
-        workers: processes that tokenise; default: one per core.
     Raises: ValueError naming data set and row of a text without tokens, if no row has enough negatives, or if
         a length leaves no room beside what is put around.
     """
-    query = _Cut(name, stored, query_length, around_query)
-    document = _Cut(name, stored, document_length, around_document)
-    for what, kind in (("query_length", query), ("document_length", document)):
-        taken = sum(map(len, encode(stored.load(), kind.around, stored.dtype)))
-        if kind.length <= taken:
-            raise ValueError(
-                f"{what} is {kind.length} tokens, of which what is put around a text takes {taken}: raise it "
-                f"(data set {name!r}, around {kind.around})"
-            )
-    columns = ["query", "document", "key", *(["negatives"] if negatives else [])]
-    done = _tokenised(rows.select_columns(columns), PairWork(query, document, negatives), identity, workers)
-    if negatives and done.counters.get("rows", 0) == 0:
+    query, document = (query_length, around_query), (document_length, around_document)
+    limits = {"queries": query, "documents": document, "negatives": document}
+    done = _prepared("pairs", rows, stored, name, identity, limits, _pairs, negatives)
+    if negatives and not done.counters.get("rows"):
         raise ValueError(
             f"no row of data set {name!r} has {negatives} negatives: ask for fewer or leave it out"
         )
-    hard = done.column("negatives") if negatives else None
-    columns = (done.column(name) for name in ("queries", "documents", "keys"))
-    return TokenPairs(*columns, hard, done.counters, done.hash)
+    queries, documents = (done.texts(column, stored.dtype) for column in ("queries", "documents"))
+    keys, hard = done.array("numbers", np.uint64), done.lists("negatives", stored.dtype)
+    return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
 
 
 def token_documents(
@@ -304,17 +337,17 @@ def token_documents(
     query_length: int,
     chunk_length: int,
     chunks: int,
-    workers: int | None = None,
 ) -> TokenDocuments:
     """Documents with their queries, tokenised on first use; see `token_pairs`.
 
     A document of more than `chunks` chunks becomes several, each with the queries that its chunks answer; one
     without any query is left out.
     """
-    work = DocumentWork(_Cut(name, stored, query_length), _Cut(name, stored, chunk_length), chunks)
-    done = _tokenised(rows.select_columns(["chunks", "queries", "golds"]), work, identity, workers)
-    columns = (done.column(name) for name in ("chunks", "queries", "golds"))
-    return TokenDocuments(*columns, done.counters, done.hash)
+    limits = {"chunks": (chunk_length, ("", "")), "queries": (query_length, ("", ""))}
+    done = _prepared("documents", rows, stored, name, identity, limits, _windows, chunks)
+    parts, queries = (done.lists(column, stored.dtype) for column in limits)
+    golds = Ragged(done.array("numbers", np.uint64), queries.ends)
+    return TokenDocuments(parts, queries, golds, done.counters, done.folder.name)
 
 
 def single_chunks(
@@ -326,7 +359,7 @@ def single_chunks(
         count: documents; fewer if the data set has fewer keys.
         seed: of the draw.
         identity: of the rows.
-        options: `name`, `query_length`, `document_length` and `workers` of `token_pairs`.
+        options: `name`, `query_length` and `document_length` of `token_pairs`.
     """
     drawn = rows.select(distinct_rows(rows, count, seed))
     pairs = token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options)
@@ -338,150 +371,85 @@ def single_chunks(
 
 def distinct_rows(rows: Dataset, count: int, seed: int) -> list[int]:
     """Up to `count` random row numbers in ascending order, no two with the same key."""
-    keys, found = rows.select_columns(["key"]), {}
-    for start in range(0, len(rows), count):
-        drawn = permuted(np.arange(start, min(start + count, len(rows))), len(rows), seed)
-        for row, key in zip(drawn.tolist(), keys.select(drawn)["key"], strict=True):
-            if len(found) < count:
-                found.setdefault(key, row)
-        if len(found) == count:
-            break
-    return sorted(found.values())
+    order = permuted(np.arange(len(rows)), len(rows), seed)
+    first = np.unique(np.asarray(rows["key"])[order], return_index=True)[1]
+    return sorted(order[np.sort(first)[:count]].tolist())
 
 
-class _Table(Sequence):
-    """A table in pieces of about UNIT_BYTES: the number of its first row, and its columns."""
-
-    def __init__(self, rows: Dataset):
-        bytes_per_row = rows.data.nbytes / max(rows.data.num_rows, 1)
-        self._rows, self._step = rows, max(1, int(UNIT_BYTES / max(bytes_per_row, 1)))
-
-    def __len__(self) -> int:
-        return -(-len(self._rows) // self._step)
-
-    def __getitem__(self, index: int) -> tuple[int, dict[str, list]]:
-        start = index * self._step
-        return start, self._rows[start : start + self._step]
+def _prepared(
+    kind: str, rows: Dataset, stored: StoredTokenizer, name: str, identity: str,
+    limits: Mapping[str, Limit], arrange: Callable[[int, Rows, Counter[str]], Arranged], count: int,
+) -> Prepared:  # fmt: skip
+    """A table, arranged with `count` and tokenised."""
+    starts = range(0, len(rows), ROWS)
+    pieces = [(start, rows.select(range(start, min(start + ROWS, len(rows))))) for start in starts]
+    work = partial(_tokenised, name, stored, limits, partial(arrange, count))
+    return build(
+        _folder(kind, name, identity, stored.hash, limits, count), pieces, work, f"tokenising {name}"
+    )
 
 
-def _tokenised(rows: Dataset, work: PairWork | DocumentWork, identity: str, workers: int | None) -> Prepared:
-    title, folder = f"tokenising {work.query.name}", _folder(*work.key, identity)
-    return prepare.build(folder, _Table(rows), work, workers=workers, title=title)
+def _tokenised(
+    name: str, stored: StoredTokenizer, limits: Mapping[str, Limit],
+    arrange: Callable[[Rows, Counter[str]], Arranged], piece: tuple[int, Dataset],
+) -> Tokenised:  # fmt: skip
+    """Tokenises a piece of a table: the number of its first row, and its rows."""
+    counters = Counter()
+    rows = list(arrange(enumerate(piece[1].to_list(), piece[0]), counters))
+    columns = {"numbers": np.array([number for *_, numbers in rows for number in numbers], np.uint64)}
+    for column, limit in limits.items():
+        texts = [(row, text) for row, own, _ in rows for text in own[column]]
+        ids = list(_cut(stored, f"data set {name!r}, {column}", texts, limit, counters))
+        columns[column] = np.concatenate([np.empty(0, stored.dtype), *ids])
+        columns[f"{column}.lengths"] = np.array([*map(len, ids)], np.int32)
+        columns[f"{column}.counts"] = np.array([len(own[column]) for _, own, _ in rows], np.int32)
+        counters["tokens"] += len(columns[column])
+    counters["rows"] = len(rows)
+    return columns, counters
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Tokenises texts of one kind and cuts them."""
-
-    name: str  # of the data set
-    stored: StoredTokenizer
-    length: int
-    around: Around = ("", "")
-
-    def __call__(self, texts: Sequence[str], places: Sequence[str], counters: Counter[str]) -> Ragged:
-        """Token ids of each text and what is around it; `places` says in a message where it stands."""
-        tokenizer, dtype, arrays = self.stored.load(), self.stored.dtype, []
-        (end,) = encode(tokenizer, self.around[1:], dtype)
-        encoded = encode(tokenizer, texts, dtype, around=self.around)
-        for text, place, ids in zip(texts, places, encoded, strict=True):
-            if not (text and len(ids)):
-                raise ValueError(
-                    f"data set {self.name!r}, {place} has no tokens: {text!r}. Remove or fill it."
-                )
-            if len(ids) > self.length:
-                counters["texts cut"] += 1
-                counters["tokens cut"] += len(ids) - self.length
-            arrays.append(cut(ids, self.length, end))
-        counters["tokens"] += sum(map(len, arrays))
-        return Ragged.of(arrays, dtype)
-
-    def lists(self, lists: Sequence[Sequence[str]], places: Sequence[str], counters: Counter[str]) -> Ragged:
-        """The same for lists of texts, with a place for each list."""
-        texts = [text for part in lists for text in part]
-        where = [place for place, part in zip(places, lists, strict=True) for _ in part]
-        return Ragged(self(texts, where, counters), ends_of([*map(len, lists)]))
-
-    @property
-    def key(self) -> list:
-        """What the tokens depend on, beside the texts."""
-        return [self.name, self.stored.hash, self.length, self.around]
+def _cut(
+    stored: StoredTokenizer, what: str, texts: list[tuple[int, str]], limit: Limit, counters: Counter[str]
+) -> Iterator[np.ndarray]:
+    """Token ids of texts, cut. For messages: `what` they are, and the row where each stands."""
+    tokenizer, (length, (before, after)) = stored.load(), limit
+    taken, end = encode(tokenizer, [before + after, after], stored.dtype)
+    if len(taken) >= length:
+        raise ValueError(
+            f"{what}: {length} tokens at most, of which what is put around a text takes {len(taken)}: "
+            "raise the length"
+        )
+    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, around=limit[1])
+    for (row, text), ids in zip(texts, encoded, strict=True):
+        if not (text and len(ids)):
+            raise ValueError(f"{what}, row {row}: {text!r} has no tokens. Remove or fill it.")
+        if len(ids) > length:
+            counters["texts cut"] += 1
+            counters["tokens cut"] += len(ids) - length
+        yield cut(ids, length, end)
 
 
-@dataclass(frozen=True)
-class PairWork:
-    """Tokenises rows of a table of pairs or triplets."""
-
-    query: _Cut
-    document: _Cut
-    negatives: int
-
-    @property
-    def key(self) -> list:
-        return ["pairs", self.query.key, self.document.key, self.negatives]
-
-    def __call__(self, unit: tuple[int, dict[str, list]]) -> tuple[dict[str, Column], Counter[str]]:
-        start, table = unit
-        counters, rows = Counter(), range(len(table["key"]))
-        if self.negatives:
-            rows = [row for row in rows if len(table["negatives"][row]) >= self.negatives]
-            counters["rows with too few negatives"] = len(table["key"]) - len(rows)
-        own = {name: [column[row] for row in rows] for name, column in table.items()}
-
-        def places(what: str) -> list[str]:
-            return [f"row {start + row}: {what}" for row in rows]
-
-        found: dict[str, Column] = {
-            "queries": self.query(own["query"], places("its query"), counters),
-            "documents": self.document(own["document"], places("its document"), counters),
-            "keys": np.array([_hash(key) for key in own["key"]], np.uint64),
-        }
-        if self.negatives:
-            first = [texts[: self.negatives] for texts in own["negatives"]]
-            found["negatives"] = self.document.lists(first, places("a negative"), counters)
-        counters["rows"] = len(rows)
-        return found, counters
+def _pairs(negatives: int, rows: Rows, counters: Counter[str]) -> Arranged:
+    """Rows of a table of pairs, or of triplets with enough negatives."""
+    for row, own in rows:
+        hard = own["negatives"][:negatives] if negatives else []
+        if len(hard) < negatives:
+            counters["rows with too few negatives"] += 1
+        else:
+            texts = {"queries": [own["query"]], "documents": [own["document"]], "negatives": hard}
+            key = blake2b(own["key"].encode(), digest_size=8).digest()
+            yield row, texts, [int.from_bytes(key)]
 
 
-@dataclass(frozen=True)
-class DocumentWork:
-    """Tokenises rows of a table of documents, at most so many chunks in each."""
-
-    query: _Cut
-    chunk: _Cut
-    chunks: int
-
-    @property
-    def key(self) -> list:
-        return ["documents", self.query.key, self.chunk.key, self.chunks]
-
-    def __call__(self, unit: tuple[int, dict[str, list]]) -> tuple[dict[str, Column], Counter[str]]:
-        start, table = unit
-        counters = Counter()
-
-        def lists(name: str, kind: _Cut) -> Ragged:
-            places = [f"row {start + row}: one of its {name}" for row in range(len(table[name]))]
-            return kind.lists(table[name], places, counters)
-
-        windows: list[TokenDocument] = []
-        columns = lists("chunks", self.chunk), lists("queries", self.query), table["golds"]
-        for chunks, queries, golds in zip(*columns, strict=True):
-            counters["documents divided"] += len(chunks) > self.chunks
-            for first in range(0, len(chunks), self.chunks):
-                part, asked = chunks[first : first + self.chunks], np.array(golds) - first
-                near = np.flatnonzero((asked >= 0) & (asked < self.chunks))
-                if len(near):
-                    windows.append(TokenDocument(part, [queries[i] for i in near], asked[near]))
-                else:
-                    counters["chunks without a query near them"] += len(part)
-        counters["rows"] = len(windows)
-        golds = Ragged.of([window.golds for window in windows], np.int32)
-        parts = {name: self._nested([getattr(w, name) for w in windows]) for name in ("chunks", "queries")}
-        return parts | {"golds": golds}, counters
-
-    def _nested(self, lists: Sequence[Sequence[np.ndarray]]) -> Ragged:
-        rows = Ragged.of([ids for part in lists for ids in part], self.chunk.stored.dtype)
-        return Ragged(rows, ends_of([*map(len, lists)]))
-
-
-def _hash(key: str) -> int:
-    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest())
+def _windows(most: int, rows: Rows, counters: Counter[str]) -> Arranged:
+    """Rows of a table of documents, `most` chunks at most in each."""
+    for row, own in rows:
+        counters["documents divided"] += len(own["chunks"]) > most
+        for first in range(0, len(own["chunks"]), most):
+            chunks = own["chunks"][first : first + most]
+            near = [i for i, gold in enumerate(own["golds"]) if first <= gold < first + most]
+            texts = {"chunks": chunks, "queries": [own["queries"][i] for i in near]}
+            if near:
+                yield row, texts, [own["golds"][i] - first for i in near]
+            else:
+                counters["chunks without a query near them"] += len(chunks)

@@ -1,4 +1,5 @@
-"""Text to tokens: a byte-level BPE tokenizer of our own, fast batched encoding, packing into blocks."""
+"""Text to tokens: a byte-level BPE tokenizer of our own, fast batched encoding, packing into blocks, and the
+sequences that a model reads."""
 
 from __future__ import annotations
 
@@ -6,27 +7,19 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-
-from unmask.store import artifacts_root, write_atomic
+from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-# Qwen2's pre-tokenisation: contractions, words with one leading sign, digits one by one, signs, line breaks,
-# spaces.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
+Around = tuple[str, str]  # text before and after another
 Item = TypeVar("Item")
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
@@ -47,73 +40,40 @@ def train_tokenizer(
         it.
     Source: Qwen2's tokenizer, which the paper's backbone uses; the vocabulary is ours.
     """
-    from transformers import PreTrainedTokenizerFast  # slow to import; not needed to tokenize
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # slow to import; encoding needs neither
 
-    smallest = 256 + len(SPECIAL_TOKENS)
-    if vocab_size < smallest:
-        raise ValueError(
-            f"data.vocab_size is {vocab_size}, below {smallest} (256 bytes and the special tokens)."
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = Qwen2Tokenizer().backend_tokenizer  # without a vocabulary
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[*SPECIAL_TOKENS],
+        initial_alphabet=alphabet,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() < vocab_size:
+    if (found := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
-            f"The texts yield {tokenizer.get_vocab_size()} tokens, not data.vocab_size = {vocab_size}; "
-            "lower data.vocab_size or give more text (data.max_packages, data.max_text_mb)."
+            f"The texts yield {found} tokens, not data.vocab_size = {vocab_size}: give more text "
+            "(data.max_packages, data.max_text_mb) or another size, 260 (bytes and special tokens) or more"
         )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        mask_token=MASK,
-        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, mask_token=MASK,
+        extra_special_tokens=["<|im_start|>", "<|im_end|>"], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
     fast.save_pretrained(path)
     return fast
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[np.ndarray]:
-    """Token ids of each text, without special tokens, cut to `max_length`.
-
-    Returns: one int32 array of 1 to max_length ids per text.
-    Raises: ValueError naming the first text that has no token at all.
-    """
-    arrays = list(encode(tokenizer.backend_tokenizer, texts, np.int32, max_length))
-    for index, array in enumerate(arrays):
-        if not len(array):
-            raise ValueError(
-                f"Text {index} of {len(texts)} has no tokens: {texts[index]!r}. Remove or fill it."
-            )
-    return arrays
+    """Token ids (int32) of each text, without special tokens, cut to `max_length`."""
+    return list(encode(tokenizer.backend_tokenizer, texts, np.int32, max_length))
 
 
 def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
-    """The ids that the tokenizer's post-processor puts before and after a text, [CLS] and [SEP] for instance.
-
-    Raises: ValueError if it does anything else to a text.
-    """
-    backend = tokenizer.backend_tokenizer
-    plain, whole = (backend.encode("a", add_special_tokens=add).ids for add in (False, True))
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            around = whole[:start], whole[start + len(plain) :]
-            return tuple(np.array(ids, np.int32) for ids in around)
-    raise ValueError("the tokenizer's post-processor changes the tokens of a text: it cannot be used here")
+    """The ids that the tokenizer's post-processor puts before and after a text, such as [CLS] and [SEP]."""
+    encoding = tokenizer.backend_tokenizer.encode("a")
+    ids, text = np.array(encoding.ids, np.int32), np.flatnonzero(np.equal(encoding.special_tokens_mask, 0))
+    return ids[: text[0]], ids[text[-1] + 1 :]
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -153,18 +113,17 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
     Args:
         length: tokens per block.
     Returns: int32, (blocks, length).
-    Raises: ValueError if the texts do not fill a single block.
     """
-    end = np.array([tokenizer.convert_tokens_to_ids(end_token(tokenizer))], dtype=np.int32)
-    arrays = encode(tokenizer.backend_tokenizer, texts, np.int32)
-    parts = [part for array in arrays if len(array) for part in (array, end)]
-    tokens = np.concatenate(parts) if parts else end[:0]
-    blocks = len(tokens) // length
-    if blocks == 0:
-        raise ValueError(
-            f"The texts hold {len(tokens)} tokens, not one block of {length}; give more or longer texts."
-        )
-    return tokens[: blocks * length].reshape(blocks, length)
+    end = tokenizer.convert_tokens_to_ids(end_token(tokenizer))
+    tokens = joined(tokenizer.backend_tokenizer, texts, end, np.int32)
+    return tokens[: len(tokens) // length * length].reshape(-1, length)
+
+
+def joined(tokenizer: Tokenizer, texts: Iterable[str], end: int, dtype: Any) -> np.ndarray:
+    """Token ids of texts, one after the other, with the token `end` after each."""
+    last = np.array([end], dtype)
+    parts = [part for ids in encode(tokenizer, texts, dtype) for part in (ids, last)]
+    return np.concatenate([last[:0], *parts])
 
 
 @dataclass(frozen=True)
@@ -181,9 +140,7 @@ class TokenSequence:
 
 
 def join_chunks(
-    chunks: Sequence[np.ndarray],
-    separator_id: int,
-    around: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    chunks: Sequence[np.ndarray], separator_id: int, around: tuple[Sequence[int], Sequence[int]] = ((), ())
 ) -> TokenSequence:
     """One sequence for a document of chunks, with a separator token between them (pplx-embed, section 2.4).
 
@@ -193,62 +150,52 @@ def join_chunks(
         around: special tokens before and after the document; they belong to its first and to its last chunk,
             so that a document of one chunk is a text.
     """
-    before, after = around
-    chunks = list(chunks)
-    chunks[0] = np.concatenate([before, chunks[0]])
-    chunks[-1] = np.concatenate([chunks[-1], after])
-    tokens, owner = [], []
-    for index, chunk in enumerate(chunks):
-        if index:
-            tokens.append([separator_id])
-            owner.append([-1])
-        tokens.append(chunk)
-        owner.append(np.full(len(chunk), index))
-    return TokenSequence(
-        np.concatenate(tokens).astype(np.int32), np.concatenate(owner).astype(np.int32), len(chunks)
-    )
+    parts = [part for chunk in chunks for part in ([separator_id], chunk)] + [around[1]]
+    owner = [number for chunk in range(len(chunks)) for number in (-1, chunk)] + [len(chunks) - 1]
+    parts[0], owner[0] = around[0], 0
+    chunk_L = np.repeat(np.array(owner, np.int32), [*map(len, parts)])
+    return TokenSequence(np.concatenate(parts).astype(np.int32), chunk_L, len(chunks))
 
 
 @dataclass(frozen=True)
 class StoredTokenizer:
-    """A tokenizer in a file of its own, for processes that need no more of it than this."""
+    """A tokenizer as a text, for processes that need no more of it than this."""
 
-    path: Path
-    hash: str
+    content: str  # without special tokens around a text, truncation and padding
     dtype: str  # of its ids: uint16 where they fit
     end: int  # `end_token`
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> StoredTokenizer:
-        """Kept under artifacts/data by its content; special tokens, truncation and padding are left out."""
+        """The same for the same vocabulary and rules."""
         plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         plain.post_processor = None
         plain.no_truncation()
         plain.no_padding()
-        content = plain.to_str()
-        key = hashlib.sha256(content.encode()).hexdigest()
-        path = artifacts_root() / "data" / "prepared" / f"tokenizer-{key[:16]}.json"
-        if not path.is_file():
-            write_atomic(path, content)
         fits = max(plain.get_vocab(with_added_tokens=True).values()) < 2**16
-        return cls(path, key, "uint16" if fits else "uint32", plain.token_to_id(end_token(tokenizer)))
+        return cls(plain.to_str(), "uint16" if fits else "uint32", plain.token_to_id(end_token(tokenizer)))
+
+    @cached_property
+    def hash(self) -> str:
+        """Names the tokenizer."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
 
     def load(self) -> Tokenizer:
         """The tokenizer, read once per process."""
-        return _load(self.path)
+        return _load(self.content)
 
 
-@cache
-def _load(path: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(path))
+@lru_cache(maxsize=2)
+def _load(content: str) -> Tokenizer:
+    return Tokenizer.from_str(content)
 
 
 def encode(
     tokenizer: Tokenizer,
     texts: Iterable[str],
-    dtype: type[np.integer],
+    dtype: Any,
     max_length: int | None = None,
-    around: tuple[str, str] = ("", ""),
+    around: Around = ("", ""),
 ) -> Iterator[np.ndarray]:
     """Token ids of each text without special tokens, whole or cut to `max_length`, in bounded memory.
 
@@ -260,9 +207,13 @@ def encode(
             across; what is too long loses the end of the text, never what stands after it.
     """
     before, after = around
-    (end,) = _encoded(tokenizer, [after], dtype)
+    tokenizer.no_truncation()  # both may be set in its file, and by whoever used it before
+    tokenizer.no_padding()
+    end = np.array(tokenizer.encode(after, add_special_tokens=False).ids, dtype)
     for batch in batches(texts, len, BATCH_CHARACTERS):
-        for ids in _encoded(tokenizer, [before + text + after for text in batch], dtype):
+        whole = [before + text + after for text in batch]
+        for encoding in tokenizer.encode_batch_fast(whole, add_special_tokens=False):
+            ids = np.array(encoding.ids, dtype)
             yield ids if max_length is None else cut(ids, max_length, end)
 
 
@@ -284,10 +235,3 @@ def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> I
             batch, total = [], 0
     if batch:
         yield batch
-
-
-def _encoded(tokenizer: Tokenizer, texts: list[str], dtype: type[np.integer]) -> Iterator[np.ndarray]:
-    tokenizer.no_truncation()  # both may be set in its file, and by whoever used it before
-    tokenizer.no_padding()
-    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        yield np.array(encoding.ids, dtype=dtype)

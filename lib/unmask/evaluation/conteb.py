@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import groupby, islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +22,11 @@ from torch.nn.functional import normalize
 
 from unmask.config import EvaluationConfig
 from unmask.data import hub
-from unmask.data.reading import BadRow, document_of
 from unmask.data.registry import CONTEB as TASKS
 from unmask.data.registry import conteb as source
 from unmask.evaluation.tasks import Task, located, ndcg
 from unmask.models.embedder import Embedder
 from unmask.store import nearest
-
-if TYPE_CHECKING:
-    pass
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -39,30 +34,41 @@ SQUAD = "rajpurkar/squad"
 TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
 
 
-def load(task: str | Path, split: str | None = None) -> Task:
-    """A task in ConTEB's layout.
+def load(task: str) -> Task:
+    """One of TASKS, from the mirror that UNMASK_MIRROR names or else from the Hub.
 
-    Configuration "documents" has chunk_id and chunk, "queries" has query and chunk_id (or chunk_ids, a list);
-    a chunk_id is "{document}_{index}". Documents come in the order of their ids, chunks in the order of their
-    indices.
-
-    Args:
-        task: one of TASKS, read from the mirror that UNMASK_MIRROR names or else from the Hub; or a folder
-            that is laid out like a repository of the Hub.
-        split: of the data; default: the one that ConTEB evaluates, of a folder "test".
-    Raises: ValueError for an unknown task, a split or column that is not there, and the first bad row, with
-        its number; OSError if the data can be had from neither mirror nor Hub.
+    Raises: ValueError for an unknown task; OSError if the data can be had from neither mirror nor Hub.
     """
-    folder = None if task in TASKS else Path(task)
-    if folder and not folder.is_dir():
-        raise ValueError(f"{task} is neither a folder nor a task of ConTEB{nearest(str(task), TASKS)}")
-    place = str(folder or located(source(str(task)).repo))
-    split, tables = split or TASKS.get(str(task), "test"), {}
-    for name in ("documents", "queries"):
-        described = folder is None or (folder / "README.md").is_file()
-        where = (place, name) if described else (f"{place}/{name}",)
-        tables[name] = load_dataset(*where, split=split)
-    return as_task(folder.resolve().name if folder else str(task), **tables)
+    if task not in TASKS:
+        raise ValueError(f"{task} is no task of ConTEB{nearest(task, TASKS)}")
+    place = located(source(task).repo)
+    return as_task(task, *(load_dataset(place, name, split=TASKS[task]) for name in ("documents", "queries")))
+
+
+def as_task(name: str, documents: Rows, queries: Rows) -> Task:
+    """The rows of ConTEB's two configurations as a task.
+
+    "documents" has chunk_id and chunk, "queries" has query and chunk_id (or chunk_ids, a list); a chunk_id is
+    "{document}_{index}". Documents come in the order of their ids, chunks in the order of their indices.
+
+    Raises: ValueError for a query that no chunk answers, with its row.
+    """
+    chunks: dict[tuple[str, int], tuple[str, str]] = {}
+    for row in documents:
+        document, _, place = row["chunk_id"].rpartition("_")
+        chunks[document, int(place)] = row["chunk_id"], row["chunk"]
+    parts: dict[str, list[str]] = {}
+    for document, place in sorted(chunks):
+        parts.setdefault(document, []).append(chunks[document, place][1])
+    ids = [chunks[place][0] for place in sorted(chunks)]
+    number, texts, relevant = {chunk_id: i for i, chunk_id in enumerate(ids)}, [], []
+    for row_number, row in enumerate(queries):
+        golds = row["chunk_ids"] if "chunk_ids" in row else [row["chunk_id"]]
+        if not golds or not number.keys() >= set(golds):
+            raise ValueError(f"task {name}, queries, row {row_number}: no chunks {golds} in the documents")
+        texts.append(row["query"])
+        relevant.append({number[gold] for gold in golds})
+    return Task(name, "contextual", texts, list(parts.values()), relevant, ids)
 
 
 def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
@@ -88,60 +94,14 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
         total = np.cumsum([len(known) for known in articles.values()])
         fit = max(1, int(np.searchsorted(total, paragraphs, side="right")))
         articles = dict(islice(articles.items(), fit))
-    documents = [list(known) for known in articles.values()]
-    ids = [f"{d:02d}_{c:03d}" for d, chunks in enumerate(documents) for c in range(len(chunks))]
-    chunks = [(title, text) for title, known in articles.items() for text in known]
-    number = {chunk: i for i, chunk in enumerate(chunks)}
+    places = [(title, text) for title, known in articles.items() for text in known]
+    number = {place: i for i, place in enumerate(places)}
+    ids = [f"{d:02d}_{c:03d}" for d, known in enumerate(articles.values()) for c in range(len(known))]
     asked = [row for row in rows if row["title"] in articles]
     asked.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
-    asked = asked[:questions]
-    relevant = [{number[row["title"], row["context"]]} for row in asked]
-    return Task("SQuAD", "contextual", [row["question"] for row in asked], documents, relevant, ids)
-
-
-def as_task(name: str, documents: Rows, queries: Rows) -> Task:
-    """The rows of ConTEB's two configurations as a task, see `load`.
-
-    Raises: ValueError that names the first bad row.
-    """
-    chunks: dict[tuple[str, int], str] = {}  # by document and index
-    names: dict[tuple[str, int], str] = {}
-    for number, row in enumerate(documents):
-        where = f"task {name}, documents, row {number}"
-        place = _place(_text(row, "chunk_id", where), where)
-        if place in chunks:
-            raise ValueError(f"{where}: there is a chunk {row['chunk_id']!r} already; an id names one")
-        chunks[place], names[place] = _text(row, "chunk", where), row["chunk_id"]
-    places = sorted(chunks)
-    number_of = {place: i for i, place in enumerate(places)}
-    texts, relevant = [], []
-    for number, row in enumerate(queries):
-        where = f"task {name}, queries, row {number}"
-        texts.append(_text(row, "query", where))
-        asked = row["chunk_ids"] if "chunk_ids" in row else [_text(row, "chunk_id", where)]
-        if missing := [i for i in asked or [None] if not i or _place(i, where) not in chunks]:
-            raise ValueError(f"{where}: there is no chunk {missing[0]!r}, which is to answer it")
-        relevant.append({number_of[_place(chunk_id, where)] for chunk_id in asked})
-    if not texts:
-        raise ValueError(f"task {name} has no queries")
-    parts = [[chunks[place] for place in group] for _, group in groupby(places, key=lambda place: place[0])]
-    return Task(name, "contextual", texts, parts, relevant, [names[place] for place in places])
-
-
-def _place(chunk_id: str, where: str) -> tuple[str, int]:
-    try:
-        return document_of(chunk_id)
-    except (BadRow, ValueError) as bad:
-        raise ValueError(f"{where}: {bad}; correct it or take it out") from None
-
-
-def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    if column not in row:
-        raise ValueError(f"{where}: there is no column {column}, only {', '.join(row)}")
-    value = row[column]
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {column} is {value!r:.80}, not a text; correct it or take it out")
-    return value
+    relevant = [{number[row["title"], row["context"]]} for row in asked[:questions]]
+    texts = [row["question"] for row in asked[:questions]]
+    return Task("SQuAD", "contextual", texts, list(map(list, articles.values())), relevant, ids)
 
 
 def resized(task: Task, words: int) -> Task:
@@ -178,10 +138,7 @@ def at_corpus_size(
     Args:
         scores_NM: the score of every chunk of the task for every query.
         seed: of the draw.
-    Raises: ValueError if the task has fewer documents.
     """
-    if not 1 <= documents <= len(task.documents):
-        raise ValueError(f"task {task.name} has {len(task.documents)} documents, not {documents}")
     document_M = np.repeat(np.arange(len(task.documents)), [len(chunks) for chunks in task.documents])
     scores_NM = np.array(scores_NM, np.float32)
     generator = np.random.default_rng(seed)
@@ -211,7 +168,7 @@ def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np
 
         s(q, d) = Σ_i max_j cos(q_i, d_j)
 
-    sentence-transformers computes it tile by tile; texts are sorted by length first, which halves its time.
+    sentence-transformers computes it tile by tile.
 
     Args:
         queries, documents: token vectors (L, D) of each text, of any scale, one token at least
@@ -219,15 +176,9 @@ def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np
     Returns: (N, M), float32, between −L and L of the query.
     Source: ColBERT (2004.12832), section 3.3; with late chunking, ConTEB (2505.24782), section 4.1.
     """
-    order_N, order_M = (np.argsort([len(text) for text in side]) for side in (queries, documents))
-    scores_NM = np.empty((len(queries), len(documents)), np.float32)
-    scores_NM[np.ix_(order_N, order_M)] = util.maxsim(
-        [normalize(torch.from_numpy(queries[i]), dim=-1) for i in order_N],
-        [normalize(torch.from_numpy(documents[i]), dim=-1) for i in order_M],
-        chunk_elements=TILE_ELEMENTS,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-    ).numpy()
-    return scores_NM
+    unit = ([normalize(torch.from_numpy(x_LD), dim=-1) for x_LD in side] for side in (queries, documents))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return util.maxsim(*unit, chunk_elements=TILE_ELEMENTS, device=device).cpu().numpy()
 
 
 def late_interaction(

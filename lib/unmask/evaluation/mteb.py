@@ -5,15 +5,14 @@ Shape suffixes: B texts · N queries · M documents · D dimensions.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import joblib
 import mteb
 import numpy as np
-import torch
 from datasets import Dataset
 from mteb.abstasks import AbsTask, AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
@@ -26,8 +25,7 @@ from torch.utils.data import DataLoader
 from unmask.config import EvaluationConfig
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import Task, located
-from unmask.models.embedder import Embedder
-from unmask.models.instructions import instructed
+from unmask.models.embedder import Embedder, instructed
 from unmask.store import fingerprint
 
 # Benchmarks by the name that `retrieval.benchmarks` calls them, as `mteb.get_tasks` wants them; any other is
@@ -61,50 +59,32 @@ class MtebEncoder(AbsEncoder):
     Args:
         config: `query_length` and `document_length` are tokens at most, up to the model's window.
         precision: "int8", "binary", "ubinary" or "float32".
-        dimensions: keep only the first so many.
     Source: appendix C.
     """
 
-    def __init__(
-        self,
-        embedder: Embedder,
-        config: EvaluationConfig,
-        precision: str = "int8",
-        dimensions: int | None = None,
-    ):
-        self.model, self.config = embedder, config
-        self.precision, self.dimensions = precision, dimensions
+    def __init__(self, embedder: Embedder, config: EvaluationConfig, precision: str = "int8"):
+        self.model, self.config, self.precision = embedder, config, precision
         self._asked, self._found = None, None  # the last corpus, which the subsets of a task may share
         # mteb keeps results by name and revision: whatever changes a score changes them.
         lengths = [config.query_length, config.document_length]
-        revision = fingerprint(_weights(embedder.model), embedder.pooling, embedder.mixed_precision, lengths)
-        size = f"-{dimensions}d" if dimensions else ""
-        self.mteb_model_meta = ModelMeta.create_empty(
-            {"name": f"unmask/{precision}{size}", "revision": revision}
-        )
+        weights = joblib.hash([x.detach().float().cpu().numpy() for x in embedder.model.parameters()])
+        revision = fingerprint(weights, embedder.pooling, embedder.mixed_precision, lengths)
+        named = {"name": f"unmask/{precision}", "revision": revision}
+        self.mteb_model_meta = ModelMeta.create_empty(named)
 
     def encode(
-        self,
-        inputs: DataLoader,
-        *,
-        task_metadata: TaskMetadata,
-        hf_split: str,
-        hf_subset: str,
-        prompt_type: PromptType | None = None,
-        show_progress_bar: bool = True,
-        **_: Any,
+        self, inputs: DataLoader, *, task_metadata: TaskMetadata, prompt_type: PromptType, **_: Any
     ) -> np.ndarray:
         """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space."""
         name, query = task_metadata.name, prompt_type == PromptType.query
         length = LENGTHS.get(name, self.config.query_length if query else self.config.document_length)
-        asked = {"max_length": length, "progress": show_progress_bar}
         if query:
             texts = [PROMPTS.get(name, "") + text or " " for batch in inputs for text in _queries(batch)]
-            return self.model.encode(texts, self.precision, self.dimensions, **asked)
+            return self.model.encode(texts, self.precision, max_length=length)
         texts = [text or " " for batch in inputs for text in batch["text"]]
         if self._asked != (length, texts):
             self._asked = length, texts
-            self._found = self.model.encode(texts, self.precision, self.dimensions, **asked)
+            self._found = self.model.encode(texts, self.precision, max_length=length)
         return noisy(self._found) if name in DUPLICATES else self._found
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
@@ -116,8 +96,9 @@ def _queries(batch: Mapping[str, Any]) -> list[str]:
     """Queries, after the instruction of each where the benchmark has one."""
     if "instruction" not in batch:
         return batch["text"]
-    pairs = zip(batch["instruction"], batch["query"], strict=True)
-    return [instructed(instruction or "", query) for instruction, query in pairs]
+    return [
+        instructed(one or "", query) for one, query in zip(batch["instruction"], batch["query"], strict=True)
+    ]
 
 
 def noisy(codes_BD: np.ndarray) -> np.ndarray:
@@ -135,30 +116,23 @@ def benchmark_tasks(name: str) -> list[AbsTask]:
     """
     if name in BENCHMARKS:
         return list(mteb.get_tasks(**BENCHMARKS[name]))
+    if name in {benchmark.name for benchmark in mteb.get_benchmarks()}:
+        return [task for task in mteb.get_benchmark(name).tasks if task.metadata.type == "Retrieval"]
     try:
-        found = mteb.get_benchmark(name).tasks
-    except KeyError:
-        try:
-            return [mteb.get_task(name)]
-        except KeyError as error:
-            known = ", ".join([*BENCHMARKS, "MTEB(Multilingual, v2)", "MTEB(Code, v1)"])
-            raise ValueError(f"mteb has no benchmark and no task {name!r}; for instance: {known}") from error
-    return [task for task in found if task.metadata.type == "Retrieval"]
+        return [mteb.get_task(name)]
+    except KeyError as error:
+        known = ", ".join([*BENCHMARKS, "MTEB(Multilingual, v2)", "MTEB(Code, v1)"])
+        raise ValueError(f"mteb has no benchmark and no task {name!r}; for instance: {known}") from error
 
 
 def run_benchmark(
-    embedder: Embedder,
-    names: Iterable[str],
-    config: EvaluationConfig,
-    folder: Path,
-    *,
-    precision: str = "int8",
+    embedder: Embedder, names: Iterable[str], config: EvaluationConfig, folder: Path, precision: str = "int8"
 ) -> list[dict[str, Any]]:
     """Scores of the tasks of benchmarks; what cannot be run says why, and the others go on.
 
     Data come from UNMASK_MIRROR where it holds the task's repository (as the Hub has it, README included),
-    otherwise from the Hub. Results are kept in `folder`, each subset of a
-    task as soon as it is there: the same call goes on after an interruption.
+    otherwise from the Hub. Results are kept in `folder`, each subset of a task as soon as it is there: the
+    same call goes on after an interruption.
 
     Returns: rows of benchmark, task, "score" (the task's main score, mean over its splits and subsets, so
         validation and test count alike for MLQA; None where it was not run), "subsets" (the same for each
@@ -181,53 +155,35 @@ def _run(encoder: MtebEncoder, task: AbsTask, cache: mteb.ResultCache) -> dict[s
     result = mteb.evaluate(encoder, task, cache=cache, raise_error=False, co2_tracker=False)
     if result.exceptions:
         reason = str(result.exceptions[0].exception).strip() or "no reason given"
-        logging.getLogger(__name__).warning("%s was not run: %s", task.metadata.name, reason)
         return {"score": None, "subsets": {}, "why": reason.splitlines()[0]}
     # What is kept may hold more than is asked for here, for instance more languages.
-    kept = result.task_results[0].validate_and_filter_scores(task)
+    found = result.task_results[0].validate_and_filter_scores(task)
     subsets: dict[str, list[float]] = {}
-    for scores in kept.scores.values():  # of a split
-        for row in scores:
-            subsets.setdefault(row["hf_subset"], []).append(float(row["main_score"]))
+    for row in chain(*found.scores.values()):  # of each split
+        subsets.setdefault(row["hf_subset"], []).append(float(row["main_score"]))
     means = {subset: float(np.mean(values)) for subset, values in subsets.items()}
-    return {"score": float(kept.get_score()), "subsets": means, "why": ""}
+    return {"score": float(found.get_score()), "subsets": means, "why": ""}
 
 
 def as_mteb(task: Task) -> AbsTaskRetrieval:
-    """One of our plain tasks as a task of mteb, whose nDCG@10 must then be ours.
-
-    Raises: ValueError for a contextual task: mteb's documents have no chunks.
-    """
-    if task.contextual:
-        raise ValueError(f"{task.name}: mteb retrieves texts, not chunks in the light of their document")
-    content = fingerprint(task.queries, task.chunks)
+    """One of our plain tasks as a task of mteb, whose nDCG@10 must then be ours."""
 
     class HeldOut(AbsTaskRetrieval):
         metadata = TaskMetadata(
             name=f"held-out-{task.name}",
             description=f"Held-out data of this project, {task.family}.",
-            dataset={"path": f"held-out/{task.name}", "revision": content},
+            dataset={"path": f"held-out/{task.name}", "revision": fingerprint(task.queries, task.chunks)},
             type="Retrieval",
             eval_langs=["eng-Latn"],
             main_score="ndcg_at_10",
         )
 
     relevant = {str(query): {str(i): 1 for i in chunks} for query, chunks in enumerate(task.relevant)}
-    corpus, queries = (_texts(texts) for texts in (task.chunks, task.queries))
+    corpus, queries = (
+        Dataset.from_dict({"id": list(map(str, range(len(texts)))), "text": texts})
+        for texts in (task.chunks, task.queries)
+    )
     split = {"corpus": corpus, "queries": queries, "relevant_docs": relevant, "top_ranked": None}
     built = HeldOut()
     built.dataset, built.data_loaded = {"default": {"test": split}}, True
     return built
-
-
-def _texts(texts: Sequence[str]) -> Dataset:
-    return Dataset.from_dict({"id": [str(number) for number in range(len(texts))], "text": list(texts)})
-
-
-def _weights(model: torch.nn.Module) -> str:
-    """Hash of all parameters."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()

@@ -1,24 +1,32 @@
-"""Retrieval tasks built from the held-out part of the corpus, and how a model scores on them."""
+"""Retrieval tasks built from the held-out part of the corpus, and how a model scores on them, alone or with a
+reranker behind it.
+
+Shape suffixes: N queries · M chunks · D dimensions · K candidates.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from unmask.config import FAMILIES, EvaluationConfig
 from unmask.data import hub
 from unmask.data.corpus import Corpus
-from unmask.evaluation.metrics import Bm25, retrieval_metrics
+from unmask.data.mining import kept
+from unmask.evaluation.metrics import Bm25, best_columns, retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models.backbone import computes_in_bf16
-from unmask.models.embedder import Embedder, quantized
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
+from unmask.models.embedder import INSTRUCTIONS, Embedder, quantized
+from unmask.models.reranker import Reranker
+from unmask.store import code_fingerprint, fingerprint
 from unmask.training.stages import identity
 
 _unreachable = cache(hub.unreachable)  # the Hub is asked once
@@ -76,25 +84,19 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
         fewer = {"max_queries": config.dev_queries, "max_documents": config.dev_documents}
         config = replace(config, **{key: value for key, value in fewer.items() if value})
     rows: dict[tuple[str, str], list[dict]] = {}
-    for name in corpus.datasets("pairs", split):
-        for row in corpus.pairs(split, name):
-            rows.setdefault((row["group"], row["task"]), []).append(row)
-    for name in corpus.datasets("documents", split):
-        for row in corpus.documents(split, name):
-            rows.setdefault(("contextual", row["task"]), []).append(row)
+    for kind, read in {"pairs": corpus.pairs, "documents": corpus.documents}.items():
+        for name in corpus.datasets(kind, split):
+            for row in read(split, name):
+                family = row["group"] if kind == "pairs" else "contextual"
+                rows.setdefault((family, row["task"]), []).append(row)
     tasks = []
     for family, name in sorted(rows, key=lambda key: (FAMILIES.index(key[0]), key[1])):
         make = _document_task if family == "contextual" else _pair_task
         tasks.append(make(name, family, rows[family, name], config))
-        if not tasks[-1].queries:
-            raise ValueError(
-                f"the {split} split gives no task {name!r} of at most {config.max_documents} chunks: "
-                "raise evaluation.max_documents"
-            )
-    if not tasks:
+    if not tasks or not all(task.queries for task in tasks):
         raise ValueError(
-            f"the corpus holds nothing out for {split!r}: set hold_out in the registry of its sources, or "
-            f"name data.{split}_packages"
+            f"the {split} split gives no task of at most {config.max_documents} chunks: raise "
+            f"evaluation.max_documents, set hold_out in the registry, or name data.{split}_packages"
         )
     return tasks
 
@@ -141,18 +143,11 @@ def located(repo: str) -> str:
 def embed_task(embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool) -> Vectors:
     """Vectors of a task: chunks in the light of their document (late chunking), or each alone."""
     queries_ND = embedder.encode(task.queries, "float32", max_length=config.query_length)
-    return Vectors(queries_ND, embed_chunks(embedder, task, config, late_chunking=late_chunking))
-
-
-def embed_chunks(
-    embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool
-) -> np.ndarray:
-    """The unquantised vectors of a task's chunks alone, see `embed_task`."""
     if late_chunking and task.contextual:
         parts = embedder.encode_documents(task.documents, "float32", chunk_length=config.chunk_length)
-        return np.concatenate(parts)
+        return Vectors(queries_ND, np.concatenate(parts))
     length = config.chunk_length if task.contextual else config.document_length
-    return embedder.encode(task.chunks, "float32", max_length=length)
+    return Vectors(queries_ND, embedder.encode(task.chunks, "float32", max_length=length))
 
 
 def score_task(
@@ -170,53 +165,42 @@ def ndcg(task: Task, scores_NM: Tensor | np.ndarray) -> np.ndarray:
 
 
 def evaluate(
-    embedder: Embedder,
-    tasks: list[Task],
-    config: EvaluationConfig,
-    *,
-    late_chunking: bool = False,
-    precision: str = "int8",
+    embedder: Embedder, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
 ) -> dict[str, np.ndarray]:
-    """nDCG@10 of each query of each task."""
-    return {
-        task.name: score_task(
-            task, embed_task(embedder, task, config, late_chunking=late_chunking), precision
-        )
-        for task in tasks
-    }
+    """nDCG@10 of each query of each task, in INT8."""
+    scores = {}
+    for task in tasks:
+        vectors = embed_task(embedder, task, config, late_chunking=late_chunking)
+        scores[task.name] = score_task(task, vectors)
+    return scores
 
 
 def assess(
     path: str | Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
 ) -> dict[str, np.ndarray]:
-    """`evaluate` for a checkpoint, in INT8 and in the preset's precision of computing.
+    """`evaluate` for a checkpoint, in the preset's precision of computing.
 
     Scores are kept under artifacts/data/scores: notebooks compare with the models of earlier ones, and a task
     without documents of chunks has the same scores with late chunking and without.
     """
-    model, lengths = identity(Path(path)), (config.query_length, config.document_length, config.chunk_length)
-    root = Path(__file__).parents[1]
-    code = code_fingerprint(*(root / name for name in _CODE))
-    scores, embedder = {}, None
+    lengths = (config.query_length, config.document_length, config.chunk_length)
+    code = code_fingerprint(*(Path(__file__).parents[1] / name for name in _CODE))
+    half, scores = computes_in_bf16(config.precision), {}
+    embedder = cache(lambda: Embedder.from_pretrained(path, mixed_precision=half))
+
+    def work(task: Task, late: bool) -> np.ndarray:
+        return evaluate(embedder(), [task], config, late_chunking=late)[task.name]
+
     for task in tasks:
         late = late_chunking and task.contextual
-        key = fingerprint(model, task.identity, lengths, config.precision, late, code)
-        kept = artifacts_root() / "data" / "scores" / f"{key}.npy"
-        if not kept.is_file():
-            if embedder is None:
-                embedder = Embedder.from_pretrained(path, mixed_precision=computes_in_bf16(config.precision))
-            found = evaluate(embedder, [task], config, late_chunking=late)
-            with replacing(kept) as temporary, temporary.open("wb") as stream:
-                np.save(stream, found[task.name])
-        scores[task.name] = np.load(kept)
+        key = [identity(Path(path)), task.identity, lengths, config.precision, late, code]
+        scores[task.name] = kept("scores", key, partial(work, task, late))
     return scores
 
 
 def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, float]]:
     """Per-query scores of several models as means: model → task → nDCG@10."""
-    return {
-        model: {task: float(values.mean()) for task, values in row.items()} for model, row in scores.items()
-    }
+    return {model: {task: float(x_N.mean()) for task, x_N in row.items()} for model, row in scores.items()}
 
 
 def evaluate_bm25(tasks: list[Task]) -> dict[str, np.ndarray]:
@@ -226,10 +210,39 @@ def evaluate_bm25(tasks: list[Task]) -> dict[str, np.ndarray]:
 
 def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, float]:
     """Unweighted mean over the tasks of each family, and over all tasks as "average"."""
-    means = {task.name: float(np.mean(scores[task.name])) for task in tasks}
     families: dict[str, list[float]] = {}
     for task in tasks:
-        families.setdefault(task.family, []).append(means[task.name])
-    return {
-        family: float(np.mean(row)) for family, row in (families | {"average": [*means.values()]}).items()
-    }
+        families.setdefault(task.family, []).append(float(scores[task.name].mean()))
+    families["average"] = [mean for row in families.values() for mean in row]
+    return {family: float(np.mean(row)) for family, row in families.items()}
+
+
+def rerank_task(
+    reranker: Reranker, task: Task, scores_NM: Tensor | np.ndarray, *, candidates: int, max_queries: int,
+    query_length: int | None = None, document_length: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """nDCG@10 of each query before and after its best chunks were reranked; the others stay behind them.
+
+    Equal scores, the first stage's and the reranker's, are ordered as trec_eval orders them. The instruction
+    is that of the task's family.
+
+    Args:
+        scores_NM: the first stage's score of every chunk for every query.
+        candidates: chunks of each query that are reranked.
+        max_queries: the first so many queries of the task are asked.
+        query_length, document_length: tokens that the reranker reads at most, beside the prompt around them.
+    Returns: (before, after), float64, both of the same queries.
+    """
+    asked = replace(task, queries=task.queries[:max_queries], relevant=task.relevant[:max_queries])
+    first_NM = torch.as_tensor(scores_NM)[: len(asked.queries)].double()
+    chunks, final_NM = asked.chunks, first_NM.cpu().numpy().copy()
+    best_NK = best_columns(first_NM.float(), candidates, asked.chunk_ids)
+    queries = tqdm(asked.queries, desc=f"reranking {task.name}", unit="query", leave=False)
+    for query, best_K, final_M in zip(queries, best_NK, final_NM, strict=True):
+        odds_K = reranker.log_odds(
+            query, [chunks[column] for column in best_K], instruction=INSTRUCTIONS[task.family],
+            query_length=query_length, document_length=document_length,
+        )  # fmt: skip
+        final_M += odds_K.min() - final_M.max() - 1
+        final_M[best_K] = odds_K
+    return ndcg(asked, first_NM), ndcg(asked, final_NM)

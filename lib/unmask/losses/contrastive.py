@@ -50,7 +50,7 @@ def pair_loss(
         computed in tiles of queries, which the backward pass computes again: memory grows with N, not N².
 
     Raises:
-        ValueError: the shapes differ, N < 2, or temperature, margin or queries is out of range.
+        ValueError: the shapes differ, N < 2, or temperature or margin is out of range.
         FloatingPointError: an embedding holds NaN or infinity. (A zero vector has cosine 0 to everything.)
 
     Source: pplx-embed, section 2.3. Without the margin it equals sentence-transformers' (Cached)
@@ -101,7 +101,7 @@ def triplet_loss(
         computed in tiles of queries, which the backward pass computes again: memory grows with N, not N².
 
     Raises:
-        ValueError: the shapes do not fit together, or temperature or queries is out of range.
+        ValueError: the shapes do not fit together, or the temperature is out of range.
 
     Source: pplx-embed, section 2.5. Equals sentence-transformers' MultipleNegativesRankingLoss on the columns
     (query, document, negative_1, …, negative_K) with `scale=1/τ`.
@@ -166,7 +166,7 @@ def qwen3_loss(
 
     Raises:
         ValueError: the shapes do not fit together, hard negatives are numbered and documents are not, or
-            temperature, margin or queries is out of range.
+            temperature or margin is out of range.
 
     Source: Qwen3-Embedding (2506.05176), section 3.1. Without hard negatives and margin it equals
     sentence-transformers' MultipleNegativesRankingLoss with `directions=("query_to_doc", "query_to_query",
@@ -216,19 +216,12 @@ def mean_over_queries(
     Args:
         nats_of: the loss terms (T,) of a tile, given as a slice of the N queries and their embeddings.
         q_ND: all query embeddings.
-        queries: which of them to sum over; None: all.
+        queries: which of them to sum over, a slice without a step; None: all.
         candidates: how many similarities a query has. When the queries together have more than TILE_SCORES,
             they are taken in tiles, and the backward pass recomputes each tile instead of keeping it.
-
-    Raises:
-        ValueError: there is no query, or the slice has a step.
     """
     n = len(q_ND)
-    if n == 0:
-        raise ValueError("The loss needs at least one query.")
-    start, stop, step = (queries or slice(None)).indices(n)
-    if step != 1:
-        raise ValueError(f"queries must be a slice without a step; got {queries}.")
+    start, stop, _ = (queries or slice(None)).indices(n)
     size = max(1, TILE_SCORES // max(1, candidates))
     if stop - start <= size:
         # All queries in one tile are taken as they are: a view would add up their gradients in another order.

@@ -24,13 +24,13 @@ def matryoshka(
     Args:
         loss: function of the embeddings, in their order; other arguments are bound with `functools.partial`.
         embeddings: tensors (…, D).
-        dimensions: the prefixes, all different.
+        dimensions: the prefixes.
 
     Returns:
         Scalar.
 
     Raises:
-        ValueError: the embeddings differ in D, no dimension fits, or one repeats or is below 1.
+        ValueError: no dimension fits.
 
     Source: pplx-embed, appendix B; Matryoshka representation learning, 2205.13147. sentence-transformers'
     MatryoshkaLoss sums over the dimensions instead of averaging.
@@ -45,15 +45,8 @@ def matryoshka(
         >>> bool(loss == sum(halves) / 2)
         True
     """
-    if not dimensions or min(dimensions) < 1 or len(set(dimensions)) < len(dimensions):
-        raise ValueError(f"Matryoshka dimensions must be different and 1 or more; got {list(dimensions)}.")
-    widths = {embedding.shape[-1] for embedding in embeddings}
-    if len(widths) != 1:
-        raise ValueError(f"Matryoshka training needs embeddings of one dimension; got {sorted(widths)}.")
-    (width,) = widths
-    fitting = [prefix for prefix in dimensions if prefix <= width]
+    width = embeddings[0].shape[-1]
+    fitting = [prefix for prefix in dimensions if 1 <= prefix <= width]
     if not fitting:
-        raise ValueError(
-            f"No Matryoshka dimension of {list(dimensions)} fits embeddings of {width}; add {width}."
-        )
+        raise ValueError(f"No Matryoshka dimension of {dimensions} fits embeddings of {width}; add {width}.")
     return torch.stack([loss(*(x[..., :prefix] for x in embeddings)) for prefix in fitting]).mean()

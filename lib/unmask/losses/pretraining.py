@@ -153,14 +153,9 @@ def _predictable(tokens_BL: Tensor, valid_BL: Tensor | None) -> Tensor:
 
 
 def _positions(predictable_BL: Tensor, normalizer: float | None) -> Tensor | float:
-    positions = predictable_BL.sum() if normalizer is None else normalizer
-    if not positions > 0:
-        raise ValueError(
-            "No position is predictable: every sequence has fewer than two tokens. Leave such sequences out."
-            if normalizer is None
-            else f"The normalizer must be above 0; got {normalizer}."
-        )
-    return positions
+    if normalizer is None and not predictable_BL.any():
+        raise ValueError("No position is predictable: leave out sequences of fewer than two tokens.")
+    return predictable_BL.sum() if normalizer is None else normalizer
 
 
 def _weighted_nats(

@@ -31,7 +31,7 @@ from scipy import stats
 from unmask.config import ContextualConfig, EvaluationConfig, resolved
 from unmask.evaluation.metrics import retrieval_metrics
 from unmask.run import seed_runs
-from unmask.store import artifacts_root, replacing, repository, write_atomic
+from unmask.store import artifacts_root, read_json, replacing, repository, write_atomic
 
 if TYPE_CHECKING:
     from unmask.evaluation.tasks import Task
@@ -41,6 +41,7 @@ VERDICTS = ("reproduced", "not at this scale", "contradicted", "invalid", "not r
 NOTHING = 1e-3  # a score below it found nothing, and has no shares
 ENOUGH = 3  # seeds that results are committed for
 Gate = dict[str, Any]
+Line = dict[str, Any]  # what is said of a claim, as in claims.json
 Values = Sequence[float] | np.ndarray
 Scores = Mapping[str, np.ndarray]  # task → a metric per query
 
@@ -95,13 +96,11 @@ def bootstrap(values_N: Values, samples: int) -> Effect:
     Raises: ValueError if there is no value.
     """
     values_N = np.asarray(values_N, dtype=np.float64)
-    missing = np.isnan(values_N)
-    if values_N.ndim != 1 or missing.all():
-        raise ValueError(f"an effect needs a value per query; got {values_N.shape}, {missing.sum()} missing")
-    mean = np.nanmean if missing.any() else np.mean
+    if values_N.ndim != 1 or np.isnan(values_N).all():
+        raise ValueError(f"an effect needs a value per query; got {values_N.shape}, all of them missing")
     generator = np.random.default_rng(0)  # one stream for all, see the top of this file
-    replicates = [mean(generator.choice(values_N, len(values_N))) for _ in range(samples)]
-    return Effect(float(mean(values_N)), np.array(replicates))
+    replicates = [np.nanmean(generator.choice(values_N, len(values_N))) for _ in range(samples)]
+    return Effect(float(np.nanmean(values_N)), np.array(replicates))
 
 
 def paired_bootstrap(a_N: Values, b_N: Values, samples: int) -> Effect:
@@ -198,22 +197,17 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float) -> l
     for dataset in np.unique(of_S):
         loss_S[of_S == dataset] -= loss_S[of_S == dataset].mean()
     loss_S += mean
-    few = min(len(loss_S), max(3, len(loss_S) // 10))
+    few, last = max(3, len(loss_S) // 10), max(4, len(loss_S) // 3)
     start, end = loss_S[:few].mean(), loss_S[-few:].mean()
-    rise, error = _rise(loss_S[-max(4, len(loss_S) // 3) :])
+    rise = error = 0.0
+    if len(tail_S := loss_S[-last:]) == last:
+        line = stats.linregress(np.arange(last), tail_S)
+        rise, error = line.slope * last, stats.t.ppf(0.975, last - 2) * line.stderr * last
     return [
         at_most(f"{name}: loss at the end, below its start", end, start),
         at_most(f"{name}: loss at the end, below its base rate", end, base_rate),
         at_most(f"{name}: rise over the last third, within its error", rise, error),
     ]
-
-
-def _rise(loss_S: np.ndarray) -> tuple[float, float]:
-    """Slope of a straight line times the number of steps, and half its 95 % interval."""
-    if (steps := len(loss_S)) < 4:
-        return 0.0, 0.0
-    line = stats.linregress(np.arange(steps), loss_S)
-    return line.slope * steps, stats.t.ppf(0.975, steps - 2) * line.stderr * steps
 
 
 def contextual_guess(stage: ContextualConfig) -> float:
@@ -279,7 +273,7 @@ def judge(interval: tuple[float, float], *, above: float | None = None, below: f
 def claim(
     study: Run, key: str, effect: Effect, *, detail: str = "", gates: Sequence[Gate] = (),
     seeds: Sequence[int] = (), **sizes: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> Line:  # fmt: skip
     """A claim that an effect lies above or below a bar, judged; a line of claims.json once it is kept.
 
     Args:
@@ -289,134 +283,111 @@ def claim(
         seeds: that the effect is the mean of; default: the run's.
         sizes: what the claim's text leaves open, for instance the number of dimensions.
     """
-    about = stated()[key]
-    bar = {side: about[side] for side in ("above", "below") if side in about}
-    seeds = list(seeds or [study.config.pair.seed])
-    line = _line(key, **sizes) | {"seeds": seeds, "gates": list(gates), "bar": bar}
-    line |= {"detail": detail, "unit": about.get("unit", "points"), "replicates_B": effect.replicates_B}
-    return line | _judged(line, effect) | {"values": {str(seed): effect.value for seed in seeds}}
+    bar = {side: bar for side, bar in stated()[key].items() if side in ("above", "below")}
+    line = _line(key, **sizes) | {"detail": detail, "gates": list(gates), "bar": bar}
+    line["seeds"] = list(seeds or [study.config.pair.seed])
+    return line | _judged(line, effect) | {"replicates_B": effect.replicates_B}
 
 
-def fact(
-    study: Run, key: str, *, ours: str, holds: bool, seeds: Sequence[int] | None = None
-) -> dict[str, Any]:
+def fact(study: Run, key: str, *, ours: str, holds: bool, seeds: Sequence[int] | None = None) -> Line:
     """A claim that holds or does not: arithmetic (of no seed), equality, a time."""
     seeds = [study.config.pair.seed] if seeds is None else list(seeds)
-    verdict = "reproduced" if holds else "contradicted"
-    return _line(key) | {"ours": ours, "verdict": verdict, "seeds": seeds}
+    return _line(key) | {"ours": ours, "verdict": "reproduced" if holds else "contradicted", "seeds": seeds}
 
 
-def not_run(key: str, why: str = "") -> dict[str, Any]:
+def not_run(key: str, why: str = "") -> Line:
     """A claim that nothing here tests, and why."""
-    why = why or stated()[key]["why"]
-    return _line(key) | {"ours": f"not run ({why})", "verdict": "not run", "notebook": ""}
+    ours = f"not run ({why or stated()[key]['why']})"
+    return _line(key) | {"ours": ours, "verdict": "not run", "seeds": [], "notebook": ""}
 
 
-def _line(key: str, **sizes: Any) -> dict[str, Any]:
-    about = stated()[key]
-    line = {key: about[key] for key in ("claim", "source", "paper", "notebook")}
-    line["claim"] = line["claim"].format(**sizes)
-    line |= dict.fromkeys(("ours", "effect", "detail", "unit", "verdict"), "")
-    line |= {"value": None, "interval": None, "bar": None, "headline": about.get("headline", False)}
-    return line | {"gates": [], "seeds": [], "values": {}}
+def _line(key: str, **sizes: Any) -> Line:
+    about = {"unit": "points", "headline": False} | stated()[key]
+    blank = dict.fromkeys(("value", "interval", "bar")) | dict.fromkeys(("ours", "effect", "detail"), "")
+    told = {name: about[name] for name in ("source", "paper", "notebook", "unit", "headline")}
+    return blank | told | {"claim": about["claim"].format(**sizes), "gates": [], "values": {}}
 
 
-def _judged(line: Mapping[str, Any], effect: Effect) -> dict[str, Any]:
+def _judged(line: Line, effect: Effect) -> Line:
     """What a claim says of an effect; "invalid" where a gate failed."""
     shown, passed = points(effect, line["unit"]), all(gate["passed"] for gate in line["gates"])
-    return {
-        "ours": f"{shown}; {line['detail']}" if line["detail"] else shown,
-        "effect": shown,
-        "value": effect.value,
-        "interval": list(effect.interval),
-        "verdict": judge(effect.interval, **line["bar"]) if passed else "invalid",
-    }
+    verdict = judge(effect.interval, **line["bar"]) if passed else "invalid"
+    ours = f"{shown}; {line['detail']}" if line["detail"] else shown
+    told = {"ours": ours, "effect": shown, "verdict": verdict}
+    return told | {"value": effect.value, "interval": list(effect.interval)}
 
 
 # What notebooks keep, and what several seeds say together
 
 
-def keep(study: Run, claims: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The claims as a notebook saves them; their resamples go to results/<run>/replicates/<stage>.npz."""
-    made = {str(n): one for n, one in enumerate(claims) if "replicates_B" in one}
-    _write(_replicates(study), {n: Effect(one["value"], one["replicates_B"]) for n, one in made.items()})
+def keep(study: Run, claims: Sequence[Line]) -> list[Line]:
+    """The claims as a notebook saves them; their resamples go to results/<run>/replicates/<stage>.npz.
+
+    A resample is kept as its distance from the value in half precision, which is off by a few thousandths of
+    the standard error at most.
+    """
+    tested = [one for one in claims if "replicates_B" in one]
+    distances = {one["claim"]: (one["replicates_B"] - one["value"]).astype(np.float16) for one in tested}
+    with replacing(_replicates(study)) as temporary, temporary.open("wb") as stream:
+        np.savez_compressed(stream, **distances)
     return [{key: value for key, value in one.items() if key != "replicates_B"} for one in claims]
 
 
-def keep_effects(study: Run, name: str, effects: Mapping[str, Effect]) -> dict[str, list[float]]:
-    """Effects that are no claims as a notebook saves them under `name`: value, low and high; their resamples
-    go to results/<run>/replicates/<stage>-<name>.npz."""
-    _write(_replicates(study, name), effects)
-    return {key: list(effect) for key, effect in effects.items()}
+def _replicates(study: Run) -> Path:
+    return study.results / "replicates" / f"{study.stage}.npz"
 
 
-def pooled_effects(study: Run, stage: str, name: str) -> dict[str, Effect]:
-    """What `keep_effects` kept in one notebook, each over all seeds at hand; see `pool`.
-
-    Raises: FileNotFoundError if the resamples of a run are missing.
-    """
-    every, found = runs(study), {}
-    for seed, saved in metrics(study).items():
-        values = {key: value for key, (value, *_) in saved.get(stage, {}).get(name, {}).items()}
-        for key, effect in _read(replace(every[seed], stage=stage), values, name).items():
-            found.setdefault(key, []).append(effect)
-    return {key: pool(effects) for key, effects in found.items()}
-
-
-def _replicates(study: Run, name: str = "") -> Path:
-    return study.results / "replicates" / ("-".join(filter(None, (study.stage, name))) + ".npz")
-
-
-def _write(path: Path, effects: Mapping[str, Effect]) -> None:
-    """Each resample as its distance from the value in half precision, which is off by a few thousandths of
-    the standard error at most."""
-    distances = {key: (e.replicates_B - e.value).astype(np.float16) for key, e in effects.items()}
-    with replacing(path) as temporary, temporary.open("wb") as stream:
-        np.savez_compressed(stream, **distances)
-
-
-def _read(study: Run, values: Mapping[str, float], name: str = "") -> dict[str, Effect]:
-    """What `_write` wrote, for these values."""
-    path = _replicates(study, name)
-    if values and not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: run notebook {study.stage} of run {study.name!r} again")
-    distances = np.load(path) if values else {}
-    return {key: Effect(value, value + distances[key].astype(np.float64)) for key, value in values.items()}
+def _effect(study: Run, line: Line) -> Effect:
+    """The effect of a claim that `keep` kept."""
+    distances_B = np.load(_replicates(study))[line["claim"]]
+    return Effect(line["value"], line["value"] + distances_B.astype(np.float64))
 
 
 def runs(study: Run) -> dict[int, Run]:
-    """This run, and those that repeat it with other seeds on this machine, by seed.
+    """This run, and those on this machine that repeat it with other seeds, by seed.
 
     These are named <run>-seed<N>, with the same preset but for the seeds and the same corpus; see `left_out`.
     """
-    own, excluded = study.config.pair.seed, left_out(study)
-    names = {seed: folder.name for seed, folder in _repetitions(study).items() if seed != own}
-    return {own: study} | {s: replace(study, name=name) for s, name in names.items() if name not in excluded}
+    excluded = left_out(study)
+    others = {seed: other for seed, other in _repetitions(study).items() if other.name not in excluded}
+    return dict(sorted((others | {study.config.pair.seed: study}).items()))
 
 
 def left_out(study: Run) -> dict[str, str]:
     """Runs that are named as repetitions of this one with other seeds but cannot be pooled, and why."""
-    ours, reasons = _about(study), {}
-    for folder in _repetitions(study).values():
-        theirs = _about(replace(study, name=folder.name), saved=True)
-        if changed := _changed(_compared(ours), _compared(theirs)):
-            known = "preset" in theirs
-            reasons[folder.name] = f"differs in {', '.join(changed)}" if known else "has no provenance.json"
+    ours, reasons = _shared(study, resolved(study.config)), {}
+    for other in _repetitions(study).values():
+        theirs = _shared(other, (other.load("provenance") or {}).get("preset", {}))
+        if changed := [key for key in ours | theirs if ours.get(key) != theirs.get(key)]:
+            reasons[other.name] = f"differs in {', '.join(changed[:5])}"
     return reasons
+
+
+def _repetitions(study: Run) -> dict[int, Run]:
+    folders = seed_runs(artifacts_root() / study.name)
+    return {seed: replace(study, name=folder.name) for seed, folder in folders.items()}
+
+
+def _shared(run: Run, preset: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs must share to be pooled: the corpus and the preset, seeds and processes aside."""
+    sections = {name: row for name, row in preset.items() if isinstance(row, dict) and name != "parallel"}
+    values = {f"{name}.{key}": value for name, row in sections.items() for key, value in row.items()}
+    corpus = {"corpus": (run.load("00_backbone") or {}).get("corpus_hash")}
+    return corpus | {key: value for key, value in values.items() if not key.endswith(".seed")}
 
 
 def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
     """What the notebooks of all `runs` saved: seed → notebook → metrics. Of repetitions those count that are
     done."""
-    found, folders = {}, _repetitions(study)
+    found = {}
     for seed, run in runs(study).items():
-        stages = sorted(path.stem for path in run.results.glob("[0-9]*.json") if path.stem != run.stage)
-        done = {path.parent.name for path in folders[seed].glob("*/done.json")} if seed in folders else stages
-        found[seed] = {stage: run.load(stage) for stage in stages if stage in done}
+        saved = sorted(path.stem for path in run.results.glob("[0-9]*.json") if path.stem != run.stage)
+        done = {path.parent.name for path in (artifacts_root() / run.name).glob("*/done.json")}
+        found[seed] = {name: run.load(name) for name in saved if run.name == study.name or name in done}
     return found
 
 
-def pooled(study: Run) -> list[dict[str, Any]]:
+def pooled(study: Run) -> list[Line]:
     """The claims of this run's notebooks, in their order, each over all seeds at hand (see `metrics`).
 
     An effect is averaged over seeds and judged anew (see `pool`). What holds or does not must do so with
@@ -425,36 +396,37 @@ def pooled(study: Run) -> list[dict[str, Any]]:
     Raises: FileNotFoundError if the resamples of a notebook are missing.
     """
     every, by_seed, claims = runs(study), metrics(study), []
-    for stage, values in by_seed[study.config.pair.seed].items():
+    for stage, own in by_seed[study.config.pair.seed].items():
         rows = {seed: saved[stage]["claims"] for seed, saved in by_seed.items() if stage in saved}
-        effects: dict[int, dict[str, Effect]] = {}
-        for seed, row in rows.items() if len(rows) > 1 else ():
-            made = {str(n): one for n, one in enumerate(row) if one["value"] is not None}
-            read = _read(replace(every[seed], stage=stage), {n: one["value"] for n, one in made.items()})
-            effects[seed] = {made[n]["claim"]: effect for n, effect in read.items()}
-        for one in values.get("claims", ()):
-            same = {seed: c for seed, row in sorted(rows.items()) for c in row if c["claim"] == one["claim"]}
-            claims.append(_pooled(one, same, effects) if len(rows) > 1 else one)
+        for one in own.get("claims", ()):
+            same = {seed: line for seed, row in rows.items() for line in row if line["claim"] == one["claim"]}
+            at = {seed: replace(every[seed], stage=stage) for seed in same}
+            claims.append(_over_seeds(one, same, at) if len(same) > 1 else one)
     return claims
 
 
-def _pooled(
-    one: dict[str, Any], same: Mapping[int, Mapping[str, Any]], effects: Mapping[int, Mapping[str, Effect]]
-) -> dict[str, Any]:
-    """A claim over seeds: `same` are its lines by seed, in their order."""
+def _over_seeds(one: Line, same: Mapping[int, Line], at: Mapping[int, Run]) -> Line:
+    """A claim's lines by seed as one; those with an effect were kept at these runs."""
+    text = "ours" if one["value"] is None else "detail"
+    said = [line[text] for line in same.values()]
+    told = said[0] if len(set(said)) == 1 else "; ".join(f"seed {s}: {t}" for s, t in zip(same, said))
+    line = one | {text: told, "seeds": list(same) if one["seeds"] else []}
     if one["value"] is None:
-        alike = len({other["verdict"] for other in same.values()}) == 1
-        told = {other["ours"] for other in same.values()}
-        ours = one["ours"] if len(told) == 1 else "; ".join(f"seed {s}: {o['ours']}" for s, o in same.items())
-        verdict = one["verdict"] if alike else "not at this scale"
-        return one | {"ours": ours, "verdict": verdict, "seeds": list(same) if one["seeds"] else []}
-    own = {seed: effects[seed][one["claim"]] for seed in same}
-    named = [(f"seed {seed}, ", gate) for seed, other in same.items() for gate in other.get("gates", ())]
-    alike = len({other["detail"] for other in same.values()}) == 1
-    detail = one["detail"] if alike else f"seed {one['seeds'][0]}: {one['detail']}"
-    line = one | {"gates": [gate | {"name": seed + gate["name"]} for seed, gate in named]}
-    line |= _judged(line | {"detail": detail}, pool(list(own.values())))
-    return line | {"seeds": list(same), "values": {str(seed): effect.value for seed, effect in own.items()}}
+        alike = len({line["verdict"] for line in same.values()}) == 1
+        return line | ({} if alike else {"verdict": "not at this scale"})
+    named = [(f"seed {seed}, ", gate) for seed, other in same.items() for gate in other["gates"]]
+    line["gates"] = [gate | {"name": seed + gate["name"]} for seed, gate in named]
+    line["values"] = {str(seed): other["value"] for seed, other in same.items()}
+    return line | _judged(line, pool([_effect(at[seed], other) for seed, other in same.items()]))
+
+
+def gathered(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
+    """Tables of several seeds as one: row → column → the value of each seed that has one."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for name, row in ((name, row) for table in tables for name, row in table.items()):
+        for column, value in row.items():
+            values.setdefault(name, {}).setdefault(column, []).append(value)
+    return values
 
 
 def commit_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Path | None:
@@ -466,14 +438,10 @@ def commit_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, floa
     """
     if len(tables) < ENOUGH or study.name != study.config.name:
         return None
-    every = [tables[seed] for seed in sorted(tables)]
-    values: dict[str, dict[str, list[float]]] = {}
-    for model, family in ((model, family) for model, row in every[0].items() for family in row):
-        if all(family in table.get(model, {}) for table in every):
-            values.setdefault(model, {})[family] = [table[model][family] for table in every]
-    about = _about(study)
-    kept = {key: about.get(key) for key in ("corpus_hash", "commit", "versions", "hardware", "preset")}
-    document = {"seeds": sorted(tables)} | kept | {"values": values}
+    values = gathered(tables.values())
+    for model, row in values.items():
+        values[model] = {family: found for family, found in row.items() if len(found) == len(tables)}
+    document = {"seeds": list(tables)} | _made_with(study) | {"values": values}
     return write_atomic(_committed(study), json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -483,53 +451,28 @@ def against_committed(study: Run, table: Mapping[str, Mapping[str, float]]) -> d
     Args:
         table: model → family of tasks → nDCG@10 of this run.
     Returns: None where there are none, or where this run has as many seeds itself; else
-        {"rows": [{"model", "family", "ours", "mean", "low", "high", "n", "inside"}],
-         "differs": {"corpus" | "commit" | "section.key" | package: (ours, committed)}},
-        with the mean of the committed seeds and their `prediction_interval` from low to high; "ours" and
-        "inside" are None where this run has no such number.
+        {"rows": [{"model", "family", "ours", "mean", "low", "high", "n", "inside"}], "differs": [...]}
+        with the mean of the committed seeds and their `prediction_interval` from low to high, of the numbers
+        that both have. What differs: corpus_hash, commit, versions.
     """
     if not _committed(study).is_file() or len(runs(study)) >= ENOUGH:
         return None
-    committed, ours = json.loads(_committed(study).read_text(encoding="utf8")), _about(study)
-    told = [_compared(one) | {"commit": one.get("commit")} | one["versions"] for one in (ours, committed)]
-    rows = []
+    committed, ours, rows = read_json(_committed(study)), _made_with(study), []
     for model, family in ((model, family) for model, row in committed["values"].items() for family in row):
-        values, value = committed["values"][model][family], table.get(model, {}).get(family)
-        low, high = prediction_interval(values)
-        # A number that no seed changes (BM25's) has an interval without width.
-        inside = None if value is None else low - 1e-6 <= value <= high + 1e-6
-        row = {"model": model, "family": family, "ours": value, "mean": float(np.mean(values))}
-        rows.append(row | {"low": low, "high": high, "n": len(values), "inside": inside})
-    return {"rows": rows, "differs": _changed(*told)}
-
-
-def _repetitions(study: Run) -> dict[int, Path]:
-    return seed_runs(artifacts_root() / study.name)
+        if (value := table.get(model, {}).get(family)) is not None:
+            values = committed["values"][model][family]
+            low, high = prediction_interval(values)
+            # A number that no seed changes (BM25's) has an interval without width.
+            row = {"inside": low - 1e-6 <= value <= high + 1e-6, "n": len(values)}
+            row |= {"model": model, "family": family, "ours": value, "low": low, "high": high}
+            rows.append(row | {"mean": float(np.mean(values))})
+    return {"rows": rows, "differs": [key for key in ours if ours[key] != committed[key]]}
 
 
 def _committed(study: Run) -> Path:
     return repository() / "results" / "seeds" / f"{study.config.name}.json"
 
 
-def _about(study: Run, *, saved: bool = False) -> dict[str, Any]:
-    """What a run was made with: its provenance, with the corpus of its own first notebook and, unless the
-    `saved` one is asked for, the preset as it is now."""
-    corpus = (study.load("00_backbone") or {}).get("corpus_hash")
-    about = {"versions": {}} | (study.load("provenance") or {}) | {"corpus_hash": corpus}
-    return about if saved else about | {"preset": resolved(study.config)}
-
-
-def _compared(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs must share to be pooled: the corpus and the preset, seeds and processes aside."""
-    sections = {name: row for name, row in about.get("preset", {}).items() if isinstance(row, dict)}
-    return {"corpus": about["corpus_hash"]} | {
-        f"{section}.{key}": value
-        for section, row in sections.items()
-        for key, value in row.items()
-        if section != "parallel" and key != "seed"
-    }
-
-
-def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    both = {key: (first.get(key), second.get(key)) for key in dict.fromkeys([*first, *second])}
-    return {key: (one, other) for key, (one, other) in both.items() if one != other}
+def _made_with(study: Run) -> dict[str, Any]:
+    provenance = study.load("provenance") or {}
+    return {key: provenance.get(key) for key in ("corpus_hash", "commit", "versions")}

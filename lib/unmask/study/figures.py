@@ -7,10 +7,9 @@ are its neighbours; greys come from outside.
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +18,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import yaml
 from matplotlib.colors import to_hex, to_rgb, to_rgba_array
+from matplotlib.transforms import Bbox
 from PIL import Image
 from scipy.signal import lfilter
-
-from unmask.study.evidence import in_unit
 
 WIDTH, DPI = 7.5, 144  # inches; shown 830 pixels wide, 8 points are 12 pixels
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
@@ -32,6 +30,7 @@ RECIPE = BACKBONE, PAIR, CONTEXTUAL, TRIPLET, MERGED = _COLORED[:5]
 VERMILION, GREEN, MAGENTA, AMBER, BROWN = _COLORED[5:10]
 HUES = CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN  # of what has no colour of its own
 OUTSIDE = LEXICAL, PRETRAINED = _COLORED[10:]
+Table = Mapping[str, Mapping[str, float]]  # series → group or row → value
 STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
@@ -80,10 +79,12 @@ class Figure(matplotlib.figure.Figure):
     def save(self, path: Path) -> Path:
         """Writes `path`, NAME.png, and its twin for dark pages, NAME-dark.png, beside it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(self, path)
-        _recolour(self, DARK)
-        _write(self, path.with_stem(f"{path.stem}-dark"))
-        _recolour(self, {dark: light for light, dark in DARK.items()})
+        back = {dark: light for light, dark in DARK.items()}
+        for file, then in ((path, DARK), (path.with_stem(f"{path.stem}-dark"), back)):
+            self.savefig(file, dpi=DPI)
+            few = Image.open(file).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE)
+            few.save(file, optimize=True)  # half the size, and the eye does not see it
+            _recolour(self, then)
         return path
 
 
@@ -91,13 +92,6 @@ def axes(**options) -> tuple[Figure, plt.Axes]:
     """A figure in our style; options as for `plt.subplots`."""
     plt.style.use(STYLE)
     return plt.subplots(FigureClass=Figure, **options)
-
-
-def _write(figure: Figure, path: Path) -> None:
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=DPI)
-    # Half the size, and the eye does not see it.
-    Image.open(drawn).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 def _recolour(figure: Figure, colors: Mapping[str, str]) -> None:
@@ -119,55 +113,25 @@ def smoothed(values: Sequence[float], alpha: float) -> np.ndarray:
     return sums / (1 - (1 - alpha) ** np.arange(1, len(sums) + 1))
 
 
-def loss_curves(
-    runs: Mapping[str, Sequence[Mapping[str, float]]],
-    *, ylabel: str, title: str, alpha: float = 0.1, reference: dict | None = None,
-) -> Figure:  # fmt: skip
-    """Training loss against steps: each run's raw values faintly, their moving average on top.
-
-    Curves that end together are named at their ends, with the last average; others in a legend.
+def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **about: Any) -> Figure:
+    """Training loss against steps: each run's raw values faintly, their moving average on top, whose last
+    value the legend tells.
 
     Args:
         runs: name → logged rows with "step" and "loss".
-        reference: name → loss drawn as a dashed line, for instance a uniform guess.
+        about: ylabel, title, and reference, for instance the loss of a uniform guess; see `_finished`.
     """
     figure, ax = axes()
-    last = [rows[-1]["step"] for rows in runs.values()]
-    together, ends = len(runs) > 1 and min(last) > 0.95 * max(last), {}
     for (name, look), rows in zip(looks(runs).items(), runs.values(), strict=True):
         steps, losses = [row["step"] + 1 for row in rows], [row["loss"] for row in rows]
         averages = smoothed(losses, alpha)
-        ends[name] = averages[-1]
         ax.plot(steps, losses, color=look.color, alpha=0.25, linewidth=0.8)
-        style = look.line
-        if len(rows) > 5:  # a few points would not be seen without their markers
-            style |= {"marker": ""} if together or len(runs) == 1 else {"markevery": 0.15}
-        ax.plot(steps, averages, **style, label=None if together else f"{name} ({averages[-1]:.2f})")
-    _references(ax, reference)
-    if together:
-        ax.margins(x=0.02)
-        places = _apart(list(ends.values()), 0.06 * np.ptp(ax.get_ylim()))
-        for (name, look), y in zip(looks(runs).items(), places, strict=True):
-            _beside(ax, y, f"{name} {ends[name]:.2f}", color=look.color, weight="bold", fontsize=9)
-    ax.set(xlabel="training step", ylabel=ylabel)
-    return _finished(figure, title)
+        label = f"{name} ({averages[-1]:.2f})"
+        ax.plot(steps, averages, **look.line, markevery=max(1, len(rows) // 7), label=label)
+    return _finished(figure, xlabel="training step", **about)
 
 
-def _apart(values: Sequence[float], gap: float) -> np.ndarray:
-    """The values, pushed from each other until neighbours are `gap` apart."""
-    order = np.argsort(values)
-    placed = np.asarray(values, dtype=float)[order]
-    for _ in range(200):
-        overlaps = np.maximum(gap - np.diff(placed), 0) / 2
-        placed[:-1] -= overlaps
-        placed[1:] += overlaps
-    return placed[np.argsort(order)]
-
-
-def grouped_bars(
-    table: Mapping[str, Mapping[str, float]], *, ylabel: str, title: str,
-    intervals: Mapping[str, Mapping[str, tuple[float, float]]] | None = None, reference: dict | None = None,
-) -> Figure:  # fmt: skip
+def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None, **about: Any) -> Figure:
     """A bar per (group, series): `table[series][group]`; intervals, where given, as error bars.
 
     Systems from outside (BM25, a pretrained embedder) are grey levels over their group instead. Values are
@@ -176,53 +140,34 @@ def grouped_bars(
     groups = list(dict.fromkeys(group for row in table.values() for group in row))
     figure, ax = axes()
     look, top = looks(table), max(abs(value) for row in table.values() for value in row.values())
-    outside = {series: row for series, row in table.items() if look[series].color in OUTSIDE}
-    inside = {series: row for series, row in table.items() if series not in outside}
-    width = 0.84 / max(1, len(inside))
-    for number, (series, row) in enumerate(inside.items()):
-        color, _, hollow = look[series]
+    inside = [series for series in table if look[series].color not in OUTSIDE]
+    width, digits = 0.84 / max(1, len(inside)), 3 if top < 0.1 else 2 if top < 10 else 1
+    for number, series in enumerate(inside):
+        (color, _, hollow), row, options = look[series], table[series], {}
         at = [groups.index(group) + (number - (len(inside) - 1) / 2) * width for group in row]
-        face = (color, 0.3) if hollow else color
-        ax.bar(at, row.values(), width * 0.92, label=series, facecolor=face, edgecolor=color, linewidth=1)
-        ends = [(value, value) for value in row.values()]
         if intervals and series in intervals:
-            ends = [intervals[series][group] for group in row]
-            for shade, wide in ((PAPER, 3), (INK, 1)):  # seen on every bar and on the page
-                ax.vlines(at, *np.transpose(ends), color=shade, linewidth=wide)
-        if len(inside) * len(groups) <= 24 or series == list(inside)[-1]:
-            for x, (group, value), (low, high) in zip(at, row.items(), ends, strict=True):
-                levels = [other[group] for other in outside.values() if group in other]
-                _value(ax, x, low if value < 0 else high, value, levels, top)
-    for series, row in outside.items():
-        at, style = np.array([groups.index(group) for group in row]), look[series]
-        dashes = "-" if style.color == LEXICAL else (0, (1.5, 1))
-        lines = {"color": style.color, "linewidth": 2.5, "linestyle": dashes, "label": series}
-        ax.hlines(list(row.values()), at - 0.45, at + 0.45, **lines)
-    _references(ax, reference)
+            ends = [np.subtract(intervals[series][group], value) for group, value in row.items()]
+            options = {"yerr": np.abs(ends).T, "ecolor": MUTED}
+        options |= {"facecolor": (color, 0.3) if hollow else color, "edgecolor": color, "label": series}
+        bars = ax.bar(at, row.values(), width * 0.92, **options)
+        if len(inside) * len(groups) <= 24 or series == inside[-1]:
+            shown = [f"{value:.{digits}f}".removeprefix("0") for value in row.values()]
+            ax.bar_label(bars, shown, fontsize=8, padding=2)
+    for series in (series for series in table if series not in inside):
+        at, color = np.array([groups.index(group) for group in table[series]]), look[series].color
+        style = {"color": color, "linestyle": "-" if color == LEXICAL else ":", "linewidth": 2.5}
+        ax.hlines(list(table[series].values()), at - 0.45, at + 0.45, **style, label=series)
     ax.axhline(0, color=MUTED, linewidth=1)
     ax.set_xticks(range(len(groups)), groups)
-    ax.set(ylabel=ylabel)
     ax.tick_params(axis="x", length=0)
     ax.grid(axis="x", visible=False)
     ax.margins(x=0.01, y=0.1)
-    return _finished(figure, title)
-
-
-def _value(ax: plt.Axes, x: float, y: float, value: float, levels: Sequence[float], top: float) -> None:
-    """Writes a bar's value at its end, or above a level that would cross the number."""
-    for level in sorted(levels):
-        y = level if -0.01 < (level - y) / top < 0.06 else y
-    digits = 3 if top < 0.1 else 2 if top < 10 else 1
-    text = f"{value:.{digits}f}".removeprefix("0" if top < 1 else "")
-    place = {"xytext": (0, -2), "va": "top"} if y < 0 else {"xytext": (0, 2), "va": "bottom"}
-    ax.annotate(text, (x, y), textcoords="offset points", ha="center", fontsize=8, **place)
+    return _finished(figure, **about)
 
 
 def lines(
-    series: Mapping[str | tuple[str, str], Sequence[Sequence]], *, xlabel: str, ylabel: str, title: str,
-    intervals: Mapping[str, Sequence[tuple[float, float]]] | None = None, reference: dict | None = None,
-    log_x: bool = False,
-) -> Figure:  # fmt: skip
+    series: Mapping[Any, Sequence], *, intervals: Mapping | None = None, log_x: bool = False, **about: Any
+) -> Figure:
     """Curves of measured points: name → (x, y) or (x, y, labels); intervals, where given, as bands.
 
     A name may have two parts, (what, how): each `what` has a colour; of the `how`, the first has filled
@@ -239,99 +184,71 @@ def lines(
             ax.fill_between(x, low, high, color=style.color, alpha=0.2, linewidth=0)
         if texts and how == first:
             labels += [(*point, style.color) for point in zip(x, y, texts[0], strict=True)]
-            ax.margins(x=0.1, y=0.15)
     if log_x:
         ax.set_xscale("log", base=2)
         ticks = sorted({value for x, *_ in series.values() for value in x})
         ax.set_xticks(ticks, [f"{value:,.10g}" for value in ticks])
         ax.tick_params(axis="x", which="minor", length=0)
-    _references(ax, reference)
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    return _finished(figure, title, labels={ax: labels} if labels else None)
+    figure = _finished(figure, **about)
+    _label(ax, labels)
+    return figure
 
 
-def histograms(
-    series: Mapping[str, Sequence[float]], *, xlabel: str, ylabel: str, title: str, bins: int = 50
-) -> Figure:
+def histograms(series: Mapping[str, Sequence[float]], *, bins: int = 50, **about: Any) -> Figure:
     """Overlaid distributions, each normalised to an area of one."""
     figure, ax = axes()
-    values = np.concatenate([np.asarray(v, dtype=float) for v in series.values()])
-    edges = np.linspace(values.min(), values.max(), bins + 1)
+    edges = np.histogram_bin_edges(np.concatenate([np.ravel(data) for data in series.values()]), bins)
     for (name, look), data in zip(looks(series).items(), series.values(), strict=True):
         style = {"facecolor": (look.color, 0.3), "edgecolor": look.color, "linewidth": 1.2}
         ax.hist(data, edges, density=True, histtype="stepfilled", label=name, **style)
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    return _finished(figure, title)
+    return _finished(figure, **about)
 
 
-def pareto(
-    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, str]]]], *, xlabel: str, ylabel: str,
-    title: str,
-) -> Figure:  # fmt: skip
+def pareto(panels: Mapping[str, Mapping[str, Sequence[tuple]]], **about: Any) -> Figure:
     """Quality against storage: panel → name → (x, y, label) points joined in order of x, on a logarithmic x
     axis; two panels in a row.
 
     The frontier, the points that no other one of the panel beats in both, is drawn as a grey staircase. What
     is no system of ours (`SYSTEMS`) is grey and has no entry in the legend.
     """
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    size = (WIDTH, 0.9 + (3.7, 2.6)[columns - 1] * rows)
-    figure, drawn = axes(nrows=rows, ncols=columns, figsize=size, squeeze=False)
-    labels = {}
+    rows, columns = -(-len(panels) // 2), min(2, len(panels))
+    figure, drawn = axes(nrows=rows, ncols=columns, figsize=(WIDTH, 1.5 + 2.6 * rows), squeeze=False)
     for (panel, points), ax in zip(panels.items(), drawn.flat, strict=False):
-        all_ = [(x, y) for data in points.values() for x, y, _ in data]
-        best = [p for p in all_ if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in all_)]
+        every = [(x, y) for data in points.values() for x, y, _ in data]
+        best = [p for p in every if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in every)]
         stairs = zip(*sorted(best), strict=True)
         ax.step(*stairs, where="pre", color=GRID, linewidth=6, zorder=1, label="frontier")
         for name, data in points.items():
             x, y, _ = zip(*sorted(data), strict=True)
-            known = name in SYSTEMS
-            ax.plot(x, y, **SYSTEMS.get(name, Look(LEXICAL, "o")).line, label=name if known else None)
-            color = SYSTEMS[name].color if known else MUTED
-            labels.setdefault(ax, []).extend((*point, color) for point in data)
+            look = SYSTEMS.get(name, Look(LEXICAL, "o"))
+            ax.plot(x, y, **look.line, label=name if name in SYSTEMS else None)
         ax.set_xscale("log")
         ax.set_title(panel, fontsize=9.5)
-        ax.margins(x=0.1 + 0.08 * columns, y=0.15)
     for ax in drawn.flat[len(panels) :]:
         ax.remove()
-    for ax in (*drawn[-1], *drawn[:, 0]):
-        ax.set(xlabel=xlabel if ax in drawn[-1] else "", ylabel=ylabel if ax in drawn[:, 0] else "")
-    return _finished(figure, title, labels=labels)
+    figure = _finished(figure, **about)
+    for points, ax in zip(panels.values(), drawn.flat, strict=False):
+        colors = {name: SYSTEMS[name].color if name in SYSTEMS else MUTED for name in points}
+        _label(ax, [(*point, colors[name]) for name, data in points.items() for point in data])
+    return figure
 
 
-def horizontal_bars(
-    values: Mapping[str, float | None], *, xlabel: str, title: str, fmt: str = "{:,.0f}", ratios: bool = False
-) -> Figure:
-    """One bar per name, the largest on top.
-
-    Args:
-        ratios: comparisons instead, in the order given: bars on a logarithmic axis from the line of equality
-            at 1, of another colour where they are below it. None stands for "not run", and is written so.
-    """
-    order = list(values)[::-1] if ratios else sorted(values, key=values.get)
-    sizes = [1.0 if values[name] is None else values[name] for name in order]
-    texts = ["not run" if values[name] is None else fmt.format(values[name]) for name in order]
+def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **about: Any) -> Figure:
+    """One bar per name, the largest on top, with its value."""
+    order = sorted(values, key=values.get)
+    sizes = [values[name] for name in order]
     figure, ax = axes(figsize=(WIDTH, 0.26 * len(order) + 1.2))
-    colors = [CONTEXTUAL if not ratios or size >= 1 else VERMILION for size in sizes]
-    left = 1 if ratios else 0
-    bars = ax.barh(order, np.subtract(sizes, left), left=left, color=colors)
-    ax.bar_label(bars, texts, fontsize=8, padding=3)
-    if ratios:
-        ax.axvline(1, color=MUTED, linewidth=1)
-        ax.set_xscale("log", base=2)
-    ax.set_xlabel(xlabel, loc="right")  # so that a long one ends where the figure ends
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,g}×" if ratios else f"{value:,g}")
-    ax.tick_params(axis="y", labelsize=8 if ratios else None)
+    bars = ax.barh(order, sizes, color=CONTEXTUAL)
+    ax.bar_label(bars, [fmt.format(size) for size in sizes], fontsize=8, padding=3)
+    ax.xaxis.set_major_formatter("{x:,g}")
     ax.grid(axis="y", visible=False)
     ax.margins(x=0.12, y=0.02)
-    return _finished(figure, title)
+    return _finished(figure, **about)
 
 
 def beside(
-    panels: Mapping[str, Mapping[str, Mapping[str, float]]], *, xlabel: str, title: str,
-    highlight: Sequence[str] = (), like: Mapping[str, str] | None = None,
-    change: tuple[str, str] | None = None, relative: bool = False,
+    panels: Mapping[str, Table], *, highlight: Sequence[str] = (), like: Mapping[str, str] | None = None,
+    change: tuple[str, str] | None = None, **about: Any,
 ) -> Figure:  # fmt: skip
     """Dots side by side, each panel on its own scale: panel → series → row → value.
 
@@ -342,68 +259,51 @@ def beside(
         like: series → the system whose part it plays, and whose colour and marker it gets.
         change: two systems, before and after; a bar joins the two that play their parts in each row, and the
             change is written beside it.
-        relative: dots stand where they differ from `before`, which then is 0.
     """
-    plt.style.use(STYLE)
-    like, columns = like or {}, 2 if len(panels) == 1 else 1
-    colored = {name: [s for s in highlight or panel if s in panel] for name, panel in panels.items()}
-    look = looks(like.get(s, s) for names in colored.values() for s in names)
+    like = like or {}
+    colored = [s for panel in panels.values() for s in highlight or panel if s in panel]
+    look = looks(like.get(series, series) for series in colored)
     rows = {name: list(dict.fromkeys(r for s in panel.values() for r in s)) for name, panel in panels.items()}
-    # Inches of the rows and of the legend.
-    entries = {name: min(len(colored[name]) + 1, len(panel)) for name, panel in panels.items()}
-    heights = {name: (0.23 * len(rows[name]), 0.2 * -(-entries[name] // columns)) for name in panels}
-    tallest = max(map(sum, heights.values()))
-    figure = plt.figure(FigureClass=Figure, figsize=(WIDTH, tallest + (1.3 if relative else 1.1)))
-    for (name, panel), cell in zip(panels.items(), figure.add_gridspec(1, len(panels)), strict=True):
-        ratios = (*heights[name], tallest - sum(heights[name]) + 0.01)
-        parts = cell.subgridspec(3, 1, height_ratios=ratios)  # dots, legend, and nothing
-        ax, below = figure.add_subplot(parts[0]), figure.add_subplot(parts[1])
-        at = {row: number for number, row in enumerate(rows[name])}
-        played = {like.get(s, s): s for s in panel}
-        before, after = (panel.get(played.get(part), {}) for part in change or ("", ""))
-        zero = before if relative else dict.fromkeys(at, 0.0)
-        for row, y in at.items():
-            values = [series[row] - zero[row] for series in panel.values() if row in series]
+    most = max(map(len, rows.values()))
+    size = (WIDTH, 0.23 * most + 0.25 * len(colored) / len(panels) + 1.5)
+    figure, drawn = axes(ncols=len(panels), figsize=size, squeeze=False)
+    for (name, panel), ax in zip(panels.items(), drawn[0], strict=True):
+        played = {like.get(series, series): values for series, values in panel.items()}
+        before, after = (played.get(part, {}) for part in change or ("", ""))
+        for y, row in enumerate(rows[name]):
+            values = [series[row] for series in panel.values() if row in series]
             ax.hlines(y, min(values), max(values), color=GRID, linewidth=1.2)
-        for row in before.keys() & after.keys():
-            _change(ax, at[row], before[row], after[row], zero[row])
-        others = [series for series in panel if series not in colored[name]]
-        for series in (*others, *reversed(colored[name])):  # the first on top
-            style = {"marker": "o", "color": LEXICAL, "markersize": 3.5, "label": f"{len(others)} others"}
-            if series in colored[name]:
-                style = look[like.get(series, series)].line | {"label": series}
-            dots = [(value - zero[row], at[row]) for row, value in panel[series].items()]
-            ax.plot(*zip(*dots, strict=True), **style | {"linestyle": ""})
-        _name_rows(ax, list(at))
+            if row in before and row in after:
+                gain = after[row] - before[row]
+                color = CONTEXTUAL if gain >= 0 else VERMILION
+                ax.hlines(y, before[row], after[row], color=color, linewidth=4, alpha=0.4)
+                _beside(ax, y, f"{before[row]:.1f} → {after[row]:.1f} ({gain:+.1f})", color=color)
+        others = [series for series in panel if series not in colored]
+        grey = {"marker": "o", "color": LEXICAL, "markersize": 3.5, "label": f"{len(others)} others"}
+        for series in (*others, *(series for series in colored[::-1] if series in panel)):  # the first on top
+            style = look[like.get(series, series)].line | {"label": series} if series in colored else grey
+            at = [rows[name].index(row) for row in panel[series]]
+            ax.plot(panel[series].values(), at, **style | {"linestyle": ""})
+        _name_rows(ax, rows[name], most)
         ax.set_title(name, fontsize=9.5)
-        ax.set_xlabel(f"{xlabel}\nagainst {played[change[0]]}" if relative else xlabel)
         handles, labels = ax.get_legend_handles_labels()
         shown = dict(zip(labels[::-1], handles[::-1], strict=True))
-        below.legend(shown.values(), shown, loc="upper center", ncols=columns, borderpad=0)
-        below.axis("off")
-    return _finished(figure, title, legend=False)
+        figure.legend(shown.values(), shown, loc=f"outside lower {'left' if ax is drawn[0, 0] else 'right'}")
+    return _finished(figure, legend=False, **about)
 
 
-def _name_rows(ax: plt.Axes, names: Sequence[str], **text) -> None:
-    """Names the rows of a figure, the first on top."""
+def _name_rows(ax: plt.Axes, names: Sequence[str], room: float, **text) -> None:
+    """Names the rows of a figure, the first on top, where there is room for so many."""
     ax.set_yticks(range(len(names)), names, **text)
-    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_ylim(room - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", visible=False)
 
 
-def _change(ax: plt.Axes, y: float, before: float, after: float, zero: float) -> None:
-    """A bar from before to after, and both values with their difference right of the axes."""
-    color = CONTEXTUAL if after >= before else VERMILION
-    ax.hlines(y, before - zero, after - zero, color=color, linewidth=4, alpha=0.4)
-    _beside(ax, y, f"{before:.1f} → {after:.1f}")
-    _beside(ax, y, f"{after - before:+.1f}", offset=98, ha="right", color=color, weight="bold")
-
-
-def _beside(ax: plt.Axes, y: float, text: str, *, offset: float = 6, **style) -> None:
-    """Text right of the axes, `offset` points from them, at the height of y."""
+def _beside(ax: plt.Axes, y: float, text: str, **style) -> None:
+    """Text right of the axes at the height of y."""
     place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "va": "center"}
-    ax.annotate(text, (1, y), xytext=(offset, 0), **{"fontsize": 8} | place | style)
+    ax.annotate(text, (1, y), xytext=(6, 0), fontsize=8, **place, **style)
 
 
 def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
@@ -415,99 +315,69 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
 
     Args:
         claims: as in claims.json (`unmask.study.evidence.claim`), in the order of the rows.
-    Raises: ValueError if no claim has an interval.
     """
     tested = [claim for claim in claims if claim["interval"]]
-    if not tested:
-        raise ValueError("no claim has an interval: nothing to draw")
     units = {c["unit"]: [other for other in tested if other["unit"] == c["unit"]] for c in tested}
     heights = [0.36 * len(rows) + 0.1 for rows in units.values()]  # inches
     size = (WIDTH, sum(heights) + 0.55 * len(units) + 0.7)
     figure, drawn = axes(nrows=len(units), figsize=size, height_ratios=heights, squeeze=False)
     for (unit, rows), ax in zip(units.items(), drawn.flat, strict=True):
-        percent = 100 if unit == "points" else 1
+        percent, near = (100, 1) if unit == "points" else (1, 0.1)
         for y, claim in enumerate(rows):
             ((side, bar),) = claim["bar"].items()
             sign, look = (1 if side == "above" else -1), VERDICTS[claim["verdict"]]
-            effect = (claim["value"], *claim["interval"])
-            every = (*effect, *claim["values"].values())
+            every = (claim["value"], *claim["interval"], *claim["values"].values())
             value, low, high, *seeds = (sign * percent * (x - bar) for x in every)
             ax.hlines(y, low, high, color=look.color, linewidth=2.2)
             ax.plot(seeds, [y] * len(seeds), "|", color=look.color, markersize=9, alpha=0.6)
             ax.plot(value, y, **look.line, markersize=5)
-            written = "{} [{}, {}]".format(*(in_unit(x, unit) for x in effect))
+            written = claim["effect"].removesuffix(f" {unit}")
             _beside(ax, y, f"{written}\nclaimed {'>' if side == 'above' else '<'} {percent * bar:g}")
         ax.axvline(0, color=INK, linewidth=1)
-        ax.set_xscale("symlog", linthresh=1 if unit == "points" else 0.1)
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        _name_rows(ax, [textwrap.fill(claim["claim"], 56) for claim in rows], fontsize=8)
-        ax.set_xlabel(f"beyond the bar, towards the claimed side ({unit or 'as measured'})", loc="right")
+        ax.set_xscale("symlog", linthresh=near)
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.set_title(f"in {unit}", fontsize=9.5)
+        _name_rows(ax, [textwrap.fill(claim["claim"], 56) for claim in rows], len(rows), fontsize=8)
     for verdict in dict.fromkeys(claim["verdict"] for claim in tested):
         drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
-    return _finished(figure, title)
+    return _finished(figure, title=title, xlabel="beyond the bar, towards the claimed side")
 
 
 def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes labels at points, (x, y, text, colour): each at the corner of its point where it covers least of
-    the lines, of the points and of the other labels. The last thing to be drawn."""
+    """Writes labels at points, (x, y, text, colour), each at the corner of its point where it covers least of
+    the points and of the labels before it."""
+    if not labels:
+        return
+    ax.margins(x=0.2, y=0.15)
     ax.figure.draw_without_rendering()  # now everything has its place
-    point, (left, _, right, _) = ax.figure.dpi / 72, ax.bbox.extents  # in pixels, in which all places are
-    dots = np.concatenate([_along(line) for line in ax.lines])
-    dots = np.hstack([dots - 2 * point, dots + 2 * point])  # boxes: left, bottom, right, top
-
-    def box(number: int, across: int, up: int) -> np.ndarray:
-        x, y, text, _ = labels[number]
-        size = np.multiply((5 * len(text), 9), point)
-        start = ax.transData.transform((x, y)) + np.multiply((5 * across, 3 * up), point)
-        start -= size * ((across < 0), (up < 0))
-        return np.concatenate([start, start + size])
-
-    def cost(one: np.ndarray, others: Sequence[np.ndarray]) -> float:
-        outside = one[0] < left or one[2] > right + 9 * point
-        return _covered(one, dots) + 30 * _covered(one, np.reshape(others, (-1, 4))) + 1e4 * outside
-
-    chosen: dict[int, tuple[int, int]] = {}
-    for number in 3 * [*range(len(labels))]:  # each in turn, given the others, and again
-        others = [box(n, *at) for n, at in chosen.items() if n != number]
-        corners = ((1, 1), (1, -1), (-1, 1), (-1, -1))
-        chosen[number] = min(corners, key=lambda at: cost(box(number, *at), others))
-    for (x, y, text, color), (across, up) in zip(labels, chosen.values(), strict=True):
-        place = {"ha": "left" if across > 0 else "right", "va": "bottom" if up > 0 else "top"}
-        shift = {"xytext": (5 * across, 3 * up), "textcoords": "offset points"}
-        ax.annotate(text, (x, y), fontsize=8, color=color, **place, **shift)
-
-
-def _along(line: plt.Line2D) -> np.ndarray:
-    """Places along a line, in pixels."""
-    corners = line.get_transform().transform(np.column_stack(line.get_data()))
-    steps = np.linspace(0, len(corners) - 1, 15 * len(corners))
-    return np.column_stack([np.interp(steps, range(len(corners)), c) for c in corners.T])
-
-
-def _covered(one: np.ndarray, others: np.ndarray) -> float:
-    """The area of other boxes that a box covers."""
-    sides = np.minimum(one[2:], others[:, 2:]) - np.maximum(one[:2], others[:, :2])
-    return float(sides.clip(0).prod(axis=1).sum())
-
-
-def _references(ax: plt.Axes, reference: dict | None) -> None:
-    for (name, value), style in zip((reference or {}).items(), cycle(("--", ":", "-."))):
-        ax.axhline(value, color=MUTED, linestyle=style, linewidth=1.2, label=name)
+    dots = [ax.transData.transform(label[:2]) for label in labels]
+    taken = [Bbox.from_bounds(*(dot - 4), 8, 8) for dot in dots]
+    for x, y, text, color in labels:
+        notes = []
+        for (ha, right), (va, up) in product((("left", 5), ("right", -5)), (("bottom", 3), ("top", -3))):
+            place = {"xytext": (right, up), "textcoords": "offset points", "ha": ha, "va": va}
+            notes.append(ax.annotate(text, (x, y), fontsize=8, color=color, **place))
+        free = min(notes, key=lambda note: note.get_window_extent().count_overlaps(taken))
+        taken.append(free.get_window_extent())
+        for note in notes:
+            note.set_visible(note is free)
 
 
 def _finished(
-    figure: Figure, title: str, *, legend: bool = True, labels: Mapping[plt.Axes, Sequence] | None = None
-) -> Figure:
-    """The figure with its title at the left, where there is more than one name its legend below, and the
-    labels of points."""
+    figure: Figure, *, title: str, xlabel: str = "", ylabel: str = "", reference: dict | None = None,
+    legend: bool = True,
+) -> Figure:  # fmt: skip
+    """The figure with its title at the left, labels at its outer axes, values for reference as lines across,
+    and below it a legend where there is more than one name."""
+    for ax in figure.axes:
+        place = ax.get_subplotspec()
+        ax.set(xlabel=xlabel if place.is_last_row() else "", ylabel=ylabel if place.is_first_col() else "")
+        for (name, value), style in zip((reference or {}).items(), cycle(("--", ":", "-."))):
+            ax.axhline(value, color=MUTED, linestyle=style, linewidth=1.2, label=name)
     figure.suptitle(title, fontsize=11.5, x=0.008, ha="left")
     found = [zip(*ax.get_legend_handles_labels(), strict=True) for ax in figure.axes]
     entries = {label: handle for pairs in found for handle, label in pairs}
     if legend and len(entries) > 1:
-        fitting = max(1, int(WIDTH * 72 / (5.2 * max(map(len, entries)) + 42)))  # of 9 points
-        columns = -(-len(entries) // -(-len(entries) // fitting))
-        place = {"loc": "outside lower center", "ncols": columns, "columnspacing": 1.5}
-        figure.legend(entries.values(), entries, **place)
-    for ax, points in (labels or {}).items():
-        _label(ax, points)
+        columns = max(1, 100 // (8 + max(map(len, entries))))
+        figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns)
     return figure

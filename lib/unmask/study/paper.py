@@ -14,15 +14,13 @@ def table(number: int) -> list[dict[str, Any]]:
 
     The first column names the row: "model", in table 9 "backbone and pooling", in table 10 "language".
 
-    Raises: ValueError for a table that the paper does not have.
-
     Example:
         >>> [row["model"] for row in table(1) if row["Docs/MB"] > 1000]
         ['pplx-embed-v1-4B (BIN)', 'pplx-embed-v1-0.6B (BIN)']
     """
-    printed = _printed(number)
-    rows = printed["rows"].items()
-    return [dict(zip(printed["columns"], (name, *values), strict=True)) for name, values in rows]
+    columns = _tables()[number]["columns"]
+    rows = _tables()[number]["rows"].items()
+    return [dict(zip(columns, (name, *values), strict=True)) for name, values in rows]
 
 
 def scores(number: int) -> dict[str, dict[str, Any]]:
@@ -32,7 +30,7 @@ def scores(number: int) -> dict[str, dict[str, Any]]:
         >>> scores(3)["pplx-embed-context-v1-0.6B (INT8)"]["Ins"]
         99.28
     """
-    name = _printed(number)["columns"][0]
+    name = _tables()[number]["columns"][0]
     return {row.pop(name): row for row in table(number)}
 
 
@@ -43,7 +41,7 @@ def caption(number: int) -> str:
         >>> caption(3)
         'Table 3: ConTEB'
     """
-    return f"Table {number}: {_printed(number)['title']}"
+    return f"Table {number}: {_tables()[number]['title']}"
 
 
 def unit(number: int) -> str:
@@ -53,14 +51,7 @@ def unit(number: int) -> str:
         >>> unit(6)
         'recall in %'
     """
-    return _printed(number)["unit"]
-
-
-def _printed(number: int) -> dict[str, Any]:
-    tables = _tables()
-    if number not in tables:
-        raise ValueError(f"the paper has no table {number!r}: choose one of {min(tables)} to {max(tables)}")
-    return tables[number]
+    return _tables()[number]["unit"]
 
 
 @cache

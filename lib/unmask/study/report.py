@@ -1,44 +1,31 @@
-"""What notebooks show: tables, gates and claims."""
+"""What notebooks show: tables, gates and claims; and the page, notebook 12a without its code."""
 
 from __future__ import annotations
 
-import math
 import re
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import reduce
+from html import escape
+from pathlib import Path
 from statistics import mean, stdev
+from string import Template
 from typing import TYPE_CHECKING, Any
 
-from unmask.store import repository
+import nbformat
+import yaml
+from nbconvert.exporters import MarkdownExporter
+from nbconvert.filters import markdown2html
+
+from unmask.store import write_atomic
 from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
 
 if TYPE_CHECKING:
     from unmask.config import EvaluationConfig
     from unmask.evaluation.tasks import Task
 
-NBSP = "\N{NO-BREAK SPACE}"
-MARKS = {"reproduced": "✔", "not at this scale": "–", "contradicted": "✘"}
-# Where the rows of a table come from: the notebook that measured them, then the keys in what it saved.
-STAGES = {
-    "BM25": ("02_pair", "families", "BM25"),
-    "all-MiniLM-L6-v2": ("02_pair", "families", "all-MiniLM-L6-v2"),
-    "diffusion backbone": ("02_pair", "families", "untrained backbone"),
-    "pair": ("02_pair", "families", "pair"),
-    "contextual": ("03_contextual", "families", "contextual, late chunking"),
-    "triplet from pair": ("04_triplet", "families", "triplet from pair"),
-    "triplet from contextual": ("04_triplet", "families", "triplet from contextual"),
-    "merged": ("05_merge", "families", "merged"),
-}
-SYSTEMS = {
-    "pplx-style": ("05_merge", "families", "merged"),
-    "InSeNT": ("08_conteb", "insent", "families"),
-    "CDE": ("10_cde", "families", "CDE"),
-    "Qwen3-style": ("11_qwen3_embedding", "families", "Qwen3"),
-    "BM25": STAGES["BM25"],
-    "all-MiniLM-L6-v2": STAGES["all-MiniLM-L6-v2"],
-}
+MARKS = {"reproduced": "✔ ", "not at this scale": "– ", "contradicted": "✘ "}
+TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
+STAGES, SYSTEMS = TOLD["stages"], TOLD["systems"]  # name → where a table's row comes from
 
 
 # Tables
@@ -50,9 +37,7 @@ def percent(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, flo
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str:
-    """Rows of equal keys as a Markdown table; numbers are rounded, what is missing is written "not run"."""
-    if not rows:
-        return "not run"
+    """Rows as a Markdown table; numbers are rounded, what is missing is written "not run"."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
 
     def line(cells: Iterable[Any]) -> str:
@@ -61,7 +46,7 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str
 
     cells = ([row.get(key) for key in columns] for row in rows)
     body = [line("not run" if cell is None else cell for cell in row) for row in cells]
-    return "\n".join([line(columns), "|" + "---|" * len(columns), *body])
+    return "\n".join([line(columns), "|" + "---|" * len(columns), *body]) if rows else "not run"
 
 
 def added_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -70,14 +55,14 @@ def added_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     The first column names the data set or source, "name/language"; of "epochs" the largest counts.
     """
     label, totals = next(iter(rows[0])), {}
+    numbers = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, str))
     for row in rows:
         name = row[label].partition("/")[0]
-        total = totals.setdefault(name, {label: name})
-        for key, value in row.items():
-            if not isinstance(value, str):
-                total[key] = max(total.get(key, 0), value) if key == "epochs" else total.get(key, 0) + value
-    columns = list(dict.fromkeys(key for total in totals.values() for key in total))
-    return [{column: total.get(column, 0) for column in columns} for total in totals.values()]
+        total = totals.setdefault(name, {label: name} | dict.fromkeys(numbers, 0))
+        for key in numbers:
+            both = total[key], row.get(key, 0)
+            total[key] = max(both) if key == "epochs" else sum(both)
+    return list(totals.values())
 
 
 def measured(
@@ -92,15 +77,6 @@ def measured(
     return {name: dict(row) for name, row in found.items() if row}
 
 
-def gathered(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
-    """Tables of several seeds as one: row → column → the value of each seed that has one."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for name, row in ((name, row) for table in tables for name, row in table.items()):
-        for column, value in row.items():
-            values.setdefault(name, {}).setdefault(column, []).append(value)
-    return values
-
-
 def deviation(values: Sequence[float]) -> float:
     """Standard deviation over seeds, n − 1 in the denominator; 0 for one seed."""
     return stdev(values) if len(values) > 1 else 0.0
@@ -108,19 +84,8 @@ def deviation(values: Sequence[float]) -> float:
 
 def spread(values: Sequence[float]) -> str:
     """Mean ± standard deviation over seeds, "0.247 ± 0.003"; the mean alone where nothing varies."""
-    varies = deviation(values) > 0
-    return f"{mean(values):.3f}" + (f" ±{NBSP}{deviation(values):.3f}" if varies else "")
-
-
-def elapsed(records: Iterable[Mapping[str, Any]]) -> float:
-    """Seconds in which at least one of the notebooks ran, whose records say when they started and how long
-    they took."""
-    total, until = 0.0, -math.inf
-    starts = ((datetime.fromisoformat(one["started"]).timestamp(), one["wall_seconds"]) for one in records)
-    for start, seconds in sorted(starts):
-        total += max(start + seconds - max(start, until), 0.0)
-        until = max(until, start + seconds)
-    return total
+    varies = f" ± {deviation(values):.3f}" if deviation(values) else ""
+    return f"{mean(values):.3f}{varies}"
 
 
 # Gates and claims
@@ -163,10 +128,10 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".", s
     """
     rows = []
     for claim in claims:
-        ours = re.sub(r"\[(\S+), (\S+)\]", rf"[\1,{NBSP}\2]", (short and claim["effect"]) or claim["ours"])
-        row = {"claim": claim["claim"], "paper": f"{claim['paper']} ({claim['source']})", "ours": ours}
-        why, mark = failed(claim.get("gates", ())), MARKS.get(claim["verdict"], "")
-        row["verdict"] = f"**{mark}{NBSP * bool(mark)}{claim['verdict']}**" + (f" ({why})" if why else "")
+        row = {"claim": claim["claim"], "paper": f"{claim['paper']} ({claim['source']})"}
+        row["ours"] = (short and claim["effect"]) or claim["ours"]
+        why, mark = failed(claim["gates"]), MARKS.get(claim["verdict"], "")
+        row["verdict"] = f"**{mark}{claim['verdict']}**" + (f" ({why})" if why else "")
         row |= {"seeds": len(claim["seeds"]) or "–", "notebook": link(notebooks, claim["notebook"])}
         rows.append(row)
     return markdown_table(rows)
@@ -177,15 +142,35 @@ def link(notebooks: str, stage: str, text: str = "") -> str:
     return f"[{text or stage.partition('_')[0]}]({notebooks}/{stage}.ipynb)" if stage else "–"
 
 
-def executed(run: str) -> str:
-    """Folder of a run's executed notebooks, as seen from its report.
+# The page
 
-    Where git keeps the report but not these, because they quote data that are not ours to hand on, it is the
-    folder of the notebooks that were executed: a link must lead somewhere in a clone, too.
+
+def publish(notebook: Path, results: Path) -> list[Path]:
+    """Writes report.md and report.html: an executed notebook without its code, without what was printed, and
+    without the cells that are tagged "aside"."""
+    content = nbformat.read(notebook, as_version=4)
+    content.cells = [cell for cell in content.cells if "aside" not in cell.metadata.get("tags", ())]
+    for cell in (cell for cell in content.cells if cell.cell_type == "code"):
+        cell.outputs = [output for output in cell.outputs if output.output_type == "display_data"]
+        for output in cell.outputs:
+            if shown := output.metadata.get("picture"):
+                output.data = {"text/markdown": picture(*shown)}
+    text, _ = MarkdownExporter(exclude_input=True).from_notebook_node(content)
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf8")
+    title = escape(text.partition("\n")[0].lstrip("# "))
+    html = Template(TOLD["page"]).substitute(title=title, style=style, body=markdown2html(text))
+    return [write_atomic(results / "report.md", text), write_atomic(results / "report.html", html)]
+
+
+def picture(path: str, text: str) -> str:
+    """HTML, also for Markdown, that shows what a figure's `save` wrote, in the variant for the reader's page.
+
+    Example:
+        >>> picture("figures/loss.png", "Training loss")  # doctest: +NORMALIZE_WHITESPACE
+        '<picture><source media="(prefers-color-scheme: dark)" srcset="figures/loss-dark.png"><img
+        alt="Training loss" src="figures/loss.png"></picture>'
     """
-
-    def ignored(path: str) -> bool:
-        return subprocess.run(["git", "-C", repository(), "check-ignore", "-q", path]).returncode == 0
-
-    quoted, private = (ignored(f"{folder}/{run}/12_report") for folder in ("papermill_runs", "results"))
-    return "../../notebooks" if quoted and not private else f"../../papermill_runs/{run}"
+    dark = path.removesuffix(".png") + "-dark.png"
+    light = f'<img alt="{escape(text)}" src="{path}">'
+    return f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">{light}</picture>'

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,43 +21,28 @@ from typing import Any, TypeVar
 
 import numpy as np
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from unmask.config import SynthesisConfig
 from unmask.evaluation.search import unit
 from unmask.store import fingerprint, write_atomic
-from unmask.synthesis.prompts import (
-    Answer,
-    Choice,
-    Encoder,
-    Invalid,
-    Message,
-    Query,
-    Task,
-    choice_form,
-    choice_from,
-    configuration_messages,
-    normalized,
-    plan_documents,
-    plan_pairs,
-    query_from,
-    query_messages,
-)
+from unmask.synthesis import prompts
+from unmask.synthesis.prompts import Choice, Encoder, Message, Query, Task
 
-SLICE = 10_000  # items that wait for a thread at a time
-HOPELESS = (401, 403, 404)  # wrong key, no access, no such path or model
+HOPELESS = (401, 403, 404, 422)  # wrong key, no access, no such path or model, no JSON schema
 
 T = TypeVar("T")
 R = TypeVar("R")
+F = TypeVar("F", bound=BaseModel)
 
 
 class EndpointError(RuntimeError):
     """An endpoint that cannot be used at all; what it has answered so far is kept."""
 
 
-class RequestFailed(Exception):
-    """One request without an answer, after all its retries; the message is the kind of failure."""
+class Dropped(Exception):
+    """A request that led to nothing; the message is the reason, worded so that equal ones can be counted."""
 
 
 class Chat:
@@ -69,24 +53,19 @@ class Chat:
 
     Attributes:
         traffic: counts: "answered", "resumed" (read from the journal), "prompt tokens", "answer tokens".
-        structured: whether the endpoint takes a JSON schema; None before its first answer.
 
     Raises: ValueError if the preset names no model, or no endpoint, or one that is no URL.
     """
 
     def __init__(self, config: SynthesisConfig, journal: Path):
-        for key in ("endpoint", "model"):
-            if not getattr(config, key):
-                raise ValueError(f"synthesis.{key} is empty: name one with --set synthesis.{key}=…")
-        if not config.endpoint.startswith(("http://", "https://")):
+        if not config.endpoint.startswith(("http://", "https://")) or not config.model:
             raise ValueError(
-                f"synthesis.endpoint must begin with http:// or https://, got {config.endpoint!r}: "
-                "for instance http://localhost:8000/v1"
+                f"synthesis.endpoint is {config.endpoint!r} and synthesis.model {config.model!r}: name both, "
+                "for instance --set synthesis.endpoint=http://localhost:8000/v1"
             )
+        journal.parent.mkdir(parents=True, exist_ok=True)
         self.config, self.journal = config, journal
         self.traffic: Counter[str] = Counter()
-        self.structured: bool | None = None
-        self._key = os.environ.get(config.api_key_env, "")
         self._known = _answers(journal)
         self._lock = threading.Lock()  # of journal and traffic
 
@@ -95,112 +74,80 @@ class Chat:
 
         Raises: EndpointError if the endpoint refuses everything or is gone.
         """
-        config, results = self.config, []
+        config = self.config
         with (
             openai.OpenAI(
                 base_url=config.endpoint,
-                api_key=self._key or "none",  # local servers want none
+                api_key=os.environ.get(config.api_key_env) or "none",  # local servers want none
                 max_retries=config.retries,
                 timeout=config.timeout,
             ) as self._client,
             open(self.journal, "ab") as self._file,
-            tqdm(total=len(items), unit="query", leave=False) as bar,
             ThreadPoolExecutor(config.concurrency) as pool,
         ):
-            try:
-                for start in range(0, len(items), SLICE):
-                    for result in pool.map(work, items[start : start + SLICE]):
-                        results.append(result)
-                        bar.update()
-            except BaseException:  # an interrupted cell, too, ends with the requests that are under way
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        return results
+            return list(tqdm(pool.map(work, items), total=len(items), unit="query", leave=False))
 
-    def ask(self, messages: list[Message], form: type[BaseModel]) -> Answer:
+    def ask(self, messages: list[Message], form: type[F]) -> F:
         """The answer to a request: from the journal, or from the endpoint and then into the journal.
 
-        Args:
-            form: what the answer is to be; it may be something else all the same.
         Raises:
-            RequestFailed: no answer after all retries; a later run asks again.
+            Dropped: no answer after all retries, so that a later run asks again; or one not of this form.
             EndpointError: the endpoint refuses everything, or is gone.
         """
         config = self.config
         key = fingerprint(config.model, config.temperature, config.max_tokens, messages)
-        if (known := self._known.get(key)) is not None:
+        if key in self._known:
             with self._lock:
                 self.traffic["resumed"] += 1
-            return known
+        else:
+            self._known[key] = self._answer(key, messages, form)
         try:
-            answer = self._answer(messages, form)
-        except openai.APITimeoutError:
-            raise RequestFailed("time-out") from None
-        except openai.APIConnectionError as error:
-            raise self._unusable(error.__cause__ or error) from None
-        except openai.APIStatusError as error:
-            if error.status_code in HOPELESS:
-                raise self._unusable(error) from None
-            raise RequestFailed(f"HTTP {error.status_code}") from None
-        except (openai.OpenAIError, ValueError, TypeError, LookupError, AttributeError):
-            raise RequestFailed("no chat completion") from None
-        with self._lock:
-            self._known[key] = answer
-            self._file.write(json.dumps([key, asdict(answer)]).encode() + b"\n")
-            self._file.flush()  # then it survives the process, if not the machine
-            self.traffic["answered"] += 1
-            self.traffic["prompt tokens"] += answer.prompt_tokens
-            self.traffic["answer tokens"] += answer.answer_tokens
-        return answer
+            return form.model_validate_json(self._known[key])
+        except ValidationError:
+            raise Dropped("invalid: not by the schema") from None
 
-    def _answer(self, messages: list[Message], form: type[BaseModel]) -> Answer:
-        if self.structured is False:
-            return self._send(messages)
+    def _answer(self, key: str, messages: list[Message], form: type[BaseModel]) -> str:
+        config = self.config
         schema = {"name": "answer", "schema": form.model_json_schema(), "strict": True}
         try:
-            answer = self._send(messages, response_format={"type": "json_schema", "json_schema": schema})
-        except (openai.BadRequestError, openai.UnprocessableEntityError):
-            # Was it the parameter? Without it, a request that is bad in itself fails again.
-            answer = self._send(messages)
-            warnings.warn(f"{self.config.endpoint} takes no JSON schema: plain prompting", stacklevel=2)
-            self.structured = False
-        else:
-            self.structured = True
-        return answer
-
-    def _send(self, messages: list[Message], **options: Any) -> Answer:
-        config = self.config
-        limits = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-        create = self._client.chat.completions.create
-        completion = create(model=config.model, messages=messages, **limits, **options)
-        choice, usage = completion.choices[0], completion.usage
-        tokens = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
-        return Answer(choice.message.content or "", str(choice.finish_reason), *tokens)
+            completion = self._client.chat.completions.create(
+                model=config.model,
+                messages=messages,
+                temperature=config.temperature,
+                max_tokens=config.max_tokens,
+                response_format={"type": "json_schema", "json_schema": schema},
+            )
+        except openai.APIError as error:
+            gone = type(error) is openai.APIConnectionError  # and no time-out, which is one as well
+            if gone or getattr(error, "status_code", 0) in HOPELESS:
+                raise self._unusable(error) from None
+            raise Dropped(f"failed: {type(error).__name__}") from None
+        text, usage = completion.choices[0].message.content or "", completion.usage
+        read, written = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+        answer = {"text": text, "prompt_tokens": read, "answer_tokens": written}
+        with self._lock:  # a line begins anew after one that a kill has cut
+            self._file.write(b"\n" + json.dumps([key, answer]).encode())
+            self._file.flush()  # then it survives the process, if not the machine
+            self.traffic.update({"answered": 1, "prompt tokens": read, "answer tokens": written})
+        return text
 
     def _unusable(self, error: Exception) -> EndpointError:
-        reason = " ".join(str(error).split())
-        if self._key:  # which servers are known to echo
-            reason = reason.replace(self._key, "***")
+        config = self.config  # and without the server's own words: some are known to echo the key
         return EndpointError(
-            f"{self.config.endpoint} (model {self.config.model!r}): {reason[:300]}. See that the server runs "
-            f"and serves this model, that synthesis.endpoint ends where /chat/completions begins, and that "
-            f"{self.config.api_key_env} holds the key if it wants one. Every answer so far is kept in "
-            f"{self.journal}: the same call goes on from there."
+            f"{config.endpoint} (model {config.model!r}): {type(error).__name__}. See that the server runs, "
+            "serves this model and takes a JSON schema, that synthesis.endpoint ends where /chat/completions "
+            f"begins, and that {config.api_key_env} holds the key if it wants one. Every answer so far is "
+            f"kept in {self.journal}: the same call goes on from there."
         )
 
 
-def _answers(journal: Path) -> dict[str, Answer]:
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    with journal.open("a+b") as file:
-        file.seek(0)
-        lines = file.read().split(b"\n")
-        if lines[-1]:  # cut by a kill; the next answer begins a line of its own
-            file.write(b"\n")
+def _answers(journal: Path) -> dict[str, str]:
+    """What a journal holds: a request's key → the text of its answer."""
     found = {}
-    for line in lines:
-        with suppress(ValueError, TypeError):  # a crash may leave anything
+    for line in journal.read_bytes().splitlines() if journal.is_file() else ():
+        with suppress(ValueError):  # cut by a kill
             key, answer = json.loads(line)
-            found[key] = Answer(**answer)
+            found[key] = answer["text"]
     return found
 
 
@@ -210,11 +157,10 @@ class Synthesis:
 
     Attributes:
         rows: as written to `path`.
-        outcomes: "kept", "duplicate", "dissimilar", "failed: reason" and "invalid …: reason" → number of
+        outcomes: "kept", "duplicate", "dissimilar", "failed: reason" and "invalid: reason" → number of
             queries; the sum is the number that was wanted.
         similarities: cosine of query and passage, of every query that is valid and no duplicate.
         traffic: counts of requests and tokens, see `Chat`.
-        structured: whether the endpoint took the JSON schema or was prompted plainly; None: it was not asked.
     """
 
     path: Path
@@ -222,7 +168,6 @@ class Synthesis:
     outcomes: dict[str, int]
     similarities: np.ndarray
     traffic: dict[str, int]
-    structured: bool | None
 
 
 @dataclass
@@ -230,7 +175,7 @@ class Draft:
     """A query on its way: what became of it so far, and its cosine with the passage once that is known."""
 
     task: Task
-    outcome: str = "valid"
+    outcome: str = ""
     query: str = ""
     choice: Choice | None = None
     similarity: float = math.nan
@@ -249,19 +194,12 @@ def synthesize_pairs(
         EndpointError: the endpoint cannot be used, or is gone; nothing is lost.
     """
     chat = Chat(config, folder / "pairs.journal")
-    drafts = _drafts(chat, plan_pairs(passages, embedder, config), embedder)
-    rows = [
-        {
-            "id": draft.task.id,
-            "query": draft.query,
-            "document": draft.task.passage,
-            "language": draft.task.language,
-            **asdict(draft.choice),
-            "similarity": round(draft.similarity, 4),
-        }
-        for draft in drafts
-        if draft.outcome == "kept"
-    ]
+    drafts, rows = _drafts(chat, prompts.plan_pairs(passages, embedder, config), embedder), []
+    for draft in drafts:
+        if draft.outcome == "kept":
+            row = {"id": draft.task.id, "query": draft.query, "document": draft.task.passage}
+            row |= {"language": draft.task.language} | asdict(draft.choice)
+            rows.append(row | {"similarity": round(draft.similarity, 4)})
     return _written(folder / "pairs.jsonl", rows, drafts, chat)
 
 
@@ -276,58 +214,47 @@ def synthesize_documents(
     Raises: as `synthesize_pairs`.
     """
     chat = Chat(config, folder / "documents.journal")
-    drawn, tasks = plan_documents(documents, embedder, config)
-    drafts = _drafts(chat, tasks, embedder)
-    kept: dict[int, list[Draft]] = {}
+    drawn, tasks = prompts.plan_documents(documents, embedder, config)
+    drafts, rows = _drafts(chat, tasks, embedder), {}
     for draft in drafts:
         if draft.outcome == "kept":
-            kept.setdefault(draft.task.document, []).append(draft)
-    rows = [
-        {
-            "document_id": sha256(json.dumps(drawn[number]).encode()).hexdigest()[:16],
-            "chunks": drawn[number],
-            "queries": [draft.query for draft in own],
-            "golds": [draft.task.gold for draft in own],
-        }
-        for number, own in kept.items()
-    ]
-    return _written(folder / "documents.jsonl", rows, drafts, chat)
+            chunks = drawn[draft.task.document]
+            name = sha256(json.dumps(chunks).encode()).hexdigest()[:16]
+            row = {"document_id": name, "chunks": chunks, "queries": [], "golds": []}
+            row = rows.setdefault(draft.task.document, row)
+            row["queries"].append(draft.query)
+            row["golds"].append(draft.task.gold)
+    return _written(folder / "documents.jsonl", list(rows.values()), drafts, chat)
 
 
 def _drafts(chat: Chat, tasks: Sequence[Task], embedder: Encoder) -> list[Draft]:
-    drafts = chat.each(lambda task: _draft(chat, task), tasks)
-    seen: set[str] = set()
+    """What became of each task: a query is kept if nothing is wrong with it, if no other says the same, and
+    if it is similar to what its model was shown."""
+    drafts, fresh = chat.each(lambda task: _draft(chat, task), tasks), {}
     for draft in drafts:
-        if draft.outcome == "valid" and (key := normalized(draft.query)) in seen:
+        if not draft.outcome and fresh.setdefault(prompts.normalized(draft.query), draft) is not draft:
             draft.outcome = "duplicate"
-        elif draft.outcome == "valid":
-            seen.add(key)
-    fresh = [draft for draft in drafts if draft.outcome == "valid"]
     if fresh:
-        q_ND = unit(embedder.encode([draft.query for draft in fresh]))
-        d_ND = unit(embedder.encode([draft.task.shown for draft in fresh]))
-        for draft, similarity in zip(fresh, (q_ND * d_ND).sum(1).tolist(), strict=True):
+        q_ND = unit(embedder.encode([draft.query for draft in fresh.values()]))
+        d_ND = unit(embedder.encode([draft.task.shown for draft in fresh.values()]))
+        for draft, similarity in zip(fresh.values(), (q_ND * d_ND).sum(1).tolist(), strict=True):
             draft.similarity = similarity
             draft.outcome = "kept" if similarity >= chat.config.min_similarity else "dissimilar"
     return drafts
 
 
 def _draft(chat: Chat, task: Task) -> Draft:
-    stage = "choice"
     try:
-        answer = chat.ask(configuration_messages(task), choice_form(len(task.personas)))
-        choice = choice_from(answer, task)
-        stage = "query"
-        answer = chat.ask(query_messages(task, choice), Query)
-        return Draft(task, query=query_from(answer, task), choice=choice)
-    except Invalid as reason:
-        return Draft(task, f"invalid {stage}: {reason}")
-    except RequestFailed as reason:
-        return Draft(task, f"failed: {reason}")
+        chosen = chat.ask(prompts.configuration_messages(task), prompts.choice_form(len(task.personas)))
+        choice = Choice(task.personas[chosen.character - 1], chosen.type, chosen.difficulty)
+        query = " ".join(chat.ask(prompts.query_messages(task, choice), Query).query.split())
+    except Dropped as reason:
+        return Draft(task, str(reason))
+    return Draft(task, prompts.flaw(query, task), query, choice)
 
 
 def _written(path: Path, rows: list[dict[str, Any]], drafts: Sequence[Draft], chat: Chat) -> Synthesis:
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     outcomes = dict(Counter(draft.outcome for draft in drafts).most_common())
     known = np.array([draft.similarity for draft in drafts if not math.isnan(draft.similarity)], np.float32)
-    return Synthesis(path, rows, outcomes, known, dict(chat.traffic), chat.structured)
+    return Synthesis(path, rows, outcomes, known, dict(chat.traffic))

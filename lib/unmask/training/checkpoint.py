@@ -7,8 +7,7 @@ distributed checkpointing, as safetensors, and any number of processes reads the
 
 from __future__ import annotations
 
-import errno
-import json
+import os
 import shutil
 import warnings
 from contextlib import suppress
@@ -19,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from unmask.store import replace_directory
 from unmask.training.distributed import ALONE, Processes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,32 +32,23 @@ def save_checkpoint(
 
     A full disk or a kill in between leaves the previous checkpoint as it was.
 
-    Raises: OSError that names the folder and the space needed, on every process if one of them fails.
+    Raises: OSError that names the folder, on every process if one of them fails.
     """
     path = folder / f"step-{step:07d}-{fingerprint}"
-    temporary, state = folder / f".{path.name}.tmp", _state(model, optimizer)
+    temporary = folder / f".{path.name}.tmp"
     if processes.main:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     processes.wait()
+    writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
-            dcp.save(
-                state, storage_writer=dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-            )
-        if processes.main:
-            facts = {"step": step, "fingerprint": fingerprint}
-            (temporary / "state.json").write_text(json.dumps(facts), encoding="utf8")
-            replace_directory(temporary, path)
-    except (Exception, CheckpointException) as error:  # the latter is none of the former
-        size = sum(t.numel() * t.element_size() for t in state.values())
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        message = f"checkpoint of step {step} not written to {folder} ({size / 1e6:.0f} MB needed): {cause}"
-        raise OSError(getattr(cause, "errno", None) or errno.EIO, message) from error
-    finally:
-        if processes.main:
-            shutil.rmtree(temporary, ignore_errors=True)
+            dcp.save(_state(model, optimizer), storage_writer=writer)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise OSError(f"checkpoint of step {step} not written to {folder}: {cause}") from error
     if processes.main:
+        os.replace(temporary, path)
         for old in _own(folder, fingerprint)[:-keep]:
             shutil.rmtree(old)
     processes.wait()
@@ -88,7 +77,7 @@ def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.O
 
     The processes may be another number than those that wrote the checkpoint.
     """
-    step = json.loads((path / "state.json").read_text(encoding="utf8"))["step"]
+    step = int(path.name.split("-")[1])
     start_moments(optimizer, step)
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.load(_state(model, optimizer), storage_reader=dcp.HuggingFaceStorageReader(str(path)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unmask.models import backbone
 
-T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
@@ -67,7 +65,7 @@ class Processes:
         if self.accelerator:
             self.accelerator.wait_for_everyone()
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
+    def share(self, items: Sequence) -> Sequence:
         """This process's items: every `count`-th, so that items sorted by length are shared evenly."""
         return items[self.rank :: self.count]
 

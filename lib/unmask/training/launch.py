@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from tqdm import tqdm
 
@@ -58,7 +57,7 @@ def launch(run: Run, stage: str, job: Mapping[str, Any] | None = None, *, name: 
 
     Args:
         stage: section of the preset to train, one of `config.TRAINED`.
-        job: what else the stage needs, see `stages.Job`: `start` (checkpoint directory), changed
+        job: what else the stage needs, see `stages.Stage`: `start` (checkpoint directory), changed
             values, files.
         name: folder of the training under the notebook's artifacts; default: the stage.
     Raises: as `launch_all`.
@@ -86,24 +85,18 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
     due, models = {}, {}
     for name, (stage, job) in trainings.items():
         folder = run.artifacts() / name
-        specification = {
-            "preset": run.config.name,
-            "values": resolved(run.config),
-            "stage": stage,
-            "name": name,
-            "folder": str(folder),
-            **{key: str(value) if isinstance(value, Path) else value for key, value in job.items()},
-        }
-        if "start" in specification:
-            specification["start"] = require_checkpoint(specification["start"])
-        specification |= _identity(specification, folder)
+        asked = {"values": resolved(run.config), "stage": stage, "name": name, "folder": str(folder)}
+        asked |= {key: str(value) if isinstance(value, Path) else value for key, value in job.items()}
+        if "start" in asked:
+            asked["start"] = require_checkpoint(asked["start"])
+        asked |= _identity(asked, folder)
         models[name] = folder / "model"
-        if facts(models[name]).get("fingerprint") == specification["fingerprint"]:
+        if facts(models[name]).get("fingerprint") == asked["fingerprint"]:
             finish(folder)  # a kill may have come in between
             print(f"{run.stage}/{name}: already trained")
             continue
-        prepare_data(specification)  # here, where its progress shows and no GPU waits for it
-        due[name] = write_atomic(folder / "job.json", json.dumps(specification, indent=1))
+        prepare_data(asked)  # here, where its progress shows and no GPU waits for it
+        due[name] = write_atomic(folder / "job.json", json.dumps(asked, indent=1))
         for log in folder.glob("*.log"):  # of an earlier try
             log.unlink()
     if due:
@@ -152,25 +145,22 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
     """Starts the child processes, and ends with them."""
     parallel, first = run.config.parallel, next(iter(jobs))
     with jobs[first].with_name(LOG).open("a", encoding="utf8") as log:
-        child = subprocess.Popen(
+        command, environment = (
             _command(list(jobs.values()), parallel),
-            env=MEMORY | os.environ | _threads(parallel),
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
+            MEMORY | os.environ | _threads(parallel),
         )
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
         with ended_together(child, grace_seconds()) as told_to_stop:
             last = _watch(child, run.stage)
             child.wait()
     name = last.get("training", first)
     if "stopped" in last or told_to_stop:  # even if it had just finished: the notebook is to end
-        when = f" after {last['stopped']} steps" if "stopped" in last else ""
-        raise TrainingStopped(f"training {name} was told to stop{when}; what it did is kept, run it again")
+        raise TrainingStopped(f"training {name} was told to stop; what it did is kept, run it again")
     if child.returncode:
         path = jobs[name].with_name(LOG)
-        lines = path.read_text(encoding="utf8").split("\n") if path.is_file() else []
-        said = [last.get("error"), *filter(str.strip, reversed(lines)), "it left no message"]
-        raise RuntimeError(f"training {name} failed: {next(filter(None, said))}\n(log: {path})")
+        said = path.read_text(encoding="utf8").split("\n") if path.is_file() else []
+        reason = last.get("error") or next(filter(str.strip, reversed(said)), "it left no message")
+        raise RuntimeError(f"training {name} failed: {reason}\n(log: {path})")
 
 
 def _command(jobs: Sequence[Path], parallel: ParallelConfig) -> list[str]:
@@ -200,9 +190,7 @@ def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:
     Returns: the last words, among them "training" (the one under way), and "error" or "stopped", if any.
     """
     bar, last = tqdm(disable=True), {}
-    for line in child.stdout:
-        if not line.startswith("{"):  # a launcher's own
-            continue
+    for line in filter(lambda line: line.startswith("{"), child.stdout):  # the others are a launcher's own
         row = json.loads(line)
         if not last.keys() & {"error", "stopped"}:
             last = row
@@ -210,12 +198,10 @@ def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:
             child.kill()  # the other processes would wait for the one that failed
         elif "total" in row:
             bar.close()
-            seen, spent, name = 0, 0.0, f"{notebook}/{row['training']}"
             steps = {"total": row["total"], "initial": row["done"], "unit": "step"}
-            bar = tqdm(desc=name, mininterval=1, file=sys.stdout, **steps)
+            bar = tqdm(desc=f"{notebook}/{row['training']}", mininterval=1, file=sys.stdout, **steps)
         elif "loss" in row:
-            seen, spent = seen + row["tokens"], spent + row["seconds"]
-            bar.set_postfix_str(f"loss {row['loss']:.3f}, {seen / spent:,.0f} tok/s", refresh=False)
+            bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
             bar.update()
     bar.close()
     return last
@@ -227,8 +213,8 @@ def main(paths: Sequence[str]) -> None:
     # Buffered, even under torchrun's `python -u`: a row is one write, so two processes' rows do not mingle.
     metrics = os.fdopen(os.dup(1), "w", encoding="utf8")
     rank = os.environ.get("RANK", "0")
-    if "RANK" in os.environ:
-        _die_with_torchrun()
+    if "RANK" in os.environ:  # torchrun starts its workers as sessions of their own
+        die_with(os.getppid())
     for path in map(Path, paths):
         job = json.loads(path.read_text(encoding="utf8"))
         _log_to(path.with_name(LOG if rank == "0" else f"rank-{rank}.log"))
@@ -250,14 +236,6 @@ def main(paths: Sequence[str]) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.compiler.reset()
-
-
-def _die_with_torchrun() -> None:
-    """In a worker, which torchrun starts as a session of its own, and which took seconds to come so far."""
-    parent = psutil.Process().parent()
-    if parent is None or "torch" not in " ".join(parent.cmdline()):
-        os._exit(1)
-    die_with(parent.pid)
 
 
 def _log_to(path: Path) -> None:

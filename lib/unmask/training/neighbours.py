@@ -6,9 +6,9 @@ B prompts · L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from unmask.config import CdeConfig, Qwen3Config, RerankerConfig
+from unmask.config import GROUPS
 from unmask.data.batches import BatchPlan
 from unmask.data.lookalikes import negative_similarity
 from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextualEncoder
+from unmask.models.embedder import INSTRUCTIONS, prompt
 from unmask.models.encoding import TokenSequence, after_context, micro_batches
-from unmask.models.instructions import INSTRUCTIONS, prompt
 from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import Processes
-from unmask.training.stages import Allowed, Batch, Job, LanguageModel, Pair, Stage, accumulate, triplets
+from unmask.training.stages import Batch, LanguageModel, Pair, Stage, accumulate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ContextBatch(Batch):
     """Pairs with room for their context, and the documents that all of them see."""
 
@@ -40,7 +40,7 @@ class ContextBatch(Batch):
     kept: np.ndarray  # which of these are seen; the null vector stands for the others
 
 
-class Cde(Pair, name="cde"):
+class Cde(Pair):
     """Contrastive pair training in which queries and documents are read in the context of other documents.
 
     The context are J documents of the batch, drawn without replacement, or all that there are: CDE shares it
@@ -54,22 +54,17 @@ class Cde(Pair, name="cde"):
 
     save = staticmethod(context_encoder.save)
 
-    @classmethod
-    def chosen(cls, config: CdeConfig) -> type[Stage]:
-        return cls if config.context else Pair
-
-    @classmethod
-    def model(cls, job: Job) -> ContextualEncoder:
-        return context_encoder.build(job.asked["start"], context=job.config.context)
+    def model(self) -> ContextualEncoder:
+        return context_encoder.build(self.asked["start"], context=self.config.context)
 
     def batch(self, step: int) -> ContextBatch:
-        pairs, config = super().batch(step), self._config
+        pairs, config = super().batch(step), self.config
         documents = pairs.sequences[pairs.count :]
         rng = np.random.default_rng([config.seed, 4, step])
         context = [documents[i] for i in rng.permutation(len(documents))[: config.context]]
         kept = np.flatnonzero(rng.random(len(context)) >= config.sequence_dropout)
         sequences = [after_context(sequence, config.context) for sequence in pairs.sequences]
-        return ContextBatch(pairs.dataset, sequences, pairs.count, pairs.negatives, context, kept)
+        return ContextBatch(**vars(pairs) | {"sequences": sequences}, context=context, kept=kept)
 
     def module(self, model: ContextualEncoder) -> nn.ModuleList:
         return nn.ModuleList([model.first, model.second])
@@ -78,7 +73,7 @@ class Cde(Pair, name="cde"):
         self, module: nn.ModuleList, batch: ContextBatch, step: int, processes: Processes
     ) -> dict[str, Any]:
         first, second = module
-        options = {"token_budget": self._config.token_budget, "processes": processes}
+        options = {"token_budget": self.config.token_budget, "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
         context_KD = documents_KD[batch.kept].requires_grad_()
         loss = cached_backward(
@@ -92,7 +87,7 @@ class Cde(Pair, name="cde"):
         return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Qwen3Batch(Batch):
     """N queries, then N documents, then the K hard negatives of each query."""
 
@@ -100,47 +95,41 @@ class Qwen3Batch(Batch):
     hard_document_NK: Tensor  # both number what is read: equal tokens, equal numbers
 
 
-class Qwen3(Pair, name="qwen3"):
+class Qwen3(Pair):
     """Contrastive training with instructions, in-batch and, where the data hold some, mined negatives, at
     every Matryoshka prefix (Qwen3-Embedding, section 3.1); `data` holds the instructions with the queries.
 
     Without quantiser, unless `config.quantize` asks for one.
     """
 
-    @classmethod
-    def ends(cls, config: Qwen3Config) -> bool:
-        return True  # whatever the pooling
+    ends = True  # whatever the pooling
 
-    @classmethod
-    def read(cls, job: Job) -> dict[str, TokenPairs]:
-        return triplets(job) if job.config.negatives else super().read(job)
+    @cached_property
+    def data(self) -> dict[str, TokenPairs]:
+        return self.triplets() if self.config.negatives else self.pairs()
 
-    @classmethod
-    def reading(cls, job: Job, group: str) -> dict[str, Any]:
-        reading = super().reading(job, group)
+    def reading(self, group: str) -> dict[str, Any]:
+        reading = super().reading(group)
         return reading | {"around_query": (prompt(INSTRUCTIONS[group]), reading["around_query"][1])}
 
-    @classmethod
-    def allowed(cls, job: Job) -> Allowed:
-        return None if job.config.negatives else super().allowed(job)
+    def allowed(self) -> Callable[[int], set[str]] | None:
+        return None if self.config.negatives else super().allowed()
 
-    @classmethod
-    def facts(cls, job: Job) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         prompts = {"query": prompt(INSTRUCTIONS["english"]), "document": ""}  # for sentence-transformers
-        return super().facts(job) | {"prompts": prompts}
+        return super().facts() | {"prompts": prompts}
 
     def batch(self, step: int) -> Qwen3Batch:
-        name, rows = self._plan(step)
-        pairs, count = self._data[name], self._config.negatives
-        documents = [pairs.documents[i] for i in rows]
-        hard = [negative for i in rows for negative in pairs.negatives[i]] if count else []
-        number = _numbers([*documents, *hard])
-        n, texts = len(rows), [*(pairs.queries[i] for i in rows), *documents, *hard]
-        numbers = number[:n], number[n:].unflatten(0, (n, count))
-        return Qwen3Batch(name, list(map(TokenSequence, texts)), n, self._negatives(name, rows), *numbers)
+        (name, rows), count = self.plan(step), self.config.negatives
+        drawn, n = self.texts(name, rows, hard=count > 0), len(rows)
+        seen: dict[bytes, int] = {}
+        texts = [sequence.tokens_L.tobytes() for sequence in drawn.sequences[n:]]
+        number = torch.tensor([seen.setdefault(text, len(seen)) for text in texts])
+        hard_NK = number[n:].unflatten(0, (n, count))
+        return Qwen3Batch(**vars(drawn), document_N=number[:n], hard_document_NK=hard_NK)
 
     def loss(self, rows_RD: Tensor, batch: Qwen3Batch, step: int, processes: Processes) -> Tensor:
-        config, n = self._config, batch.count
+        config, n = self.config, batch.count
         loss = partial(
             qwen3_loss, temperature=config.temperature, margin=config.margin, queries=processes.slice(n),
             document_N=batch.document_N, hard_document_NK=batch.hard_document_NK,
@@ -152,12 +141,6 @@ class Qwen3(Pair, name="qwen3"):
         return matryoshka(loss, (q_ND, d_ND, hard_NKD), config.dimensions)
 
 
-def _numbers(texts: list[np.ndarray]) -> Tensor:
-    """A number for each text, the same for the same tokens."""
-    seen: dict[bytes, int] = {}
-    return torch.tensor([seen.setdefault(text.tobytes(), len(seen)) for text in texts])
-
-
 class Prompts(NamedTuple):
     """A batch: whole prompts, and the token that is to follow each."""
 
@@ -166,43 +149,41 @@ class Prompts(NamedTuple):
     answer_B: Tensor
 
 
-class Reranking(Stage, name="reranker"):
+class Reranking(Stage):
     """Supervised fine-tuning on prompts: each query with its document ("yes") and with its mined negatives
     ("no"), all of equal weight (Qwen3-Embedding, equation 2).
 
-    Args:
-        data: triplets; a query and a document, one after the other, are a prompt (`unmask.models.reranker`).
-        answers: the tokens of "yes" and of "no".
+    A query and a document of `data`, one after the other, are a prompt (`unmask.models.reranker`).
     """
 
     head = True
 
-    def __init__(self, data: Mapping[str, TokenPairs], config: RerankerConfig, answers: tuple[int, int]):
-        self._data, self._config, self._answers = data, config, answers
-        rows = {name: len(pairs.queries) for name, pairs in data.items()}
-        self._plan = BatchPlan(rows, batch=config.batch, steps=config.steps, seed=config.seed)
+    @cached_property
+    def data(self) -> dict[str, TokenPairs]:
+        return self.triplets()
 
-    @classmethod
-    def read(cls, job: Job) -> dict[str, TokenPairs]:
-        return triplets(job)
+    @cached_property
+    def answers(self) -> tuple[int, int]:
+        """The tokens of "yes" and of "no"."""
+        return answers(self.tokenizer.backend_tokenizer)
 
-    @classmethod
-    def reading(cls, job: Job, group: str) -> dict[str, Any]:
-        around, tokenizer = around_query(INSTRUCTIONS[group]), job.stored.load()
+    @cached_property
+    def plan(self) -> BatchPlan:
+        config, rows = self.config, {name: len(pairs.queries) for name, pairs in self.data.items()}
+        return BatchPlan(rows, batch=config.batch, steps=config.steps, seed=config.seed)
+
+    def reading(self, group: str) -> dict[str, Any]:
+        around, tokenizer = around_query(INSTRUCTIONS[group]), self.stored.load()
         return {
             "around_query": around,
             "around_document": AROUND_DOCUMENT,
-            "query_length": job.config.query_length + taken(tokenizer, around),
-            "document_length": job.config.document_length + taken(tokenizer, AROUND_DOCUMENT),
+            "query_length": self.config.query_length + taken(tokenizer, around),
+            "document_length": self.config.document_length + taken(tokenizer, AROUND_DOCUMENT),
         }
 
-    @classmethod
-    def of(cls, job: Job, model: PreTrainedModel) -> Reranking:
-        return cls(job.data, job.config, answers(job.tokenizer.backend_tokenizer))
-
     def batch(self, step: int) -> Prompts:
-        name, rows = self._plan(step)
-        pairs, (yes, no) = self._data[name], self._answers
+        name, rows = self.plan(step)
+        pairs, (yes, no) = self.data[name], self.answers
         prompts, answers = [], []
         for row in rows:
             documents = [pairs.documents[row], *pairs.negatives[row]]
@@ -223,7 +204,7 @@ class Reranking(Stage, name="reranker"):
             loss = partial(answer_loss, last_B=last_B, answer_B=answer_B, normalizer=len(lengths))
             return module(tokens_BL, None, loss)
 
-        groups = micro_batches(lengths, self._config.token_budget, processes.count)
+        groups = micro_batches(lengths, self.config.token_budget, processes.count)
         loss = accumulate(module, groups, forward, processes)
         return {"loss": loss, "tokens": sum(lengths), "dataset": batch.dataset, "prompts": len(lengths)}
 
@@ -232,15 +213,15 @@ def drawn_batches(asked: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """The first batches of a training on the pairs of a job's groups, as the surrogate sees them.
 
     Args:
-        asked: the job, see `Job`; it may have random batches.
+        asked: the job, see `Stage`; it may have random batches.
         count: of the batches.
     Returns: for each its "dataset", its "rows" there, and its "similarity": the surrogate's mean cosine of a
         query to the other documents (CDE, figure 6).
     """
-    job = Job(asked)
-    stage = Pair(job.data, replace(job.config, steps=count), neighbours=job.neighbours)
-    drawn = map(stage.samples, range(count))
+    changes, groups = {**asked.get("changes", {}), "steps": count}, asked.get("groups") or GROUPS
+    stage = Pair({**asked, "changes": changes, "groups": groups})
+    drawn = map(stage.plan.samples, range(count))
     return [
-        row | {"similarity": negative_similarity(job.neighbours[row["dataset"]], row["rows"])}
+        row | {"similarity": negative_similarity(stage.neighbours[row["dataset"]], row["rows"])}
         for row in drawn
     ]

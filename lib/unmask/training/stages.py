@@ -1,8 +1,8 @@
 """The training stages: each is one class, which owns what it reads, the model it trains, its batches as pure
 functions of (seed, step), and its loss.
 
-A stage is found by its name in `STAGES`. To add one, write a class here or in `neighbours`, and a section of
-that name in the presets.
+To add one, write a class here or in `neighbours`, put its name into `loop.STAGES`, and a section of that name
+into the presets.
 
 Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L tokens.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask import losses
-from unmask.config import GROUPS, ContextualConfig, ContrastiveConfig, TrainConfig, preset_from
+from unmask.config import GROUPS, DiffusionConfig, preset_from
 from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
+from unmask.data.corpus import Corpus
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.lookalikes import LSA, Neighbours, Surrogate, neighbours
 from unmask.data.mining import Encoder
@@ -42,138 +43,116 @@ from unmask.store import fingerprint
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import Processes
 
-STAGES: dict[str, type[Stage]] = {}  # by the name of their section in a preset
 
+class Stage:
+    """One training objective, from its data to its gradient.
 
-class Job:
-    """A training that was asked for, and what its stage makes it from; each part is made when first used.
+    A subclass has `data`, what it reads, `plan`, which rows a step takes, and
+        batch(step): the global batch of a step, the same on every process, from seed and step alone;
+        backward(module, batch, step, processes): adds this process's share of the batch's gradient to the
+            parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them.
 
     Args:
-        asked: "values" (the preset), "stage", "folder", "fingerprint"; and as the stage needs, "start"
-            (checkpoint directory), "tokenizer" (for a model from scratch), "changes" (values of the stage's
-            section to replace), "groups" (of pair data sets to use), "negatives" (file of mined triplets),
-            "surrogate" (directory or Hub name of an embedder, instead of `clusters.surrogate`),
+        asked: the job: "values" (the preset), "stage", "folder", "fingerprint"; and as the stage needs,
+            "start" (checkpoint directory), "tokenizer" (for a model from scratch), "changes" (values of the
+            stage's section to replace), "groups" (of pair data sets to use), "negatives" (file of mined
+            triplets), "surrogate" (directory or Hub name of an embedder, instead of `clusters.surrogate`),
             "milestones" (numbers of steps after which the model is kept as well, see `launch.milestones`),
             "bidirectional" (a causal start reads both sides from the first step on, without pretraining).
+        made: parts that are there already, by name; the others are made from the job when first used.
     """
 
-    def __init__(self, asked: Mapping[str, Any]):
-        self.asked, self.get = asked, asked.get
-        self.preset = preset_from(asked["values"])
+    head = False  # whether the model keeps its output matrix
+    bidirectional = False  # whether a causal start is made to read both sides
+    ends = False  # whether an end is put after each text: a last token to pool at that means the same for all
+    save = staticmethod(backbone.save)  # how its checkpoint is written
+
+    def __init__(self, asked: Mapping[str, Any], **made: Any):
+        self.asked, self.preset = asked, preset_from(asked["values"])
         self.config = replace(getattr(self.preset, asked["stage"]), **asked.get("changes", {}))
-        self.stage = STAGES[asked["stage"]].chosen(self.config)
+        vars(self).update(made)
 
     @cached_property
-    def corpus(self):
+    def corpus(self) -> Corpus:
         return open_corpus(self.preset.data)
 
     @cached_property
-    def tokenizer(self):
-        return backbone.load_tokenizer(self.get("start") or self.asked["tokenizer"])
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return backbone.load_tokenizer(self.asked.get("start") or self.asked["tokenizer"])
 
     @cached_property
     def stored(self) -> StoredTokenizer:
         return StoredTokenizer.of(self.tokenizer)
 
-    @cached_property
-    def data(self) -> Any:
-        """What the stage reads, prepared by the process that comes first."""
-        return self.stage.read(self)
-
-    @cached_property
-    def neighbours(self) -> dict[str, Neighbours]:
-        """The look-alikes in each data set, found by the process that comes first."""
-        return {
-            name: neighbours(
-                rows, name=name, stored=self.stored, surrogate=surrogate(self), config=self.preset.clusters,
-                cluster_size=self.config.cluster_size, seed=self.config.seed,
-            )
-            for name, rows in self.data.items()
-        }  # fmt: skip
-
-
-class Stage:
-    """One training objective, from its data to its gradient.
-
-    The class methods make it from a job, among them `read(job)`, the tokenised training data. The others
-    train it: `batch(step)`, the global batch of a step, the same on every process, and
-    `backward(module, batch, step, processes)`, which adds this process's share of the batch's gradient to the
-    parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them. `batch` and
-    `samples` depend on nothing but the seed and the step.
-    """
-
-    head = False  # whether the model keeps its output matrix
-    bidirectional = False  # whether a causal start is made to read both sides
-    save = staticmethod(backbone.save)  # how its checkpoint is written
-
-    def __init_subclass__(cls, *, name: str = "", **rest: Any):
-        super().__init_subclass__(**rest)
-        if name:
-            STAGES[name] = cls
-
-    @classmethod
-    def chosen(cls, config: TrainConfig) -> type[Stage]:
-        """The class that trains under these settings."""
-        return cls
-
-    @classmethod
-    def ends(cls, config: TrainConfig) -> bool:
-        """Whether an end is put after each text: a last token to pool at that means the same for all."""
-        return False
-
-    @classmethod
-    def prepare(cls, job: Job) -> list[dict[str, Any]]:
+    def prepare(self) -> list[dict[str, Any]]:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
-        return [{"data set": name, **rows.counters} for name, rows in job.data.items()]
+        return [{"data set": name, **rows.counters} for name, rows in self.data.items()]
 
-    @classmethod
-    def reading(cls, job: Job, group: str) -> dict[str, Any]:
-        """What the model reads around the texts of a pair of this group, and how many tokens at most."""
-        lengths = {"query_length": job.config.query_length, "document_length": job.config.document_length}
-        if not cls.ends(job.config):
-            return lengths
-        around = ("", job.stored.load().id_to_token(job.stored.end))
-        return lengths | {"around_query": around, "around_document": around}
-
-    @classmethod
-    def inputs(cls, job: Job) -> dict[str, str]:
+    def inputs(self) -> dict[str, str]:
         """The identities of what the result depends on, beside configuration, corpus, start and code."""
-        return {"negatives": identity(Path(job.get("negatives")))} if job.get("negatives") else {}
+        mined = self.asked.get("negatives")
+        return {"negatives": identity(Path(mined))} if mined else {}
 
-    @classmethod
-    def model(cls, job: Job) -> nn.Module:
+    def model(self) -> nn.Module:
         """The model to train, as it is before the first step."""
-        if job.get("start"):
-            model = backbone.load(job.get("start"), head=cls.head)
+        if start := self.asked.get("start"):
+            model = backbone.load(start, head=self.head)
         else:
-            model = backbone.build(job.preset.backbone, job.tokenizer, seed=job.config.seed)
-        if cls.bidirectional or job.get("bidirectional"):
-            backbone.make_bidirectional(model, job.tokenizer, job.preset.backbone.mask_token)
+            model = backbone.build(self.preset.backbone, self.tokenizer, seed=self.config.seed)
+        if self.bidirectional or self.asked.get("bidirectional"):
+            backbone.make_bidirectional(model, self.tokenizer, self.preset.backbone.mask_token)
         return model
-
-    @classmethod
-    def of(cls, job: Job, model: nn.Module) -> Stage:
-        """The stage of a job."""
-        return cls(job.data, job.config)
-
-    @classmethod
-    def facts(cls, job: Job) -> dict[str, Any]:
-        """How the checkpoint is to be used, and which ready backbone it descends from."""
-        facts = {"stage": job.asked["stage"], "pooling": getattr(job.config, "pooling", "mean")}
-        if source := backbone.facts(job.get("start") or "").get("source"):
-            facts["source"] = source
-        return facts | ({"special_tokens": True} if cls.ends(job.config) else {})
-
-    _plan: BatchPlan
-
-    def samples(self, step: int) -> dict[str, Any]:
-        """Which data set and rows a step reads, for the report of a failure."""
-        return self._plan.samples(step)
 
     def module(self, model: nn.Module) -> nn.Module:
         """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them. Several
         modules that are run each on its own are an nn.ModuleList."""
         return model
+
+    def facts(self) -> dict[str, Any]:
+        """How the checkpoint is to be used, and which ready backbone it descends from."""
+        facts = {"stage": self.asked["stage"], "pooling": getattr(self.config, "pooling", "mean")}
+        if source := backbone.facts(self.asked.get("start") or "").get("source"):
+            facts["source"] = source
+        return facts | ({"special_tokens": True} if self.ends else {})
+
+    def reading(self, group: str) -> dict[str, Any]:
+        """What the model reads around the texts of a pair of this group, and how many tokens at most."""
+        lengths = {"query_length": self.config.query_length, "document_length": self.config.document_length}
+        around = ("", self.stored.load().id_to_token(self.stored.end) if self.ends else "")
+        return lengths | {"around_query": around, "around_document": around}
+
+    def groups(self) -> dict[str, str]:
+        """Data sets of pairs to train on → their groups."""
+        names, wanted = self.corpus.datasets("pairs", "train"), self.asked.get("groups") or GROUPS
+        found = {name: self.corpus.pairs("train", name)[0]["group"] for name in names}
+        return {name: group for name, group in found.items() if group in wanted}
+
+    def pairs(self) -> dict[str, TokenPairs]:
+        """The corpus's pairs, as the stage reads them."""
+        corpus = self.corpus
+        return {
+            name: self._tokenised(name, corpus.pairs("train", name), corpus.identity("pairs", name))
+            for name in self.groups()
+        }
+
+    def triplets(self) -> dict[str, TokenPairs]:
+        """The corpus's triplets and mined ones, as the stage reads them."""
+        corpus, sources = self.corpus, {}
+        for name in corpus.datasets("triplets", "train"):
+            sources[name] = corpus.triplets("train", name), corpus.identity("triplets", name)
+        if path := self.asked.get("negatives"):
+            rows = Dataset.from_parquet(path, cache_dir=str(Path(self.asked["folder"]) / "cache"))
+            names = np.asarray(rows["dataset"])
+            for name in np.unique(names):
+                sources[str(name)] = rows.select(np.flatnonzero(names == name)), identity(Path(path))
+        count = self.config.negatives
+        return {name: self._tokenised(name, *sources[name], negatives=count) for name in sources}
+
+    def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
+        reading = self.reading(rows[0]["group"])
+        return tokenized.token_pairs(
+            rows, self.stored, name=name, identity=file, negatives=negatives, **reading
+        )
 
 
 def identity(path: Path) -> str:
@@ -189,64 +168,6 @@ def identity(path: Path) -> str:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def surrogate(job: Job) -> Surrogate:
-    """The embedder that says which texts are alike: one of ours, or any of sentence-transformers'."""
-    name = job.get("surrogate") or job.preset.clusters.surrogate
-    if name == LSA:
-        return Surrogate(LSA)
-    path = require_checkpoint(name)
-
-    def load() -> Encoder:
-        if backbone.facts(path):
-            return Embedder.from_pretrained(path)
-        from sentence_transformers import SentenceTransformer  # seconds to import, for few trainings
-
-        return SentenceTransformer(path)
-
-    return Surrogate(identity(Path(path)) if Path(path).is_dir() else path, load)
-
-
-def groups(job: Job) -> dict[str, str]:
-    """Data sets of pairs that the job trains on → their groups."""
-    corpus, wanted = job.corpus, job.get("groups") or GROUPS
-    found = {name: corpus.pairs("train", name)[0]["group"] for name in corpus.datasets("pairs", "train")}
-    return {name: group for name, group in found.items() if group in wanted}
-
-
-def pairs(job: Job) -> dict[str, TokenPairs]:
-    """The corpus's pairs, as the job's stage reads them."""
-    corpus = job.corpus
-    return {
-        name: _tokenised(job, name, corpus.pairs("train", name), corpus.identity("pairs", name))
-        for name in groups(job)
-    }
-
-
-def triplets(job: Job) -> dict[str, TokenPairs]:
-    """The corpus's triplets and mined ones, as the job's stage reads them."""
-    corpus, count = job.corpus, job.config.negatives
-    sources = {
-        name: (corpus.triplets("train", name), corpus.identity("triplets", name))
-        for name in corpus.datasets("triplets", "train")
-    }
-    if job.get("negatives"):
-        path = Path(job.get("negatives"))
-        mined = Dataset.from_parquet(str(path), cache_dir=str(Path(job.asked["folder"]) / "cache"))
-        sources |= {name: (rows, identity(path)) for name, rows in by_dataset(mined).items()}
-    return {name: _tokenised(job, name, *source, negatives=count) for name, source in sources.items()}
-
-
-def _tokenised(job: Job, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
-    reading = job.stage.reading(job, rows[0]["group"])
-    return tokenized.token_pairs(rows, job.stored, name=name, identity=file, negatives=negatives, **reading)
-
-
-def by_dataset(rows: Dataset) -> dict[str, Dataset]:
-    """Splits a table by its `dataset` column, in alphabetical order."""
-    names = np.asarray(rows["dataset"])
-    return {str(name): rows.select(np.flatnonzero(names == name)) for name in np.unique(names)}
 
 
 class LanguageModel(nn.Module):
@@ -267,32 +188,34 @@ class Pretraining(Stage):
 
     head = True
 
-    @classmethod
-    def read(cls, job: Job) -> Blocks:
-        config = job.config
+    @cached_property
+    def data(self) -> Blocks | np.ndarray:
+        config = self.config
         return open_blocks(
-            job.corpus.text_sources(), job.tokenizer,
+            self.corpus.text_sources(), self.tokenizer,
             length=config.length, wanted=config.steps * config.batch, seed=config.seed,
         )  # fmt: skip
 
-    @classmethod
-    def prepare(cls, job: Job) -> list[dict[str, Any]]:
-        return job.data.report()
+    def prepare(self) -> list[dict[str, Any]]:
+        return self.data.report
 
-    def __init__(self, blocks_NL: np.ndarray | Blocks, config: TrainConfig):
-        self._blocks, self._config = blocks_NL, config
-        self._plan = BatchPlan(
-            {"text": len(blocks_NL)}, batch=config.batch, steps=config.steps, seed=config.seed
-        )
+    @cached_property
+    def plan(self) -> BatchPlan:
+        config, sizes = self.config, {"text": len(self.data)}
+        return BatchPlan(sizes, batch=config.batch, steps=config.steps, seed=config.seed)
 
     def module(self, model: PreTrainedModel) -> nn.Module:
         return LanguageModel(model)
 
-    def _backward(
+    def blocks(self, step: int) -> np.ndarray:
+        """The tokens (B, L) of a step."""
+        return self.data[self.plan(step)[1]].astype(np.int64)
+
+    def accumulate(
         self, module: nn.Module, order_B: Tensor, forward: Callable[[Tensor], Tensor], processes: Processes
     ) -> Tensor:
-        """Sums the gradients of `forward(rows)` over micro-batches of the rows in `order_B`."""
-        rows = max(1, self._config.token_budget // self._blocks.shape[1])
+        """`accumulate` over micro-batches of the rows in `order_B`, under the token budget."""
+        rows = max(1, self.config.token_budget // self.config.length)
         # Every process runs as many passes as the others.
         passes = math.ceil(math.ceil(len(order_B) / rows) / processes.count)
         return accumulate(module, order_B.tensor_split(passes * processes.count), forward, processes)
@@ -319,11 +242,11 @@ def accumulate(
     return processes.sum(total)
 
 
-class NextToken(Pretraining, name="ar"):
+class NextToken(Pretraining):
     """Autoregressive pretraining on packed blocks: the stand-in for a ready base model."""
 
     def batch(self, step: int) -> Tensor:
-        return torch.from_numpy(self._blocks[self._plan(step)[1]].astype(np.int64))
+        return torch.from_numpy(self.blocks(step))
 
     def backward(self, module: nn.Module, tokens_BL: Tensor, step: int, processes: Processes) -> dict:
         def forward(rows: Tensor) -> Tensor:
@@ -331,7 +254,7 @@ class NextToken(Pretraining, name="ar"):
             loss = partial(losses.next_token_loss, tokens_BL=tokens, normalizer=tokens_BL[:, 1:].numel())
             return module(tokens, None, loss)
 
-        loss = self._backward(module, torch.arange(len(tokens_BL)), forward, processes)
+        loss = self.accumulate(module, torch.arange(len(tokens_BL)), forward, processes)
         return {"loss": loss, "tokens": tokens_BL.numel()}
 
 
@@ -346,46 +269,40 @@ class Noised:
     valid_BL: Tensor
 
 
-class Diffusion(Pretraining, name="diffusion"):
+class Diffusion(Pretraining):
     """Masked-diffusion continued pretraining (pplx-embed, section 2.1)."""
 
     bidirectional = True
 
-    @classmethod
-    def of(cls, job: Job, model: PreTrainedModel) -> Diffusion:
-        return cls(job.data, job.config, model.config.mask_token_id)
-
-    def __init__(self, blocks_NL: np.ndarray | Blocks, config: TrainConfig, mask_token_id: int):
-        super().__init__(blocks_NL, config)
-        self._mask_token_id = mask_token_id
+    @cached_property
+    def mask_token_id(self) -> int:
+        return self.tokenizer.convert_tokens_to_ids(self.preset.backbone.mask_token)
 
     def batch(self, step: int) -> Noised:
-        rng = np.random.default_rng([self._config.seed, 2, step])
-        return noise(self._blocks[self._plan(step)[1]], self._config, rng)
+        return noise(self.blocks(step), self.config, np.random.default_rng([self.config.seed, 2, step]))
 
     def backward(self, module: nn.Module, batch: Noised, step: int, processes: Processes) -> dict:
         predictable = int((batch.valid_BL.sum(1) - 1).sum())
 
         def forward(rows: Tensor) -> Tensor:
-            whole = bool(batch.valid_BL[rows].all())
             tokens, masked, divisor, valid = (
                 x[rows].to(processes.device, non_blocking=True)
                 for x in (batch.tokens_BL, batch.masked_BL, batch.divisor_B, batch.valid_BL)
             )
-            valid = None if whole else valid
+            valid = None if bool(batch.valid_BL[rows].all()) else valid
             loss = partial(
                 losses.diffusion_loss, tokens_BL=tokens, masked_BL=masked, t_B=divisor, valid_BL=valid,
                 normalizer=predictable,
             )  # fmt: skip
-            return module(tokens.masked_fill(masked, self._mask_token_id), valid, loss)
+            return module(tokens.masked_fill(masked, self.mask_token_id), valid, loss)
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
         order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
-        loss = self._backward(module, order, forward, processes)
+        loss = self.accumulate(module, order, forward, processes)
         return {"loss": loss, "tokens": int(batch.valid_BL.sum())}
 
 
-def noise(tokens_BL: np.ndarray, config: TrainConfig, rng: np.random.Generator) -> Noised:
+def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generator) -> Noised:
     """The forward process: t ~ U(t_min, t_max) per sequence, every token masked with probability t, 1 % of
     sequences cut.
 
@@ -410,11 +327,7 @@ def noise(tokens_BL: np.ndarray, config: TrainConfig, rng: np.random.Generator) 
     )
 
 
-Near = Mapping[str, Neighbours] | None  # data set → its look-alikes
-Allowed = Callable[[int], set[str]] | None  # as for `BatchPlan`
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """N queries of one data set, and all texts that their loss looks at."""
 
@@ -422,113 +335,122 @@ class Batch:
     sequences: list[TokenSequence]  # the queries come first
     count: int  # N
     negatives: Tensor | None  # (N, documents), False: the document is no negative of the query
-    weight: float = field(default=1.0, kw_only=True)  # of its loss in the step's
+    weight: float = 1.0  # of its loss in the step's
 
 
 class Contrastive(Stage):
     """What the contrastive stages share: single-dataset batches, of look-alikes if the config says so, and a
-    model that is run as it is. `loss(rows_RD, batch, step, processes)` is this process's part of the loss of
-    a batch, given the vectors of its texts.
-
-    Args:
-        data: data sets of rows.
-        allowed: data sets that may be drawn at a step. Default: all, always.
-        neighbours: of each data set, for a `cluster_size` or a `filter_margin`; their clusters are of this
-            size.
+    model that is run as it is. A batch, or each of several, has one loss: `loss(rows_RD, batch, step,
+    processes)` is this process's part of it, given the vectors of its texts.
     """
 
-    def __init__(
-        self, data: Mapping[str, Any], config: ContrastiveConfig,
-        allowed: Allowed = None, neighbours: Near = None,
-    ):  # fmt: skip
-        self._data, self._config, self._neighbours = data, config, neighbours or {}
-        keys = {name: self._keys(rows) for name, rows in data.items()}
-        packings = {name: own.packing for name, own in self._neighbours.items() if own.packing}
-        self._plan = BatchPlan(
-            keys, batch=config.batch, steps=config.steps, seed=config.seed, allowed=allowed, packings=packings
-        )
+    @cached_property
+    def surrogate(self) -> Surrogate:
+        """The embedder that says which texts are alike: one of ours, or any of sentence-transformers'."""
+        name = self.asked.get("surrogate") or self.preset.clusters.surrogate
+        if name == LSA:
+            return Surrogate(LSA)
+        path = require_checkpoint(name)
 
-    @classmethod
-    def prepare(cls, job: Job) -> list[dict[str, Any]]:
-        cls._near(job)
-        return super().prepare(job)
+        def load() -> Encoder:
+            if backbone.facts(path):
+                return Embedder.from_pretrained(path)
+            from sentence_transformers import SentenceTransformer  # seconds to import, for few trainings
 
-    @classmethod
-    def inputs(cls, job: Job) -> dict[str, str]:
-        if not job.config.looks_around:
-            return super().inputs(job)
-        clusters = fingerprint(replace(job.preset.clusters, surrogate=""))
-        return super().inputs(job) | {"surrogate": surrogate(job).identity, "clusters": clusters}
+            return SentenceTransformer(path)
 
-    @classmethod
-    def of(cls, job: Job, model: nn.Module) -> Stage:
-        return cls(job.data, job.config, neighbours=cls._near(job))
+        return Surrogate(identity(Path(path)), load)
 
-    @classmethod
-    def _near(cls, job: Job) -> dict[str, Neighbours]:
-        return job.neighbours if job.config.looks_around else {}
+    @cached_property
+    def neighbours(self) -> dict[str, Neighbours]:
+        """The look-alikes in each data set, found by the process that comes first."""
+        size, seed, clusters = self.config.cluster_size, self.config.seed, self.preset.clusters
+        options = {"stored": self.stored, "surrogate": self.surrogate, "config": clusters}
+        return {
+            name: neighbours(rows, name=name, cluster_size=size, seed=seed, **options)
+            for name, rows in self.data.items()
+        }
 
-    @staticmethod
-    def _keys(rows: TokenPairs) -> Sequence | np.ndarray | int:
-        """The keys of a data set, as `BatchPlan` takes them."""
-        return rows.keys
+    def prepare(self) -> list[dict[str, Any]]:
+        if self.config.looks_around:
+            _ = self.neighbours  # found now, where the progress shows
+        return super().prepare()
 
-    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
-        loss = self._cached(module, batch, step, processes)
-        tokens = sum(map(len, batch.sequences))
-        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
+    def inputs(self) -> dict[str, str]:
+        if not self.config.looks_around:
+            return super().inputs()
+        clusters = fingerprint(replace(self.preset.clusters, surrogate=""))
+        return super().inputs() | {"surrogate": self.surrogate.identity, "clusters": clusters}
 
-    def _cached(self, module: nn.Module, batch: Any, step: int, processes: Processes, **more) -> Tensor:
-        """Adds the gradient of a batch's loss and returns that loss."""
-        config = self._config
+    def allowed(self) -> Callable[[int], set[str]] | None:
+        """Data sets that may be drawn at a step; None: all, always."""
+        return None
 
-        def loss_of_rows(rows_RD: Tensor) -> Tensor:
-            return batch.weight * self.loss(rows_RD, batch, step, processes)
-
-        return cached_backward(
-            module, batch.sequences, loss_of_rows,
-            token_budget=config.token_budget, keep_tokens=config.keep_tokens,
-            pooling=getattr(config, "pooling", "mean"), processes=processes, **more,
+    @cached_property
+    def plan(self) -> BatchPlan:
+        config, data = self.config, self.data.items()
+        keys = {name: rows.keys if isinstance(rows, TokenPairs) else len(rows) for name, rows in data}
+        near = self.neighbours.items() if config.cluster_size else ()
+        return BatchPlan(
+            keys, batch=config.batch, steps=config.steps, seed=config.seed,
+            allowed=self.allowed(), packings={name: own.packing for name, own in near},
         )  # fmt: skip
 
-    def _negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
+    def negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
         """What the surrogate lets be negatives in a batch of these rows, see `Neighbours.negatives`; None
         without a `filter_margin`."""
-        if self._config.filter_margin < 0:
+        if self.config.filter_margin < 0:
             return None
-        return torch.from_numpy(self._neighbours[name].negatives(rows, self._config.filter_margin, *which))
+        return torch.from_numpy(self.neighbours[name].negatives(rows, self.config.filter_margin, *which))
+
+    def texts(self, name: str, rows: np.ndarray, *, hard: bool = False) -> Batch:
+        """The pairs in some rows: queries, then documents, then the hard negatives of each query."""
+        pairs = self.data[name]
+        texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
+        texts += [negative for i in rows for negative in pairs.negatives[i]] if hard else []
+        sequences, near = list(map(TokenSequence, texts)), self.negatives(name, rows)
+        return Batch(dataset=name, sequences=sequences, count=len(rows), negatives=near)
+
+    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
+        config, parts = self.config, batch if isinstance(batch, list) else [batch]
+        options = {"token_budget": config.token_budget, "keep_tokens": config.keep_tokens}
+        options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
+        total = torch.zeros((), device=processes.device)
+        for part in parts:
+
+            def loss_of_rows(rows_RD: Tensor, part: Batch = part) -> Tensor:
+                return part.weight * self.loss(rows_RD, part, step, processes)
+
+            last = part is parts[-1]
+            total += cached_backward(module, part.sequences, loss_of_rows, last=last, **options)
+        tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
+        pairs = sum(part.count for part in parts)
+        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs}
 
 
-class Pair(Contrastive, name="pair"):
+class Pair(Contrastive):
     """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
     (pplx-embed, section 2.3)."""
 
-    @classmethod
-    def ends(cls, config: TrainConfig) -> bool:
-        return config.pooling == "last"
+    @property
+    def ends(self) -> bool:
+        return self.config.pooling == "last"
 
-    @classmethod
-    def read(cls, job: Job) -> dict[str, TokenPairs]:
-        return pairs(job)
+    @cached_property
+    def data(self) -> dict[str, TokenPairs]:
+        return self.pairs()
 
-    @classmethod
-    def allowed(cls, job: Job) -> Allowed:
+    def allowed(self) -> Callable[[int], set[str]] | None:
         """Groups that are named are trained on from the first step to the last."""
-        config = job.config
-        return None if job.get("groups") else curriculum(groups(job), config.curriculum, config.steps)
-
-    @classmethod
-    def of(cls, job: Job, model: nn.Module) -> Stage:
-        return cls(job.data, job.config, cls.allowed(job), cls._near(job))
+        if self.asked.get("groups"):
+            return None
+        return curriculum(self.groups(), self.config.curriculum, self.config.steps)
 
     def batch(self, step: int) -> Batch:
-        name, rows = self._plan(step)
-        pairs = self._data[name]
-        texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
-        return Batch(name, list(map(TokenSequence, texts)), len(rows), self._negatives(name, rows))
+        return self.texts(*self.plan(step))
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
-        config, n = self._config, batch.count
+        config, n = self.config, batch.count
         rows_RD = int8(rows_RD) if config.quantize else rows_RD
         return losses.pair_loss(
             rows_RD[:n], rows_RD[n:], temperature=config.temperature, margin=config.margin,
@@ -536,14 +458,14 @@ class Pair(Contrastive, name="pair"):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DocumentBatch(Batch):
     """Queries, then the documents that they ask about."""
 
     layout: ContextualBatch
 
 
-class Contextual(Contrastive, name="contextual"):
+class Contextual(Contrastive):
     """Late chunking with INT8 and Matryoshka, and the dual objective of pplx-embed (section 2.4) or InSeNT's
     (`config.objective`).
 
@@ -551,50 +473,41 @@ class Contextual(Contrastive, name="contextual"):
     quantiser and without Matryoshka; both stay here, so that the objective is all that differs.
     """
 
-    def __init__(
-        self, data: Mapping[str, Any], config: ContextualConfig, separator_id: int, neighbours: Near = None
-    ):
-        super().__init__(data, config, neighbours=neighbours)
-        self._separator_id = separator_id
+    @cached_property
+    def separator_id(self) -> int:
+        return self.tokenizer.convert_tokens_to_ids(end_token(self.tokenizer))
 
-    @classmethod
-    def read(cls, job: Job) -> dict[str, TokenDocuments]:
-        corpus, config, data = job.corpus, job.config, {}
+    @cached_property
+    def data(self) -> dict[str, TokenDocuments]:
+        corpus, config, data = self.corpus, self.config, {}
         for name in corpus.datasets("documents", "train"):
             data[name] = tokenized.token_documents(
-                corpus.documents("train", name), job.stored,
+                corpus.documents("train", name), self.stored,
                 name=name, identity=corpus.identity("documents", name),
                 query_length=config.query_length, chunk_length=config.chunk_length, chunks=config.chunks,
             )  # fmt: skip
         for name in corpus.datasets("pairs", "train") if config.single else ():
             data[name] = tokenized.single_chunks(
-                corpus.pairs("train", name), job.stored,
+                corpus.pairs("train", name), self.stored,
                 name=name, identity=corpus.identity("pairs", name), count=config.single, seed=config.seed,
                 query_length=config.query_length, document_length=config.chunk_length,
             )  # fmt: skip
         return data
 
-    @classmethod
-    def of(cls, job: Job, model: nn.Module) -> Contextual:
-        separator_id = job.tokenizer.convert_tokens_to_ids(end_token(job.tokenizer))
-        return cls(job.data, job.config, separator_id, cls._near(job))
-
-    @staticmethod
-    def _keys(rows: TokenDocuments) -> int:
-        return len(rows)
-
     def batch(self, step: int) -> DocumentBatch:
-        name, rows = self._plan(step)
+        name, rows = self.plan(step)
         layout = contextual_batch(
-            [self._data[name][i] for i in rows], separator_id=self._separator_id,
-            queries_per_document=self._config.queries_per_document,
-            rng=np.random.default_rng([self._config.seed, 3, step]),
+            [self.data[name][i] for i in rows], separator_id=self.separator_id,
+            queries_per_document=self.config.queries_per_document,
+            rng=np.random.default_rng([self.config.seed, 3, step]),
         )  # fmt: skip
-        negatives = self._negatives(name, rows, layout.document_N.numpy(), layout.query_N.numpy())
-        return DocumentBatch(name, layout.sequences, len(layout.document_N), negatives, layout)
+        return DocumentBatch(
+            dataset=name, sequences=layout.sequences, count=len(layout.document_N), layout=layout,
+            negatives=self.negatives(name, rows, layout.document_N.numpy(), layout.query_N.numpy()),
+        )  # fmt: skip
 
     def loss(self, rows_RD: Tensor, batch: DocumentBatch, step: int, processes: Processes) -> Tensor:
-        config, layout = self._config, batch.layout
+        config, layout = self.config, batch.layout
         q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, layout)
         shared = {
             "document_N": layout.document_N.to(rows_RD.device), "gold_N": layout.gold_N.to(rows_RD.device),
@@ -604,54 +517,32 @@ class Contextual(Contrastive, name="contextual"):
         if config.objective == "insent":
             loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
         else:
-            weights = {"alpha": config.alpha, "beta": self.beta(step)}
-            loss = partial(losses.contextual_loss, margin=config.margin, **weights)
+            beta = cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
+            loss = partial(losses.contextual_loss, alpha=config.alpha, beta=beta, margin=config.margin)
             vectors = (q_ND, chunks_MCD, documents_MD)
         return losses.matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
 
-    def beta(self, step: int) -> float:
-        """The weight of the document-level term at a step."""
-        config = self._config
-        return cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
 
-    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
-        row = super().backward(module, batch, step, processes)
-        return row if self._config.objective == "insent" else row | {"beta": self.beta(step)}
-
-
-class Triplet(Contrastive, name="triplet"):
+class Triplet(Contrastive):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
 
-    @classmethod
-    def read(cls, job: Job) -> dict[str, TokenPairs]:
-        return triplets(job)
+    @cached_property
+    def data(self) -> dict[str, TokenPairs]:
+        return self.triplets()
 
     def batch(self, step: int) -> list[Batch]:
         """The parts of a batch, each with a loss of its own."""
-        name, rows = self._plan(step)
-        pairs, parts = self._data[name], []
-        for part in np.array_split(rows, min(self._config.accumulation, len(rows))):
-            texts = [pairs.queries[i] for i in part] + [pairs.documents[i] for i in part]
-            texts += [negative for i in part for negative in pairs.negatives[i]]
-            sequences, weight = list(map(TokenSequence, texts)), len(part) / len(rows)
-            parts.append(Batch(name, sequences, len(part), self._negatives(name, part), weight=weight))
-        return parts
+        name, rows = self.plan(step)
+        parts = np.array_split(rows, min(self.config.accumulation, len(rows)))
+        return [replace(self.texts(name, part, hard=True), weight=len(part) / len(rows)) for part in parts]
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         n, codes_RD = batch.count, int8(rows_RD)
-        hard_NKD = codes_RD[2 * n :].unflatten(0, (n, self._config.negatives))
+        hard_NKD = codes_RD[2 * n :].unflatten(0, (n, self.config.negatives))
         return losses.triplet_loss(
-            codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=self._config.temperature,
+            codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=self.config.temperature,
             negatives_NN=batch.negatives, queries=processes.slice(n),
         )  # fmt: skip
-
-    def backward(self, module: nn.Module, parts: list[Batch], step: int, processes: Processes) -> dict:
-        total = torch.zeros((), device=processes.device)
-        for part in parts:
-            total += self._cached(module, part, step, processes, last=part is parts[-1])
-        tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
-        pairs = sum(part.count for part in parts)
-        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs}
 
 
 def cosine_ramp(start: float, end: float, step: int, steps: int) -> float:
