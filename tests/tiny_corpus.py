@@ -10,39 +10,21 @@ from unmask.data import environment
 from unmask.data.corpus import SCHEMAS, SPLITS, write_table
 from unmask.data.registry import Source
 
+OF_PAIRS = dict.fromkeys(("dataset", "task"), "docs") | {"group": "english"}
+OF_DOCUMENTS = dict.fromkeys(("dataset", "task"), "counting")
+EVERYWHERE = {"language": "en", "package": "numbers"}
 PAIRS = [
-    {
-        "query": f"How is number {i} written?",
-        "document": f"Number {i} is written with {len(str(i))} digits. " * (1 + i % 3),
-        "key": str(i),
-        "dataset": "docs",
-        "task": "docs",
-        "group": "english",
-        "language": "en",
-        "package": "numbers",
-    }
+    {"query": f"How is number {i} written?", "key": str(i), **OF_PAIRS, **EVERYWHERE}
+    | {"document": f"Number {i} is written with {len(str(i))} digits. " * (1 + i % 3)}
     for i in range(60)
 ]
 TEXTS = [
-    {
-        "text": f"{i} and {i + 1} make {2 * i + 1}. " * 8,
-        "package": "numbers",
-        "kind": "prose",
-        "language": "en",
-    }
-    for i in range(60)
+    {"text": f"{i} and {i + 1} make {2 * i + 1}. " * 8, "kind": "prose", **EVERYWHERE} for i in range(60)
 ]
 DOCUMENTS = [
-    {
-        "document_id": str(i),
-        "dataset": "counting",
-        "task": "counting",
-        "package": "numbers",
-        "language": "en",
-        "chunks": [f"Number {i} comes first.", f"Then comes {i + 1}.", f"The last one is {i + 2}."],
-        "queries": [f"What comes after {i}?", f"Where does {i} end?"],
-        "golds": [1, 2],
-    }
+    {"document_id": str(i), **OF_DOCUMENTS, **EVERYWHERE}
+    | {"chunks": [f"Number {i} comes first.", f"Then comes {i + 1}.", f"The last one is {i + 2}."]}
+    | {"queries": [f"What comes after {i}?", f"Where does {i} end?"], "golds": [1, 2]}
     for i in range(30)
 ]
 ROWS = {"texts": ("environment", TEXTS), "pairs": ("docs", PAIRS), "documents": ("counting", DOCUMENTS)}
@@ -66,11 +48,6 @@ def build(config, packages, path, languages):
         name="environment", kind="files", role="text", language="mul", licence="",
         files=("texts/environment/train.arrow",), columns={"text": "text"},
     )  # fmt: skip
-    card = {
-        "hash": "tiny",
-        "text_sources": [asdict(text)],
-        "sizes": sizes,
-        "folders": {kind: {} for kind in SCHEMAS}
-        | {k: {name: f"{k}/{name}"} for k, (name, _) in ROWS.items()},
-    }
+    folders = {kind: {name: f"{kind}/{name}" for name in sizes[kind]} for kind in SCHEMAS}
+    card = {"hash": "tiny", "text_sources": [asdict(text)], "sizes": sizes, "folders": folders}
     (path / "card.json").write_text(json.dumps(card))

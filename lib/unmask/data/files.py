@@ -75,13 +75,13 @@ def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
         ) from error
 
 
-def files_of(source: Source) -> Iterator[tuple[DataFile, bool]]:
-    """All files of a source, each with whether it holds the queries of documents in the joined layout.
+def files_of(source: Source) -> Iterator[tuple[DataFile, bool | None]]:
+    """All files of a source; in the joined layout of documents each with whether it holds the queries.
 
     Raises: ValueError, see `data_files`.
     """
-    for queries in (False, True) if source.queries_config else (False,):
-        for file in data_files(source, queries=queries):
+    for queries in (False, True) if source.queries_config else (None,):
+        for file in data_files(source, queries=bool(queries)):
             yield file, queries
 
 

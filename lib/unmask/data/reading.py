@@ -10,11 +10,9 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import fsspec
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
 
 from unmask.data.files import FORMATS, DataFile, files_of, suffix_of
 from unmask.data.registry import Source, split_of
@@ -23,6 +21,8 @@ from unmask.store import nearest
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups
 UNIT_ROWS = 10_000  # of an Arrow file
 _QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
+_LABELS = ("id", "key", "held_by", "chunk_id", "query_chunk_id")  # of which a number becomes text
+_LISTS = ("negatives", "chunks", "queries")
 _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides its split, unless held_by does
 
 
@@ -41,7 +41,7 @@ class Unit:
     file: str  # local path or hf:// URL
     part: int = 0
     parts: int = 1
-    queries: bool = False  # joined layout: the file holds queries rather than chunks
+    queries: bool | None = None  # joined layout of documents: whether the file holds queries, or chunks
 
 
 def units(source: Source) -> list[Unit]:
@@ -77,9 +77,7 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
     Raises: ValueError that names file, row and remedy for a bad row where `source.bad_rows` is "stop"; always
         for a missing column, and for a file that cannot be parsed.
     """
-    paths = source.columns
-    if source.queries_config:
-        paths = {name: path for name, path in paths.items() if (name in _QUERIES) == unit.queries}
+    paths = {name: path for name, path in source.columns.items() if unit.queries in (None, name in _QUERIES)}
     columns = {path.strip().partition(".")[0] for several in paths.values() for path in several.split(",")}
     for number, raw in enumerate(_raw_rows(unit, columns), 1):
         try:
@@ -101,7 +99,7 @@ def document_of(chunk_id: str) -> tuple[str, int]:
     """
     document, _, position = chunk_id.rpartition("_")
     if not document or not position.isdecimal():
-        raise BadRow("chunk_id is not DOCUMENT_POSITION", f": {chunk_id!r}")
+        raise BadRow("chunk_id", f" {chunk_id!r} is not DOCUMENT_POSITION")
     return document, int(position)
 
 
@@ -179,44 +177,34 @@ def _value(row: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _filled(text: str) -> str:
-    if not text or text.isspace():
-        raise PydanticCustomError("empty", "empty or only white space")
-    return text
-
-
-_TEXT = Annotated[str, AfterValidator(_filled)]
-_LABEL = Annotated[_TEXT, BeforeValidator(lambda value: value if value is None else str(value))]
-_TEXTS = Annotated[list[_TEXT], Field(min_length=1)]
-_NEGATIVES = Annotated[_TEXTS, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
-_TYPES = dict.fromkeys(("text", "query", "document", "title", "chunk"), _TEXT)
-_TYPES |= dict.fromkeys(("id", "key", "held_by", "chunk_id", "query_chunk_id"), _LABEL)
-_TYPES |= {"negatives": _NEGATIVES, "chunks": _TEXTS, "queries": _TEXTS, "golds": list[int]}
-_COLUMNS = {name: TypeAdapter(kind, config=ConfigDict(strict=True)) for name, kind in _TYPES.items()}
-
-
 def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
     """A row of which all is as it must be, with "held_by": what decides its split."""
     row = {}
     for name, path in paths.items():
         value = _value(raw, path)
-        try:
-            row[name] = _COLUMNS[name].validate_python(value)
-        except ValidationError as error:
-            raise BadRow(f"{name}: {error.errors()[0]['msg']}", f", got {value!r:.80}") from None
+        if name in _LABELS and value is not None:
+            value = str(value)
+        elif name == "negatives" and isinstance(value, str):
+            value = [value]
+        if name != "golds" and not _are_texts(value if name in _LISTS else [value]):
+            raise BadRow(f"{name} is no text, or empty", f": {value!r:.80}")
+        row[name] = value
+    if "golds" in row and not _are_golds(row["golds"], len(row["queries"]), len(row["chunks"])):
+        raise BadRow("golds are not the number of a chunk, from 0, for each query", f": {row['golds']!r:.80}")
     if "document" in row:
         row.setdefault("key", row["document"])
-    if "golds" in row:
-        _check_golds(row)
     row.setdefault("held_by", _held_by(row))
     return row
 
 
-def _check_golds(row: Mapping[str, Any]) -> None:
-    queries, golds, chunks = len(row["queries"]), row["golds"], len(row["chunks"])
-    if queries != len(golds) or not all(0 <= gold < chunks for gold in golds):
-        asked = f", got {golds} for {queries} queries and {chunks} chunks"
-        raise BadRow("golds: each query needs the number of a chunk, from 0", asked)
+def _are_texts(values: Any) -> bool:
+    some = isinstance(values, list) and len(values) > 0
+    return some and all(isinstance(value, str) and value.strip() for value in values)
+
+
+def _are_golds(values: Any, queries: int, chunks: int) -> bool:
+    one_each = isinstance(values, list) and len(values) == queries
+    return one_each and all(isinstance(value, int) and 0 <= value < chunks for value in values)
 
 
 def _held_by(row: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 from filelock import FileLock
+from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 
 from unmask.config import DataConfig
@@ -73,22 +75,21 @@ def collect(source: Source, folder: Path) -> None:
     Raises: ValueError for bad rows (`reading.read`), an id that two rows have, or if no row is left.
     """
     dropped: Counter[str] = Counter()
-    kind, rows = KIND[source.role], _distinct(source, dropped)
+    kind, rows = KIND[source.role], _kept(source, dropped)
     if source.queries_config:
         rows = _joined(rows, dropped)
     if source.queries_config or "title" in source.columns:
         rows = _gathered(rows, dropped)
-    rows = tqdm(_limited(source, rows), f"reading {source.name}", source.rows, delay=2, leave=False)
+    rows = tqdm(rows, f"reading {source.name}", source.rows, delay=2, leave=False)
     with new_directory(folder) as unfinished:
         sizes = _write(unfinished, (_stored(source, row) for row in rows), SCHEMAS[kind])
         if not any(size["rows"] for size in sizes.values()):
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
-        # Of text, which may be a sample, also the names and sizes of the files.
+        # Text may be a sample, so the names and sizes of the files count too.
         listed = [(Path(file.path).name, file.size) for file, _ in files.files_of(source)]
-        tables = [(unfinished / f"{split}.arrow").read_bytes() for split in SPLITS]
         card = {
-            "hash": fingerprint(listed, [hashlib.sha256(table).hexdigest() for table in tables]),
+            "hash": fingerprint(listed, [_sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
             "sizes": {kind: {source.name: sizes}},
             "folders": {kind: {source.name: "."}},
             "dropped": {source.name: dict(dropped.most_common())},
@@ -104,12 +105,10 @@ def _open(source: Source, config: DataConfig) -> Corpus:
     path = _folder(source, config)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f"{path.name}.lock")):
-        if path.exists():
-            pass
-        elif source.kind == "environment":
+        if not path.exists() and source.kind == "environment":
             languages = cldr.SLICE_LANGUAGES if config.max_packages else cldr.LANGUAGES
             environment.build(config, environment.installed_packages(), path, languages)
-        else:
+        elif not path.exists():
             collect(source, path)
     return Corpus(path)
 
@@ -135,12 +134,12 @@ def _registry(config: DataConfig) -> tuple[Path, list[Source]]:
 def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[str, Any]:
     """The card of a corpus that refers to its sources' own folders, so that a changed source is read anew
     alone. Of the installed packages it has only what the source's role is."""
-    sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
-    folders: dict[str, Any] = {kind: {} for kind in SCHEMAS}
+    sizes, folders = ({kind: {} for kind in SCHEMAS} for _ in range(2))
     text, named, dropped = [], [], {}
-    for source in tqdm(sources, "reading sources", leave=False, unit="source"):
-        kind, held = KIND[source.role], _open(source, config)
-        relative, card = os.path.relpath(held.path, path), held.card
+    jobs = min(cpu_count(), len(sources) // 8 + 1)  # for few, a process takes longer to start than it saves
+    bar = tqdm(sources, "reading sources", leave=False, unit="source")
+    for source, held in zip(sources, Parallel(jobs)(delayed(_open)(one, config) for one in bar)):
+        kind, relative, card = KIND[source.role], os.path.relpath(held.path, path), held.card
         sizes[kind] |= card["sizes"][kind]
         folders[kind] |= {name: os.path.join(relative, one) for name, one in card["folders"][kind].items()}
         named.append((source.name, source.share, card["hash"]))
@@ -150,10 +149,8 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
             own = [os.path.join(relative, file) for file in its["files"]]
             text.append(its | {"name": source.name, "share": source.share, "files": own})
     if not text or not (sizes["pairs"] or sizes["triplets"]):
-        raise ValueError(
-            f"{config.source} has no source of {'pairs' if text else 'text'}, which every run needs; "
-            "`kind: environment` gives the installed packages'"
-        )
+        lacking = f"{config.source} has no source of {'pairs' if text else 'text'}, which every run needs"
+        raise ValueError(f"{lacking}; `kind: environment` gives the installed packages'")
     return {
         "hash": fingerprint(named),
         "sizes": sizes,
@@ -168,22 +165,17 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
 # --- rows on their way from the files of a source to its tables
 
 
-def _distinct(source: Source, dropped: Counter[str]) -> Rows:
-    """All good rows of a source, of which no two may have the same id."""
-    ids = set()
+def _kept(source: Source, dropped: Counter[str]) -> Rows:
+    """The good rows of a source, of which no two may have the same id, up to what its table holds:
+    SAMPLE_BYTES of training text, `max_rows` of all else for training."""
+    ids, left = set(), SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf
     for row in chain.from_iterable(read(source, unit, dropped) for unit in units(source)):
         if row.get("id") in ids:
             where = f"source {source.name}: two rows have the id {row['id']!r}"
             raise ValueError(f"{where}; correct one, or leave `id` out of the source's columns")
-        ids.update({row["id"]} if "id" in row else ())
-        yield row
-
-
-def _limited(source: Source, rows: Rows) -> Rows:
-    """As many rows as a table holds: SAMPLE_BYTES of training text, `max_rows` of all else for training."""
-    left = SAMPLE_BYTES if source.role == "text" else source.max_rows
-    for row in rows:
-        if row["split"] == "train" and left is not None:
+        if "id" in row:
+            ids.add(row["id"])
+        if row["split"] == "train":
             if left <= 0:
                 return
             left -= len(row["text"].encode()) if source.role == "text" else 1
@@ -234,8 +226,14 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     if "key" in row:
         told["key"] = _digest(row["key"])
     if "chunks" in row:
-        told["document_id"] = f"{source.name}/{row.get('id') or _digest(''.join(row['chunks']))}"
+        document = row.get("id") or _digest("\n".join(row["chunks"]))
+        told["document_id"] = f"{source.name}/{document}"
     return {**row, **told}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(text: str) -> str:
