@@ -131,7 +131,7 @@ def encode(options: argparse.Namespace) -> None:
     The embeddings are a NumPy array with a row for each text, in their order. The same command goes on with
     what was interrupted.
     """
-    from unmask.models.file_job import encode_file
+    from unmask.models.jobs import encode_file
 
     named = {key: getattr(options, key) for key in ("column", "precision", "dimensions")}
     encode_file(options.model, options.input, options.output, **named)

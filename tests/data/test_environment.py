@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unmask.data import environment, sources
+from unmask.data import environment
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.environment import (
     Package,
@@ -152,16 +152,6 @@ def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path):
     variables = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(folders)}
     result = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
     assert result.stdout.strip() == corpus.hash, result.stderr
-
-
-def test_open_corpus_builds_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
-    packages = make_packages(tmp_path / "site")
-    monkeypatch.setattr(sources.environment, "installed_packages", lambda: packages)
-    monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "1.0"})
-    first = sources.open_corpus(make_config())
-    monkeypatch.setattr(environment, "build", None)  # the second time there is nothing to build
-    assert sources.open_corpus(make_config(vocab_size=1024)).hash == first.hash
 
 
 @pytest.mark.parametrize(

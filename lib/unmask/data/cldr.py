@@ -87,13 +87,8 @@ def _names(locale: Locale) -> dict[str, dict[str, str]]:
     if locale.language == "en":  # CLDR leaves out what the zone's own name says
         zones = {zone: zone.rsplit("/", 1)[-1].replace("_", " ") for zone in get_global("zone_territories")}
         cities = zones | cities
-    return {
-        "territory": locale.territories,
-        "language": locale.languages,
-        "currency": locale.currencies,
-        "script": locale.scripts,
-        "city": cities,
-    }
+    kinds = {"territory": locale.territories, "language": locale.languages, "currency": locale.currencies}
+    return kinds | {"script": locale.scripts, "city": cities}
 
 
 def _pair(mode: str, key: str, split: str, language: str, query: str, document: str) -> dict[str, str]:
@@ -185,36 +180,27 @@ def _statistics(entity: Named, seed: int) -> Iterator[dict]:
     either. Training documents also come with the heading and queries in other languages than English.
     """
     facts = {"territory": _of_territory, "language": _of_language, "currency": _of_currency}
-    told = facts[entity.kind](entity.code) if entity.kind in facts else {}
+    tables = facts[entity.kind](entity.code) if entity.kind in facts else {}
     sections = [
         (topic, [sentence.format(**values) for sentence in sentences])
-        for table, values in told.items()
+        for table, values in tables.items()
         for topic, sentences in _TABLES["sections"][table].items()
     ]
     used = set()
     for language in HEADING_LANGUAGES if entity.split == "train" else ("en",):
         name = entity.names.get(language)
-        if len(sections) >= 4 and name and name.lower() not in used:
-            used.add(name.lower())
-            yield _document(entity, name, language, sections, seed)
-
-
-def _document(entity: Named, name: str, language: str, sections: list, seed: int) -> dict:
-    path = f"{entity.kind}/{entity.code}/{language}"
-    draw = random.Random(f"{seed}/statistics/{path}")
-    sections = draw.sample(sections, len(sections))
-    heading = draw.choice(_TABLES["headings"]).format(name=name, noun=_TABLES["nouns"][entity.kind])
-    queries = [draw.choice(_TABLES["queries"]).format(topic=topic, name=name) for topic, _ in sections]
-    return {
-        "document_id": f"cldr/{path}",
-        "dataset": "statistics",
-        "package": "cldr",
-        "language": language,
-        "chunks": [heading, *(draw.choice(sentences) for _, sentences in sections)],
-        "queries": queries,
-        "golds": list(range(1, len(sections) + 1)),
-        "split": entity.split,
-    }
+        if len(sections) < 4 or not name or name.lower() in used:
+            continue
+        used.add(name.lower())
+        path = f"{entity.kind}/{entity.code}/{language}"
+        draw = random.Random(f"{seed}/statistics/{path}")
+        mixed = draw.sample(sections, len(sections))
+        heading = draw.choice(_TABLES["headings"]).format(name=name, noun=_TABLES["nouns"][entity.kind])
+        queries = [draw.choice(_TABLES["queries"]).format(topic=topic, name=name) for topic, _ in mixed]
+        chunks = [heading, *(draw.choice(sentences) for _, sentences in mixed)]
+        about = {"document_id": f"cldr/{path}", "dataset": "statistics", "package": "cldr"}
+        told = {"chunks": chunks, "queries": queries, "golds": list(range(1, len(chunks)))}
+        yield about | told | {"language": language, "split": entity.split}
 
 
 def _of_territory(code: str) -> Facts:
@@ -266,12 +252,9 @@ def _formats(locale: Locale) -> dict[str, str]:
 
 def _of_currency(code: str) -> Facts:
     """Facts about a currency; none for units that no country ever paid with."""
-    every = [use for uses in get_global("territory_currencies").values() for use in uses]
-    tenders = [
-        (start[0], end and end[0])
-        for money, start, end, tender in every
-        if money == code and tender and start
-    ]
+    every = (use for uses in get_global("territory_currencies").values() for use in uses)
+    known = [use for use in every if use[0] == code and use[3] and use[1]]
+    tenders = [(start[0], end and end[0]) for _, start, end, _ in known]
     if not tenders:
         return {}
     current = sum(end is None for _, end in tenders)

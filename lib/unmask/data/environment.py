@@ -22,19 +22,17 @@ from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
 from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from joblib import Parallel, delayed
 from tqdm import tqdm
 
+from unmask.config import DataConfig
 from unmask.data import cldr
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
 from unmask.data.registry import Source
 from unmask.data.tokens import batches
 from unmask.store import nearest, new_directory
-
-if TYPE_CHECKING:
-    from unmask.config import DataConfig
 
 MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
@@ -58,6 +56,7 @@ TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pyca
 NOT_STDLIB = {"site-packages", "idlelib", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
+Rows = dict[tuple[str, str], list[dict[str, Any]]]  # (kind, split) → rows
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -144,12 +143,10 @@ def _python_files(root: Path, files: Iterable[PurePosixPath]) -> tuple[str, ...]
 
 
 def _licence(distribution: Distribution) -> str:
-    """The licence that the metadata states: expression, else classifiers, else the field's first line."""
-    metadata = distribution.metadata
-    classifiers = [text for text in metadata.get_all("Classifier") or () if "License ::" in text]
-    named = ", ".join(text.split(" :: ")[-1] for text in classifiers)
-    stated = (metadata.get("License") or "").strip().partition("\n")[0]
-    return metadata.get("License-Expression") or named or stated or "not stated"
+    """The licence that the metadata states, as an expression or by classifiers."""
+    classifiers = distribution.metadata.get_all("Classifier") or ()
+    named = [text.split(" :: ")[-1] for text in classifiers if "License ::" in text]
+    return distribution.metadata.get("License-Expression") or ", ".join(named) or "not stated"
 
 
 # ---- what a file yields
@@ -298,7 +295,7 @@ def mask_name(text: str, name: str) -> str:
     return re.sub(either, "it", text, flags=re.IGNORECASE)
 
 
-def documents_of(owners: Sequence[Owner], seed: int) -> Iterator[dict]:
+def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
     """Turns the classes and modules of one split into documents whose chunks need their document.
 
     Chunk 0 is the heading, the only one that names the owner; every further chunk is a member's signature
@@ -315,6 +312,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> Iterator[dict]:
     named = Counter(name for owner in owners for name, _, _ in owner.members)
     topics = [[_topic(member, named) for member in owner.members] for owner in owners]
     asked = Counter(topic for of_owner in topics for topic in set(of_owner))
+    rows = []
     for owner, of_owner in zip(owners, topics, strict=True):
         label = owner.name
         if owner.kind == "module" or owned[label.lower()] > 1:
@@ -329,7 +327,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> Iterator[dict]:
             golds = {topic: gold for gold, topic in of_part if of_owner.count(topic) == 1}
             chosen = sorted(golds, key=lambda topic: (-asked[topic], golds[topic]))[:QUERIES_PER_DOCUMENT]
             document_id = f"{owner.package}/{owner.module}/{owner.kind}/{owner.name}/{part}"
-            yield {
+            row = {
                 "document_id": document_id,
                 "dataset": "modules",
                 "package": owner.package,
@@ -338,6 +336,8 @@ def documents_of(owners: Sequence[Owner], seed: int) -> Iterator[dict]:
                 "queries": [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen],
                 "golds": [golds[topic] for topic in chosen],
             }
+            rows.append(row)
+    return rows
 
 
 def _chunk(member: tuple[str, str, str], owner: str) -> str:
@@ -432,27 +432,22 @@ def build(
     chosen = [package for package in packages if package.name in split_of]
     harvested = harvest(chosen)
     files = [one for one in harvested if one]
-    rows, dropped = _collect(config, files, split_of, cldr.harvest(config.seed, languages))
-    dropped["files that are unreadable, generated or too large"] = len(harvested) - len(files)
+    rows = _collect(config, files, split_of, cldr.harvest(config.seed, languages))
+    dropped = {"files that are unreadable, generated or too large": len(harvested) - len(files)}
+    origins = [
+        {"name": f"{one.name} {one.version}", "licence": one.licence, "split": split_of[one.name]}
+        for one in chosen
+    ]
     with new_directory(path) as partial:
-        card = {
-            "parameters": parameters(config),
-            "origins": [
-                {"name": f"{one.name} {one.version}", "licence": one.licence, "split": split_of[one.name]}
-                for one in chosen
-            ],
-            "dropped": {TEXTS: dropped},
-        }
-        card |= _write(rows, partial)
+        card = _write(rows, partial) | {"origins": origins, "dropped": {TEXTS: dropped}}
         (partial / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
     return Corpus(path)
 
 
 def parameters(config: DataConfig) -> dict[str, Any]:
     """What of the configuration decides the content; the tokenizer's size does not."""
-    packages = {"dev_packages": list(config.dev_packages), "test_packages": list(config.test_packages)}
-    caps = {"max_packages": config.max_packages, "max_text_mb": config.max_text_mb}
-    return {"seed": config.seed} | packages | caps
+    keys = ("seed", "dev_packages", "test_packages", "max_packages", "max_text_mb")
+    return {key: getattr(config, key) for key in keys}
 
 
 def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, str]:
@@ -483,28 +478,23 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
 
 def _collect(
     config: DataConfig, files: Sequence[Harvest], split_of: dict[str, str], spoken: dict[str, list[dict]]
-) -> tuple[dict[str, dict[str, list[dict]]], Counter[str]]:
-    """Rows by kind and split; and what was left out. A split later in (test, dev, train) never repeats a text
-    of an earlier one."""
-    rows: dict[str, dict[str, list[dict]]] = {kind: {} for kind in KINDS}
-    dropped: Counter[str] = Counter()
+) -> Rows:
+    """Rows of all splits. A split later in (test, dev, train) never repeats a text of an earlier one."""
+    rows: Rows = {}
     seen: set[int] = set()  # texts of the splits before
     for split in reversed(SPLITS):
         ours = [one for one in files if split_of[one.package] == split]
-        found = {kind: [row for row in spoken[kind] if row["split"] == split] for kind in KINDS}
+        texts, pairs, documents = ([row for row in spoken[kind] if row["split"] == split] for kind in KINDS)
+        texts += [row for one in ours for row in texts_of(one, seen)]
+        pairs = [pair for one in ours for pair in one.pairs] + pairs
         owners = [owner for one in ours for owner in one.owners]
-        found["documents"] = [*documents_of(owners, config.seed), *found["documents"]]
-        found["pairs"] = [*(pair for one in ours for pair in one.pairs), *found["pairs"]]
-        found["texts"] += [row for one in ours for row in texts_of(one, seen)]
         # Held-out text only measures the loss: a tenth will do.
         cap = config.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
-        rows["texts"][split] = _capped(found["texts"], cap, config.seed)
-        rows["pairs"][split] = list(_new_pairs(found["pairs"], seen))
-        rows["documents"][split] = list(_new_documents(found["documents"], seen))
-        for kind in KINDS:
-            dropped[f"{kind} that repeat or exceed the cap"] += len(found[kind]) - len(rows[kind][split])
-        seen |= _digests(ours, rows["pairs"][split], rows["documents"][split])
-    return rows, dropped
+        rows["texts", split] = _capped(texts, cap, config.seed)
+        rows["pairs", split] = list(_new_pairs(pairs, seen))
+        rows["documents", split] = list(_new_documents(documents_of(owners, config.seed) + documents, seen))
+        seen |= _digests(ours, rows["pairs", split], rows["documents", split])
+    return rows
 
 
 def _digests(files: Iterable[Harvest], pairs: Iterable[dict], documents: Iterable[dict]) -> set[int]:
@@ -517,7 +507,7 @@ def _digests(files: Iterable[Harvest], pairs: Iterable[dict], documents: Iterabl
     return marks
 
 
-def _write(rows: dict[str, dict[str, list[dict]]], folder: Path) -> dict[str, Any]:
+def _write(rows: Rows, folder: Path) -> dict[str, Any]:
     """Writes the tables, one per data set and split (all text is one data set); returns what a card says of
     them."""
     sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
@@ -525,7 +515,7 @@ def _write(rows: dict[str, dict[str, list[dict]]], folder: Path) -> dict[str, An
     for kind in KINDS:
         tables: dict[str, dict[str, list]] = {}
         for split in SPLITS:
-            for row in rows[kind][split]:
+            for row in rows[kind, split]:
                 content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
                 languages.update(row["language"].split("-"))
                 name = row.get("dataset", TEXTS)

@@ -14,13 +14,12 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from huggingface_hub import HfApi, HfFileSystem, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, HfFileSystem, constants, snapshot_download
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import get_session
 from tqdm.auto import tqdm
@@ -51,7 +50,7 @@ class Need:
     repo: str
     revision: str = "main"
     source: Source | None = None  # of a data set: the source, with this configuration
-    part: str = "model"  # or "configuration/split"
+    part: str = ""  # of a data set: "configuration/split"
     text_bytes: float = ALL  # so much text will do
 
 
@@ -77,50 +76,42 @@ def needs(preset: Preset) -> list[Need]:
 
     Raises: ValueError for a registry that cannot be read.
     """
-    found = [
-        Need(name) for name in (preset.backbone.checkpoint, preset.clusters.surrogate) if _is_hub_name(name)
-    ]
+    models = (preset.backbone.checkpoint, preset.clusters.surrogate)
+    found = {(name, ""): Need(name) for name in models if _is_hub_name(name)}
     sources = [conteb(name) for name in preset.conteb.tasks]
     if preset.data.source != "environment":
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
     for source in sources:
-        text = _text_wanted(source, preset.data.max_text_mb) if source.role == "text" else ALL
+        text = ALL
+        if source.role == "text":
+            slack = SLACK_LATIN if source.language.endswith("_Latn") else SLACK
+            text = slack * preset.data.max_text_mb * 1e6 * (source.share or 100) / 100
         for config in (source.config, source.queries_config or source.config):
             part = f"{config or 'default'}/{source.split}"
-            found.append(Need(source.repo, source.revision, replace(source, config=config), part, text))
-    return list({(need.repo, need.part): need for need in found}.values())
-
-
-def _text_wanted(source: Source, max_text_mb: float) -> float:
-    """Bytes of text that are enough for a source's share."""
-    slack = SLACK_LATIN if source.language.endswith("_Latn") else SLACK
-    return slack * max_text_mb * 1e6 * (source.share or 100) / 100
-
-
-def require(preset: Preset) -> None:
-    """Makes sure, in seconds, that the data and the checkpoint of a run can be read.
-
-    Raises: ValueError that says what cannot, and how to get it.
-    """
-    remote = _on_hub(preset)
-    if lacking := _lacking([need for need in needs(preset) if need not in remote]):
-        what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
-        raise ValueError(f"the mirror {root() or 'that UNMASK_MIRROR must name'} lacks {what}: {how(preset)}")
-    if remote and (why := unreachable()):
-        repos = ", ".join({need.repo: None for need in remote})
-        raise ValueError(
-            f"{repos}: the Hub cannot be reached ({why}): {how(preset)}, then set UNMASK_MIRROR=DIR"
-        )
+            one = replace(source, config=config)
+            found[source.repo, part] = Need(source.repo, source.revision, one, part, text)
+    return list(found.values())
 
 
 def offline(preset: Preset) -> bool:
-    """Whether a run of this preset reads nothing from the Hub itself, because all of it is here."""
-    return not _on_hub(preset)
+    """Whether a run of this preset reads nothing from the Hub itself."""
+    return root() is not None or not needs(preset)
 
 
 def data_on_hub(preset: Preset) -> bool:
     """Whether the data of this preset are read from the Hub itself, so that a look at them takes its time."""
-    return any(need.source for need in _on_hub(preset))
+    return root() is None and any(need.source and need.source.kind == "hub" for need in needs(preset))
+
+
+def require(preset: Preset) -> None:
+    """Makes sure, in seconds, that a mirror has all that a run reads. Without a mirror, what the Hub does not
+    give is said when it is read.
+
+    Raises: ValueError that says what is missing, and how to get it.
+    """
+    if root() and (lacking := check(preset, quick=True)[0]):
+        what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
+        raise ValueError(f"the mirror {root()} lacks {what}: {how(preset)}")
 
 
 def how(preset: Preset) -> str:
@@ -139,20 +130,26 @@ def unreachable() -> str:
     return ""
 
 
-def _on_hub(preset: Preset) -> list[Need]:
-    """What is read from the Hub: data without a mirror, and models that are in no cache either."""
+def check(preset: Preset, *, quick: bool = False) -> tuple[list[tuple[str, str]], int]:
+    """Looks for what a preset needs in the mirror: names, sizes, and unless `quick` checksums.
 
-    def remote(need: Need) -> bool:
-        if need.source:
-            return need.source.kind == "hub" and not root()
-        return not local(need.repo) and not try_to_load_from_cache(need.repo, "config.json")
-
-    return [need for need in needs(preset) if remote(need)]
-
-
-def _lacking(wanted: Sequence[Need]) -> list[tuple[str, str]]:
-    """Repositories of which the mirror lacks something, and what."""
-    return list({(need.repo, why): None for need in wanted if (why := _why(need))})
+    Returns: what is missing or altered, each with why; and how many files of what was pulled were looked at.
+    Raises: ValueError if there is no mirror.
+    """
+    if not (mirror := root()) or not mirror.is_dir():
+        raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: name one by --from or UNMASK_MIRROR")
+    wanted, wrong, facts = needs(preset), {}, {}
+    for need in wanted:
+        if why := _why(need):
+            wrong[need.repo, why] = None
+        for path, fact in files.manifest(mirror / need.repo).get("files", {}).items():
+            facts[mirror / need.repo / path] = fact
+    for path, fact in tqdm(facts.items(), "checking", leave=False, unit="file"):
+        if not path.is_file() or path.stat().st_size != fact["size"]:
+            wrong[str(path), "not there or not whole: pull again"] = None
+        elif not quick and _sha256(path) != fact.get("sha256"):
+            wrong[str(path), "wrong checksum: delete it and pull again"] = None
+    return list(wrong), len(facts)
 
 
 def _why(need: Need) -> str:
@@ -168,49 +165,16 @@ def _why(need: Need) -> str:
     return f"{need.part} was pulled for less text" if held < need.text_bytes else ""
 
 
-def check(preset: Preset, *, quick: bool = False, jobs: int = 4) -> tuple[list[tuple[str, str]], int]:
-    """Looks for what a preset needs in the mirror: names, sizes, and unless `quick` checksums.
-
-    Returns: what is missing or altered, each with why; and how many files were looked at.
-    Raises: ValueError if there is no mirror.
-    """
-    if not (mirror := root()) or not mirror.is_dir():
-        raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: name one by --from or UNMASK_MIRROR")
-    wanted = needs(preset)
-    folders = {folder for need in wanted if (folder := local(need.repo))}
-    facts = {
-        folder / path: fact
-        for folder in folders
-        for path, fact in files.manifest(folder).get("files", {}).items()
-    }
-
-    def fault(path: Path) -> str:
-        if _size(path) != facts[path]["size"]:
-            return "not there or not whole: pull again"
-        altered = not quick and _sha256(path) != facts[path].get("sha256")
-        return "wrong checksum: delete it and pull again" if altered else ""
-
-    with ThreadPoolExecutor(jobs) as pool:
-        faults = tqdm(pool.map(fault, facts), "checking", len(facts), leave=False, unit="file")
-        wrong = [(str(path), why) for path, why in zip(facts, faults, strict=True) if why]
-    return _lacking(wanted) + wrong, len(facts)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else -1
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def pull(preset: Preset, folder: Path, *, jobs: int = 4) -> None:
+def pull(preset: Preset, folder: Path) -> None:
     """Fetches all models and data of a preset into a mirror, and goes on where an earlier call was stopped.
 
     Args:
         folder: the mirror, which is created.
-        jobs: files that are fetched at a time.
     Raises:
         ValueError: a registry cannot be read, or the mirror holds another version.
         OSError: the Hub cannot be reached or refuses, there is too little space, or the folder cannot be
@@ -231,7 +195,7 @@ def pull(preset: Preset, folder: Path, *, jobs: int = 4) -> None:
             raise OSError(f"{needed:,} bytes are to be fetched and {free:,} are free at {folder}: free some")
         for repo, (download, size) in plans.items():
             print(f"{repo} at {download['revision'][:12]}: {size:,} bytes to fetch", flush=True)
-            snapshot_download(repo, **download, max_workers=jobs)
+            snapshot_download(repo, **download)
             _record_checksums(folder / repo)
     except HTTPError as error:
         why = " ".join(str(error).split())
@@ -259,9 +223,6 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int]:
         raise ValueError(
             f"{folder} holds {repo} at {version}, and a mirror holds one version: pull into another"
         )
-    for path, fact in manifest["files"].items():
-        if _size(folder / path) != fact["size"]:  # which the library does not always see
-            (folder / path).unlink(missing_ok=True)
     download = {"repo_type": kind, "revision": manifest["revision"], "local_dir": folder}
     patterns, held = ["README.md"], manifest.setdefault("text_bytes", {})
     for need in parts:

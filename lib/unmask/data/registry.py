@@ -11,44 +11,35 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import field, fields, replace
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from babel.core import get_global
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unmask.config import ConfigError, Group
 from unmask.store import artifacts_root, nearest, repository
 
-# Column names of ours by role: what a row must have (one of the layouts), and what it may have.
+# Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
+# flat (a row is a query, and all rows of one title a document) or joined (chunks here, queries there).
 REQUIRED = {
-    "text": (("text",),),
-    "pairs": (("query", "document"),),
-    "triplets": (("query", "document", "negatives"),),
-    "documents": (
-        ("chunks", "queries", "golds"),  # nested: a row is a document
-        ("title", "chunk", "query"),  # flat: a row is a query, a document is all rows of one title
-        ("chunk_id", "chunk", "query", "query_chunk_id"),  # joined: chunks and queries in two configurations
-    ),
+    "text": ["text"],
+    "pairs": ["query document"],
+    "triplets": ["query document negatives"],
+    "documents": ["chunks queries golds", "title chunk query", "chunk_id chunk query query_chunk_id"],
 }
-ALLOWED = {"id", "key", "held_by"}
+ALLOWED = {"id", "key", "held_by"}  # and what it may have
 # ConTEB's data sets on the Hub → the split that is evaluated: "test" where there is one, otherwise
 # "validation", otherwise "train", as the authors say.
-CONTEB = {
-    "covid-qa": "train",
-    "esg-reports": "test",
-    "football": "train",
-    "geography": "train",
-    "insurance": "train",
-    "mldr-conteb-eval": "test",
-    "narrative-qa": "test",
-    "squad-conteb-eval": "validation",
-}
+CONTEB = dict.fromkeys(("covid-qa", "football", "geography", "insurance"), "train")
+CONTEB |= dict.fromkeys(("esg-reports", "mldr-conteb-eval", "narrative-qa"), "test")
+CONTEB |= {"squad-conteb-eval": "validation"}
 CODE = "c|code|cpp|csharp|go|java|javascript|php|python|ruby|rust|sql"  # code: several of them
 _HUMAN = "[a-z]{3}(_[A-Z][a-z]{3})?"
+_FOLDER = repository() / "papermill_runs" / "sources"
 _ARTIFACTS = "${UNMASK_ARTIFACTS}"  # in `files`: the artifacts folder, wherever it is
 
 
@@ -93,16 +84,11 @@ class Source:
     optional: bool = False  # left out, and said so, where its files do not exist
 
 
-_ENTRIES = TypeAdapter(dict[str, dict[str, Any]])
-
-
-def registry_names() -> list[str]:
-    """Names of the registries at hand."""
-    return sorted(path.stem for path in _directory().glob("*.yaml"))
-
-
-def _directory() -> Path:
-    return repository() / "papermill_runs" / "sources"
+class _Registry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    about: str = ""
+    defaults: dict[str, Any] = {}
+    sources: dict[str, dict[str, Any]]
 
 
 def load_registry(name_or_path: str) -> list[Source]:
@@ -119,19 +105,14 @@ def load_registry(name_or_path: str) -> list[Source]:
     path = _locate(name_or_path)
     where, sources = f"{path}: ", []
     try:
-        registry = yaml.safe_load(path.read_text(encoding="utf8"))
-        defaults = registry.get("defaults", {})
-        for name, entry in _ENTRIES.validate_python(registry["sources"]).items():
+        registry = _Registry.model_validate(yaml.safe_load(path.read_text(encoding="utf8")))
+        for name, entry in registry.sources.items():
             where = f"{path}: {name}: "
-            for one, values in _expanded(name, defaults | entry):
+            for one, values in _expanded(name, registry.defaults | entry):
                 sources.append(_source(one, values, path.parent))
         where = f"{path}: "
         _check_shares(sources)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: a registry has the key `sources`, a mapping of name to entry") from error
-    except ValueError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(where + _reason(error)) from error
     return sources
 
@@ -166,12 +147,17 @@ def short_code(code: str) -> str:
     return get_global("language_aliases").get(language, language)
 
 
+def registry_names() -> list[str]:
+    """Names of the registries at hand."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
 def _locate(name_or_path: str) -> Path:
     is_path = name_or_path.endswith((".yaml", ".yml"))
-    path = Path(name_or_path).resolve() if is_path else _directory() / f"{name_or_path}.yaml"
+    path = Path(name_or_path).resolve() if is_path else _FOLDER / f"{name_or_path}.yaml"
     if not path.is_file():
-        near = "" if is_path else nearest(name_or_path, ["environment", *registry_names()])
-        raise ConfigError(f"data.source: unknown registry {name_or_path!r}{near} (there is no {path})")
+        near = nearest(name_or_path, ["environment", *registry_names()])
+        raise ConfigError(f"data.source: there is no registry {path}{near}")
     return path
 
 
@@ -180,20 +166,21 @@ def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str,
     if "languages" not in entry:
         yield name, entry
         return
-    languages = entry["languages"]
-    rest = {"language": "{language}"} | {key: value for key, value in entry.items() if key != "languages"}
+    languages, entry = entry["languages"], {"language": "{language}"} | entry
+    del entry["languages"]
     for code in languages:
-        filled = json.dumps(rest).replace("{language}", code).replace("{short}", short_code(code))
-        share = {"share": languages[code]} if isinstance(languages, dict) else {}
-        yield f"{name}/{code}", json.loads(filled) | share
+        filled = json.loads(
+            json.dumps(entry).replace("{language}", code).replace("{short}", short_code(code))
+        )
+        yield f"{name}/{code}", filled | ({"share": languages[code]} if isinstance(languages, dict) else {})
 
 
 def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
     values = {"task": name, "bad_rows": "stop" if entry.get("kind") == "files" else "drop"} | entry
-    files = values.get("files", ())
-    source = Source(**values | {"name": name, "files": [files] if isinstance(files, str) else files})
-    files = (file.replace(_ARTIFACTS, str(artifacts_root())) for file in source.files)
-    source = replace(source, files=tuple(str(folder / file) for file in files))
+    files, artifacts = values.get("files", []), str(artifacts_root())
+    files = [files] if isinstance(files, str) else files
+    values["files"] = [str(folder / str(file).replace(_ARTIFACTS, artifacts)) for file in files]
+    source = Source(**values | {"name": name})
     if source.kind != "environment":  # which has its own columns and groups
         _check(source)
     return source
@@ -210,12 +197,11 @@ def _check(source: Source) -> None:
     if source.role in ("pairs", "triplets") and not source.group:
         raise ValueError(f"{source.role} need a group (english, cross-lingual, multilingual or code)")
     layouts, columns = REQUIRED[source.role], set(source.columns)
-    if columns - ALLOWED not in map(set, layouts) or ("chunk_id" in columns) != bool(source.queries_config):
-        wanted = ", or ".join(", ".join(layout) for layout in layouts)
-        raise ValueError(
-            f"columns: {source.role} need {wanted} (and queries_config with chunk_id), and may have id, key "
-            f"and held_by; got {', '.join(source.columns) or 'none'}"
-        )
+    if columns - ALLOWED not in [set(layout.split()) for layout in layouts]:
+        wanted, got = ", or ".join(layouts), " ".join(source.columns)
+        raise ValueError(f"columns: {source.role} need {wanted}, and may have id, key and held_by; got {got}")
+    if ("chunk_id" in columns) != bool(source.queries_config):
+        raise ValueError("queries_config goes with the columns chunk_id and query_chunk_id")
 
 
 def _check_shares(sources: list[Source]) -> None:
@@ -226,12 +212,12 @@ def _check_shares(sources: list[Source]) -> None:
         )
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: Exception) -> str:
     """What is wrong, in one line."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "unexpected_keyword_argument":
-        return f"unknown key {key!r}{nearest(key, [one.name for one in fields(Source)])}"
+        return f"unknown key {key!r}{nearest(key, Source.__dataclass_fields__)}"
     return f"{key}: {first['msg']}, got {first['input']!r}"
