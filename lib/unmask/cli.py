@@ -203,7 +203,7 @@ def mirror_check(options: argparse.Namespace) -> int:
     if name in pretrained.PACKAGES and pretrained.missing(name):
         wrong = [(name, f"missing: {pretrained.PACKAGES[name].wheel}")]
     if hub.needs(preset):
-        wrong += hub.check(preset)[0]
+        wrong += hub.check(preset)
     if wrong:
         _print_table([("missing or wrong", "why"), *wrong])
         print(hub.how(preset))
