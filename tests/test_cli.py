@@ -28,13 +28,13 @@ def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
     assert result.returncode == 0 and result.stderr == ""
     assert result.stdout.splitlines()[:3] == [
         "run 'mine': 1 to do",
-        "  notebook     why        took last time",
-        "  00_backbone  never ran  unknown",
+        "  notebook     why           took last time",
+        "  00_backbone  not done yet  unknown",
     ]
     assert "plan of preset 'smoke' on 8 GPUs, ddp" in result.stdout
     assert not (two.root / "artifacts").exists() and not (two.root / "results").exists()
     states = two.unmask("status", "--preset", "smoke").stdout.splitlines()
-    assert states[2:] == ["  00_backbone  never ran", "  01_pair      never ran"]
+    assert states[2:] == ["  00_backbone  not done yet", "  01_pair      not done yet"]
 
 
 def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout) -> None:
@@ -68,7 +68,7 @@ def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout
     assert "run 'smoke-seed1': nothing to do" in again and "run smoke-seed1 changed" in again
     state = checkout.unmask("status", "--preset", "smoke", "--seeds", "2").stdout
     assert state.startswith("run 'smoke-seed1', preset 'smoke'\n") and state.count("01_report") == 1
-    assert "due again: run smoke-seed1 changed" in state
+    assert "run smoke-seed1 changed" in state
 
 
 def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:

@@ -38,13 +38,6 @@ def test_conda_environment_carries_the_same_dependencies() -> None:
     assert packages == {"pip": DECLARED}
 
 
-def test_lock_satisfies_every_dependency() -> None:
-    for text in DECLARED:
-        requirement = Requirement(text)
-        version = LOCKED[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(version), f"{text}, but requirements.lock has {version}"
-
-
 def test_lock_is_complete() -> None:
     """Every dependency's own dependencies are pinned, in versions that satisfy it."""
     for name in LOCKED:

@@ -74,12 +74,6 @@ def test_the_paper_presets_hold_the_papers_numbers_and_say_where_they_stand(sect
         assert place.removeprefix("paper, ") in comments[section, key]
 
 
-def test_diffusion_pretraining_reads_250_billion_tokens():
-    for name in PAPER:
-        tokens = {t.stage: t.tokens for t in trainings(load_preset(name), 1)}["diffusion"]
-        assert tokens == 60_000 * 1_024 * 4_096 == pytest.approx(250e9, rel=0.01)
-
-
 @pytest.mark.parametrize("name", [*PAPER, "hub-0.6b"])
 def test_every_value_has_a_source(name):
     source = re.compile(
@@ -100,7 +94,7 @@ def test_every_value_has_a_source(name):
 def test_the_stated_size_is_the_models(name, stated):
     preset = load_preset(name)
     with torch.device("meta"):
-        model = backbone.build(preset.backbone, Vocabulary(preset.data.vocab_size), seed=0)
+        model = backbone.build(preset.backbone, Vocabulary(range(preset.data.vocab_size)), seed=0)
     everything = sum(p.numel() for p in model.parameters())
     assert everything == pytest.approx(stated, rel=0.05 if name in ("gpu", "cpu") else 0.002)
     assert parameters(preset) == (everything, everything - model.get_input_embeddings().weight.numel())
@@ -125,16 +119,10 @@ def test_the_time_limits_of_the_presets_hold_in_the_estimate(name, hours):
     assert sum(t.gpu_hours for t in trainings(preset, gpus)) / gpus <= hours
 
 
-class Vocabulary:
+class Vocabulary(list):
     """As much of a tokenizer as building a model asks for."""
 
     pad_token_id = 0
-
-    def __init__(self, size: int):
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
 
 
 def _comments(name: str) -> dict[tuple[str, str], str]:

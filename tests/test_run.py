@@ -3,7 +3,6 @@ import os
 import pytest
 
 from unmask import run as workspace
-from unmask.models.pretrained import require_checkpoint
 from unmask.run import Run, grace_seconds
 from unmask.store import artifacts_root, code_fingerprint, repository, write_atomic
 
@@ -80,16 +79,3 @@ def test_the_seconds_of_grace_are_a_number(monkeypatch):
     monkeypatch.setenv("UNMASK_GRACE_SECONDS", "soon")
     with pytest.raises(ValueError, match="give a number of seconds"):
         grace_seconds()
-
-
-def test_a_hub_name_is_found_in_the_mirror(tmp_path, monkeypatch):
-    folder = tmp_path / "org" / "model"
-    folder.mkdir(parents=True)
-    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
-    assert require_checkpoint("org/model") == "org/model"
-    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
-    with pytest.raises(ValueError, match="is no checkpoint"):
-        require_checkpoint("org/model")
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"")
-    assert require_checkpoint("org/model") == str(folder)

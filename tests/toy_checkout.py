@@ -59,7 +59,7 @@ class Checkout:
     def unmask(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Runs the command line in this checkout and waits for it."""
         process = self.start(*arguments, **environment)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=600)
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     def path_with(self, name: str, script: str) -> str:

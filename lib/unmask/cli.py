@@ -12,7 +12,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from unmask.config import Preset, load_preset, preset_names, resolved, seeded
-from unmask.run import GRACE, Folders, grace_seconds, seed_run
+from unmask.run import Folders, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import PipelineError, Stage, clock
 
@@ -38,120 +37,92 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.said = shlex.join(["unmask", *arguments])
     try:
         return options.command(options) or 0
-    except ValueError as error:  # ConfigError and PipelineError among them
-        print(f"unmask: {error}", file=sys.stderr)
+    except Timeout as error:
+        print(
+            f"unmask: another process executes this run ({error.lock_file}): wait, or use --run",
+            file=sys.stderr,
+        )
         return 2
-    except (RuntimeError, OSError) as error:  # NotebookError, a full disk
+    except (ValueError, RuntimeError, OSError) as error:  # a wrong request; a failed notebook; a full disk
         print(f"unmask: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt as error:
         print(f"unmask: {error or 'interrupted'}; the same command goes on from here", file=sys.stderr)
         return getattr(error, "exit_status", 130)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A run as the command line names it, and what its stages depend on."""
-
-    name: str
-    preset: Preset
-    overrides: dict[str, Any]
-    folders: Folders
-    stages: list[Stage]
-    marks: dict[str, dict[str, Any]]
-
-
-def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> _Opened:
-    """Args: sure: the run is about to begin, so its data must be there; a question does not wait for them."""
-    from unmask.data import hub
-
-    overrides = _overrides(options.set) | (seeded(seed) if seed else {})
-    if getattr(options, "gpus", None) is not None:
-        overrides["parallel.num_processes"] = options.gpus
-    preset, name = load_preset(options.preset, overrides), _run_name(options, seed)
-    if sure:
-        hub.require(preset)
-    folders = Folders.of(name)
-    stages = pipeline.discover(folders.notebooks)
-    data = _data(preset, folders, stages, ask=sure or not hub.data_on_hub(preset))
-    marks = pipeline.expected(stages, resolved(preset), folders, data)
-    return _Opened(name, preset, overrides, folders, stages, marks)
-
-
-def _data(preset: Preset, folders: Folders, stages: Sequence[Stage], *, ask: bool) -> str:
-    """What the corpus is made of; unless we `ask`, what the last run recorded is taken for it."""
-    from unmask.data.sources import identity
-
-    if ask:
-        return identity(preset.data)
-    print("note: the data are on the Hub, and taken to be as they were")
-    known = [done.get("depends_on", {}).get("data") for one in stages if (done := folders.done(one.name))]
-    return next(filter(None, known), "")
 
 
 def run(options: argparse.Namespace) -> None:
     """`unmask run`: executes the selected notebooks that are due.
 
     With --seeds K the run is repeated with the seeds 1 to K − 1, each as a run of its own, before it is
-    executed itself: its report holds what all of them found.
+    executed itself: its report holds what all of them found. SIGTERM and SIGINT let a training write a
+    checkpoint before the run ends, with status 75 after SIGTERM; UNMASK_GRACE_SECONDS is the time that this
+    may take, 120 by default.
     """
     for seed in _seeds(options):
-        opened = _open(options, seed, sure=not options.dry_run)
-        selected = pipeline.select(opened.stages, options.start, options.only, options.stop, again=seed)
-        due = pipeline.plan(opened.stages, selected, opened.marks, opened.folders, force=options.force)
-        _print_due(due, opened)
+        preset, overrides, folders, stages, marks = _open(options, seed, sure=not options.dry_run)
+        selected = pipeline.select(stages, options.start, options.only, options.stop, again=seed)
+        due = pipeline.plan(stages, selected, marks, folders, force=options.force)
+        _print_due(due, preset, folders)
         if due and options.dry_run:
             from unmask.study.plan import describe
 
             names, memory = [stage.name for stage in due], options.gpu_memory * 1e9
-            print(describe(opened.preset, gpus=options.gpus, stages=names, gpu_memory=memory))
+            print(describe(preset, gpus=options.gpus, stages=names, gpu_memory=memory))
         elif due:
-            _execute(list(due), opened, options)
-        if (report := opened.folders.results / "report.md").is_file():
+            from unmask.data import hub
+
+            pipeline.check_machine(preset.parallel, options.gpus)
+            about = pipeline.describe(folders, resolved(preset), overrides, options.said)
+            # A run that has everything here must not wait for a Hub that may be out of reach.
+            environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
+            environment |= {"UNMASK_ACCEPT_CODE": "1"} if options.accept_code else {}
+            folders.artifacts.mkdir(parents=True, exist_ok=True)
+            with FileLock(folders.artifacts / ".lock", timeout=0):
+                pipeline.run_stages(list(due), marks, folders, about, environment, options.jobs)
+        if (report := folders.results / "report.md").is_file():
             print(f"report: {os.path.relpath(report)}")
-
-
-def _execute(due: list[Stage], opened: _Opened, options: argparse.Namespace) -> None:
-    from unmask.data import hub
-
-    name, preset, overrides, folders = opened.name, opened.preset, opened.overrides, opened.folders
-    pipeline.check_machine(preset.parallel, options.gpus)
-    # A run that has everything here must not wait for a Hub that may be out of reach.
-    environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
-    if options.accept_code:
-        environment["UNMASK_ACCEPT_CODE"] = "1"  # for the trainings, see `unmask.training.launch`
-    folders.artifacts.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folders.artifacts / ".lock", timeout=0):
-            pipeline.run_stages(
-                due,
-                opened.marks,
-                folders,
-                parameters={"preset": preset.name, "overrides": overrides, "run": name},
-                about=pipeline.describe(folders, resolved(preset), overrides, name, options.said),
-                grace=grace_seconds(),
-                environment=environment,
-                jobs=options.jobs,
-            )
-    except Timeout:
-        raise PipelineError(f"run {name!r} is under way: wait for it, or use another name (--run)") from None
 
 
 def status(options: argparse.Namespace) -> None:
     """`unmask status`: the state of every stage of a run, and of its repetitions with other seeds."""
     for seed in _seeds(options):
-        opened = _open(options, seed, sure=False)
-        records, rows = pipeline.recorded(opened.folders), [("stage", "state", "finished (UTC)", "took")]
-        for stage in pipeline.select(opened.stages, again=seed):
-            state, finished, took = pipeline.why_due(stage, opened.marks[stage.name], opened.folders), "", ""
-            if done := opened.folders.done(stage.name):
-                state = f"due again: {state}" if state else "done"
-                finished, took = done["finished"][:19].replace("T", " "), clock(done["wall_seconds"])
-            elif records.get(stage.name, {}).get("exit_status"):
-                state = "failed"
-            rows.append((stage.name, state, finished, took))
-        print(f"run {opened.name!r}, preset {options.preset!r}")
+        _, _, folders, stages, marks = _open(options, seed, sure=False)
+        rows = [("stage", "state", "finished (UTC)", "took")]
+        for stage in pipeline.select(stages, again=seed):
+            row = [stage.name, pipeline.why_due(stage, marks[stage.name], folders) or "done", "", ""]
+            if done := folders.done(stage.name):
+                row[2:] = done["finished"][:19].replace("T", " "), clock(done["wall_seconds"])
+            rows.append(row)
+        print(f"run {folders.artifacts.name!r}, preset {options.preset!r}")
         _print_table(rows)
+
+
+def _open(
+    options: argparse.Namespace, seed: int | None, *, sure: bool
+) -> tuple[Preset, dict[str, Any], Folders, list[Stage], dict[str, dict[str, Any]]]:
+    """A run as the command line names it: preset, overrides, folders, stages and what these depend on.
+
+    Args:
+        sure: it is about to begin, so its data must be there; a question does not wait for the Hub.
+    """
+    from unmask.data import hub
+    from unmask.data.sources import identity
+
+    overrides = _overrides(options.set) | (seeded(seed) if seed else {})
+    if getattr(options, "gpus", None) is not None:
+        overrides["parallel.num_processes"] = options.gpus
+    preset, folders = load_preset(options.preset, overrides), Folders.of(_run_name(options, seed))
+    stages = pipeline.discover(folders.notebooks)
+    if sure:
+        hub.require(preset)
+    if sure or not hub.data_on_hub(preset):
+        data = identity(preset.data)
+    else:
+        print("note: the data are on the Hub, and taken to be as they were")
+        known = (done.get("depends_on", {}).get("data") for one in stages if (done := folders.done(one.name)))
+        data = next(filter(None, known), "")
+    return preset, overrides, folders, stages, pipeline.expected(stages, resolved(preset), folders, data)
 
 
 def encode(options: argparse.Namespace) -> None:
@@ -160,16 +131,10 @@ def encode(options: argparse.Namespace) -> None:
     The embeddings are a NumPy array with a row for each text, in their order. The same command goes on with
     what was interrupted.
     """
-    from unmask.models.file_job import encode_file
+    from unmask.models.jobs import encode_file
 
-    encode_file(
-        options.model,
-        options.input,
-        options.output,
-        column=options.column,
-        precision=options.precision,
-        dimensions=options.dimensions,
-    )
+    named = {key: getattr(options, key) for key in ("column", "precision", "dimensions")}
+    encode_file(options.model, options.input, options.output, **named)
 
 
 def mirror_pull(options: argparse.Namespace) -> None:
@@ -212,16 +177,13 @@ def mirror_check(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_due(due: dict[Stage, str], opened: _Opened) -> None:
+def _print_due(due: dict[Stage, str], preset: Preset, folders: Folders) -> None:
     """What will run, why, and how long it took last time: in this run, or else in its preset's."""
-    if not due:
-        print(f"run {opened.name!r}: nothing to do, all of it is up to date (--force runs it again)")
-        return
-    known = pipeline.recorded(Folders.of(opened.preset.name)) | pipeline.recorded(opened.folders)
+    known = pipeline.recorded(Folders.of(preset.name)) | pipeline.recorded(folders)
     times = {name: clock(one["wall_seconds"]) for name, one in known.items() if not one["exit_status"]}
-    print(f"run {opened.name!r}: {len(due)} to do")
     rows = [(stage.name, why, times.get(stage.name, "unknown")) for stage, why in due.items()]
-    _print_table([("notebook", "why", "took last time"), *rows])
+    print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")
+    _print_table([("notebook", "why", "took last time"), *rows] if due else [])
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -262,17 +224,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     preset = argparse.ArgumentParser(add_help=False)
-    there = f"default cpu; there are: {', '.join(preset_names())}"
-    preset.add_argument("--preset", default="cpu", metavar="NAME", help=there)
-    change = "change a value of the preset, for instance pair.steps=50; may be repeated"
-    preset.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=change)
+    add = preset.add_argument
+    add("--preset", default="cpu", metavar="NAME", help=f"one of {', '.join(preset_names())}; default cpu")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="such as pair.steps=50; repeatable")
     shared = argparse.ArgumentParser(add_help=False, parents=[preset])
     shared.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
     seeds = shared.add_mutually_exclusive_group()
-    again = "repeat the run with seed N in all trainings, as run NAME-seedN"
-    seeds.add_argument("--seed", type=int, metavar="N", help=again)
-    pooled = "K seeds: those from 1 to K - 1 as runs of their own, then the run itself, which pools them"
-    seeds.add_argument("--seeds", type=int, default=1, metavar="K", help=pooled)
+    add = seeds.add_argument
+    add("--seed", type=int, metavar="N", help="repeat the run with seed N in all trainings, as NAME-seedN")
+    add("--seeds", type=int, default=1, metavar="K", help="seeds 1 to K - 1 first, then a run that pools all")
 
     def command(name: str, function: Callable, about: str, *parents: argparse.ArgumentParser, of=commands):
         added = of.add_parser(name, parents=parents, help=about, description=function.__doc__)
@@ -283,12 +243,10 @@ def _parser() -> argparse.ArgumentParser:
     command("status", status, "what is done, and what is due", shared)
 
     add = command("encode", encode, "embed a file of texts")
-    add("model", metavar="MODEL", help="a checkpoint directory, or a name on the Hub")
-    kinds = ".parquet, .jsonl, .csv and the like, or .txt with a text in each line"
-    add("input", type=Path, metavar="INPUT", help=kinds)
-    add("output", type=Path, metavar="OUTPUT", help="the array, an .npy file")
-    numbers = ("float32", "int8", "binary", "ubinary")
-    add("--precision", default="int8", choices=numbers, help="of an embedding, default int8")
+    add("model", help="a checkpoint directory, or a name on the Hub")
+    add("input", type=Path, help=".parquet, .jsonl, .csv and the like, or .txt with a text in each line")
+    add("output", type=Path, help="the array, an .npy file")
+    add("--precision", default="int8", help="float32, int8 (default), binary or ubinary")
     add("--dimensions", type=int, metavar="N", help="keep only the first N; default: all")
     add("--column", default="text", metavar="NAME", help="where the texts are, default text")
 
@@ -297,8 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("pull", mirror_pull, "fetch what a preset reads, or go on with that", preset, of=actions)
     add("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
     add = command("check", mirror_check, "say what is missing, and verify the rest", preset, of=actions)
-    known = "the mirror; default: UNMASK_MIRROR"
-    add("--from", dest="source", type=Path, metavar="DIR", help=known)
+    add("--from", dest="source", type=Path, metavar="DIR", help="the mirror; default: UNMASK_MIRROR")
     return parser
 
 
@@ -310,8 +267,5 @@ def _add_run_options(add: Callable) -> None:
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
     add("--gpu-memory", type=float, default=80, metavar="GB", help="that --dry-run plans with, default 80")
     add("--gpus", type=int, metavar="N", help="of a training, over all machines; default: the preset's")
-    share = "run up to J independent notebooks side by side; default 1. A stopped run saves its trainings: "
-    share += f"UNMASK_GRACE_SECONDS is the time that this may take, default {GRACE:.0f}"
-    add("--jobs", type=int, default=1, metavar="J", help=share)
-    accept = "go on from checkpoints, and with models, that earlier versions of the code made"
-    add("--accept-code", action="store_true", help=accept)
+    add("--jobs", type=int, default=1, metavar="J", help="up to J independent notebooks side by side")
+    add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")

@@ -124,10 +124,6 @@ class DiffusionConfig(PretrainConfig):
     log_uniform: bool = False  # low t: drawn more often, not weighed more
     cut_fraction: Share = 0.01  # share of the sequences that are cut to a random length
 
-    def __post_init__(self):
-        if self.t_min > self.t_max:
-            raise ValueError(f"0 < t_min <= t_max <= 1 is needed, got {self.t_min} and {self.t_max}")
-
     @property
     def masked_share(self) -> float:
         """The mean of t: the share of the tokens that are masked."""

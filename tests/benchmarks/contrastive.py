@@ -25,8 +25,7 @@ from unmask.config import load_preset
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import tokenize, train_tokenizer
 from unmask.losses import pair_loss
-from unmask.models.encoding import TokenSequence
-from unmask.models.pooling import mean_pool
+from unmask.models.encoding import TokenSequence, mean_pool
 from unmask.store import artifacts_root
 from unmask.training.cache import cached_backward
 

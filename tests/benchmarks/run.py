@@ -118,7 +118,6 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         several, {"metrics": "ranking metrics", "metrics-tied": "ranking metrics, tied scores"}, **SPEED
     ),
     "preparation": partial(compare, "preparation", "tokenising text into files", **SPEED),
-    "preparation-memory": preparation.memory,
     "gpu": gpu.rows,
 }
 

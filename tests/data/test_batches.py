@@ -49,7 +49,8 @@ def test_a_step_is_a_function_of_seed_and_step():
 
 
 def test_data_sets_are_drawn_in_proportion_to_their_size():
-    draws = [plan()(step)[0] for step in range(400)]
+    one = plan()
+    draws = [one(step)[0] for step in range(400)]
     assert abs(draws.count("small") / 400 - 0.1) < 0.04
 
 

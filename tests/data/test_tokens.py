@@ -60,10 +60,6 @@ def test_deterministic(path, tmp_path):
     assert (tmp_path / "tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
 
 
-def test_truncation(tokenizer):
-    assert [len(ids) for ids in tokenize(tokenizer, TEXTS, 5)] == [5] * len(TEXTS)
-
-
 def test_special_tokens_around_a_text(tokenizer):
     assert [ids.tolist() for ids in special_tokens_around(tokenizer)] == [[], []]
     other = copy.deepcopy(tokenizer)

@@ -18,8 +18,7 @@ from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.mteb import MtebEncoder, as_mteb, benchmark_tasks, run_benchmark
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import Task, evaluate
-from unmask.models.embedder import Embedder
-from unmask.models.instructions import instructed
+from unmask.models.embedder import Embedder, instructed
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
 DOCUMENTS = [

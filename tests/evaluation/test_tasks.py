@@ -22,7 +22,7 @@ from unmask.evaluation.tasks import (
     score_task,
 )
 from unmask.models import backbone
-from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker, answers
 
 CONFIG = replace(load_preset("smoke").evaluation, max_queries=50, max_documents=50)

@@ -92,19 +92,8 @@ def test_distinct_documents_do_what_the_papers_mask_does(document):
     assert ours.item() == pytest.approx(expected, rel=1e-10)
 
 
-def test_padding_chunks_have_no_say_and_no_gradient():
-    q, chunks, documents, document, gold, mask = problem(6, 4, 3, 5, 9)
-    assert not mask.all()
-    garbage = chunks.masked_fill(~mask[..., None], 7.0).requires_grad_()
-    arguments = {"beta": 0.4, "chunk_mask_MC": mask}
-    loss = contextual_loss(q, garbage, documents, document, gold, **arguments)
-    torch.testing.assert_close(loss, contextual_loss(q, chunks, documents, document, gold, **arguments))
-    loss.backward()
-    assert garbage.grad[~mask].eq(0).all() and garbage.grad.isfinite().all()
-
-
 def test_bad_arguments_are_refused():
-    q, chunks, documents, document, gold, mask = problem(4, 3, 3, 4, 12, padded=False)
+    q, chunks, _, document, gold, mask = problem(4, 3, 3, 4, 12, padded=False)
     where = (q, chunks, document, gold)
     with pytest.raises(ValueError, match=r"gold_N must hold int64 in 0\.\.2"):
         sequence_loss(q, chunks, document, gold + 3)
@@ -115,5 +104,3 @@ def test_bad_arguments_are_refused():
     for name, loss in {"alpha": local_loss, "lam": insent_loss}.items():
         with pytest.raises(ValueError, match=f"{name} must lie in"):
             loss(*where, **{name: 1.5})
-    with pytest.raises(ValueError, match=r"documents_MD must have the shape \(3, 4\); got \(2, 4\)"):
-        contextual_loss(q, chunks, documents[:2], document, gold, beta=0.5)

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import tiny
-from unmask.config import load_preset
 from unmask.data.tokens import join_chunks
-from unmask.evaluation.tasks import Task, evaluate
 from unmask.models import backbone
 from unmask.models import context_encoder as cde
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
@@ -133,19 +131,6 @@ def test_batches_with_and_without_padding_and_single_texts_agree():
     expected = rows(second, context)
     close(rows(second, context, packed=True), expected)
     close(torch.cat([rows(second, context, [item]) for item in sequences()]), expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = [rows(second, context, packed=packed) for packed in (False, True)]
-    for found in half:
-        torch.testing.assert_close(found, expected, atol=5e-2, rtol=5e-2)
-
-
-def test_what_stands_in_the_places_of_the_slots_is_not_read():
-    second, context = encoder().second, vectors(J)
-    others = [
-        TokenSequence(np.concatenate([np.full(J, 9, np.int32), s.tokens_L[J:]]), s.chunk_L, s.rows)
-        for s in sequences()
-    ]
-    assert torch.equal(rows(second, context, others), rows(second, context))
 
 
 def test_the_stages_share_no_weights_and_the_null_vector_learns():
@@ -164,11 +149,6 @@ def test_a_causal_backbone_is_refused(tmp_path):
     backbone.save(tiny.model(bidirectional=False), tiny.tokenizer(), tmp_path / "model")
     with pytest.raises(ValueError, match=r"is causal: .* bidirectional"):
         cde.build(tmp_path / "model", context=J)
-
-
-def test_an_encoder_without_slots_is_refused():
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        encoder(context=0)
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path):
@@ -203,7 +183,7 @@ def test_an_embedder_gives_the_rows_of_the_two_stages():
     tokens = [np.array(tiny.tokenizer()(t)["input_ids"], np.int32) for t in TEXTS]
     expected = rows(ready.encoder.second, context, [after_context(TokenSequence(t), J) for t in tokens])
     np.testing.assert_allclose(ready.encode(TEXTS, "float32"), expected, atol=1e-5)
-    documents = [join_chunks(tokens[:2], ready.separator_id), join_chunks(tokens[2:], ready.separator_id)]
+    documents = [join_chunks(tokens[:2], 0), join_chunks(tokens[2:], 0)]
     expected = rows(ready.encoder.second, context, [after_context(d, J) for d in documents])
     found = ready.encode_documents([TEXTS[:2], TEXTS[2:]], "float32")
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5)
@@ -223,36 +203,10 @@ def test_the_context_is_a_set_of_at_most_j_documents():
     none = ready.encode(TEXTS, "float32")
     np.testing.assert_array_equal(ready.with_context([]).encode(TEXTS, "float32"), none)
     far(torch.from_numpy(full.encode(TEXTS, "float32")), torch.from_numpy(none))
-    with pytest.raises(ValueError, match=f"at most {J} context documents, got 5"):
+    with pytest.raises(ValueError, match=f"at most {J} context documents are read, got 5"):
         ready.with_context(["a file"] * 5)
     with pytest.raises(ValueError, match="Text 1 of 2 has no tokens"):
         ready.with_context(["a file", ""])
-
-
-def test_the_context_is_embedded_once_and_cut_as_asked(monkeypatch):
-    ready = embedder(normalize=True, max_length=8)
-    calls = []
-    ready.encoder.first.register_forward_hook(lambda *_: calls.append(1))
-    cut = ready.with_context([CORPUS[0] * 9], max_length=3)
-    assert calls == [1]
-    cut.encode(TEXTS)
-    assert calls == [1]
-    same = ready.with_context([tiny.tokenizer().decode(tiny.tokenizer()(CORPUS[0])["input_ids"][:3])])
-    found = cut.encode(TEXTS, "float32")
-    np.testing.assert_allclose(found, same.encode(TEXTS, "float32"), atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)  # of the output, not the context
-    plain = Embedder(ready.encoder.first, tiny.tokenizer(), device="cpu", max_length=3)
-    np.testing.assert_allclose(cut.model.context_KD, plain.encode([CORPUS[0]], "float32"), atol=1e-6)
-
-
-def test_slots_count_for_the_token_budget():
-    ready = embedder(token_budget=2 * (J + 8), max_length=8)
-    shapes = []
-    ready.encoder.second.register_forward_pre_hook(
-        lambda module, _, kwargs: shapes.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    ready.encode(["Compute the mean of an array along an axis"] * 8)
-    assert len(shapes) == 4 and max(shapes) <= 2 * (J + 8)
 
 
 def test_an_embedder_is_saved_with_its_options(tmp_path):
@@ -262,23 +216,10 @@ def test_an_embedder_is_saved_with_its_options(tmp_path):
     facts = json.loads((path / "unmask.json").read_text())
     assert facts == {
         "pooling": "mean", "max_length": 9, "special_tokens": False, "normalize": True,
-        "separator": "<|endoftext|>", "context": J,
+        "context": J,
     }  # fmt: skip
     for one, two in ((ready, loaded), (ready.with_context(CORPUS), loaded.with_context(CORPUS))):
         np.testing.assert_array_equal(two.encode(TEXTS, "float32"), one.encode(TEXTS, "float32"))
-
-
-def test_pooling_at_the_last_token_is_refused():
-    with pytest.raises(ValueError, match=r"pools by the mean .* got 'last'"):
-        embedder(pooling="last")
-
-
-def test_it_is_evaluated_as_every_embedder_is():
-    task = Task("t", "english", TEXTS[:2], [[text] for text in [*TEXTS, *CORPUS]], [{0}, {1}])
-    config = load_preset("smoke").evaluation
-    ready = embedder().with_context(CORPUS, max_length=config.document_length)
-    found = evaluate(ready, [task], config)["t"]
-    assert found.tolist() == [1.0, 1.0]  # each query is its document
 
 
 @pytest.mark.gpu

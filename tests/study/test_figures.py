@@ -3,7 +3,6 @@ from itertools import combinations
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex, to_rgb, to_rgba_array
 from matplotlib.text import Text
 from PIL import Image
@@ -115,67 +114,8 @@ def test_every_colour_has_one_of_its_own_on_dark_pages():
     assert used <= light
 
 
-# Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
-VISIONS = {
-    "normal": np.eye(3),
-    "deuteranopia": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "protanopia": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-}
-
-
-@pytest.mark.parametrize("vision", VISIONS)
-@pytest.mark.parametrize("page", ["light", "dark"])
-def test_colours_that_meet_differ_for_every_eye(page, vision):
-    together = (
-        (*figures.RECIPE, *figures.OUTSIDE),  # the stages
-        (figures.MERGED, figures.AMBER, figures.MAGENTA, figures.GREEN, *figures.OUTSIDE),  # the systems
-        (figures.MERGED, figures.VERMILION, figures.GREEN, *figures.OUTSIDE),  # the precisions
-        (figures.CONTEXTUAL, figures.VERMILION, figures.LEXICAL),  # the verdicts
-    )
-    for colors in together:
-        labs = [_oklab(figures.DARK[c] if page == "dark" else c, VISIONS[vision]) for c in colors]
-        for (a, first), (b, second) in combinations(zip(colors, labs, strict=True), 2):
-            assert np.linalg.norm(first - second) > 0.045, (page, vision, a, b)
-
-
 def _rgb(color):
     return tuple(round(255 * c) for c in to_rgb(color))
-
-
-def _oklab(color, vision):
-    """Björn Ottosson's space, in which distances are seen as equal, of a colour as an eye sees it."""
-    rgb = np.array(to_rgb(color))
-    linear = np.clip(
-        np.asarray(vision) @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1
-    )
-    to_lms = [[0.41222, 0.53633, 0.05145], [0.21190, 0.68070, 0.10740], [0.08830, 0.28172, 0.62998]]
-    to_lab = [[0.21045, 0.79362, -0.00407], [1.97800, -2.42859, 0.45059], [0.02590, 0.78277, -0.80868]]
-    return np.asarray(to_lab) @ np.cbrt(np.asarray(to_lms) @ linear)
-
-
-def test_a_loss_is_named_with_its_last_average():
-    figure = DRAWINGS["loss, one step"]()
-    assert [text.get_text() for text in figure.legends[0].texts] == ["long (0.30)", "short (5.00)"]
-    assert figures.smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, 5 / 3])
-
-
-def test_systems_from_outside_are_levels():
-    table = {"BM25": {"x": 0.52, "y": 0.9}, "pair": {"x": 0.5, "y": 0.2}, "merged": {"x": 0.4, "y": 0.3}}
-    (axes,) = figures.grouped_bars(table, **TEXT).axes
-    assert [patch.get_height() for patch in axes.patches] == [0.5, 0.2, 0.4, 0.3]
-    (levels,) = (c for c in axes.collections if isinstance(c, LineCollection))
-    segments = levels.get_segments()
-    np.testing.assert_allclose([segment[:, 1] for segment in segments], [[0.52, 0.52], [0.9, 0.9]])
-    assert all(segment[1, 0] - segment[0, 0] > 0.84 for segment in segments)  # over the whole group
-    assert [text.get_text() for text in axes.texts] == [".50", ".20", ".40", ".30"]
 
 
 def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
@@ -195,31 +135,14 @@ def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
-def test_rows_keep_their_order_and_what_is_not_highlighted_is_grey():
-    panels = {
-        "the paper": {"a": {"x": 1.0, "y": 2.0}, "b": {"y": 3.0, "z": 4.0}, "c": {"x": 5.0}},
-        "ours": {"mine": {"x": 0.5}},
-    }
-    figure = figures.beside(panels, highlight=["b", "mine", "absent"], xlabel="score in %", title="A title")
-    paper, _ = figure.axes
-    assert [label.get_text() for label in paper.get_yticklabels()] == ["x", "y", "z"]
-    (b,) = [line for line in paper.lines if line.get_label() == "b"]
-    assert list(zip(*b.get_data())) == [(3.0, 1), (4.0, 2)]
-    legends = [[text.get_text() for text in legend.texts] for legend in figure.legends]
-    assert legends == [["b", "2 others"], ["mine"]]
-
-
 def test_a_forest_measures_from_the_bar_towards_the_claimed_side():
     lower = {"value": -0.3, "interval": [-0.4, -0.2], "bar": {"below": -0.1}, "unit": "nats"}
     failed = {"value": 0.05, "interval": [0.04, 0.06], "bar": {"above": 0.1}, "verdict": "contradicted"}
     untested = CLAIM | {"interval": None, "value": None, "bar": None, "values": {}}
     claims = [CLAIM, untested, CLAIM | failed, CLAIM | lower | {"values": {"0": -0.3}}]
     points, nats = figures.forest(claims, title="A title").axes
-    ends = [
-        [segment[:, 0].tolist() for segment in c.get_segments()]
-        for ax in (points, nats)
-        for c in ax.collections
-    ]
+    drawn = [c.get_segments() for ax in (points, nats) for c in ax.collections]
+    ends = [[segment[:, 0].tolist() for segment in segments] for segments in drawn]
     np.testing.assert_allclose(ends, [[[1, 3]], [[-6, -4]], [[0.3, 0.1]]])
     assert [t.get_text().splitlines()[1] for t in points.texts] == ["claimed > 0", "claimed > 10"]
     assert points.texts[0].get_text().startswith("+2.0 [+1.0, +3.0]\n")

@@ -103,7 +103,7 @@ def test_selection(diamond: Checkout) -> None:
 
 
 def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond: Checkout) -> None:
-    assert set(reasons(diamond).values()) == {"never ran"}
+    assert set(reasons(diamond).values()) == {"not done yet"}
     all_done(diamond)
     assert reasons(diamond, PRESET | {"pair": {"steps": 11}, "merge": {"t": [0.5]}}) == {
         "01_left": "preset section pair changed",

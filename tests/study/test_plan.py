@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3Model
 
@@ -101,19 +100,6 @@ def test_flops_of_a_step_in_two_stages_are_what_torch_counts(budget):
     assert expected == pytest.approx(counted(step), rel=0.03)
 
 
-def test_flops_of_reranking_are_what_torch_counts():
-    negatives = load_preset("smoke").reranker.negatives
-    model = eager(head=True, bidirectional=False)
-    tokens = torch.randint(4, 300, (2 * (1 + negatives), plan.PROMPT_TOKENS + 28))
-
-    def step():
-        hidden = model.base_model(tokens, use_cache=False).last_hidden_state
-        cross_entropy(model.lm_head(hidden[:, -1]), torch.full((len(tokens),), 5)).backward()
-
-    expected = planned("reranker", batch=2, query_length=10, document_length=18)
-    assert expected == pytest.approx(counted(step), rel=0.02)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_activations_are_what_autograd_keeps(sharded):
     """Two layers less one, so that only a layer's own count; fsdp2's layers are bfloat16 throughout."""
@@ -173,7 +159,7 @@ def test_sharing_divides_the_state_and_more_gpus_the_work():
 
 
 def test_what_cannot_fit_is_refused_with_what_takes_less():
-    with pytest.raises(ValueError, match=r"the cde training needs 172 GB per GPU on 1.* has 80 GB") as error:
+    with pytest.raises(ValueError, match=r"cde needs 172 GB per GPU on 1.* has 80 GB") as error:
         plan.describe(load_preset("paper-4b"), gpus=1)
     assert "--set cde.token_budget=4096; --gpus 2 --set parallel.strategy=fsdp2" in str(error.value)
     assert plan.describe(load_preset("paper-4b"), gpus=4)

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -48,19 +47,13 @@ def test_pairs_from_passages(tmp_path):
     assert server.answered == result.traffic["answered"] == 2 * len(PASSAGES)
     assert result.traffic["answer tokens"] == 7 * 2 * len(PASSAGES)
     assert 1 < server.most <= 4  # at a time
+    again = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)  # which is gone
+    assert again.rows == rows and again.traffic == {"resumed": 2 * len(PASSAGES)}
     schemas = [body["response_format"]["json_schema"]["schema"] for body in server.bodies]
     assert Counter(frozenset(schema["properties"]) for schema in schemas) == {
         frozenset({"character", "type", "difficulty"}): len(PASSAGES),
         frozenset({"query"}): len(PASSAGES),
     }
-
-
-def test_a_finished_synthesis_needs_no_server(tmp_path):
-    with ChatServer() as server:
-        settings = config(server)
-        first = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
-    again = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
-    assert again.rows == first.rows and again.traffic == {"resumed": 2 * len(PASSAGES)}
 
 
 def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
@@ -196,23 +189,6 @@ def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
     assert whole.path.read_bytes() == result.path.read_bytes()
     answers = [line for line in journal.read_text().splitlines() if line.endswith("}]")]
     assert len({json.loads(line)[0] for line in answers}) == len(answers) == 120
-
-
-def test_an_interrupted_cell_stops_at_once_and_loses_nothing(tmp_path):
-    with ChatServer(delay=0.05) as server:
-
-        def interrupt():
-            while server.answered < 10:
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        threading.Thread(target=interrupt, daemon=True).start()
-        with pytest.raises(KeyboardInterrupt):
-            many_pairs(server.url, tmp_path)
-        assert 10 - 4 <= len(lines(tmp_path / "pairs.journal")) < 60  # two requests each were under way
-        server.delay = 0.0
-        assert many_pairs(server.url, tmp_path).outcomes == {"kept": 60}
-    assert server.prompts.total() == 120
 
 
 @pytest.mark.parametrize(

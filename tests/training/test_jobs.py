@@ -89,11 +89,6 @@ def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
         assert batch["similarity"] == pytest.approx(others.mean(), abs=1e-3)
 
 
-def test_one_group_of_pairs_only(start, tmp_path):
-    with pytest.raises(ValueError, match="no training data"):
-        run_job(job("pair", start, tmp_path, groups=["code"]), quiet)
-
-
 def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
     changes = {"pooling": "last", "query_length": 8, "document_length": 16}
     embedder = Embedder.from_pretrained(run_job(job("pair", start, tmp_path, changes=changes), quiet))

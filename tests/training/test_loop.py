@@ -93,14 +93,6 @@ def test_what_is_no_number_stops_the_training_and_never_reaches_a_checkpoint(tmp
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004-a"]
 
 
-def test_what_a_loss_says_of_its_input_is_in_the_message(tmp_path):
-    def backward(module, batch, step, processes):
-        raise FloatingPointError("q_ND holds NaN or infinity in 1 of 3 rows, first in row 2")
-
-    with pytest.raises(FloatingPointError, match=r"q_ND holds NaN .* at step 0: .*checkpoint: none"):
-        fit(tmp_path, backward=backward)
-
-
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_usable(tmp_path):
     """No file may grow beyond a kilobyte from step 3 on: the system enforces it, as it does a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -13,8 +13,8 @@ from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import END_OF_TEXT, tokenize
 from unmask.losses import qwen3_loss
 from unmask.models import backbone
+from unmask.models.embedder import INSTRUCTIONS, instructed
 from unmask.models.encoding import encode_rows
-from unmask.models.instructions import INSTRUCTIONS, instructed
 from unmask.models.quantize import int8
 from unmask.training.distributed import ALONE
 from unmask.training.launch import milestones

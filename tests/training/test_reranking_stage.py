@@ -9,25 +9,10 @@ import tiny
 import tiny_corpus
 from unmask.losses import answer_loss
 from unmask.models import backbone
-from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 from unmask.training.distributed import ALONE
 from unmask.training.loop import run_job, stage_of
-
-
-def test_a_batch_is_each_query_with_its_document_and_its_negatives():
-    settings = tiny_stages.config("reranker")
-    stage, pairs = tiny_stages.stage("reranker", settings), tiny_stages.pairs(12, negatives=2)
-    batch = stage.batch(1)
-    rows = stage.plan.samples(1)["rows"]
-    yes, no = tiny_stages.ANSWERS
-    expected = [
-        [*pairs.queries[row], *document]
-        for row in rows
-        for document in (pairs.documents[row], *pairs.negatives[row])
-    ]
-    assert [prompt.tolist() for prompt in batch.prompts] == [list(map(int, prompt)) for prompt in expected]
-    assert batch.answer_B.tolist() == [yes, no, no] * len(rows)
 
 
 def test_a_step_is_the_mean_over_prompts_that_are_read_alone():

@@ -1,4 +1,4 @@
-"""What several processes compute, for test_processes.py:  torchrun --nproc-per-node 2 worker.py STRATEGY OUT
+"""What several processes compute, for test_distributed.py: torchrun --nproc-per-node 2 worker.py STRATEGY OUT
 
 Every process writes OUT/<stage>-<rank>.safetensors (whole gradients) and OUT/<stage>-<rank>.json.
 """

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 ROUNDS = 6
-FILL = 8  # times a batch's rows that are looked through to fill it with different ones
+FILL = 8  # times a batch's rows that are looked through to fill one of look-alikes with different ones
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio
 
 
@@ -140,15 +140,14 @@ class BatchPlan:
         seed = [self._seed, 1, self.names.index(name), epoch]
         if packing:
             slot = int(permuted(np.array(slot), count // size, seed))
-        width = size
-        while True:
-            places = (slot * size + np.arange(width)) % count
+        # Where all are the same thing, go on in the epoch's order to other ones.
+        for width in (FILL * size if packing else size, count):
+            places = (slot * size + np.arange(min(width, count))) % count
             rows = packing(places, seed) if packing else permuted(places, count, seed)
             first = np.sort(np.unique(keys[rows], return_index=True)[1])[:size]
-            enough = size if packing and width < FILL * size else 2
-            if len(first) >= min(enough, size) or width == count:
-                return name, rows[first]
-            width = min(2 * width, count)  # the same things again: go on in the epoch's order to other ones
+            if len(first) > 1:
+                break
+        return name, rows[first]
 
 
 def curriculum(groups: Mapping[str, str], shares: Sequence[float], steps: int) -> Callable[[int], set[str]]:

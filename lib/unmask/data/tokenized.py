@@ -29,11 +29,13 @@ from unmask.data import reading, tokens
 from unmask.data.batches import permuted
 from unmask.data.files import identity
 from unmask.data.registry import Source
-from unmask.data.tokens import StoredTokenizer, cut, encode, joined
+from unmask.data.tokens import Around, StoredTokenizer, cut, encode, joined
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, read_json, write_atomic
 
-Around = tuple[str, str]  # text before and after another
+Limit = tuple[int, Around]  # tokens of a text at most, what is put around it included
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
+Rows = Iterable[tuple[int, Mapping[str, Any]]]  # rows of a table with their numbers
+Arranged = Iterator[tuple[int, Mapping[str, Sequence[str]], Sequence[int]]]  # number, texts, keys or golds
 UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 ROWS = 4096  # of a table, tokenised at a time
 JOURNAL = "progress.json"
@@ -78,7 +80,7 @@ class Prepared:
         """With the result of one unit more, of `total`."""
         sizes = {}
         for name, array in result[0].items():
-            with (self.folder / name).open("ab") as file:
+            with (self.folder / f"{name}.bin").open("ab") as file:
                 file.write(array.tobytes())
                 sizes[name] = file.tell()
         counters = dict(Counter(self.counters) + Counter(result[1]))
@@ -92,7 +94,7 @@ class Prepared:
             return np.empty(0, dtype)
         count = self.sizes[name] // np.dtype(dtype).itemsize
         # A plain array, because slices of a memmap take ten times longer.
-        return np.asarray(np.memmap(self.folder / name, dtype, "r", shape=count))
+        return np.asarray(np.memmap(self.folder / f"{name}.bin", dtype, "r", shape=count))
 
     def texts(self, name: str, dtype: str) -> Ragged:
         """The token ids of each text of a column."""
@@ -122,8 +124,8 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         done = Prepared(**read_json(folder / JOURNAL) | {"folder": folder})
-        for file in set(folder.iterdir()) - {folder / JOURNAL}:  # what did not reach the journal goes
-            os.truncate(file, done.sizes.get(file.name, 0))
+        for file in folder.glob("*.bin"):  # what did not reach the journal goes
+            os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
         workers = min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER)
         results = Parallel(max(workers, 1), return_as="generator")(delayed(work)(unit) for unit in left)
@@ -142,15 +144,6 @@ def _folder(kind: str, *key: Any) -> Path:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The blocks of one source: `count` of them, the distinct ones again and again."""
-
-    source: Source
-    blocks_NL: np.ndarray
-    count: int
-    counters: Mapping[str, int]
-
-
 class Blocks:
     """Blocks of text in the sources' shares, like an integer array (N, L) that no memory holds.
 
@@ -158,46 +151,23 @@ class Blocks:
     Block i of length L is the slice [iL, (i + 1)L), so one file serves every length. Blocks are not isolated
     from one another where two texts meet, as in the paper's packing to 4,096 tokens. Blocks of a source stand
     together, in a random order; a source with too few of them repeats, in a new order each time.
-
-    Args:
-        parts: the sources' blocks.
-        length: tokens per block.
-        seed: of the order.
     """
 
-    def __init__(self, parts: Sequence[Part], length: int, seed: int):
-        self.parts, self.shape = tuple(parts), (sum(part.count for part in parts), length)
-        self._owner_N = np.repeat(np.arange(len(parts), dtype=np.int32), [part.count for part in parts])
-        orders = [np.empty(0, np.int64)]
-        for number, part in enumerate(parts):
-            distinct = len(part.blocks_NL)
-            for epoch in range(-(-part.count // max(distinct, 1))):
-                places = np.arange(min(distinct, part.count - epoch * distinct))
-                orders.append(permuted(places, distinct, [seed, number, epoch]))
-        self._place_N = np.concatenate(orders)
+    sources: Sequence[np.ndarray]  # the distinct blocks of each source
+    owner_N: np.ndarray  # for each block its source
+    place_N: np.ndarray  # and which of the source's blocks it is
+    shape: tuple[int, int]
+    # For each source: its share of the blocks in percent, how often it is repeated, what is in its texts and
+    # what was left out of them.
+    report: list[dict[str, Any]]
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, rows_B: np.ndarray) -> np.ndarray:
         """The blocks of these numbers: (B, L), in the type of the tokens."""
-        found = zip(self._owner_N[rows_B], self._place_N[rows_B], strict=True)
-        return np.stack([self.parts[owner].blocks_NL[place] for owner, place in found])
-
-    def report(self) -> list[dict[str, Any]]:
-        """For each source: its share of the blocks in percent, how often it is repeated, what is in its
-        texts and what was left out of them."""
-        return [
-            {
-                "source": part.source.name,
-                "language": part.source.language,
-                "share": 100 * part.count / len(self),
-                "blocks": part.count,
-                "epochs": part.count / max(len(part.blocks_NL), 1),
-                **part.counters,
-            }
-            for part in self.parts
-        ]
+        found = zip(self.owner_N[rows_B], self.place_N[rows_B], strict=True)
+        return np.stack([self.sources[owner][place] for owner, place in found])
 
 
 def open_blocks(
@@ -224,17 +194,22 @@ def open_blocks(
     have = [one.counters.get("tokens", 0) // length for one in prepared]
     if not shared:
         counts = largest_remainder(have, min(wanted, sum(have)))
-    parts = []
+    blocks, places, report, total = [], [], [], sum(counts)
     for source, one, count, there in zip(sources, prepared, counts, have, strict=True):
         if not there and (count or not shared):
             raise ValueError(
                 f"source {source.name!r} has {one.counters.get('tokens', 0)} tokens of training text, not "
                 f"one block of {length}: give it more text, or leave it out"
             )
-        distinct = min(count, there)
-        blocks_NL = one.array("tokens", stored.dtype)[: distinct * length].reshape(distinct, length)
-        parts.append(Part(source, blocks_NL, count, one.counters))
-    return Blocks(parts, length, seed)
+        size = min(count, there)
+        seeds = ([seed, len(blocks), epoch] for epoch in range(-(-count // max(size, 1))))
+        orders = [permuted(np.arange(size), size, own) for own in seeds]
+        places.append(np.concatenate([np.empty(0, np.int64), *orders])[:count])
+        blocks.append(one.array("tokens", stored.dtype)[: size * length].reshape(size, length))
+        row = {"source": source.name, "language": source.language, "share": 100 * count / total}
+        report.append(row | {"blocks": count, "epochs": count / max(size, 1), **one.counters})
+    owner_N = np.repeat(np.arange(len(sources)), counts)
+    return Blocks(blocks, owner_N, np.concatenate(places), (total, length), report)
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
@@ -316,18 +291,6 @@ class TokenDocuments(Sequence):
         return TokenDocument(self.chunks[row], self.queries[row], self.golds[row].tolist())
 
 
-@dataclass(frozen=True)
-class Limit:
-    """How many tokens a text has at most, what is put around it included."""
-
-    length: int
-    around: Around = ("", "")
-
-
-Rows = Iterable[tuple[int, Mapping[str, Any]]]  # rows of a table with their numbers
-Arranged = Iterator[tuple[int, Mapping[str, Sequence[str]], Sequence[int]]]  # number, texts, keys or golds
-
-
 def token_pairs(
     rows: Dataset,
     stored: StoredTokenizer,
@@ -353,7 +316,7 @@ def token_pairs(
     Raises: ValueError naming data set and row of a text without tokens, if no row has enough negatives, or if
         a length leaves no room beside what is put around.
     """
-    query, document = Limit(query_length, around_query), Limit(document_length, around_document)
+    query, document = (query_length, around_query), (document_length, around_document)
     limits = {"queries": query, "documents": document, "negatives": document}
     done = _prepared("pairs", rows, stored, name, identity, limits, _pairs, negatives)
     if negatives and not done.counters.get("rows"):
@@ -380,7 +343,7 @@ def token_documents(
     A document of more than `chunks` chunks becomes several, each with the queries that its chunks answer; one
     without any query is left out.
     """
-    limits = {"chunks": Limit(chunk_length), "queries": Limit(query_length)}
+    limits = {"chunks": (chunk_length, ("", "")), "queries": (query_length, ("", ""))}
     done = _prepared("documents", rows, stored, name, identity, limits, _windows, chunks)
     parts, queries = (done.lists(column, stored.dtype) for column in limits)
     golds = Ragged(done.array("numbers", np.uint64), queries.ends)
@@ -418,11 +381,12 @@ def _prepared(
     limits: Mapping[str, Limit], arrange: Callable[[int, Rows, Counter[str]], Arranged], count: int,
 ) -> Prepared:  # fmt: skip
     """A table, arranged with `count` and tokenised."""
-    key = [(column, vars(limit)) for column, limit in limits.items()]
     starts = range(0, len(rows), ROWS)
     pieces = [(start, rows.select(range(start, min(start + ROWS, len(rows))))) for start in starts]
     work = partial(_tokenised, name, stored, limits, partial(arrange, count))
-    return build(_folder(kind, name, identity, stored.hash, key, count), pieces, work, f"tokenising {name}")
+    return build(
+        _folder(kind, name, identity, stored.hash, limits, count), pieces, work, f"tokenising {name}"
+    )
 
 
 def _tokenised(
@@ -448,21 +412,21 @@ def _cut(
     stored: StoredTokenizer, what: str, texts: list[tuple[int, str]], limit: Limit, counters: Counter[str]
 ) -> Iterator[np.ndarray]:
     """Token ids of texts, cut. For messages: `what` they are, and the row where each stands."""
-    tokenizer, (before, after) = stored.load(), limit.around
+    tokenizer, (length, (before, after)) = stored.load(), limit
     taken, end = encode(tokenizer, [before + after, after], stored.dtype)
-    if len(taken) >= limit.length:
+    if len(taken) >= length:
         raise ValueError(
-            f"{what}: {limit.length} tokens at most, of which what is put around a text takes {len(taken)}: "
+            f"{what}: {length} tokens at most, of which what is put around a text takes {len(taken)}: "
             "raise the length"
         )
-    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, around=limit.around)
+    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, around=limit[1])
     for (row, text), ids in zip(texts, encoded, strict=True):
         if not (text and len(ids)):
             raise ValueError(f"{what}, row {row}: {text!r} has no tokens. Remove or fill it.")
-        if len(ids) > limit.length:
+        if len(ids) > length:
             counters["texts cut"] += 1
-            counters["tokens cut"] += len(ids) - limit.length
-        yield cut(ids, limit.length, end)
+            counters["tokens cut"] += len(ids) - length
+        yield cut(ids, length, end)
 
 
 def _pairs(negatives: int, rows: Rows, counters: Counter[str]) -> Arranged:

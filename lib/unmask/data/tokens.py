@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
+Around = tuple[str, str]  # text before and after another
 Item = TypeVar("Item")
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
@@ -118,7 +119,7 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
-def joined(tokenizer: Tokenizer, texts: Iterable[str], end: int, dtype: str | type) -> np.ndarray:
+def joined(tokenizer: Tokenizer, texts: Iterable[str], end: int, dtype: Any) -> np.ndarray:
     """Token ids of texts, one after the other, with the token `end` after each."""
     last = np.array([end], dtype)
     parts = [part for ids in encode(tokenizer, texts, dtype) for part in (ids, last)]
@@ -139,9 +140,7 @@ class TokenSequence:
 
 
 def join_chunks(
-    chunks: Sequence[np.ndarray],
-    separator_id: int,
-    around: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    chunks: Sequence[np.ndarray], separator_id: int, around: tuple[Sequence[int], Sequence[int]] = ((), ())
 ) -> TokenSequence:
     """One sequence for a document of chunks, with a separator token between them (pplx-embed, section 2.4).
 
@@ -151,11 +150,9 @@ def join_chunks(
         around: special tokens before and after the document; they belong to its first and to its last chunk,
             so that a document of one chunk is a text.
     """
-    chunks = list(chunks)
-    chunks[0] = np.concatenate([around[0], chunks[0]])
-    chunks[-1] = np.concatenate([chunks[-1], around[1]])
-    parts = [part for chunk in chunks for part in ([separator_id], chunk)][1:]
-    owner = [number for chunk in range(len(chunks)) for number in (-1, chunk)][1:]
+    parts = [part for chunk in chunks for part in ([separator_id], chunk)] + [around[1]]
+    owner = [number for chunk in range(len(chunks)) for number in (-1, chunk)] + [len(chunks) - 1]
+    parts[0], owner[0] = around[0], 0
     chunk_L = np.repeat(np.array(owner, np.int32), [*map(len, parts)])
     return TokenSequence(np.concatenate(parts).astype(np.int32), chunk_L, len(chunks))
 
@@ -196,9 +193,9 @@ def _load(content: str) -> Tokenizer:
 def encode(
     tokenizer: Tokenizer,
     texts: Iterable[str],
-    dtype: str | type[np.integer],
+    dtype: Any,
     max_length: int | None = None,
-    around: tuple[str, str] = ("", ""),
+    around: Around = ("", ""),
 ) -> Iterator[np.ndarray]:
     """Token ids of each text without special tokens, whole or cut to `max_length`, in bounded memory.
 

@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader
 from unmask.config import EvaluationConfig
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import Task, located
-from unmask.models.embedder import Embedder
-from unmask.models.instructions import instructed
+from unmask.models.embedder import Embedder, instructed
 from unmask.store import fingerprint
 
 # Benchmarks by the name that `retrieval.benchmarks` calls them, as `mteb.get_tasks` wants them; any other is

@@ -24,8 +24,7 @@ from unmask.data.mining import kept
 from unmask.evaluation.metrics import Bm25, best_columns, retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models.backbone import computes_in_bf16
-from unmask.models.embedder import Embedder, quantized
-from unmask.models.instructions import INSTRUCTIONS
+from unmask.models.embedder import INSTRUCTIONS, Embedder, quantized
 from unmask.models.reranker import Reranker
 from unmask.store import code_fingerprint, fingerprint
 from unmask.training.stages import identity

@@ -50,12 +50,8 @@ def sequence_loss(
         >>> f"{loss:.4f}"  # log(1 + 1/e): the other chunk of the document
         '0.3133'
     """
-    check_settings(temperature=temperature)
-
-    def nats_of(tile: _Tile) -> Tensor:
-        return info_nce(tile.gold_T, tile.own_TC, temperature=temperature)
-
-    return _mean_over_chunks(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
+    chunks = (chunks_MCD, document_N, gold_N)
+    return local_loss(q_ND, *chunks, alpha=1, temperature=temperature, chunk_mask_MC=chunk_mask_MC)
 
 
 def batch_loss(
@@ -95,12 +91,8 @@ def batch_loss(
         >>> f"{loss:.4f}"  # log(1 + 3/e): the three other chunks of the batch
         '0.7437'
     """
-    check_settings(temperature=temperature)
-
-    def nats_of(tile: _Tile) -> Tensor:
-        return info_nce(tile.gold_T, tile.all_TMC.flatten(1), temperature=temperature)
-
-    return _mean_over_chunks(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, negatives_NM)
+    masks = {"chunk_mask_MC": chunk_mask_MC, "negatives_NM": negatives_NM}
+    return local_loss(q_ND, chunks_MCD, document_N, gold_N, alpha=0, temperature=temperature, **masks)
 
 
 def local_loss(

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 _PLACES = {
-    **dict.fromkeys(("last_token_pool", "late_chunk_pool", "mean_pool"), "pooling"),
+    **dict.fromkeys(("last_token_pool", "late_chunk_pool", "mean_pool"), "encoding"),
     **dict.fromkeys(("binary", "int8", "pack_binary"), "quantize"),
 }
 __all__ = sorted(_PLACES)

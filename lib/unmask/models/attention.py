@@ -50,31 +50,17 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
 
     The model's attention becomes `varlen_attention`, for good, because gradient checkpointing looks it up
     again in the backward pass; calls without these arguments compute what they did before.
-
-    Raises:
-        ValueError: the model's attention is not transformers' "sdpa", or has a window, dropout or positions
-            that are not rotary.
     """
-    config = _inner(model).config
-    if not _supported(model):
-        raise ValueError(
-            "Sequences are read without padding by attention 'sdpa' only, over all tokens, with rotary "
-            f"positions and without dropout; the model has attention {config._attn_implementation!r}: "
-            "pad its batches."
-        )
-    config._attn_implementation = VARLEN
+    _inner(model).config._attn_implementation = VARLEN
     ends = torch.tensor([0, *lengths]).cumsum(0)
     position_T = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(torch.tensor(lengths))
     starts = ends.to(device, torch.int32, non_blocking=True)
-    longest = max(lengths)
     return {
         "position_ids": position_T[None].to(device, non_blocking=True),
         # Four dimensions say that the mask is ready, so transformers derives none. Nobody reads it.
         "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device),
         "cu_seq_lens_q": starts,
-        "cu_seq_lens_k": starts,
-        "max_length_q": longest,
-        "max_length_k": longest,
+        "max_length_q": max(lengths),
     }
 
 
@@ -168,16 +154,14 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _supported(model: nn.Module) -> bool:
-    model = _inner(model)
-    config, decoder = model.config, next(m for m in model.modules() if isinstance(m, PreTrainedModel))
-    windows = getattr(config, "sliding_window", None) is not None
-    kinds = set(
-        getattr(config, "layer_types", None) or ["sliding_attention" if windows else "full_attention"]
-    )
+    """Attention "sdpa" over all tokens, from transformers' registry, with rotary positions, no dropout."""
+    config = _inner(model).config
+    decoder = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
     return (
         config._attn_implementation in ("sdpa", VARLEN)
-        and decoder._supports_attention_backend  # the class takes its attention from transformers' registry
+        and decoder._supports_attention_backend
         and bool(getattr(config, "rope_parameters", None))  # positions are counted anew in each sequence
-        and kinds == {"full_attention"}
+        and getattr(config, "sliding_window", None) is None
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         and not config.attention_dropout
     )

@@ -11,6 +11,7 @@ import platform
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -95,15 +96,19 @@ def sees_both_sides(model: PreTrainedModel) -> bool:
     return not torch.equal(first_BD[0], first_BD[1])
 
 
-def load(path: str | Path, *, head: bool = False, attention: str | None = None) -> PreTrainedModel:
+def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
     """Loads a checkpoint in float32, by directory or Hub name; `head` keeps the language-model head.
 
-    Raises: ValueError if a directory is given that holds no checkpoint.
+    Raises: ValueError if a directory is given that holds no checkpoint, or weights that are cut short.
     """
     source = require_checkpoint(path)
+    for file in Path(source).glob("*.safetensors"):
+        try:
+            safe_open(file, "pt")
+        except SafetensorError as error:
+            raise ValueError(f"{file} is cut short or broken ({error}): copy it again") from None
     kind = AutoModelForCausalLM if head else AutoModel
-    options = {"attn_implementation": attention} if attention else {}
-    return kind.from_pretrained(source, dtype=torch.float32, **options)
+    return kind.from_pretrained(source, dtype=torch.float32)
 
 
 def layers(model: torch.nn.Module) -> torch.nn.ModuleList:

@@ -10,10 +10,11 @@ D dimensions.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -22,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import BaseModelOutput
 
 from unmask.models import backbone
-from unmask.models.embedder import Embedder, Unit
+from unmask.models.embedder import Embedder, Reading, Unit
 from unmask.models.encoding import after_context
 from unmask.models.interchange import OPTIONS
 from unmask.store import new_directory
@@ -84,13 +85,11 @@ class ContextualEncoder(nn.Module):
         first: the backbone that embeds context documents; their vectors are mean-pooled.
         second: the backbone that embeds texts, pooled over the text alone.
         context: J, the number of context documents.
-    Raises: ValueError if a backbone is causal, or J is not positive.
+    Raises: ValueError if a backbone is causal.
     """
 
     def __init__(self, first: PreTrainedModel, second: PreTrainedModel, context: int):
         super().__init__()
-        if context < 1:
-            raise ValueError(f"context must be at least 1, got {context}: 0 is a plain encoder")
         for model in (first, second):
             if getattr(model.config, "is_causal", True):
                 raise ValueError(
@@ -151,7 +150,7 @@ def load(path: str | Path) -> ContextualEncoder:
     """
     path = Path(path)
     known = backbone.facts(path)
-    if "context" not in known or not (path / NULL).is_file():
+    if "context" not in known:
         raise ValueError(
             f"{path} is no contextual encoder (stage cde): a plain one is loaded by Embedder.from_pretrained"
         )
@@ -162,28 +161,9 @@ def load(path: str | Path) -> ContextualEncoder:
     return encoder
 
 
-class InContext(nn.Module):
-    """A second stage with its context, called as a backbone is."""
-
-    def __init__(self, second: SecondStage, context_KD: Tensor):
-        super().__init__()
-        self.second = second
-        self.register_buffer("context_KD", context_KD)
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        return self.second.config
-
-    @property
-    def device(self) -> torch.device:
-        return self.context_KD.device
-
-    def forward(self, **inputs: Any) -> BaseModelOutput:
-        return self.second(**inputs, context_KD=self.context_KD)
-
-
 class ContextEmbedder(Embedder):
-    """A contextual encoder, ready to embed: an `Embedder` that knows documents of the corpus.
+    """A contextual encoder, ready to embed: an `Embedder` that knows documents of the corpus. It pools by the
+    mean over the text.
 
     >>> embedder = ContextEmbedder.from_pretrained("artifacts/cpu/10_cde/context/model")  # doctest: +SKIP
     >>> embedder.with_context(some_documents).encode(["How do I open a file?"])            # doctest: +SKIP
@@ -195,7 +175,7 @@ class ContextEmbedder(Embedder):
         context_KD: vectors of at most J context documents, from the first stage. Default: none, so that the
             null vector is in all slots.
         options: of `Embedder`.
-    Raises: ValueError for more context vectors than slots, and for a pooling other than the mean.
+    Raises: ValueError for more context vectors than slots.
     """
 
     def __init__(
@@ -208,11 +188,10 @@ class ContextEmbedder(Embedder):
     ):
         if context_KD is None:
             context_KD = torch.empty(0, encoder.first.config.hidden_size)
-        _check_size(len(context_KD), encoder.context)
-        super().__init__(InContext(encoder.second, context_KD), tokenizer, **options)
-        if self.pooling != "mean":
-            raise ValueError(f"a contextual encoder pools by the mean over the text, got {self.pooling!r}")
-        self.encoder, self._options = encoder, options
+        if len(context_KD) > encoder.context:
+            raise ValueError(f"at most {encoder.context} context documents are read, got {len(context_KD)}")
+        super().__init__(encoder.second, tokenizer, **options)
+        self.encoder, self.context_KD, self._options = encoder, context_KD, options
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> ContextEmbedder:
@@ -226,9 +205,8 @@ class ContextEmbedder(Embedder):
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` loads, without the context."""
-        options = {key: getattr(self, key) for key in OPTIONS if key != "separator"}
-        separator = self.tokenizer.convert_ids_to_tokens(self.separator_id)
-        return save(self.encoder, self.tokenizer, Path(path), **options, separator=separator)
+        options = {key: getattr(self, key) for key in OPTIONS}
+        return save(self.encoder, self.tokenizer, Path(path), **options)
 
     def with_context(self, texts: Sequence[str], *, max_length: int | None = None) -> ContextEmbedder:
         """The same encoder, sharing its weights, in the context of these documents of the corpus.
@@ -238,17 +216,12 @@ class ContextEmbedder(Embedder):
             max_length: tokens of one document at most; default: the embedder's own.
         Raises: ValueError for more than J documents; errors of `Embedder.encode`.
         """
-        _check_size(len(texts), self.encoder.context)
         first = Embedder(self.encoder.first, self.tokenizer, **{**self._options, "normalize": False})
         context_KD = torch.from_numpy(first.encode(texts, "float32", max_length=max_length))
         return type(self)(self.encoder, self.tokenizer, context_KD=context_KD, **self._options)
 
-    def _embed(self, units: Iterator[Unit], *arguments: Any) -> None:
+    def rows(self, reading: Reading, *arguments: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         slots = self.encoder.context
-        in_context = (Unit(after_context(unit.sequence, slots), unit.numbers) for unit in units)
-        super()._embed(in_context, *arguments)
-
-
-def _check_size(count: int, slots: int) -> None:
-    if count > slots:
-        raise ValueError(f"the encoder reads at most {slots} context documents, got {count}: choose some")
+        units = (Unit(after_context(unit.sequence, slots), unit.numbers) for unit in reading.units)
+        in_context = reading._replace(units=units)
+        return super().rows(in_context, *arguments, context_KD=self.context_KD, **options)

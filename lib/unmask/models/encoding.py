@@ -1,25 +1,153 @@
 """From token sequences to pooled vectors, in length-sorted micro-batches under a token budget.
 
-Training and inference share this module: what is trained is what is served. Legend: B sequences, L tokens, D
-dimensions, C chunks of a document, R rows (one per sequence, or one per chunk), T tokens of all sequences.
+Training and inference share this module: what is trained is what is served. Sums run in float32 (float64 for
+float64 input), also under autocast and for bfloat16 hidden states, so that an embedding does not depend on
+the length of the padding.
+
+Shape suffixes: B sequences · L tokens · D dimensions · C chunks of a document · R rows (one per sequence, or
+one per chunk) · T tokens of all sequences · S segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from unmask.data.tokens import TokenSequence
 from unmask.models.attention import unpadded, unpadded_inputs
-from unmask.models.pooling import last_token_pool, mean_pool, segment_mean
 
 
-def context_windows(lengths: SequenceOf[int], window: int, overlap: int) -> list[tuple[int, int, np.ndarray]]:
+def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+    """Mean over each sequence's real tokens.
+
+    Args:
+        hidden_BLD: token vectors after the final norm.
+        mask_BL: True (or 1) at the tokens to average, for instance the attention mask; None: all of them.
+
+    Returns:
+        (B, D), float32 or better.
+
+    Raises:
+        ValueError: the shapes do not fit together, or a sequence has no token.
+
+    Source: pplx-embed, section 2.2.
+
+    Example:
+        >>> mean_pool(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[1, 1, 0]]))
+        tensor([[2.]])
+    """
+    if mask_BL is None:
+        return hidden_BLD.mean(dim=1, dtype=_accumulator(hidden_BLD))
+    mask_BL = _checked(mask_BL, hidden_BLD)
+    total_BD = hidden_BLD.masked_fill(~mask_BL[..., None], 0).sum(dim=1, dtype=_accumulator(hidden_BLD))
+    return total_BD / mask_BL.sum(dim=1, keepdim=True)
+
+
+def last_token_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+    """The vector of each sequence's last real token, whichever side the padding is on.
+
+    Arguments, result and errors are those of `mean_pool`.
+
+    Source: the ablation of pplx-embed, section 4; Qwen3-Embedding pools at its final `<|endoftext|>`.
+
+    Example:
+        >>> last_token_pool(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[1, 1, 0]]))
+        tensor([[3.]])
+    """
+    if mask_BL is None:
+        return hidden_BLD[:, -1].to(_accumulator(hidden_BLD))
+    mask_BL = _checked(mask_BL, hidden_BLD)
+    last_B = mask_BL.shape[1] - 1 - mask_BL.flip(1).int().argmax(dim=1)
+    return hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B].to(_accumulator(hidden_BLD))
+
+
+def late_chunk_pool(hidden_BLD: Tensor, chunk_of_token_BL: Tensor, n_chunks: int) -> Tensor:
+    """Mean over the tokens of each chunk, taken after the whole document went through the model together.
+
+    Args:
+        hidden_BLD: token vectors after the final norm.
+        chunk_of_token_BL: index of each token's chunk in its own document, in 0..n_chunks−1; −1 for
+            separators and padding, which belong to no chunk.
+        n_chunks: C, the largest number of chunks of a document in the batch.
+
+    Returns:
+        (B, C, D), float32 or better. Chunks without tokens (a document has fewer than C chunks) are zero:
+        pass the losses a `chunk_mask_MC` for them.
+
+    Raises:
+        ValueError: the shapes do not fit together, or an index lies outside −1..n_chunks−1.
+
+    Source: pplx-embed, section 2.4; late chunking, 2409.04701.
+
+    Example:
+        >>> late_chunk_pool(torch.tensor([[[1.0], [3.0], [7.0], [9.0]]]), torch.tensor([[0, 0, -1, 1]]), 3)
+        tensor([[[2.],
+                 [9.],
+                 [0.]]])
+    """
+    low, high = int(chunk_of_token_BL.min()), int(chunk_of_token_BL.max())
+    if chunk_of_token_BL.shape != hidden_BLD.shape[:2] or low < -1 or high >= n_chunks:
+        raise ValueError(
+            f"chunk_of_token_BL must be {tuple(hidden_BLD.shape[:2])}, like the hidden states, and lie in "
+            f"-1..{n_chunks - 1}; got {tuple(chunk_of_token_BL.shape)} and {low}..{high}."
+        )
+    b = len(hidden_BLD)
+    first_B1 = n_chunks * torch.arange(b, device=hidden_BLD.device)[:, None]
+    segment_BL = torch.where(chunk_of_token_BL >= 0, first_B1 + chunk_of_token_BL, -1)
+    mean_SD = segment_mean(hidden_BLD.flatten(0, 1), segment_BL.flatten(), b * n_chunks)
+    return mean_SD.unflatten(0, (b, n_chunks))
+
+
+def segment_mean(hidden_TD: Tensor, segment_T: Tensor, n_segments: int) -> Tensor:
+    """Mean over the tokens of each segment, where sequences lie one after the other without padding.
+
+    Args:
+        hidden_TD: token vectors of all sequences, after the final norm.
+        segment_T: index of each token's segment (a text, or a chunk of a document), in 0..n_segments−1; −1
+            for separators, which belong to none.
+        n_segments: S, how many there are.
+
+    Returns:
+        (S, D), float32 or better; zero for a segment without tokens.
+
+    Source: pplx-embed, sections 2.2 and 2.4; `mean_pool` and `late_chunk_pool` do it for padded batches.
+
+    Example:
+        >>> segment_mean(torch.tensor([[1.0], [3.0], [7.0], [9.0]]), torch.tensor([0, 0, -1, 1]), 2)
+        tensor([[2.],
+                [9.]])
+    """
+    # Separators are added up in one more row, which is dropped.
+    segment_T = segment_T.where(segment_T >= 0, n_segments)
+    hidden_TD = hidden_TD.to(_accumulator(hidden_TD))
+    total_SD = hidden_TD.new_zeros(n_segments + 1, hidden_TD.shape[1]).index_add(0, segment_T, hidden_TD)
+    ones_T = torch.ones_like(segment_T)
+    count_S = ones_T.new_zeros(n_segments + 1).index_add(0, segment_T, ones_T)
+    return (total_SD / count_S.clamp(min=1)[:, None])[:n_segments]
+
+
+def _accumulator(hidden_BLD: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden_BLD.dtype, torch.float32)
+
+
+def _checked(mask_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
+    if mask_BL.shape != hidden_BLD.shape[:2]:
+        raise ValueError(
+            f"The mask must be {tuple(hidden_BLD.shape[:2])}, like the hidden states; got "
+            f"{tuple(mask_BL.shape)}."
+        )
+    empty = (~mask_BL.bool().any(dim=1)).nonzero()
+    if len(empty):
+        raise ValueError(f"Sequence {int(empty[0])} has no token to pool; leave empty texts out.")
+    return mask_BL.bool()
+
+
+def context_windows(lengths: Sequence[int], window: int, overlap: int) -> list[tuple[int, int, np.ndarray]]:
     """Windows of whole chunks over a document, and which window each chunk takes its vector from.
 
     A window is as many chunks as fit; the next one starts `overlap` chunks before its end, or later, where it
@@ -64,13 +192,6 @@ def only_chunks(sequence: TokenSequence, chunks: np.ndarray) -> TokenSequence:
     return TokenSequence(sequence.tokens_L, number_C[sequence.chunk_L], len(chunks))
 
 
-def only_tokens(sequence: TokenSequence) -> TokenSequence:
-    """The sequence as it is, with a vector for each token of its chunks rather than for each chunk."""
-    belongs_L = np.ones(len(sequence), bool) if sequence.chunk_L is None else sequence.chunk_L >= 0
-    number_L = np.where(belongs_L, belongs_L.cumsum() - 1, -1).astype(np.int32)
-    return TokenSequence(sequence.tokens_L, number_L, int(belongs_L.sum()))
-
-
 def after_context(sequence: TokenSequence, slots: int) -> TokenSequence:
     """The sequence with room in front of it for so many vectors: tokens that are not read and belong to no
     row, but count for its length. It then has no pooling but the mean."""
@@ -80,7 +201,7 @@ def after_context(sequence: TokenSequence, slots: int) -> TokenSequence:
 
 
 def micro_batches(
-    lengths: SequenceOf[int], token_budget: int, multiple_of: int = 1, *, packed: bool = False
+    lengths: Sequence[int], token_budget: int, multiple_of: int = 1, *, packed: bool = False
 ) -> list[np.ndarray]:
     """Indices of sequences grouped by length so that no group exceeds `token_budget` tokens, longest first.
 
@@ -119,7 +240,7 @@ def micro_batches(
 
 def encode_rows(
     model: PreTrainedModel,
-    sequences: SequenceOf[TokenSequence],
+    sequences: Sequence[TokenSequence],
     *,
     pooling: str = "mean",
     device: torch.device | str = "cpu",
@@ -140,71 +261,44 @@ def encode_rows(
     Raises:
         ValueError: pooling is not "mean" and a sequence has chunks.
     """
-    if pooling != "mean" and any(s.chunk_L is not None for s in sequences):
+    chunked = any(s.chunk_L is not None for s in sequences)
+    if pooling != "mean" and chunked:
         raise ValueError(f"chunks of a document are mean-pooled; pooling {pooling!r} has no late chunking")
-    different = len({len(s) for s in sequences}) > 1
+    lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
+    tokens = [torch.from_numpy(s.tokens_L.astype(np.int64)) for s in sequences]
+    different = len(set(lengths)) > 1
     if different and (unpadded(model) if packed is None else packed):
-        return _encode_packed(model, sequences, pooling, device, inputs)
-    return _encode_padded(model, sequences, pooling, device, inputs)
-
-
-def _encode_packed(
-    model: PreTrainedModel,
-    sequences: SequenceOf[TokenSequence],
-    pooling: str,
-    device: torch.device | str,
-    inputs: Mapping[str, Tensor],
-) -> Tensor:
-    lengths = [len(s) for s in sequences]
-    tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
-    hidden_TD = model(
-        input_ids=tokens_T[None].to(device, non_blocking=True),
-        use_cache=False,
-        **unpadded_inputs(model, lengths, device),
-        **inputs,
-    ).last_hidden_state[0]
-    if pooling == "last":
-        return hidden_TD[torch.tensor(lengths).cumsum(0).to(device) - 1].float()
-    segment_T = torch.from_numpy(np.concatenate(_segments(sequences))).to(device, non_blocking=True)
-    return segment_mean(hidden_TD, segment_T, int(row_offsets(sequences)[-1])).float()
-
-
-def _encode_padded(
-    model: PreTrainedModel,
-    sequences: SequenceOf[TokenSequence],
-    pooling: str,
-    device: torch.device | str,
-    inputs: Mapping[str, Tensor],
-) -> Tensor:
-    length = max(len(s) for s in sequences)
-    padded = any(len(s) != length for s in sequences)
-    tokens_BL = np.zeros((len(sequences), length), np.int64)
-    mask_BL = np.zeros((len(sequences), length), np.int64)
-    for row, sequence in enumerate(sequences):
-        tokens_BL[row, : len(sequence)] = sequence.tokens_L
-        mask_BL[row, : len(sequence)] = 1
-    mask = torch.from_numpy(mask_BL).to(device, non_blocking=True) if padded else None
-    tokens = torch.from_numpy(tokens_BL).to(device, non_blocking=True)
-    output = model(input_ids=tokens, attention_mask=mask, use_cache=False, **inputs)
+        tokens_1T = torch.cat(tokens)[None].to(device, non_blocking=True)
+        inputs |= unpadded_inputs(model, lengths, device)
+        hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
+        if pooling == "last":
+            return hidden_TD[torch.tensor(lengths).cumsum(0).to(device) - 1].float()
+        segment_T = torch.cat(_segments(sequences)).to(device, non_blocking=True)
+        return segment_mean(hidden_TD, segment_T, rows).float()
+    tokens_BL = pad_sequence(tokens, batch_first=True).to(device, non_blocking=True)
+    mask_BL = None
+    if different:
+        ones = [torch.ones_like(tokens_L) for tokens_L in tokens]
+        mask_BL = pad_sequence(ones, batch_first=True).to(device, non_blocking=True)
+    output = model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False, **inputs)
     hidden_BLD = output.last_hidden_state
-    if all(s.chunk_L is None for s in sequences):
-        return (last_token_pool if pooling == "last" else mean_pool)(hidden_BLD, mask).float()
-    segment_BL = np.full((len(sequences), length), -1, np.int64)
-    for row, segment in enumerate(_segments(sequences)):
-        segment_BL[row, : len(segment)] = segment
-    segment_T = torch.from_numpy(segment_BL.ravel()).to(device, non_blocking=True)
-    return segment_mean(hidden_BLD.flatten(0, 1), segment_T, int(row_offsets(sequences)[-1])).float()
+    if not chunked:
+        return (last_token_pool if pooling == "last" else mean_pool)(hidden_BLD, mask_BL).float()
+    segment_BL = pad_sequence(_segments(sequences), batch_first=True, padding_value=-1)
+    segment_T = segment_BL.flatten().to(device, non_blocking=True)
+    return segment_mean(hidden_BLD.flatten(0, 1), segment_T, rows).float()
 
 
-def _segments(sequences: SequenceOf[TokenSequence]) -> list[np.ndarray]:
+def _segments(sequences: Sequence[TokenSequence]) -> list[Tensor]:
     """For each token of each sequence the row that it is averaged into, -1 for none."""
-    return [
+    rows = [
         np.full(len(s), first) if s.chunk_L is None else np.where(s.chunk_L < 0, -1, first + s.chunk_L)
-        for s, first in zip(sequences, row_offsets(sequences)[:-1], strict=True)
+        for s, first in zip(sequences, row_offsets(sequences))
     ]
+    return [torch.from_numpy(row_L) for row_L in rows]
 
 
-def row_offsets(sequences: SequenceOf[TokenSequence]) -> np.ndarray:
+def row_offsets(sequences: Sequence[TokenSequence]) -> np.ndarray:
     """First row of each sequence, and the total at the end."""
     return np.concatenate([[0], np.cumsum([s.rows for s in sequences])])
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub import snapshot_download
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -23,23 +25,19 @@ from transformers import (
 )
 
 from unmask.data.hub import MODEL_FILES, unreachable
-from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
 from unmask.models.pretrained import require_checkpoint
-from unmask.models.quantize import bytes_per_embedding, documents_per_megabyte
+from unmask.models.quantize import int8
 from unmask.store import new_directory, read_json
 
 if TYPE_CHECKING:
     from unmask.models.embedder import Embedder
 
-OPTIONS = ("pooling", "max_length", "special_tokens", "separator", "normalize")  # kept in unmask.json
+OPTIONS = ("pooling", "max_length", "special_tokens", "normalize")  # kept in unmask.json
+ONNX_OUTPUTS = ("token_embeddings", "sentence_embedding", "int8", "binary")
+LARGEST_BIT_FIRST = (128, 64, 32, 16, 8, 4, 2, 1)  # as np.packbits
 RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
-POOLING = {  # sentence-transformers' names, new and old, and ours
-    "mean": "mean",
-    "pooling_mode_mean_tokens": "mean",
-    "lasttoken": "last",
-    "pooling_mode_lasttoken": "last",
-}
+CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])  # of sentence-transformers
 CARD = """---
 library_name: sentence-transformers
 pipeline_tag: feature-extraction
@@ -48,26 +46,15 @@ tags: [sentence-transformers, feature-extraction, sentence-similarity, unmask]
 
 # {name}
 
-A text embedding model: {architecture} with {attention} attention, {parameters:.1f} million parameters,
-{pooling} pooling, {size:,} dimensions, at most {length:,} tokens per text. Compare embeddings by cosine.
-{prompts}
+A text embedding model: {architecture} with {attention} attention, {parameters:.1f} million parameters and
+{size:,} dimensions. Compare embeddings by cosine.
+
 ```python
-from sentence_transformers import SentenceTransformer
-
-vectors = SentenceTransformer("{name}").encode(["How do I open a file?"])  # float32, no remote code
-
-from unmask import Embedder
-
-embedder = Embedder.from_pretrained("{name}")
-codes = embedder.encode(["How do I open a file?"])  # INT8
-chunks = embedder.encode_documents([["first chunk of a document", "second chunk"]])
+vectors = sentence_transformers.SentenceTransformer("{name}").encode(["How do I open a file?"])  # float32
+codes = unmask.Embedder.from_pretrained("{name}").encode(["How do I open a file?"])  # INT8
 ```
 
-`unmask.models.quantizers.Int8Quantizer`, appended to the sentence-transformers model, makes the codes there.
-
-{precisions}
-
-## Origin
+## Origin and settings
 
 {origin}
 """
@@ -94,7 +81,7 @@ def load(path: str | Path) -> Loaded:
             sentence-transformers module or setting that `Embedder` has not, or its weights do not fit.
     """
     folder = _local(path)
-    config = json.loads((folder / "config.json").read_text(encoding="utf8"))
+    config, _ = PreTrainedConfig.get_config_dict(folder)
     kind = config.get("model_type")
     if kind == RELEASED:
         return _released(folder, config)
@@ -117,21 +104,17 @@ def load(path: str | Path) -> Loaded:
 def _local(path: str | Path) -> Path:
     """The checkpoint's directory; a Hub name is downloaded, or found in the mirror or the Hub's cache."""
     source = require_checkpoint(path)
-    if not Path(source).is_dir():
-        source = require_checkpoint(Path(_downloaded(source)))
-    return Path(source)
-
-
-def _downloaded(name: str) -> str:
+    if Path(source).is_dir():
+        return Path(source)
     try:
-        return snapshot_download(name, **MODEL_FILES)
+        found = snapshot_download(source, **MODEL_FILES)
     except OSError as error:
         why = unreachable() or " ".join(str(error).split())
         raise ValueError(
-            f"{name} is no directory here, and neither the Hub's cache nor the Hub gives it ({why}): "
-            "check the name, or fill a mirror on a host with internet (`unmask mirror pull`) and set "
-            "UNMASK_MIRROR here"
+            f"{source} is no directory here, and neither the Hub's cache nor the Hub gives it ({why}): check "
+            "the name, or fill a mirror on a host with internet (`unmask mirror pull`) and set UNMASK_MIRROR"
         ) from None
+    return Path(require_checkpoint(Path(found)))
 
 
 def _released(folder: Path, config: dict[str, Any]) -> Loaded:
@@ -145,41 +128,26 @@ def _released(folder: Path, config: dict[str, Any]) -> Loaded:
     if wrong := {kind: names for kind, names in report.items() if names}:
         raise ValueError(f"{folder}: the weights are not those of its configuration: {wrong}")
     tokenizer = AutoTokenizer.from_pretrained(folder, config=model.config)  # or it asks for their class
-    return Loaded(model, tokenizer, {"pooling": "mean", "separator": END_OF_TEXT})
+    return Loaded(model, tokenizer, {"pooling": "mean"})
 
 
 def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     modules = read_json(folder / "modules.json")
-    names = [module["type"].rpartition(".")[2] for module in modules]
-    stock = all(module["type"].startswith("sentence_transformers.") for module in modules)
-    if not stock or names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise ValueError(
-            f"{folder}: the sentence-transformers modules {', '.join(names)} are not supported: "
-            "only Transformer and Pooling, and Normalize after them"
-        )
-    file = folder / modules[1]["path"] / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} is no checkpoint: {file.relative_to(folder)} missing")
-    pooling = read_json(file)
-    older = [key for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
-    mode = pooling.get("pooling_mode", older[0] if len(older) == 1 else older)
-    if mode not in list(POOLING):
-        raise ValueError(f"{folder}: pooling {mode!r} is not supported: only mean and lasttoken")
+    kinds = [module["type"] for module in modules]
+    names = [kind.rpartition(".")[2] for kind in kinds if kind.startswith("sentence_transformers.")]
     settings = read_json(folder / "sentence_bert_config.json")
-    if settings.get("do_lower_case") or "message" in settings.get("modality_config", {}):
+    if len(names) != len(kinds) or names not in CHAINS or settings.get("do_lower_case"):
         raise ValueError(
-            f"{folder}: texts put into lower case or into a chat template are not supported "
-            "(sentence_bert_config.json)"
+            f"{folder}: the sentence-transformers modules {', '.join(kinds)} are not supported: only "
+            "Transformer and Pooling, and Normalize after them, without do_lower_case"
         )
-    prompts = read_json(folder / "config_sentence_transformers.json")
-    if name := prompts.get("default_prompt_name"):
-        warnings.warn(
-            f"{folder}: sentence-transformers adds the prompt {prompts.get('prompts', {}).get(name)!r} to "
-            "every text, Embedder does not: put it in front of the texts",
-            stacklevel=4,
-        )
+    pooling = read_json(folder / modules[1]["path"] / "config.json")
+    older = [key.split("_")[2] for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
+    modes = pooling.get("pooling_mode", older)
+    if modes not in ("mean", ["mean"], "lasttoken", ["lasttoken"]):
+        raise ValueError(f"{folder}: pooling {modes} is not supported: only mean and lasttoken")
     return {
-        "pooling": POOLING[mode],
+        "pooling": "mean" if "mean" in modes else "last",
         "max_length": settings.get("max_seq_length") or tokenizer.model_max_length,
         "special_tokens": True,
         "normalize": names[-1] == "Normalize",
@@ -198,26 +166,15 @@ def save(embedder: Embedder, path: str | Path) -> Path:
     """
     path = Path(path)
     source = embedder.model.name_or_path
-    origin = {k: v for k, v in (backbone.facts(source) if source else {}).items() if k != "fingerprint"}
-    facts = origin | {
-        "pooling": embedder.pooling,
-        "max_length": embedder.max_length,
-        "special_tokens": embedder.special_tokens,
-        "separator": embedder.tokenizer.convert_ids_to_tokens(embedder.separator_id),
-        "normalize": embedder.normalize,
-    }
+    facts = (backbone.facts(source) if source else {}) | {key: getattr(embedder, key) for key in OPTIONS}
+    facts.pop("fingerprint", None)
     with new_directory(path) as folder:
         backbone.write(embedder.model, portable_tokenizer(embedder), folder, **facts)
-        write_json(folder, _sentence_transformers_files(embedder, facts.get("prompts", {})))
+        for name, content in _sentence_transformers_files(embedder, facts.get("prompts", {})).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf8")
         (folder / "README.md").write_text(model_card(embedder, facts, path.name), encoding="utf8")
     return path
-
-
-def write_json(folder: Path, files: dict[str, Any]) -> None:
-    """Writes JSON files, by their paths in the folder."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf8")
 
 
 def portable_tokenizer(embedder: Embedder) -> PreTrainedTokenizerBase:
@@ -264,36 +221,80 @@ def _sentence_transformers_files(embedder: Embedder, prompts: dict[str, str]) ->
 
 
 def model_card(embedder: Embedder, facts: dict[str, Any], name: str) -> str:
-    """Text of README.md, with the metadata that the Hub reads at its top.
-
-    Args:
-        facts: of unmask.json: the stage that made the checkpoint, and its settings.
-        name: of the model, as it is to be loaded.
-    """
-    model, size = embedder.model, embedder.model.config.hidden_size
-    precisions = ["float32", "int8", *(["binary"] if size % 8 == 0 else [])]
-    rows = [
-        f"- {p}: {bytes_per_embedding(size, p):,} bytes an embedding, "
-        f"{documents_per_megabyte(size, p):,} documents per MB"
-        for p in precisions
-    ]
-    prompts = [
-        f'\nPut this before every {n}, adapted to your task (`prompt_name="{n}"`):\n\n```\n{text}\n```\n'
-        for n, text in facts.get("prompts", {}).items()
-        if text
-    ]
-    origin = [f"- {key}: {value}" for key, value in facts.items() if key not in (*OPTIONS, "prompts")]
-    # Where the configuration is silent, the attention layers decide.
-    causal = getattr(model.config, "is_causal", any(getattr(m, "is_causal", False) for m in model.modules()))
+    """Text of README.md, with the metadata that the Hub reads at its top; `facts` are of unmask.json."""
     return CARD.format(
         name=name,
-        architecture=type(model).__name__,
-        parameters=model.num_parameters() / 1e6,
-        attention="causal" if causal else "bidirectional",
-        pooling={"mean": "mean", "last": "last-token"}[embedder.pooling],
-        size=size,
-        length=embedder.max_length,
-        prompts="".join(prompts),
-        precisions="\n".join(rows),
-        origin="\n".join(origin) or "Not recorded.",
+        architecture=type(embedder.model).__name__,
+        attention="bidirectional" if backbone.sees_both_sides(embedder.model) else "causal",
+        parameters=embedder.model.num_parameters() / 1e6,
+        size=embedder.model.config.hidden_size,
+        origin="\n".join(f"- {key}: {value}" for key, value in facts.items()),
     )
+
+
+def export_onnx(embedder: Embedder, path: str | Path) -> Path:
+    """Writes model.onnx, its weights in model.onnx.data, and the tokenizer into a directory.
+
+    Inputs, int64, of any number and length of texts: `input_ids` (B, L) and `attention_mask` (B, L), padded
+    at the end. Outputs:
+
+    - `token_embeddings` (B, L, D) float32: after the final norm, for late chunking and late interaction;
+    - `sentence_embedding` (B, D) float32: pooled, of unit length if the embedder's are;
+    - `int8` (B, D) int8: the codes ⌊127 · tanh(mean) + 1/2⌋;
+    - `binary` (B, D / 8) uint8: the signs, eight to a byte, the first dimension in the most significant bit.
+
+    `int8` and `binary` are as from `Embedder.encode` in the precisions "int8" and "ubinary".
+
+    Raises:
+        ImportError: the extra `onnx` is not installed.
+
+    Source: pplx-embed, section 2.2.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"ONNX export needs {error.name}: pip install 'unmask[onnx]'") from None
+    path = Path(path)
+    tokens_BL, mask_BL = torch.ones(2, 2, 8, dtype=torch.int64, device=embedder.model.device)
+    any_size = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    with new_directory(path) as folder:
+        portable_tokenizer(embedder).save_pretrained(folder)
+        with torch.inference_mode():
+            torch.onnx.export(
+                _Outputs(embedder).eval(),
+                (tokens_BL, mask_BL),
+                folder / "model.onnx",
+                dynamo=True,
+                verbose=False,
+                external_data=True,  # a file of ONNX's own format holds 2 GB at most
+                input_names=["input_ids", "attention_mask"],
+                output_names=list(ONNX_OUTPUTS),
+                dynamic_shapes={"input_ids": any_size, "attention_mask": any_size},
+            )
+    return path
+
+
+class _Outputs(nn.Module):
+    def __init__(self, embedder: Embedder):
+        super().__init__()
+        self.model = embedder.model
+        self.pooling = embedder.pooling
+        self.normalize = embedder.normalize
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        hidden_BLD = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        count_B1 = attention_mask.sum(dim=1, keepdim=True)
+        if self.pooling == "last":
+            index_B11 = (count_B1 - 1)[..., None].expand(-1, 1, hidden_BLD.shape[-1])
+            pooled_BD = hidden_BLD.gather(1, index_B11)[:, 0]
+        else:
+            pooled_BD = (hidden_BLD * attention_mask[..., None]).sum(dim=1) / count_B1
+        if self.normalize:
+            pooled_BD = F.normalize(pooled_BD, dim=-1)
+        codes_BD = int8(pooled_BD).to(torch.int8)
+        bits_BD8 = (pooled_BD >= 0).to(torch.int32).unflatten(-1, (-1, 8))
+        weight_8 = torch.tensor(LARGEST_BIT_FIRST, dtype=torch.int32, device=pooled_BD.device)
+        return hidden_BLD, pooled_BD, codes_BD, (bits_BD8 * weight_8).sum(dim=-1).to(torch.uint8)

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -56,54 +55,29 @@ def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
 def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts: Any) -> Path:
     """Merges into a temporary directory, checks it, and saves it with the first parent's tokenizer and
     facts."""
-    for parent in parents:
-        require_checkpoint(parent)
-    first = parents[0]
-    temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    models = [{"model": str(parent.resolve())} for parent in parents]
+    models = [{"model": require_checkpoint(parent.resolve())} for parent in parents]
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
-    try:
-        with _silent_root():
-            run_merge(configuration, str(temporary), options)
-        _check(temporary, first)
-        merged = backbone.load(temporary)
-        known = {key: value for key, value in backbone.facts(first).items() if key != "fingerprint"}
-        return backbone.save(
-            merged, backbone.load_tokenizer(first), path, **known | {"stage": "merge"} | facts
-        )
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextmanager
-def _silent_root() -> Iterator[None]:
-    """mergekit logs through the root logger and sets it up, for good: every library would speak up from then
-    on. With a handler there, which says nothing, it leaves it alone."""
-    handler = logging.NullHandler()
-    logging.root.addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.root.removeHandler(handler)
+    silent = logging.NullHandler()  # or mergekit sets the root logger up, and every library speaks up
+    with TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        logging.root.addHandler(silent)
+        try:
+            run_merge(configuration, folder, options)
+        finally:
+            logging.root.removeHandler(silent)
+        _check(Path(folder), parents[0])
+        known = {key: value for key, value in backbone.facts(parents[0]).items() if key != "fingerprint"}
+        tokenizer = backbone.load_tokenizer(parents[0])
+        return backbone.save(backbone.load(folder), tokenizer, path, **known | {"stage": "merge"} | facts)
 
 
 def _check(merged: Path, parent: Path) -> None:
     """Same tensors, same shapes, all finite."""
     expected, found = _tensors(parent), _tensors(merged)
-    if missing := sorted(expected.keys() - found.keys()):
-        raise RuntimeError(
-            f"mergekit left out {len(missing)} of {len(expected)} tensors, {missing[0]} among them"
-        )
     for name, tensor in expected.items():
-        if found[name].shape != tensor.shape:
-            raise RuntimeError(
-                f"mergekit changed the shape of {name}: {tuple(tensor.shape)} → {tuple(found[name].shape)}"
-            )
-        if not torch.isfinite(found[name]).all():
-            raise RuntimeError(f"mergekit wrote values that are not finite into {name}")
+        if name not in found or found[name].shape != tensor.shape or not found[name].isfinite().all():
+            raise RuntimeError(f"mergekit left out {name}, changed its shape or wrote what is not finite")
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:

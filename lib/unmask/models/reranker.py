@@ -6,8 +6,6 @@ Legend: B prompts read together · L tokens · D dimensions · M documents.
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,15 +14,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import encode
 from unmask.models import backbone
-from unmask.models.attention import fast_attention
-from unmask.models.encoding import micro_batches
-from unmask.models.interchange import write_json
-from unmask.store import new_directory
+from unmask.models.embedder import Embedder, Reading, Unit
+from unmask.models.encoding import TokenSequence
 
 # Of the released models.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -45,17 +40,12 @@ class Reranker:
     >>> reranker = Reranker.from_pretrained(path)                    # doctest: +SKIP
     >>> reranker.rerank("How do I open a file?", documents, top=10)  # doctest: +SKIP
 
-    What comes before a document is read once for all documents of a query, and its keys and values are kept
-    for them; documents of similar length share a forward pass.
+    Prompts are read as an `Embedder` reads texts: those of similar length share a forward pass.
 
     Args:
         instruction: what documents are wanted for, in a sentence.
-        max_length: tokens of a prompt at most; the document is cut first, then the query, and nothing else.
-            Default: the model's positions.
-        device: default: the first CUDA device, or else the CPU.
-        mixed_precision: bf16 autocast. Default: on a GPU that has it, not on a CPU.
-        token_budget: tokens of the prompts of one forward pass, padding included; bounds memory. Default:
-            1,024 on a CPU, otherwise 32,768.
+        options: `max_length` (tokens of a prompt at most; the document is cut first, then the query, and
+            nothing else), `device`, `mixed_precision` and `token_budget` of `Embedder`.
     Raises: ValueError for a model that is not causal, and a `max_length` that leaves query and document no
         room.
     """
@@ -66,29 +56,23 @@ class Reranker:
         tokenizer: PreTrainedTokenizerBase,
         *,
         instruction: str = INSTRUCTION,
-        max_length: int | None = None,
-        device: str | torch.device | None = None,
-        mixed_precision: bool | None = None,
-        token_budget: int | None = None,
+        **options,
     ):
         if not getattr(model.config, "is_causal", True):
             raise ValueError(
                 "the model is bidirectional (is_causal is false in its configuration), but a reranker has to "
                 "predict the next token: give a causal checkpoint, that of the autoregressive backbone say"
             )
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.model = model.to(self.device).eval()
-        self.tokenizer = tokenizer
-        self.instruction = instruction
-        window = int(model.config.max_position_embeddings)
-        self.max_length = window if max_length is None else min(max_length, window)
-        on_gpu = self.device.type == "cuda"
-        if mixed_precision is None:
-            mixed_precision = on_gpu and backbone.computes_in_bf16("bf16")
-        self.mixed_precision = mixed_precision
-        self.token_budget = token_budget or (32_768 if on_gpu else 1_024)
+        self.model, self.tokenizer, self.instruction = model.eval(), tokenizer, instruction
+        self.reader = Embedder(model.base_model, tokenizer, pooling="last", **options)
         self.yes, self.no = answers(tokenizer.backend_tokenizer)
-        self._limits(instruction, None, None)
+        backend, around = tokenizer.backend_tokenizer, (around_query(instruction), AROUND_DOCUMENT)
+        least = sum(taken(backend, one) for one in around) + 2
+        if self.reader.max_length < least:
+            raise ValueError(
+                f"max_length must be at least {least}, got {self.reader.max_length}: the prompt has "
+                f"{least - 2} tokens without query and document"
+            )
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options) -> Reranker:
@@ -102,38 +86,9 @@ class Reranker:
         return cls(backbone.load(path, head=True), backbone.load_tokenizer(path), **{**known, **options})
 
     def save_pretrained(self, path: str | Path) -> Path:
-        """Writes a directory that `from_pretrained`, AutoModelForCausalLM and sentence-transformers load.
-
-        `CrossEncoder(path).predict([(query, document)])` returns the same scores, without remote code; its
-        `prompt` is another instruction.
-        """
-        path = Path(path)
-        tokenizer = copy.deepcopy(self.tokenizer)
-        tokenizer.chat_template = chat_template(self.instruction)
-        tokenizer.model_max_length = self.max_length
-        kinds = ("base.modules.transformer.Transformer", "cross_encoder.modules.logit_score.LogitScore")
-        files = {
-            "modules.json": [
-                {"idx": i, "name": str(i), "path": place, "type": f"sentence_transformers.{kind}"}
-                for i, (kind, place) in enumerate(zip(kinds, ("", "1_LogitScore")))
-            ],
-            "sentence_bert_config.json": {
-                "transformer_task": "text-generation",
-                "modality_config": {
-                    "text": {"method": "forward", "method_output_name": "logits"},
-                    "message": {"method": "forward", "method_output_name": "logits", "format": "flat"},
-                },
-                "module_output_name": "causal_logits",
-            },
-            "1_LogitScore/config.json": {"true_token_id": self.yes, "false_token_id": self.no},
-            "config_sentence_transformers.json": {
-                "model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.activation.Sigmoid",
-            },
-        }  # fmt: skip
-        with new_directory(path) as folder:
-            backbone.write(self.model, tokenizer, folder, stage="reranker", instruction=self.instruction)
-            write_json(folder, files)
-        return path
+        """Writes a directory that `from_pretrained` and AutoModelForCausalLM load."""
+        facts = {"stage": "reranker", "instruction": self.instruction}
+        return backbone.save(self.model, self.tokenizer, Path(path), **facts)
 
     def score(self, query: str, documents: Sequence[str], **options) -> np.ndarray:
         """The probability of "yes" against "no" for each document, as the next token after the prompt.
@@ -162,7 +117,7 @@ class Reranker:
 
     def log_odds(
         self, query: str, documents: Sequence[str], *, instruction: str | None = None,
-        query_length: int | None = None, document_length: int | None = None, progress: bool = False,
+        query_length: int | None = None, document_length: int | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Logit of "yes" minus that of "no" for each document: it orders them where scores round to 1.
 
@@ -174,91 +129,29 @@ class Reranker:
         """
         if isinstance(documents, str):
             raise ValueError("expected a list of documents, got one string: write score(query, [document])")
-        instruction = instruction or self.instruction
-        backend = self.tokenizer.backend_tokenizer
-        limit, limit_document = self._limits(instruction, query_length, document_length)
-        (start_L,) = encode(backend, [query], np.int32, limit, around_query(instruction))
-        limit_document = min(limit_document, self.max_length - len(start_L))
-        ends = list(encode(backend, documents, np.int32, limit_document, AROUND_DOCUMENT))
-        groups = micro_batches([len(start_L) + len(end_L) for end_L in ends], self.token_budget)
-        odds_M = np.empty(len(documents))
-        with (
-            torch.inference_mode(),
-            fast_attention(),
-            torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed_precision),
-            tqdm(total=len(documents), unit="document", leave=False, disable=not progress) as bar,
-        ):
-            shared = self._read(torch.from_numpy(start_L)[None])
-            for group in groups:
-                odds_M[group] = self._odds(shared, [ends[i] for i in group])
-                bar.update(len(group))
-        if not np.isfinite(odds_M).all():
-            number = np.flatnonzero(~np.isfinite(odds_M))[0]
-            raise ValueError(
-                f"Document {number} of {len(documents)}: the model returns NaN or infinity for it"
-            )
-        return odds_M
-
-    def _limits(
-        self, instruction: str, query_length: int | None, document_length: int | None
-    ) -> tuple[int, int]:
-        """Tokens of a query and of a document at most, with what stands around them."""
-        backend = self.tokenizer.backend_tokenizer
-        query, document = taken(backend, around_query(instruction)), taken(backend, AROUND_DOCUMENT)
-        if self.max_length < query + document + 2:
-            raise ValueError(
-                f"max_length must be at least {query + document + 2}, got {self.max_length}: the prompt has "
-                f"{query + document} tokens without query and document"
-            )
-        longest = self.max_length - document - 1
-        return (
-            longest if query_length is None else min(query + query_length, longest),
-            self.max_length if document_length is None else document + document_length,
+        backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
+        around = around_query(instruction or self.instruction)
+        tail = taken(backend, AROUND_DOCUMENT)
+        limit = min(taken(backend, around) + (query_length or longest), longest - tail - 1)
+        (start_L,) = encode(backend, [query], np.int32, limit, around)
+        limit = min(tail + (document_length or longest), longest - len(start_L))
+        ends = encode(backend, documents, np.int32, limit, AROUND_DOCUMENT)
+        units = (
+            Unit(TokenSequence(np.concatenate([start_L, end_L])), np.array([number]))
+            for number, end_L in enumerate(ends)
         )
-
-    def _read(self, tokens_1L: Tensor) -> DynamicCache:
-        """The keys and values of what all documents of a query share."""
-        return self.model.base_model(tokens_1L.to(self.device), use_cache=True).past_key_values
-
-    def _odds(self, shared: DynamicCache, ends: list[np.ndarray]) -> np.ndarray:
-        tokens_BL, last_B = padded(ends)
-        size = len(ends)
-        kept = DynamicCache(
-            [(key.expand(size, -1, -1, -1), value.expand(size, -1, -1, -1)) for key, value, *_ in shared]
-        )
-        hidden_BLD = self.model.base_model(
-            tokens_BL.to(self.device), past_key_values=kept, use_cache=True
-        ).last_hidden_state
-        rows_BD = hidden_BLD[torch.arange(size), last_B].float()
-        yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].float()
-        with torch.autocast(self.device.type, enabled=False):
-            return (rows_BD @ (yes_D - no_D)).double().cpu().numpy()
+        name = f"Document {{}} of {len(documents)}".format
+        _, rows_MD = self.reader.rows(Reading(units, len(documents), name))
+        yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double()
+        return (torch.from_numpy(rows_MD).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
 
 
 def around_query(instruction: str) -> tuple[str, str]:
     """What stands before and after a query. With a document and AROUND_DOCUMENT behind it, it is a prompt.
 
-    No token reaches from one half to the other, so both can be tokenised, and read, by themselves.
+    No token reaches from one half to the other, so both can be tokenised by themselves.
     """
     return HEAD.format(instruction=instruction), "\n<Document>:"
-
-
-def chat_template(instruction: str) -> str:
-    """The prompt in Jinja, as tokenizers keep it: roles "query", "document" and, for another instruction,
-    "system"."""
-    before, after = HEAD.split("{instruction}")
-    start, end = AROUND_DOCUMENT
-    parts = [before, "own.instruction", after, "own.query", around_query("")[1] + start, "own.document", end]
-    texts = [part if part.startswith("own.") else json.dumps(part) for part in parts]
-    return (
-        f"{{%- set own = namespace(instruction={json.dumps(instruction)}, query='', document='') -%}}\n"
-        "{%- for message in messages -%}\n"
-        "{%- if message.role == 'system' -%}{%- set own.instruction = message.content -%}\n"
-        "{%- elif message.role == 'query' -%}{%- set own.query = message.content -%}\n"
-        "{%- else -%}{%- set own.document = message.content -%}{%- endif -%}\n"
-        "{%- endfor -%}\n"
-        f"{{{{- {' ~ '.join(texts)} -}}}}"
-    )
 
 
 def taken(tokenizer: Tokenizer, around: tuple[str, str]) -> int:

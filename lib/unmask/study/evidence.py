@@ -41,6 +41,7 @@ VERDICTS = ("reproduced", "not at this scale", "contradicted", "invalid", "not r
 NOTHING = 1e-3  # a score below it found nothing, and has no shares
 ENOUGH = 3  # seeds that results are committed for
 Gate = dict[str, Any]
+Line = dict[str, Any]  # what is said of a claim, as in claims.json
 Values = Sequence[float] | np.ndarray
 Scores = Mapping[str, np.ndarray]  # task → a metric per query
 
@@ -272,7 +273,7 @@ def judge(interval: tuple[float, float], *, above: float | None = None, below: f
 def claim(
     study: Run, key: str, effect: Effect, *, detail: str = "", gates: Sequence[Gate] = (),
     seeds: Sequence[int] = (), **sizes: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> Line:  # fmt: skip
     """A claim that an effect lies above or below a bar, judged; a line of claims.json once it is kept.
 
     Args:
@@ -288,43 +289,38 @@ def claim(
     return line | _judged(line, effect) | {"replicates_B": effect.replicates_B}
 
 
-def fact(
-    study: Run, key: str, *, ours: str, holds: bool, seeds: Sequence[int] | None = None
-) -> dict[str, Any]:
+def fact(study: Run, key: str, *, ours: str, holds: bool, seeds: Sequence[int] | None = None) -> Line:
     """A claim that holds or does not: arithmetic (of no seed), equality, a time."""
     seeds = [study.config.pair.seed] if seeds is None else list(seeds)
     return _line(key) | {"ours": ours, "verdict": "reproduced" if holds else "contradicted", "seeds": seeds}
 
 
-def not_run(key: str, why: str = "") -> dict[str, Any]:
+def not_run(key: str, why: str = "") -> Line:
     """A claim that nothing here tests, and why."""
     ours = f"not run ({why or stated()[key]['why']})"
     return _line(key) | {"ours": ours, "verdict": "not run", "seeds": [], "notebook": ""}
 
 
-def _line(key: str, **sizes: Any) -> dict[str, Any]:
+def _line(key: str, **sizes: Any) -> Line:
     about = {"unit": "points", "headline": False} | stated()[key]
     blank = dict.fromkeys(("value", "interval", "bar")) | dict.fromkeys(("ours", "effect", "detail"), "")
     told = {name: about[name] for name in ("source", "paper", "notebook", "unit", "headline")}
     return blank | told | {"claim": about["claim"].format(**sizes), "gates": [], "values": {}}
 
 
-def _judged(line: Mapping[str, Any], effect: Effect) -> dict[str, Any]:
+def _judged(line: Line, effect: Effect) -> Line:
     """What a claim says of an effect; "invalid" where a gate failed."""
     shown, passed = points(effect, line["unit"]), all(gate["passed"] for gate in line["gates"])
-    return {
-        "ours": f"{shown}; {line['detail']}" if line["detail"] else shown,
-        "effect": shown,
-        "value": effect.value,
-        "interval": list(effect.interval),
-        "verdict": judge(effect.interval, **line["bar"]) if passed else "invalid",
-    }
+    verdict = judge(effect.interval, **line["bar"]) if passed else "invalid"
+    ours = f"{shown}; {line['detail']}" if line["detail"] else shown
+    told = {"ours": ours, "effect": shown, "verdict": verdict}
+    return told | {"value": effect.value, "interval": list(effect.interval)}
 
 
 # What notebooks keep, and what several seeds say together
 
 
-def keep(study: Run, claims: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def keep(study: Run, claims: Sequence[Line]) -> list[Line]:
     """The claims as a notebook saves them; their resamples go to results/<run>/replicates/<stage>.npz.
 
     A resample is kept as its distance from the value in half precision, which is off by a few thousandths of
@@ -341,7 +337,7 @@ def _replicates(study: Run) -> Path:
     return study.results / "replicates" / f"{study.stage}.npz"
 
 
-def _effect(study: Run, line: Mapping[str, Any]) -> Effect:
+def _effect(study: Run, line: Line) -> Effect:
     """The effect of a claim that `keep` kept."""
     distances_B = np.load(_replicates(study))[line["claim"]]
     return Effect(line["value"], line["value"] + distances_B.astype(np.float64))
@@ -391,7 +387,7 @@ def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
     return found
 
 
-def pooled(study: Run) -> list[dict[str, Any]]:
+def pooled(study: Run) -> list[Line]:
     """The claims of this run's notebooks, in their order, each over all seeds at hand (see `metrics`).
 
     An effect is averaged over seeds and judged anew (see `pool`). What holds or does not must do so with
@@ -409,9 +405,7 @@ def pooled(study: Run) -> list[dict[str, Any]]:
     return claims
 
 
-def _over_seeds(
-    one: dict[str, Any], same: Mapping[int, Mapping[str, Any]], at: Mapping[int, Run]
-) -> dict[str, Any]:
+def _over_seeds(one: Line, same: Mapping[int, Line], at: Mapping[int, Run]) -> Line:
     """A claim's lines by seed as one; those with an effect were kept at these runs."""
     text = "ours" if one["value"] is None else "detail"
     said = [line[text] for line in same.values()]
@@ -444,10 +438,9 @@ def commit_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, floa
     """
     if len(tables) < ENOUGH or study.name != study.config.name:
         return None
-    values = {
-        model: {family: found for family, found in row.items() if len(found) == len(tables)}
-        for model, row in gathered(tables.values()).items()
-    }
+    values = gathered(tables.values())
+    for model, row in values.items():
+        values[model] = {family: found for family, found in row.items() if len(found) == len(tables)}
     document = {"seeds": list(tables)} | _made_with(study) | {"values": values}
     return write_atomic(_committed(study), json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 

@@ -35,7 +35,7 @@ import psutil
 
 from unmask.children import bound, on_signal
 from unmask.config import ParallelConfig
-from unmask.run import PREEMPTED, Folders
+from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic
 
 # Of the library: what computes nothing.
@@ -51,10 +51,6 @@ TICK = 0.1  # seconds between two looks at the notebooks that run
 
 class PipelineError(ValueError):
     """A notebook, a selection or a run that cannot work; the message says which and what would do."""
-
-
-class NotebookError(RuntimeError):
-    """Notebooks that failed; the message says in which cell, why, and where the logs are."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -154,7 +150,7 @@ def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
     """Why a stage has to run, in a few words; empty if it is done and nothing it depends on has changed."""
     done = folders.done(stage.name)
     if done is None:
-        return "never ran"
+        return "not done yet"
     if not (folders.executed / f"{stage.name}.ipynb").is_file():
         return "executed notebook is missing"
     old, new = done.get("depends_on", {}), mark["depends_on"]
@@ -246,10 +242,7 @@ def run_stages(
     due: Sequence[Stage],
     marks: dict[str, dict[str, Any]],
     folders: Folders,
-    *,
-    parameters: dict[str, Any],
     about: dict[str, Any],
-    grace: float,
     environment: dict[str, str],
     jobs: int = 1,
 ) -> None:
@@ -260,27 +253,28 @@ def run_stages(
     Args:
         due: from `plan`, in running order.
         marks: from `expected`.
-        parameters: values of the notebooks' parameters: preset, overrides, run.
-        about: from `describe`.
-        grace: seconds that trainings get to save themselves when the run is stopped.
+        about: from `describe`; holds the notebooks' parameters: preset, overrides, run.
         environment: variables for the notebooks, beside this process's own.
     Raises:
-        NotebookError: a notebook failed; those that ran beside it were finished, no other one was started.
+        RuntimeError: a notebook failed; those that ran beside it were finished, no other one was started.
         Interrupted: SIGINT or SIGTERM came, or a training got SIGTERM; the kernels and what they started have
             ended.
     """
     for folder in (folders.artifacts, folders.executed, folders.results / "figures", folders.logs):
         folder.mkdir(parents=True, exist_ok=True)
+    jobs = max(jobs, 1)
     stages, environment = {stage.name: stage for stage in due}, _environment(folders) | environment
     # Notebooks that run side by side share the cores.
     share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} | environment
+    parameters = {"preset": about["preset"]["name"]} | {key: about[key] for key in ("overrides", "run")}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
-    ready, running, failures, signals, deadline = [], [], [], [], math.inf
+    ready, running, failures, signals, grace = [], [], [], [], grace_seconds()
+    deadline = math.inf
     with on_signal(signals.append):
         while sorter.is_active():
             ready = sorted([*ready, *sorter.get_ready()])
-            while ready and len(running) < max(jobs, 1) and not (failures or signals):
+            while ready and len(running) < jobs and not (failures or signals):
                 stage = stages[ready.pop(0)]
                 alone = not (ready or running)
                 running.append(_start(stage, folders, parameters, environment if alone else share))
@@ -291,22 +285,17 @@ def run_stages(
             deadline = _stop(running, signals, grace, deadline)
             for one in [one for one in running if one.ended()]:
                 running.remove(one)
-                status, said = one.process.returncode, one.process.stderr.read().strip()
-                if status == PREEMPTED and not signals:
-                    signals.append(signal.SIGTERM)  # only its training was told
-                word = "done" if status == 0 else "stopped" if signals else "failed"
+                word = _end(one, signals, failures)
                 _say(one.stage, due, f"{word} after {clock(one.seconds)}")
                 if word == "done":
                     _finish(one, marks[one.stage.name], folders)
                     sorter.done(one.stage.name)
-                elif word == "failed":
-                    failures.append(said or f"notebook {one.stage.name} was killed, see {folders.logs}")
                 if word != "stopped":
                     _record(one, about, folders)
     if signals and sorter.is_active():
         raise Interrupted(signals[0])
     if failures:
-        raise NotebookError("\n".join(failures))
+        raise RuntimeError("\n".join(failures))
 
 
 @dataclass
@@ -333,8 +322,6 @@ def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environme
     executed, log = folders.executed / f"{stage.name}.ipynb", folders.logs / f"{stage.name}.log"
     done = folders.artifacts / stage.name / "done.json"
     resumed = executed.is_file() and not done.is_file()
-    if not resumed:
-        log.unlink(missing_ok=True)
     done.unlink(missing_ok=True)  # from here on the outputs are neither the old nor the new ones
     job = {
         "source": str(stage.path),
@@ -355,6 +342,16 @@ def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environme
         text=True,
     )
     return _Child(stage, process, resumed, time.time())
+
+
+def _end(one: _Child, signals: list[signal.Signals], failures: list[str]) -> str:
+    """How a notebook ended: done, failed, or stopped because the run, or its training alone, was told to."""
+    status, said = one.process.returncode, one.process.stderr.read().strip()
+    if status == PREEMPTED and not signals:
+        signals.append(signal.SIGTERM)
+    if status and not signals:
+        failures.append(said or f"notebook {one.stage.name} was killed, exit status {status}")
+    return "done" if status == 0 else "stopped" if signals else "failed"
 
 
 def _say(stage: Stage, due: Sequence[Stage], text: str) -> None:
@@ -422,7 +419,7 @@ def execute(job: dict[str, Any]) -> str:
             os._exit(PREEMPTED)
 
     name, reason = Path(job["source"]).name, ""
-    with open(job["log"], "a", encoding="utf8") as log, on_signal(stop, [signal.SIGTERM]):
+    with open(job["log"], "w", encoding="utf8") as log, on_signal(stop, [signal.SIGTERM]):
         for stream in (1, 2):  # the kernel inherits them
             os.dup2(log.fileno(), stream)
         try:
@@ -442,14 +439,14 @@ def execute(job: dict[str, Any]) -> str:
             print(error, file=log)
             stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
             line = error.source.strip().partition("\n")[0]
-            reason = f"in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
+            reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
         except RuntimeError as error:  # DeadKernelError
             reason = f"\n  {error}, most often for want of memory"
     _clean(Path(job["output"]), job["names"])
     if stopped and reason:
         raise SystemExit(PREEMPTED)
     if reason:
-        told = f"notebook {name} failed {reason}\n  log: {job['log']}\n  as far as it got: {job['output']}"
+        told = f"notebook {name} failed{reason}\n  log: {job['log']}\n  as far as it got: {job['output']}"
         return _named(told, job["names"])
     if job["report"]:
         from unmask.study.report import publish  # the other notebooks need not wait for torch
@@ -478,7 +475,7 @@ def _named(text: str, names: dict[str, str]) -> str:
 
 
 def describe(
-    folders: Folders, preset: dict[str, Any], overrides: dict[str, Any], run: str, command: str
+    folders: Folders, preset: dict[str, Any], overrides: dict[str, Any], command: str
 ) -> dict[str, Any]:
     """What holds for the whole run: code, parameters, versions, hardware.
 
@@ -487,6 +484,7 @@ def describe(
         overrides: the values that were changed on the command line.
         command: the command that was given.
     """
+    run = folders.artifacts.name
     git = ("git", "-C", str(folders.root))
     own = (":(exclude)results", f":(exclude)papermill_runs/{run}")  # the run's own output
     return {
@@ -511,7 +509,6 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpu_names(),
-        "system": f"{platform.system()} {platform.machine()}",
     }
 
 

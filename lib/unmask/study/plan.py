@@ -11,8 +11,8 @@ Weights, FLOPs and activations of the two add up.
 
 FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
     forward, per token of a text of L tokens:  2 (P − E) + 4 n A L    weights, attention (in full, not halved)
-    forward, per predicted token:              2 E                    logits, at paid positions only; a
-                                                                      reranker's prompt predicts one
+    forward, per predicted token:              2 E                    logits of pretraining, at paid
+                                                                      positions only
     training = forward × (3 + repetitions): one forward pass, a backward pass of two, and
         + 1          with gradient checkpointing (not for logits), and for logits that come in several chunks
         + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
@@ -25,7 +25,7 @@ Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     activations of a micro-batch, per token     n a + 8 H, where a = 26 H + 10 (A + K) + 8 M;
                                                 16 H under fsdp2, whose residual stream is bfloat16 too
         with gradient checkpointing             n h + a + 8 H, where h = 4 H (2 H under fsdp2)
-    logits of one chunk of R rows               16 R V + 2 E; a reranker's micro-batch is one chunk
+    logits of one chunk of R rows               16 R V + 2 E, in pretraining
     embeddings of the texts of a step           48 H for each: copies on the way to the loss and back
     context, communication, fragmentation       RUNTIME_BYTES
 """
@@ -44,8 +44,8 @@ PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and 
 # Share of the peak that a training sustains, recomputation counted as work. Pretraining: llm-foundry and
 # nanochat report 36 to 46 % for dense models. The rest is assumed, not measured: the other steps have short
 # texts and wait for the embeddings of all processes, narrow matrices do not fill a GPU.
-UTILISATION = {"ar": 0.40, "diffusion": 0.40}
-UTILISATION_OTHERS = 0.30
+UTILISATION = {"pretraining": 0.40, "others": 0.30}
+PRETRAINING = ("ar", "diffusion")
 NARROW, NARROW_FACTOR = 1024, 0.75  # hidden sizes below, and what is left of the utilisation there
 RUNTIME_BYTES = 4e9
 PROMPT_TOKENS = 100  # of a reranker's prompt, without query and document
@@ -83,17 +83,24 @@ def describe(
     planned = [one for one in trainings(preset, gpus) if stages is None or one.notebook in stages]
     if not planned:
         return "nothing to train"
-    _check_memory(preset, planned, gpus, gpu_memory)
+    worst = max(planned, key=lambda training: training.memory_gb)
+    if worst.memory_gb * 1e9 > gpu_memory:
+        stage, budget = worst.stage, getattr(preset, worst.stage).token_budget // 2
+        raise ValueError(
+            f"preset {preset.name} does not fit: {stage} needs {worst.memory_gb:.0f} GB per GPU on {gpus} "
+            f"under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Less take, together "
+            f"or alone: --set {stage}.gradient_checkpointing=true; --set {stage}.token_budget={budget}; "
+            f"--gpus {2 * gpus} --set parallel.strategy=fsdp2"
+        )
     flops, hours = sum(one.flops for one in planned), sum(one.gpu_hours for one in planned)
-    where = f"on {gpus} GPU{'s' * (gpus > 1)}, {preset.parallel.strategy}"
+    size = f"{parameters(preset)[0]:,} parameters"
     lines = [
-        f"plan of preset {preset.name!r} {where}, {parameters(preset)[0] / 1e6:,.0f} M parameters",
+        f"plan of preset {preset.name!r} on {gpus} GPUs, {preset.parallel.strategy}: {size}",
         *(ROW.format(*astuple(one)) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
-        f"assumed, not measured: {UTILISATION['ar']:.0%} (pretraining) and {UTILISATION_OTHERS:.0%} (the "
-        f"rest) of {PEAK['bf16']:.3g} FLOP/s, below {NARROW} dimensions {NARROW_FACTOR:.0%} of that; texts "
-        "as long as they may be; not counted: evaluation, mining, merging",
+        f"assumed, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s, below {NARROW} dimensions "
+        f"{NARROW_FACTOR} of that; texts as long as they may be; not counted: evaluation, mining, merging",
     ]
     return "\n".join(lines)
 
@@ -104,7 +111,7 @@ def trainings(preset: Preset, gpus: int) -> list[Training]:
     for notebook, stage, number, changed in _started(preset):
         steps = getattr(changed, stage).steps
         tokens, flops = (number * steps * each for each in _step(changed, stage, gpus))
-        speed = PEAK["bf16"] * UTILISATION.get(stage, UTILISATION_OTHERS)
+        speed = PEAK["bf16"] * UTILISATION["pretraining" if stage in PRETRAINING else "others"]
         speed *= NARROW_FACTOR if changed.backbone.hidden_size < NARROW else 1
         memory = memory_bytes(changed, stage, gpus) / 1e9
         planned.append(Training(notebook, stage, number, steps, tokens, flops, flops / speed / 3600, memory))
@@ -121,20 +128,17 @@ def parameters(preset: Preset) -> tuple[int, int]:
 def work(preset: Preset, stage: str) -> list[Texts]:
     """What each model that is trained reads for one loss, each text as long as it may be."""
     config = getattr(preset, stage)
-    n = config.batch // _losses(preset, stage)
-    match stage:
-        case "ar" | "diffusion":
-            return [[(n, config.length)]]
-        case "reranker":
-            prompt = PROMPT_TOKENS + config.query_length + config.document_length
-            return [[((1 + config.negatives) * n, prompt)]]
-        case "contextual":
-            document = config.chunks * (config.chunk_length + 1) - 1  # with separators
-            return [[(n * config.queries_per_document, config.query_length), (n, document)]]
-        case "triplet" | "qwen3":
-            return [[(n, config.query_length), ((1 + config.negatives) * n, config.document_length)]]
-    slots = config.context if stage == "cde" else 0
-    texts = [(n, slots + config.query_length), (n, slots + config.document_length)]
+    n = config.batch // getattr(config, "accumulation", 1)
+    if stage in PRETRAINING:
+        return [[(n, config.length)]]
+    if stage == "contextual":
+        document = config.chunks * (config.chunk_length + 1) - 1  # with separators
+        return [[(n * config.queries_per_document, config.query_length), (n, document)]]
+    read = (1 + getattr(config, "negatives", 0)) * n
+    if stage == "reranker":
+        return [[(read, PROMPT_TOKENS + config.query_length + config.document_length)]]
+    slots = getattr(config, "context", 0)
+    texts = [(n, slots + config.query_length), (read, slots + config.document_length)]
     return [[(min(slots, n), config.document_length)], texts] if slots else [texts]
 
 
@@ -153,9 +157,8 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
         layers *= shape.layers
     tokens = sum(_micro_batch(config.token_budget, texts, gpus)[0] for texts in models)
     loss = 48 * sum(number for texts in models for number, _ in texts) * shape.hidden_size
-    if stage in ("ar", "diffusion", "reranker"):
-        rows = tokens // models[0][0][1] if stage == "reranker" else _chunk_rows(preset)
-        loss = 16 * rows * preset.data.vocab_size + 2 * embeddings
+    if stage in PRETRAINING:
+        loss = 16 * _chunk_rows(preset) * preset.data.vocab_size + 2 * embeddings
     return weights + tokens * (layers + 8 * shape.hidden_size) + loss + RUNTIME_BYTES
 
 
@@ -199,11 +202,6 @@ def _with(preset: Preset, section: str, **changes) -> Preset:
     return replace(preset, **{section: replace(getattr(preset, section), **changes)})
 
 
-def _losses(preset: Preset, stage: str) -> int:
-    """Independent losses of one step."""
-    return preset.triplet.accumulation if stage == "triplet" else 1
-
-
 def _micro_batch(budget: int, texts: Texts, gpus: int) -> tuple[int, int]:
     """Tokens of one micro-batch, and how many micro-batches of one loss a GPU works through."""
     longest = max(length for _, length in texts)
@@ -225,12 +223,11 @@ def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
         passes = 3 + config.gradient_checkpointing + cached * (groups - 1) / groups
         flops += passes * sum(count * length * (2 * body + attention * length) for count, length in texts)
         read += sum(number * length for number, length in texts)
-    if stage == "reranker":
-        flops += 3 * 2 * (total - body) * texts[0][0]
-    elif not cached:
+    if stage in PRETRAINING:
         paid = config.masked_share if stage == "diffusion" else 1
         flops += (4 if paid * tokens > _chunk_rows(preset) else 3) * 2 * (total - body) * paid * read
-    return _losses(preset, stage) * read, _losses(preset, stage) * flops
+    losses = getattr(config, "accumulation", 1)  # independent ones of a step
+    return losses * read, losses * flops
 
 
 def _chunk_rows(preset: Preset) -> int:
@@ -241,15 +238,3 @@ def _layer_parameters(shape: BackboneConfig) -> int:
     queries, keys = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
     norms = 2 * shape.hidden_size + 2 * shape.head_size
     return shape.hidden_size * (2 * queries + 2 * keys + 3 * shape.mlp_size) + norms
-
-
-def _check_memory(preset: Preset, planned: Sequence[Training], gpus: int, gpu_memory: float) -> None:
-    worst = max(planned, key=lambda training: training.memory_gb)
-    stage, budget = worst.stage, getattr(preset, worst.stage).token_budget
-    if worst.memory_gb * 1e9 > gpu_memory:
-        raise ValueError(
-            f"preset {preset.name} does not fit: the {stage} training needs {worst.memory_gb:.0f} GB per "
-            f"GPU on {gpus} under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Less "
-            f"take, together or alone: --set {stage}.gradient_checkpointing=true; --set {stage}.token_budget="
-            f"{budget // 2}; --gpus {2 * gpus} --set parallel.strategy=fsdp2"
-        )

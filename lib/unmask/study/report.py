@@ -8,9 +8,11 @@ from functools import reduce
 from html import escape
 from pathlib import Path
 from statistics import mean, stdev
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 import nbformat
+import yaml
 from nbconvert.exporters import MarkdownExporter
 from nbconvert.filters import markdown2html
 
@@ -22,25 +24,8 @@ if TYPE_CHECKING:
     from unmask.evaluation.tasks import Task
 
 MARKS = {"reproduced": "✔ ", "not at this scale": "– ", "contradicted": "✘ "}
-# Where the rows of a table come from: the notebook that measured them, then the keys in what it saved.
-STAGES = {
-    "BM25": ("02_pair", "families", "BM25"),
-    "all-MiniLM-L6-v2": ("02_pair", "families", "all-MiniLM-L6-v2"),
-    "diffusion backbone": ("02_pair", "families", "untrained backbone"),
-    "pair": ("02_pair", "families", "pair"),
-    "contextual": ("03_contextual", "families", "contextual, late chunking"),
-    "triplet from pair": ("04_triplet", "families", "triplet from pair"),
-    "triplet from contextual": ("04_triplet", "families", "triplet from contextual"),
-    "merged": ("05_merge", "families", "merged"),
-}
-SYSTEMS = {
-    "pplx-style": ("05_merge", "families", "merged"),
-    "InSeNT": ("08_conteb", "insent", "families"),
-    "CDE": ("10_cde", "families", "CDE"),
-    "Qwen3-style": ("11_qwen3_embedding", "families", "Qwen3"),
-    "BM25": STAGES["BM25"],
-    "all-MiniLM-L6-v2": STAGES["all-MiniLM-L6-v2"],
-}
+TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
+STAGES, SYSTEMS = TOLD["stages"], TOLD["systems"]  # name → where a table's row comes from
 
 
 # Tables
@@ -127,14 +112,11 @@ def checked(
 def gates_table(gates: Sequence[Gate] | Mapping[str, Sequence[Gate]]) -> str:
     """Gates of one training, or of each, as a Markdown table; each once."""
     every = [gate for row in gates.values() for gate in row] if isinstance(gates, Mapping) else gates
-    once = {gate["name"]: gate for gate in every}
-    shown = {True: "yes", False: "**no**"}
-    return markdown_table(
-        [
-            {"gate": name, "value": gate["value"], "bar": gate["bar"], "passed": shown[gate["passed"]]}
-            for name, gate in once.items()
-        ]
-    )
+    rows = []
+    for gate in {gate["name"]: gate for gate in every}.values():
+        passed = "yes" if gate["passed"] else "**no**"
+        rows.append({"gate": gate["name"], "value": gate["value"], "bar": gate["bar"], "passed": passed})
+    return markdown_table(rows)
 
 
 def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".", short: bool = False) -> str:
@@ -164,28 +146,21 @@ def link(notebooks: str, stage: str, text: str = "") -> str:
 
 
 def publish(notebook: Path, results: Path) -> list[Path]:
-    """Writes report.md and report.html: an executed notebook without its code, and without the cells that are
-    tagged "aside". A figure becomes what its file looks like on the reader's page, light or dark."""
+    """Writes report.md and report.html: an executed notebook without its code, without what was printed, and
+    without the cells that are tagged "aside"."""
     content = nbformat.read(notebook, as_version=4)
     content.cells = [cell for cell in content.cells if "aside" not in cell.metadata.get("tags", ())]
-    for output in (output for cell in content.cells for output in cell.get("outputs", ())):
-        if shown := output.get("metadata", {}).get("picture"):
-            output.data = {"text/markdown": picture(*shown)}
+    for cell in (cell for cell in content.cells if cell.cell_type == "code"):
+        cell.outputs = [output for output in cell.outputs if output.output_type == "display_data"]
+        for output in cell.outputs:
+            if shown := output.metadata.get("picture"):
+                output.data = {"text/markdown": picture(*shown)}
     text, _ = MarkdownExporter(exclude_input=True).from_notebook_node(content)
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    html = page(text, text.partition("\n")[0].lstrip("# "))
-    return [write_atomic(results / "report.md", text), write_atomic(results / "report.html", html)]
-
-
-def page(markdown: str, title: str) -> str:
-    """A Markdown text as an HTML page: light or dark as the reader's system is, for any width, no scripts."""
     style = Path(__file__).with_name("report.css").read_text(encoding="utf8")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f"{markdown2html(markdown)}</body>\n</html>\n"
-    )
+    title = escape(text.partition("\n")[0].lstrip("# "))
+    html = Template(TOLD["page"]).substitute(title=title, style=style, body=markdown2html(text))
+    return [write_atomic(results / "report.md", text), write_atomic(results / "report.html", html)]
 
 
 def picture(path: str, text: str) -> str:

@@ -166,8 +166,9 @@ def train(
     if processes.main:
         report({"total": config.steps, "done": done})
     with fast_attention(), log.open("a", encoding="utf8") as lines:
+        started = time.perf_counter()
         for step, batch in _ahead(stage.batch, range(done, config.steps)):
-            started, lr = time.perf_counter(), config.lr * lr_factor(config, step)
+            lr = config.lr * lr_factor(config, step)
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
             try:
                 row = stage.backward(module, batch, step, processes)
@@ -196,6 +197,7 @@ def train(
                 )  # fmt: skip
                 if told:  # one process at least
                     raise Preempted(step + 1)
+            started = time.perf_counter()
     return model.eval()
 
 

@@ -23,8 +23,8 @@ from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextualEncoder
+from unmask.models.embedder import INSTRUCTIONS, prompt
 from unmask.models.encoding import TokenSequence, after_context, micro_batches
-from unmask.models.instructions import INSTRUCTIONS, prompt
 from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
@@ -120,14 +120,13 @@ class Qwen3(Pair):
         return super().facts() | {"prompts": prompts}
 
     def batch(self, step: int) -> Qwen3Batch:
-        drawn, (name, rows), count = super().batch(step), self.plan(step), self.config.negatives
-        hard = [negative for i in rows for negative in self.data[name].negatives[i]] if count else []
-        number = _numbers([*(self.data[name].documents[i] for i in rows), *hard])
-        sequences = [*drawn.sequences, *map(TokenSequence, hard)]
-        return Qwen3Batch(
-            **vars(drawn) | {"sequences": sequences}, document_N=number[: len(rows)],
-            hard_document_NK=number[len(rows) :].unflatten(0, (len(rows), count)),
-        )  # fmt: skip
+        (name, rows), count = self.plan(step), self.config.negatives
+        drawn, n = self.texts(name, rows, hard=count > 0), len(rows)
+        seen: dict[bytes, int] = {}
+        texts = [sequence.tokens_L.tobytes() for sequence in drawn.sequences[n:]]
+        number = torch.tensor([seen.setdefault(text, len(seen)) for text in texts])
+        hard_NK = number[n:].unflatten(0, (n, count))
+        return Qwen3Batch(**vars(drawn), document_N=number[:n], hard_document_NK=hard_NK)
 
     def loss(self, rows_RD: Tensor, batch: Qwen3Batch, step: int, processes: Processes) -> Tensor:
         config, n = self.config, batch.count
@@ -140,12 +139,6 @@ class Qwen3(Pair):
         q_ND, d_ND, hard_RD = rows_RD.split([n, n, len(rows_RD) - 2 * n])
         hard_NKD = hard_RD.unflatten(0, (n, config.negatives))
         return matryoshka(loss, (q_ND, d_ND, hard_NKD), config.dimensions)
-
-
-def _numbers(texts: list[np.ndarray]) -> Tensor:
-    """A number for each text, the same for the same tokens."""
-    seen: dict[bytes, int] = {}
-    return torch.tensor([seen.setdefault(text.tobytes(), len(seen)) for text in texts])
 
 
 class Prompts(NamedTuple):

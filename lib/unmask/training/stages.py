@@ -197,7 +197,7 @@ class Pretraining(Stage):
         )  # fmt: skip
 
     def prepare(self) -> list[dict[str, Any]]:
-        return self.data.report()
+        return self.data.report
 
     @cached_property
     def plan(self) -> BatchPlan:
@@ -373,7 +373,7 @@ class Contrastive(Stage):
 
     def prepare(self) -> list[dict[str, Any]]:
         if self.config.looks_around:
-            self.neighbours  # noqa: B018  (now, where its progress shows)
+            _ = self.neighbours  # found now, where the progress shows
         return super().prepare()
 
     def inputs(self) -> dict[str, str]:
@@ -402,6 +402,14 @@ class Contrastive(Stage):
         if self.config.filter_margin < 0:
             return None
         return torch.from_numpy(self.neighbours[name].negatives(rows, self.config.filter_margin, *which))
+
+    def texts(self, name: str, rows: np.ndarray, *, hard: bool = False) -> Batch:
+        """The pairs in some rows: queries, then documents, then the hard negatives of each query."""
+        pairs = self.data[name]
+        texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
+        texts += [negative for i in rows for negative in pairs.negatives[i]] if hard else []
+        sequences, near = list(map(TokenSequence, texts)), self.negatives(name, rows)
+        return Batch(dataset=name, sequences=sequences, count=len(rows), negatives=near)
 
     def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
         config, parts = self.config, batch if isinstance(batch, list) else [batch]
@@ -439,13 +447,7 @@ class Pair(Contrastive):
         return curriculum(self.groups(), self.config.curriculum, self.config.steps)
 
     def batch(self, step: int) -> Batch:
-        name, rows = self.plan(step)
-        pairs = self.data[name]
-        texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
-        return Batch(
-            dataset=name, sequences=list(map(TokenSequence, texts)), count=len(rows),
-            negatives=self.negatives(name, rows),
-        )  # fmt: skip
+        return self.texts(*self.plan(step))
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         config, n = self.config, batch.count
@@ -531,13 +533,8 @@ class Triplet(Contrastive):
     def batch(self, step: int) -> list[Batch]:
         """The parts of a batch, each with a loss of its own."""
         name, rows = self.plan(step)
-        pairs, parts = self.data[name], []
-        for part in np.array_split(rows, min(self.config.accumulation, len(rows))):
-            texts = [pairs.queries[i] for i in part] + [pairs.documents[i] for i in part]
-            texts += [negative for i in part for negative in pairs.negatives[i]]
-            own = {"sequences": list(map(TokenSequence, texts)), "negatives": self.negatives(name, part)}
-            parts.append(Batch(dataset=name, count=len(part), weight=len(part) / len(rows), **own))
-        return parts
+        parts = np.array_split(rows, min(self.config.accumulation, len(rows)))
+        return [replace(self.texts(name, part, hard=True), weight=len(part) / len(rows)) for part in parts]
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         n, codes_RD = batch.count, int8(rows_RD)

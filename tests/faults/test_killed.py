@@ -1,0 +1,182 @@
+"""Trainings and whole runs that are hit at random moments end as if nothing had happened: make test-faults.
+
+UNMASK_FAULTS_SEED picks other moments; the default is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import tiny
+import tiny_corpus
+from toy_checkout import Checkout
+from unmask.config import load_preset
+from unmask.data import sources
+from unmask.models import backbone
+from unmask.store import repository
+from unmask.training.launch import history
+
+linux = {"condition": sys.platform != "linux", "reason": "only Linux tells a child that its parent died"}
+pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
+
+SEED = os.environ.get("UNMASK_FAULTS_SEED", "0")
+GRACE = 30  # seconds that a training gets to save itself
+STEPS, EVERY = 120, 4  # of a training, in all and between two checkpoints
+OVERRIDES = {
+    "pair.steps": STEPS,
+    "pair.batch": 8,
+    "pair.checkpoint_every": EVERY,
+    "pair.precision": "fp32",
+}
+STRATEGIES = {
+    "one process": {},
+    "ddp": {"parallel.num_processes": 2},
+    "fsdp2": {"parallel.num_processes": 2, "parallel.strategy": "fsdp2"},
+}
+# What a notebook's kernel does: launches, and waits.
+NOTEBOOK = """
+import json, sys
+from unmask.run import Run
+from unmask.training.launch import launch
+overrides, name, start = json.loads(sys.argv[1]), *sys.argv[2:]
+launch(Run.open("02_pair", "smoke", overrides, run=name), "pair", {"start": start})
+"""
+
+
+def dice(name: str) -> random.Random:
+    """Random numbers of one test; says how to get the same ones again."""
+    print(f"\n{name}: UNMASK_FAULTS_SEED={SEED}", flush=True)
+    return random.Random(f"{SEED} {name}")
+
+
+def start(artifacts: Path, *command: str, lib: Path) -> subprocess.Popen:
+    """Starts Python, with one thread, which is the same everywhere."""
+    own = {"UNMASK_ARTIFACTS": str(artifacts), "UNMASK_GRACE_SECONDS": str(GRACE)}
+    with (artifacts / "processes.log").open("a", encoding="utf8") as log:
+        environment = os.environ | own | {"PYTHONPATH": str(lib), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
+
+
+def said(artifacts: Path) -> str:
+    return (artifacts / "processes.log").read_text(encoding="utf8")
+
+
+def hit(rng: random.Random, process: subprocess.Popen, artifacts: Path) -> None:
+    """Kills or stops the process, or one of those that it started, and sees that none is left."""
+    with suppress(psutil.NoSuchProcess):
+        victim = rng.choice([psutil.Process(process.pid), *psutil.Process(process.pid).children(True)])
+        number = rng.choice([signal.SIGKILL, signal.SIGTERM])
+        print(f"  {number.name} to {' '.join(victim.cmdline())[:110]}", flush=True)
+        victim.send_signal(number)
+    with suppress(subprocess.TimeoutExpired):  # what was hit was about to end anyway
+        process.wait(2 * GRACE)
+    process.kill()
+    process.wait()
+    until(lambda: not working_in(artifacts), "all processes to end")
+
+
+def working_in(folder: Path) -> list[psutil.Process]:
+    """Live processes whose command line or environment names a folder, this one apart."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = [*process.cmdline(), *process.environ().values()]
+            live = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+            if live and any(str(folder) in word for word in words):
+                found.append(process)
+    return found
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
+        time.sleep(0.01)
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: timeless(one) for k, one in value.items() if not k.endswith(("seconds", "per_second"))}
+    return [timeless(one) for one in value] if isinstance(value, list) else value
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """Temporary files and folders, which must be gone at the end."""
+    return [path for path in folder.rglob(".*") if path.suffix in (".tmp", ".old")]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_training_hit_six_times_ends_as_if_uninterrupted(tmp_path, monkeypatch, strategy):
+    rng = dice(strategy)
+    with monkeypatch.context() as patch:  # a corpus of a few sentences, where the real one is expected
+        patch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+        tiny_corpus.install(patch)
+        sources.open_corpus(load_preset("smoke").data)
+    backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
+    overrides = json.dumps(OVERRIDES | STRATEGIES[strategy])
+
+    def begin(name: str) -> subprocess.Popen:
+        arguments = (overrides, name, str(tmp_path / "start"))
+        return start(tmp_path, "-c", NOTEBOOK, *arguments, lib=repository() / "lib")
+
+    assert begin("whole").wait(900) == 0, said(tmp_path)
+    folder, expected = (tmp_path / name / "02_pair" / "pair" for name in ("hit", "whole"))
+
+    def newest() -> str:
+        return max((path.name for path in folder.glob("checkpoints/step-*")), default="")
+
+    def inject(at_the_start: bool) -> None:
+        process, before = begin("hit"), newest()
+        if not at_the_start:
+            until(lambda: newest() > before or process.poll() is not None, "a checkpoint", 600)
+        time.sleep(rng.uniform(0, 1))
+        hit(rng, process, tmp_path)
+
+    for fault in range(6):
+        inject(fault == 0)
+    assert begin("hit").wait(900) == 0, said(tmp_path)
+    assert timeless(history(folder / "model")) == timeless(history(expected / "model"))
+    weights = [(path / "model" / "model.safetensors").read_bytes() for path in (folder, expected)]
+    assert weights[0] == weights[1]
+    assert not (folder / "checkpoints").exists() and not left_behind(folder)
+
+
+def test_a_run_hit_eight_times_ends_as_if_uninterrupted(checkout: Checkout):
+    rng, artifacts = dice("pipeline"), checkout.root / "artifacts"
+    shutil.copytree(repository() / "notebooks", checkout.root / "notebooks", dirs_exist_ok=True)
+    artifacts.mkdir()
+
+    def begin(name: str) -> subprocess.Popen:
+        command = ("-m", "unmask", "run", "--preset", "smoke", "--run", name)
+        return start(artifacts, *command, lib=checkout.root / "lib")
+
+    def found(name: str) -> dict[str, Any]:
+        """All that a run has found out, without the times, and the weights that it has trained."""
+        saved = [
+            path for path in (checkout.root / "results" / name).glob("*.json") if path.stem != "provenance"
+        ]
+        texts = {path.name: timeless(json.loads(path.read_text(encoding="utf8"))) for path in saved}
+        folder = artifacts / name
+        return texts | {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+    for _ in range(8):
+        process = begin("hit")
+        time.sleep(rng.uniform(1, 45))
+        hit(rng, process, artifacts)
+    for name in ("hit", "whole"):
+        assert begin(name).wait(900) == 0, said(artifacts)
+    assert found("hit") == found("whole") and not left_behind(checkout.root)

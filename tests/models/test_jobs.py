@@ -1,0 +1,129 @@
+"""A file of texts becomes a file of embeddings (`unmask encode`), a corpus a data set of them (Ray)."""
+
+import json
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+from unmask import Embedder, cli
+from unmask.models import jobs
+
+TEXTS = [f"{text} {number}" for number, text in enumerate(tiny.TEXTS * 3)]
+DOCUMENTS = [TEXTS[i : i + 1 + i % 3] for i in range(len(TEXTS))]
+
+
+@pytest.fixture(scope="module")
+def embedder():
+    return Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def model(embedder, tmp_path_factory):
+    return embedder.save_pretrained(tmp_path_factory.mktemp("encode") / "model")
+
+
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.parquet", "texts.txt"])
+def test_every_format_gives_what_encode_gives(embedder, model, name, tmp_path):
+    path = tmp_path / name
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"body": TEXTS, "id": range(len(TEXTS))}), path)
+    else:
+        rows = TEXTS if path.suffix == ".txt" else [json.dumps({"body": text}) for text in TEXTS]
+        path.write_text("\n".join(rows))
+    command = ["encode", str(model), str(path), str(tmp_path / "out.npy"), "--column", "body"]
+    assert cli.main([*command, "--precision", "ubinary", "--dimensions", "16"]) == 0
+    found = np.load(tmp_path / "out.npy")
+    np.testing.assert_array_equal(found, embedder.encode(TEXTS, "ubinary", 16))
+    assert {path.name for path in tmp_path.iterdir()} == {name, "out.npy"}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "output", "message"),
+    [
+        ("texts.jsonl", ['{"text": "a"}', '{"text": ""}'], "out.npy", "row 2: text is no text but ''"),
+        ("texts.jsonl", ['{"text": "a"}', '{"text": 7}'], "out.npy", "texts.jsonl"),
+        ("texts.jsonl", ['{"body": "a"}'], "out.npy", "no column 'text': it has body"),
+        ("texts.txt", ["a", "", "b"], "out.npy", "texts.txt, row 2: text is no text but ''"),
+        ("texts.jsonl", ['{"text": "a"}'], "none/out.npy", "an .npy file in a folder that exists"),
+        ("texts.doc", ["a"], "out.npy", "is no file with one of the endings .txt"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(name, rows, output, message, model, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_text("\n".join(rows))
+    assert cli.main(["encode", str(model), str(path), str(tmp_path / output)]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("precision", ["int8", "float32"])
+def test_an_interrupted_job_goes_on_where_it_stood_and_another_does_not(
+    embedder, model, tmp_path, monkeypatch, precision
+):
+    path, output = tmp_path / "texts.txt", tmp_path / "out.npy"
+    path.write_text("\n".join(TEXTS))
+    monkeypatch.setattr(jobs, "BATCH", 7)
+    seen, real = [], Embedder.encode
+
+    def counted(self, texts, *arguments):
+        if len(seen) == 14:
+            raise KeyboardInterrupt
+        seen.extend(texts)
+        return real(self, texts, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Embedder, "encode", counted)
+        with pytest.raises(KeyboardInterrupt):
+            jobs.encode_file(model, path, output)
+    assert not output.exists() and seen == TEXTS[:14]
+    seen.clear()
+    monkeypatch.setattr(
+        Embedder, "encode", lambda self, texts, *a: seen.extend(texts) or real(self, texts, *a)
+    )
+    jobs.encode_file(model, path, output, precision=precision)
+    assert seen == (TEXTS[14:] if precision == "int8" else TEXTS)
+    np.testing.assert_allclose(np.load(output), real(embedder, TEXTS, precision), atol=1e-5)
+    assert {path.name for path in tmp_path.iterdir()} == {"texts.txt", "out.npy"}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray", reason="no Ray here: install unmask[ray]")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_two_workers_of_ray_give_what_encode_gives(cluster, embedder, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "BATCH", 7)
+    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
+    pq.write_table(table, tmp_path / "corpus.parquet", row_group_size=8)
+    corpus, output = tmp_path / "corpus.parquet", tmp_path / "out"
+    found = pq.read_table(jobs.encode_dataset(model, corpus, output, dimensions=16, workers=2)).sort_by("id")
+    assert found["id"].to_pylist() == list(range(len(TEXTS))) and found["text"].to_pylist() == TEXTS
+    assert found.schema.field("embedding").type == pa.list_(pa.int8(), 16)
+    rows = np.array(found["embedding"].to_pylist())  # of other batches: a code may differ by one
+    assert abs(rows - embedder.encode(TEXTS, dimensions=16)).max() <= 1
+
+    options = {"chunks_column": "chunks", "precision": "float32", "chunk_length": 6, "workers": 2}
+    dataset = cluster.data.from_arrow([table[:31], table[31:]])
+    found = pq.read_table(jobs.encode_dataset(model, dataset, output, **options)).sort_by("id")
+    expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
+    for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)
+
+    bad = cluster.data.from_items([{"text": "a"}, {"text": ""}])
+    with pytest.raises(Exception, match="Text 1 of 2 has no tokens"):
+        jobs.encode_dataset(model, bad, tmp_path / "none", workers=1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"install unmask\[ray\]"):
+        jobs.encode_dataset("model", tmp_path, tmp_path / "out")
