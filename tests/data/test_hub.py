@@ -210,16 +210,15 @@ def test_what_the_hub_refuses_is_one_message(fake: FakeHub, to: Mirror) -> None:
         assert status in (1, 2) and message in last, last
 
     refused("Repository Not Found", "backbone.checkpoint=org/none")
+    fake.repos["org/answers"].gated = True
+    refused("org/answers")
+    assert to.pull(HF_TOKEN=fake.token)[0] == 0
     fake.add("model", "org/old", {"config.json": b"{}", "pytorch_model.bin": b"P"})
     refused("org/old (*.safetensors not there)", "backbone.checkpoint=org/old")
     refused("HF_HUB_OFFLINE is set", HF_HUB_OFFLINE="1")
     refused("the Hub cannot be reached (http://127.0.0.1:9", HF_ENDPOINT="http://127.0.0.1:9")
     to.registry.write_text(REGISTRY.replace("config: eng", "config: deu"))
     refused("has no configuration 'deu'")
-    to.registry.write_text(REGISTRY)
-    fake.repos["org/answers"].gated = True
-    refused("org/answers")
-    assert to.pull(HF_TOKEN=fake.token)[0] == 0
 
 
 def test_a_run_whose_mirror_lacks_something_says_so_at_once(
