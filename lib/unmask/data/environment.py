@@ -143,10 +143,12 @@ def _python_files(root: Path, files: Iterable[PurePosixPath]) -> tuple[str, ...]
 
 
 def _licence(distribution: Distribution) -> str:
-    """The licence that the metadata states, as an expression or by classifiers."""
-    classifiers = distribution.metadata.get_all("Classifier") or ()
-    named = [text.split(" :: ")[-1] for text in classifiers if "License ::" in text]
-    return distribution.metadata.get("License-Expression") or ", ".join(named) or "not stated"
+    """The licence that the metadata states: expression, else classifiers, else the field's first line."""
+    metadata = distribution.metadata
+    classifiers = [text for text in metadata.get_all("Classifier") or () if "License ::" in text]
+    named = ", ".join(text.split(" :: ")[-1] for text in classifiers)
+    stated = (metadata.get("License") or "").strip().partition("\n")[0]
+    return metadata.get("License-Expression") or named or stated or "not stated"
 
 
 # ---- what a file yields

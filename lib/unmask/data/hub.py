@@ -109,7 +109,7 @@ def require(preset: Preset) -> None:
 
     Raises: ValueError that says what is missing, and how to get it.
     """
-    if root() and (lacking := check(preset, quick=True)[0]):
+    if root() and (lacking := check(preset, quick=True)):
         what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
         raise ValueError(f"the mirror {root()} lacks {what}: {how(preset)}")
 
@@ -130,16 +130,16 @@ def unreachable() -> str:
     return ""
 
 
-def check(preset: Preset, *, quick: bool = False) -> tuple[list[tuple[str, str]], int]:
+def check(preset: Preset, *, quick: bool = False) -> list[tuple[str, str]]:
     """Looks for what a preset needs in the mirror: names, sizes, and unless `quick` checksums.
 
-    Returns: what is missing or altered, each with why; and how many files of what was pulled were looked at.
+    Returns: what is missing or altered, each with why.
     Raises: ValueError if there is no mirror.
     """
     if not (mirror := root()) or not mirror.is_dir():
         raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: name one by --from or UNMASK_MIRROR")
-    wanted, wrong, facts = needs(preset), {}, {}
-    for need in wanted:
+    wrong, facts = {}, {}
+    for need in needs(preset):
         if why := _why(need):
             wrong[need.repo, why] = None
         for path, fact in files.manifest(mirror / need.repo).get("files", {}).items():
@@ -149,7 +149,7 @@ def check(preset: Preset, *, quick: bool = False) -> tuple[list[tuple[str, str]]
             wrong[str(path), "not there or not whole: pull again"] = None
         elif not quick and _sha256(path) != fact.get("sha256"):
             wrong[str(path), "wrong checksum: delete it and pull again"] = None
-    return list(wrong), len(facts)
+    return list(wrong)
 
 
 def _why(need: Need) -> str:
