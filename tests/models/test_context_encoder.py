@@ -103,22 +103,6 @@ def test_the_order_of_the_context_does_not_matter_its_content_does():
     far(rows(second, vectors(J, seed=1)), found)
 
 
-def test_without_attention_to_the_slots_it_is_the_plain_backbone():
-    """The text's positions do not move, and the slots enter through attention alone."""
-    second = encoder().second
-    text = torch.from_numpy(tiny.sequences(1, seed=5)[0]).long()[None]
-    tokens = torch.cat([torch.full((1, J), 7), text], 1)
-    mask = torch.ones_like(tokens)
-    with torch.no_grad():
-        plain = second.backbone(text).last_hidden_state
-        inputs = {"input_ids": tokens, "context_KD": vectors(2)}
-        seen = second(**inputs).last_hidden_state[:, J:]
-        mask[:, :J] = 0
-        unseen = second(**inputs, attention_mask=mask).last_hidden_state[:, J:]
-    close(unseen, plain)
-    far(seen, plain)
-
-
 def test_the_null_vector_stands_in_the_slots_that_remain():
     second, context = encoder().second, vectors(2)
     null = second.null_D.detach().expand(2, -1)

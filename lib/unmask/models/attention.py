@@ -65,19 +65,11 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
 
 
 def varlen_attention(
-    module: nn.Module,
-    query_1HTD: Tensor,
-    key_1HTD: Tensor,
-    value_1HTD: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
+    module: nn.Module, query_1HTD: Tensor, key_1HTD: Tensor, value_1HTD: Tensor,
+    attention_mask: Tensor | None, *, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None,
     **kwargs: object,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention within each of the sequences that lie one after the other in a single row.
 
     It has the signature that transformers' `AttentionInterface` asks for, and the division into sequences has

@@ -116,13 +116,9 @@ def build(path: str | Path, *, context: int) -> ContextualEncoder:
 
 
 def save(
-    encoder: ContextualEncoder,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    *,
-    weights: Mapping[str, Tensor] | None = None,
-    **facts: object,
-) -> Path:
+    encoder: ContextualEncoder, tokenizer: PreTrainedTokenizerBase, path: Path, *,
+    weights: Mapping[str, Tensor] | None = None, **facts: object,
+) -> Path:  # fmt: skip
     """Writes a directory with two stock checkpoints, `first` and `second`, under a temporary name, then
     renames it.
 
@@ -179,13 +175,9 @@ class ContextEmbedder(Embedder):
     """
 
     def __init__(
-        self,
-        encoder: ContextualEncoder,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        context_KD: Tensor | None = None,
-        **options: Any,
-    ):
+        self, encoder: ContextualEncoder, tokenizer: PreTrainedTokenizerBase, *,
+        context_KD: Tensor | None = None, **options: Any,
+    ):  # fmt: skip
         if context_KD is None:
             context_KD = torch.empty(0, encoder.first.config.hidden_size)
         if len(context_KD) > encoder.context:

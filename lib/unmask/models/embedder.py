@@ -102,18 +102,11 @@ class Embedder:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        pooling: str = "mean",
-        max_length: int | None = None,
-        mixed_precision: bool | None = None,
-        token_budget: int | None = None,
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pooling: str = "mean",
+        max_length: int | None = None, mixed_precision: bool | None = None, token_budget: int | None = None,
         device: str | torch.device | Sequence[str | torch.device] | None = None,
-        special_tokens: bool = False,
-        normalize: bool = False,
-    ):
+        special_tokens: bool = False, normalize: bool = False,
+    ):  # fmt: skip
         several = [device] if isinstance(device, (str, torch.device)) else device
         every = several or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
         self.devices = [torch.device(one) for one in every]
@@ -136,8 +129,8 @@ class Embedder:
 
         Raises: ValueError if the directory holds no checkpoint.
         """
-        loaded = interchange.load(path)
-        return cls(loaded.model, loaded.tokenizer, **{**loaded.options, **options})
+        model, tokenizer, known = interchange.load(path)
+        return cls(model, tokenizer, **{**known, **options})
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained`, AutoModel and sentence-transformers load."""

@@ -239,14 +239,9 @@ def micro_batches(
 
 
 def encode_rows(
-    model: PreTrainedModel,
-    sequences: Sequence[TokenSequence],
-    *,
-    pooling: str = "mean",
-    device: torch.device | str = "cpu",
-    packed: bool | None = None,
-    **inputs: Tensor,
-) -> Tensor:
+    model: PreTrainedModel, sequences: Sequence[TokenSequence], *, pooling: str = "mean",
+    device: torch.device | str = "cpu", packed: bool | None = None, **inputs: Tensor,
+) -> Tensor:  # fmt: skip
     """One forward pass; returns rows_RD in float32, chunks of a document in order.
 
     No attention mask is passed when nothing is padded: an all-ones mask keeps attention off its fast path.

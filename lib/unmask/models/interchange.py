@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from unmask.models.embedder import Embedder
 
 OPTIONS = ("pooling", "max_length", "special_tokens", "normalize")  # kept in unmask.json
-ONNX_OUTPUTS = ("token_embeddings", "sentence_embedding", "int8", "binary")
 LARGEST_BIT_FIRST = (128, 64, 32, 16, 8, 4, 2, 1)  # as np.packbits
 RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]
 CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])  # of sentence-transformers
 CARD = """---
 library_name: sentence-transformers
@@ -60,16 +60,9 @@ codes = unmask.Embedder.from_pretrained("{name}").encode(["How do I open a file?
 """
 
 
-class Loaded(NamedTuple):
-    """What an `Embedder` is made of; `options` are keyword arguments of its constructor."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    options: dict[str, Any]
-
-
 def load(path: str | Path) -> Loaded:
-    """Loads the checkpoint of an embedder, in float32, by directory or Hub name.
+    """Loads the checkpoint of an embedder, in float32, by directory or Hub name: its model, its tokenizer and
+    keyword arguments of `Embedder`.
 
     It may be one of ours (a training stage's, or what `save` wrote), a sentence-transformers directory
     (Transformer and mean or last-token Pooling, perhaps Normalize), one of the four released pplx-embed
@@ -98,7 +91,7 @@ def load(path: str | Path) -> Loaded:
         options = {key: facts[key] for key in OPTIONS if key in facts}
     elif (folder / "modules.json").is_file():
         options = _sentence_transformers_options(folder, tokenizer)
-    return Loaded(backbone.load(folder), tokenizer, options)
+    return backbone.load(folder), tokenizer, options
 
 
 def _local(path: str | Path) -> Path:
@@ -128,7 +121,7 @@ def _released(folder: Path, config: dict[str, Any]) -> Loaded:
     if wrong := {kind: names for kind, names in report.items() if names}:
         raise ValueError(f"{folder}: the weights are not those of its configuration: {wrong}")
     tokenizer = AutoTokenizer.from_pretrained(folder, config=model.config)  # or it asks for their class
-    return Loaded(model, tokenizer, {"pooling": "mean"})
+    return model, tokenizer, {"pooling": "mean"}
 
 
 def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -195,9 +188,9 @@ def portable_tokenizer(embedder: Embedder) -> PreTrainedTokenizerBase:
 
 
 def _sentence_transformers_files(embedder: Embedder, prompts: dict[str, str]) -> dict[str, Any]:
-    kinds = {"Transformer": "", "Pooling": "1_Pooling"} | (
-        {"Normalize": "2_Normalize"} if embedder.normalize else {}
-    )
+    kinds = {"Transformer": "", "Pooling": "1_Pooling"}
+    if embedder.normalize:
+        kinds["Normalize"] = "2_Normalize"
     return {
         "modules.json": [
             {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -269,7 +262,7 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
                 verbose=False,
                 external_data=True,  # a file of ONNX's own format holds 2 GB at most
                 input_names=["input_ids", "attention_mask"],
-                output_names=list(ONNX_OUTPUTS),
+                output_names=["token_embeddings", "sentence_embedding", "int8", "binary"],
                 dynamic_shapes={"input_ids": any_size, "attention_mask": any_size},
             )
     return path

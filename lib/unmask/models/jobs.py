@@ -30,14 +30,9 @@ READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".p
 
 
 def encode_file(
-    model: str | Path,
-    texts: Path,
-    output: Path,
-    *,
-    column: str = "text",
-    precision: str = "int8",
-    dimensions: int | None = None,
-) -> Path:
+    model: str | Path, texts: Path, output: Path, *,
+    column: str = "text", precision: str = "int8", dimensions: int | None = None,
+) -> Path:  # fmt: skip
     """Embeds the texts of a file, in bounded memory. What was interrupted goes on where it stood.
 
     Args:
@@ -92,15 +87,9 @@ def _texts(path: Path, column: str, cache: str) -> datasets.Column:
 
 
 def encode_dataset(
-    model: str | Path,
-    dataset: Dataset | str | Path,
-    output: str | Path,
-    *,
-    text_column: str = "text",
-    chunks_column: str | None = None,
-    workers: int | None = None,
-    **options: Any,
-) -> Path:
+    model: str | Path, dataset: Dataset | str | Path, output: str | Path, *,
+    text_column: str = "text", chunks_column: str | None = None, workers: int | None = None, **options: Any,
+) -> Path:  # fmt: skip
     """Embeds a corpus with all machines of a Ray cluster: the same vectors as `Embedder.encode`.
 
     The cluster is the one that `ray.init` was told of, or else this machine. `model`, the corpus and `output`

@@ -15,7 +15,7 @@ import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 from tokenizers.models import BPE
@@ -153,28 +153,17 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     return str(folder)
 
 
-def save(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    *,
-    weights: dict[str, torch.Tensor] | None = None,
-    **facts: object,
-) -> Path:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, **options: Any) -> Path:
     """Writes a checkpoint to a temporary name, then renames it; arguments as for `write`."""
     with new_directory(path) as folder:
-        write(model, tokenizer, folder, weights=weights, **facts)
+        write(model, tokenizer, folder, **options)
     return path
 
 
 def write(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    weights: dict[str, torch.Tensor] | None = None,
-    **facts: object,
-) -> None:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *,
+    weights: dict[str, torch.Tensor] | None = None, **facts: object,
+) -> None:  # fmt: skip
     """Writes weights (safetensors), configuration and tokenizer into a folder.
 
     `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in

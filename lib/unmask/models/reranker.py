@@ -51,13 +51,9 @@ class Reranker:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        instruction: str = INSTRUCTION,
-        **options,
-    ):
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *,
+        instruction: str = INSTRUCTION, **options,
+    ):  # fmt: skip
         if not getattr(model.config, "is_causal", True):
             raise ValueError(
                 "the model is bidirectional (is_causal is false in its configuration), but a reranker has to "
