@@ -173,7 +173,7 @@ def mirror_check(options: argparse.Namespace) -> int:
         _print_table([("missing or wrong", "why"), *wrong])
         print(hub.how(preset))
         return 1
-    print(f"all that preset {preset.name!r} needs is there, checksums of {pulled} pulled files are right")
+    print(f"all that preset {preset.name!r} needs is there, and whole")
     return 0
 
 

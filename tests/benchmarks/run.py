@@ -29,6 +29,7 @@ import matplotlib.pyplot as plt
 import measure
 import preparation
 import search
+import share
 from measure import Row, child, compare
 from tqdm import tqdm
 
@@ -39,7 +40,7 @@ from unmask.training.launch import MEMORY
 RESULTS = repository() / "results" / "benchmarks"
 NOTHING_RETURNED = MEMORY | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 LIMIT = 4096.0  # MiB that a global batch of 16,384 pairs may take on two cores
-MODULES = (contrastive, diffusion, encode, preparation, search)
+MODULES = (contrastive, diffusion, encode, preparation, search, share)
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}
 
 
@@ -103,6 +104,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         )
         for kind, lengths in LENGTHS.items()
     },
+    "matmul-share": partial(several, share.TITLES, memory=False),
     **{
         f"{kind}-search": partial(
             several,
