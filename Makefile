@@ -14,7 +14,7 @@ help:
 	@echo "                PRESET=smollm2 TO=02: the first hour of the recipe on a pretrained language model"
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make test       ruff, then pytest"
-	@echo "make test-faults  kill trainings, merges and whole runs at random moments, in about ten minutes"
+	@echo "make test-faults  kill trainings at random moments"
 	@echo "make lint       ruff, and the floors of the library"
 	@echo "make lab        JupyterLab on the notebooks; LAB=… is handed on, for instance LAB='--no-browser --port=8890'"
 	@echo "make bench      speed and memory against peers, in about twenty minutes: results/benchmarks"
