@@ -93,7 +93,9 @@ def test_an_interrupted_job_goes_on_where_it_stood_and_another_does_not(
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray", reason="no Ray here: install unmask[ray]")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # 15 by default: beside other tests they would starve
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
 
