@@ -38,7 +38,7 @@ def case(count=40, *, keys=None, queries=None, documents=None, seed=0, spread=60
     vectors = {f"q{i}": q_ND[i] for i in range(count)} | {f"d{i}": d_ND[i] for i in range(count)}
     keys, queries, documents = ([*(part or range(count))] for part in (keys, queries, documents))
     pairs = {"query": [f"q{i}" for i in queries], "document": [f"d{i}" for i in documents]}
-    pairs["key"] = [str(i) for i in keys]
+    pairs |= {"key": [str(i) for i in keys], "dataset": ["few"] * len(keys)}
     scores_NN = similarity(q_ND[queries], d_ND[documents]).numpy()
     return Stub(vectors), Dataset.from_dict(pairs), scores_NN
 

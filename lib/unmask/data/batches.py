@@ -114,7 +114,7 @@ class BatchPlan:
             if len(np.unique(own)) < 2:
                 raise ValueError(
                     f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
-                    "distinct ones; add data or leave the set out"
+                    "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
         sizes_K = np.array([len(self._keys[name]) for name in self.names], np.float64)
         rng, seen = np.random.default_rng([seed, 0]), Counter()

@@ -115,7 +115,7 @@ def neighbours(
     queries, documents = _texts(data)
     texts = ConcatDataset([queries.values, documents.values])
     first_U, number = _distinct(texts)
-    key = [data.identity, stored.hash, surrogate.identity, code_fingerprint(__file__, batches.__file__)]
+    key = [data.identity, stored, surrogate.identity, code_fingerprint(__file__, batches.__file__)]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     query_texts = Ragged(number[: len(queries.values)], queries.ends)
     own = Neighbours(vectors_UD, query_texts, Ragged(number[len(queries.values) :], documents.ends))

@@ -64,7 +64,7 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
         embedder: one whose `encode` takes a `max_length`.
         index: `unmask.evaluation.search.index`, or another one. Of equal scores, the document that comes
             first in the data is to be the better.
-        pairs: with columns query, document and key.
+        pairs: of one data set, with columns query, document, key and dataset.
         config: negatives, margin, rank_window, query_length, document_length, seed, and search, the method of
             the index: "exact", or "faiss", by which the window may miss documents.
     Returns: the pairs with a column `negatives` (a list of texts), and what was found.
@@ -76,9 +76,9 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     left_N = len(documents) - own.getnnz(axis=1)
     if left_N.min() < config.negatives:
         raise ValueError(
-            f"too few distinct documents for {config.negatives} negatives per query: row {left_N.argmin()} "
-            f"leaves {left_N.min()} of {len(documents)} that do not share its key, query or document; leave "
-            "the data set out, or set triplet.negatives lower"
+            f"data set {pairs[0]['dataset']!r}: too few distinct documents for {config.negatives} negatives per "
+            f"query: row {left_N.argmin()} leaves {left_N.min()} of {len(documents)} that do not share its "
+            "key, query or document; leave the data set out, or set triplet.negatives lower"
         )
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
@@ -100,14 +100,9 @@ def mine_to(
 ) -> dict[str, Mining]:
     """Mines each data set as `mine` does and writes all of them into one Parquet file.
 
-    Raises: ValueError as `mine`, with the data set's name.
+    Raises: ValueError as `mine`.
     """
-    mined = {}
-    for name, pairs in slices.items():
-        try:
-            mined[name] = mine(embedder, index, pairs, config)
-        except ValueError as error:
-            raise ValueError(f"data set {name!r}: {error}") from error
+    mined = {name: mine(embedder, index, pairs, config) for name, pairs in slices.items()}
     with replacing(path) as unfinished:
         concatenate_datasets([pairs for pairs, _ in mined.values()]).to_parquet(unfinished)
     return {name: found for name, (_, found) in mined.items()}

@@ -3,12 +3,11 @@ sequences that a model reads."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
@@ -20,7 +19,6 @@ END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the 
 MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
 Around = tuple[str, str]  # text before and after another
-Item = TypeVar("Item")
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
 
@@ -175,11 +173,6 @@ class StoredTokenizer:
         fits = max(plain.get_vocab(with_added_tokens=True).values()) < 2**16
         return cls(plain.to_str(), "uint16" if fits else "uint32", plain.token_to_id(end_token(tokenizer)))
 
-    @cached_property
-    def hash(self) -> str:
-        """Names the tokenizer."""
-        return hashlib.sha256(self.content.encode()).hexdigest()
-
     def load(self) -> Tokenizer:
         """The tokenizer, read once per process."""
         return _load(self.content)
@@ -224,7 +217,7 @@ def cut(ids: np.ndarray, max_length: int, end: np.ndarray) -> np.ndarray:
     return np.concatenate([ids[: max_length - len(end)], end])  # a copy: the rest need not stay in memory
 
 
-def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+def batches(items: Iterable[Any], size: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
     """The items in order, in lists that end with the item by which their sizes add up to `limit` or more."""
     batch, total = [], 0
     for item in items:
