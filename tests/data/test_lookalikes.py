@@ -10,8 +10,16 @@ import pytest
 import tiny
 from unmask.config import load_preset
 from unmask.data.batches import BatchPlan, Packing
-from unmask.data.lookalikes import LSA, Neighbours, Surrogate, negative_similarity, neighbours, pack, tour
-from unmask.data.mining import unit
+from unmask.data.mining import (
+    LSA,
+    Neighbours,
+    Surrogate,
+    negative_similarity,
+    neighbours,
+    pack,
+    tour,
+    unit,
+)
 from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, tokenize
 

@@ -8,8 +8,7 @@ from datasets import Dataset
 import tiny
 import tiny_corpus
 from unmask.config import load_preset, resolved
-from unmask.data.lookalikes import Neighbours, pack
-from unmask.data.mining import unit
+from unmask.data.mining import Neighbours, pack, unit
 from unmask.data.tokenized import Ragged, TokenDocument, TokenPairs
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.training.loop import STAGES as CLASSES

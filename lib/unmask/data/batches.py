@@ -95,15 +95,9 @@ class BatchPlan:
     """
 
     def __init__(
-        self,
-        keys: Mapping[str, Sequence | np.ndarray | int],
-        *,
-        batch: int,
-        steps: int,
-        seed: int,
-        allowed: Callable[[int], set[str]] | None = None,
-        packings: Mapping[str, Packing] | None = None,
-    ):
+        self, keys: Mapping[str, Sequence | np.ndarray | int], *, batch: int, steps: int, seed: int,
+        allowed: Callable[[int], set[str]] | None = None, packings: Mapping[str, Packing] | None = None,
+    ):  # fmt: skip
         if not keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
         self.names, self._batch, self._seed, self._packings = sorted(keys), batch, seed, packings or {}

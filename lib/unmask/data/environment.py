@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from joblib import Parallel, delayed
 from tqdm import tqdm
@@ -62,8 +62,7 @@ Rows = dict[tuple[str, str], list[dict[str, Any]]]  # (kind, split) → rows
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """One installed distribution (or the standard library) and its Python files, relative to `root`."""
 
     name: str
@@ -72,13 +71,8 @@ class Package:
     root: Path
     files: tuple[str, ...]
 
-    def size(self) -> int:
-        """Bytes of the files."""
-        return sum((self.root / file).stat().st_size for file in self.files)
 
-
-@dataclass
-class Owner:
+class Owner(NamedTuple):
     """A class or module with its documented members: (name, signature, first paragraph)."""
 
     kind: str
@@ -331,7 +325,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
             golds = {topic: gold for gold, topic in of_part if of_owner.count(topic) == 1}
             chosen = sorted(golds, key=lambda topic: (-asked[topic], golds[topic]))[:QUERIES_PER_DOCUMENT]
             document_id = f"{owner.package}/{owner.module}/{owner.kind}/{owner.name}/{part}"
-            row = {
+            rows.append({
                 "document_id": document_id,
                 "dataset": "modules",
                 "package": owner.package,
@@ -339,8 +333,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
                 "chunks": [heading, *(_chunk(member, owner.name) for member in owner.members[part::parts])],
                 "queries": [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen],
                 "golds": [golds[topic] for topic in chosen],
-            }
-            rows.append(row)
+            })  # fmt: skip
     return rows
 
 
@@ -468,7 +461,11 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
             if name not in names:
                 raise ValueError(f"data.{split}_packages: {name} is not installed{nearest(name, names)}")
             splits.setdefault(names[name], split)
-    others = [(package.size(), package.name) for package in packages if package.name not in splits]
+    others = [
+        (sum((one.root / file).stat().st_size for file in one.files), one.name)
+        for one in packages
+        if one.name not in splits
+    ]
     others.sort(key=lambda one: (one[0] > SMALL_PACKAGE, -one[0], one[1]))
     slots = max(config.max_packages - len(splits), 0) if config.max_packages else None
     splits |= dict.fromkeys((name for _, name in others[:slots]), "train")
@@ -516,19 +513,16 @@ def _write(rows: Rows, folder: Path) -> dict[str, Any]:
     them."""
     sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
     content, languages = hashlib.sha256(), set()
+    for kind, split in product(KINDS, SPLITS):
+        for row in rows[kind, split]:
+            content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
+            languages.update(row["language"].split("-"))
     for kind in KINDS:
-        tables: dict[str, dict[str, list]] = {}
-        for split in SPLITS:
-            for row in rows[kind, split]:
-                content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
-                languages.update(row["language"].split("-"))
-                name = row.get("dataset", TEXTS)
-                tables.setdefault(name, {split: [] for split in SPLITS})[split].append(row)
-        for name, parts in sorted(tables.items()):
-            paths = {split: folder / kind / name / f"{split}.arrow" for split in SPLITS}
-            sizes[kind][name] = {
-                split: write_table(paths[split], parts[split], SCHEMAS[kind]) for split in SPLITS
-            }
+        every = chain(*(rows[kind, split] for split in SPLITS))
+        for name, split in product(sorted({row.get("dataset", TEXTS) for row in every}), SPLITS):
+            own = [row for row in rows[kind, split] if row.get("dataset", TEXTS) == name]
+            size = write_table(folder / kind / name / f"{split}.arrow", own, SCHEMAS[kind])
+            sizes[kind].setdefault(name, {})[split] = size
     place = {"files": (f"texts/{TEXTS}/train.arrow",), "columns": {"text": "text"}}
     return {
         "hash": content.hexdigest(),

@@ -292,17 +292,10 @@ class TokenDocuments(Sequence):
 
 
 def token_pairs(
-    rows: Dataset,
-    stored: StoredTokenizer,
-    *,
-    name: str,
-    identity: str,
-    query_length: int,
-    document_length: int,
-    negatives: int = 0,
-    around_query: Around = ("", ""),
+    rows: Dataset, stored: StoredTokenizer, *, name: str, identity: str, query_length: int,
+    document_length: int, negatives: int = 0, around_query: Around = ("", ""),
     around_document: Around = ("", ""),
-) -> TokenPairs:
+) -> TokenPairs:  # fmt: skip
     """A data set of pairs, tokenised on first use.
 
     Args:
@@ -325,15 +318,9 @@ def token_pairs(
 
 
 def token_documents(
-    rows: Dataset,
-    stored: StoredTokenizer,
-    *,
-    name: str,
-    identity: str,
-    query_length: int,
-    chunk_length: int,
-    chunks: int,
-) -> TokenDocuments:
+    rows: Dataset, stored: StoredTokenizer, *, name: str, identity: str, query_length: int,
+    chunk_length: int, chunks: int,
+) -> TokenDocuments:  # fmt: skip
     """Documents with their queries, tokenised on first use; see `token_pairs`.
 
     A document of more than `chunks` chunks becomes several, each with the queries that its chunks answer; one

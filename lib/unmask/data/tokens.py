@@ -41,13 +41,10 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # slow to import; encoding needs neither
 
     tokenizer = Qwen2Tokenizer().backend_tokenizer  # without a vocabulary
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*SPECIAL_TOKENS],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
+        vocab_size=vocab_size, special_tokens=[*SPECIAL_TOKENS], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     if (found := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
@@ -94,11 +91,8 @@ def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     backend, end = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), end_token(tokenizer)
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"$A {end}",
-        pair=f"$A $B {end}",
-        special_tokens=[(end, backend.token_to_id(end))],
-    )
+    special = [(end, backend.token_to_id(end))]
+    backend.post_processor = processors.TemplateProcessing(f"$A {end}", f"$A $B {end}", special)
     # The class of a tokenizer may know better than its file what to add; the general one does not.
     return PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
 
@@ -184,12 +178,9 @@ def _load(content: str) -> Tokenizer:
 
 
 def encode(
-    tokenizer: Tokenizer,
-    texts: Iterable[str],
-    dtype: Any,
-    max_length: int | None = None,
+    tokenizer: Tokenizer, texts: Iterable[str], dtype: Any, max_length: int | None = None,
     around: Around = ("", ""),
-) -> Iterator[np.ndarray]:
+) -> Iterator[np.ndarray]:  # fmt: skip
     """Token ids of each text without special tokens, whole or cut to `max_length`, in bounded memory.
 
     A text is tokenised to its end also where it is cut: where a token ends may depend on what follows.
