@@ -9,14 +9,15 @@ import pytest
 
 import tiny
 from unmask.config import load_preset
+from unmask.data import mining
 from unmask.data.batches import BatchPlan, Packing
 from unmask.data.mining import (
     LSA,
     Neighbours,
     Surrogate,
+    clusters,
     negative_similarity,
     neighbours,
-    pack,
     tour,
     unit,
 )
@@ -45,6 +46,10 @@ def seen(q_ND, d_ND):
 def plan(keys, packing, **options):
     packings = {"x": packing} if packing else {}
     return BatchPlan({"x": keys}, packings=packings, **{"batch": 8, "steps": 100, "seed": 0} | options)
+
+
+def pack(own, size, config, seed):
+    return mining.pack(clusters(own, size, config, seed))
 
 
 def test_clusters_are_those_of_faiss_run_directly():
@@ -134,21 +139,12 @@ def tokens(texts):
 
 
 def token_pairs(queries, documents):
-    return TokenPairs(
-        tokens(queries), tokens(documents), list(map(str, range(len(queries)))), identity="some"
-    )
+    return TokenPairs(tokens(queries), tokens(documents), np.arange(len(queries)), identity="some")
 
 
 def find(data, stored, surrogate, cluster_size=0):
-    return neighbours(
-        data,
-        name="docs",
-        stored=stored,
-        surrogate=surrogate,
-        config=CONFIG,
-        cluster_size=cluster_size,
-        seed=0,
-    )
+    options = {"config": CONFIG, "cluster_size": cluster_size, "seed": 0}
+    return neighbours(data, name="docs", stored=stored, surrogate=surrogate, **options)
 
 
 def test_every_distinct_text_is_embedded_once_and_kept(stored):

@@ -40,6 +40,7 @@ MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
 DOCUMENT_CHARACTERS = 1_200  # of a pair's document: about 300 tokens
 CHUNK_WORDS = 60
+SAYS_SOMETHING = 4  # words: shorter docstrings are left out
 MEMBERS_PER_DOCUMENT = 9  # and the heading: at most ten chunks
 QUERIES_PER_DOCUMENT = 4
 MIN_MEMBERS = {"class": 3, "module": 4}
@@ -181,7 +182,7 @@ def _walk(harvested: Harvest, node: ast.Module | ast.ClassDef | Function, name: 
 
     Returns: the docstring, without markup."""
     text = clean(ast.get_docstring(node, clean=False) or "")
-    if _says_something(text):
+    if len(text.split()) >= SAYS_SOMETHING:
         harvested.docstrings.append((name, text, digest(text)))
         _add_pairs(harvested, node, name, text, lines)
     if isinstance(node, Function):
@@ -191,17 +192,13 @@ def _walk(harvested: Harvest, node: ast.Module | ast.ClassDef | Function, name: 
         if isinstance(child, ast.ClassDef | Function):
             documentation = _walk(harvested, child, f"{name}.{child.name}", lines)
             public = isinstance(child, Function) and not child.name.startswith("_")
-            if public and _says_something(documentation):
+            if public and len(documentation.split()) >= SAYS_SOMETHING:
                 members[child.name] = (child.name, _signature(child), _first_paragraph(documentation))
     kind = "class" if isinstance(node, ast.ClassDef) else "module"
     if len(members) >= MIN_MEMBERS[kind]:
         whose = (kind, name.rsplit(".", 1)[-1], harvested.module, harvested.package)
         harvested.owners.append(Owner(*whose, _first_paragraph(text), [*members.values()]))
     return text
-
-
-def _says_something(text: str) -> bool:
-    return len(text.split()) >= 4
 
 
 def _add_pairs(harvested: Harvest, node: ast.AST, name: str, text: str, lines: list[str]) -> None:
@@ -523,11 +520,12 @@ def _write(rows: Rows, folder: Path) -> dict[str, Any]:
             own = [row for row in rows[kind, split] if row.get("dataset", TEXTS) == name]
             size = write_table(folder / kind / name / f"{split}.arrow", own, SCHEMAS[kind])
             sizes[kind].setdefault(name, {})[split] = size
-    place = {"files": (f"texts/{TEXTS}/train.arrow",), "columns": {"text": "text"}}
+    where = (f"texts/{TEXTS}/train.arrow",)
+    text = Source(TEXTS, "files", "text", "mul", "", files=where, columns={"text": "text"})
     return {
         "hash": content.hexdigest(),
         "sizes": sizes,
         "folders": {kind: {name: f"{kind}/{name}" for name in sizes[kind]} for kind in SCHEMAS},
-        "text_sources": [asdict(Source(TEXTS, "files", "text", "mul", "", **place))],
+        "text_sources": [asdict(text)],
         "languages": sorted(languages - {"mul", "python"}),
     }

@@ -308,12 +308,17 @@ def neighbours(
     if not cluster_size:
         return own
     key += [cluster_size, config.packing, config.iterations, config.attempts, seed]
-    place_N = kept("clusters", key, lambda: _places(own, cluster_size, config, seed))
-    return replace(own, packing=_packing(place_N))
+    place_N = kept("clusters", key, lambda: clusters(own, cluster_size, config, seed))
+    return replace(own, packing=pack(place_N))
 
 
-def pack(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) -> Packing:
-    """Clusters of rows, in the order in which they fill batches.
+def pack(place_N: np.ndarray) -> Packing:
+    """Each row's cluster (N,) as clusters of rows."""
+    return Packing(np.argsort(place_N, kind="stable"), np.cumsum(np.bincount(place_N)))
+
+
+def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) -> np.ndarray:
+    """Each row's cluster (N,), numbered in the order in which clusters fill batches.
 
     Spherical k-means with k = ⌈N / cluster_size⌉ on two points per row, [q⊕d] and [d⊕q]; a row is in the
     cluster of its [q⊕d]. Order "tour" goes on to the cluster whose centroid is nearest of those left, from a
@@ -322,31 +327,10 @@ def pack(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) 
     Memory: the points that centroids are computed from (1 GiB at most), those that faiss draws of them (256
     per centroid), and some numbers per row. Larger data are represented by a random sample of rows.
     """
-    return _packing(_places(own, cluster_size, config, seed))
-
-
-def _packing(place_N: np.ndarray) -> Packing:
-    return Packing(np.argsort(place_N, kind="stable"), np.cumsum(np.bincount(place_N)))
-
-
-def _places(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) -> np.ndarray:
-    """Each row's cluster (N,), numbered in the order of `pack`."""
-    count = len(own.queries)
-    k = -(-count // cluster_size)
-    cluster_N, centroids_KD = _clustered(own, k, config, seed)
-    found_K, cluster_N = np.unique(cluster_N, return_inverse=True)
-    if config.packing == "tour":
-        order_K = tour(centroids_KD[found_K], start=int(permuted(np.array(0), len(found_K), seed)))
-    else:
-        order_K = permuted(np.arange(len(found_K)), len(found_K), seed)
-    return np.argsort(order_K)[cluster_N]
-
-
-def _clustered(own: Neighbours, k: int, config: ClustersConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's cluster among k, and the clusters' centroids."""
     import faiss
 
     count, width = len(own.queries), 2 * own.vectors_UD.shape[1]
+    k = -(-count // cluster_size)
     fits = max(SAMPLE // (4 * width), LEAST * k) // 2
     rows = np.arange(count) if count <= fits else np.sort(permuted(np.arange(fits), count, seed))
     q_ND, d_ND = own.points(rows)
@@ -356,7 +340,12 @@ def _clustered(own: Neighbours, k: int, config: ClustersConfig, seed: int) -> tu
     )  # fmt: skip
     kmeans.train(np.block([[q_ND, d_ND], [d_ND, q_ND]]).astype(np.float32))
     blocks = (np.hstack(own.points(np.arange(part.start, part.stop))) for part in parts(count, ASSIGNED))
-    return np.concatenate([kmeans.assign(x.astype(np.float32))[1] for x in blocks]), kmeans.centroids
+    cluster_N = np.concatenate([kmeans.assign(x_ND.astype(np.float32))[1] for x_ND in blocks])
+    found_K, cluster_N = np.unique(cluster_N, return_inverse=True)
+    order_K = permuted(np.arange(len(found_K)), len(found_K), seed)
+    if config.packing == "tour":
+        order_K = tour(kmeans.centroids[found_K], start=int(order_K[0]))
+    return np.argsort(order_K)[cluster_N]
 
 
 def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:

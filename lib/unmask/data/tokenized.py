@@ -183,10 +183,8 @@ def open_blocks(
         length: tokens per block.
         wanted: blocks of the whole training.
         seed: of their order.
-    Raises: ValueError if there is no text, or less of a source than a block.
+    Raises: ValueError if there is less of a source than a block.
     """
-    if not sources:
-        raise ValueError("the corpus has no text for pretraining: add a source of role text")
     stored, shared = StoredTokenizer.of(tokenizer), sources[0].share is not None
     counts = largest_remainder([source.share or 1.0 for source in sources], wanted)
     limits = [count * length if shared or len(sources) == 1 else None for count in counts]
