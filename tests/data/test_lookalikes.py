@@ -11,16 +11,7 @@ import tiny
 from unmask.config import load_preset
 from unmask.data import mining
 from unmask.data.batches import BatchPlan, Packing
-from unmask.data.mining import (
-    LSA,
-    Neighbours,
-    Surrogate,
-    clusters,
-    negative_similarity,
-    neighbours,
-    tour,
-    unit,
-)
+from unmask.data.mining import Neighbours, Surrogate, clusters, negative_similarity, neighbours, unit
 from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, tokenize
 
@@ -75,7 +66,7 @@ def test_smaller_clusters_make_harder_batches(packing):
 
 def test_a_tour_goes_to_the_nearest_centroid_left():
     centroids = unit(np.random.default_rng(0).normal(size=(30, 4)))
-    order = tour(centroids, start=11).tolist()
+    order = mining.tour(centroids, start=11).tolist()
     left = set(range(30)) - {11}
     assert order[0] == 11
     for last, now in pairwise(order):
@@ -164,7 +155,7 @@ def test_word_statistics_find_what_is_alike(stored):
     numbers = [f"the number {i} and what follows it" for i in range(40)]
     names = [f"read a table from file {i} row by row" for i in range(40)]
     data = token_pairs(numbers + names, [text + ", then stop" for text in numbers + names])
-    packing = find(data, stored, Surrogate(LSA), cluster_size=40).packing
+    packing = find(data, stored, Surrogate(mining.LSA), cluster_size=40).packing
     sides = [set(part // 40) for part in np.split(packing.rows_N, packing.ends_K[:-1])]
     assert sorted(map(tuple, sides)) == [(0,), (1,)]
 
