@@ -11,15 +11,7 @@ import pytest
 
 from unmask.data import environment
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
-from unmask.data.environment import (
-    Package,
-    clean,
-    digest,
-    installed_packages,
-    mask_name,
-    split_summary,
-    words_of,
-)
+from unmask.data.environment import Package, clean, digest, installed_packages, split_summary, words_of
 
 LANGUAGES = ("en", "de", "fr")
 SHARED = "Vendored helper that every package copies"
@@ -168,14 +160,12 @@ def test_bad_configuration_is_refused(changes, message, tmp_path):
     assert not (tmp_path / "built").exists()
 
 
-def test_clean_split_mask_words():
+def test_docstrings_without_markup_in_summary_and_rest():
     text = "Return the :class:`~a.Tree` of ``x``. More of it.\n\n    Parameters\n    ----------\n    x : int"
     assert clean(text) == "Return the a.Tree of x. More of it.\n\nParameters\nx : int"
     assert split_summary(clean(text)) == ("Return the a.Tree of x.", "More of it.\n\nParameters\nx : int")
     assert split_summary("fit(X, y) fits a model to data") == ("", "")
-    assert words_of("RandomForestClassifier") == "random forest classifier"
     assert words_of("HTTPServer_v2") == "http server v2"
-    assert mask_name("Random forests, RandomForest()", "RandomForest") == "it, it()"
 
 
 def test_installed_packages_are_sorted_and_leave_out_tests_and_vendored_copies():

@@ -9,9 +9,9 @@ import pytest
 
 import tiny
 from unmask.config import load_preset
+from unmask.data import mining
 from unmask.data.batches import BatchPlan, Packing
-from unmask.data.lookalikes import LSA, Neighbours, Surrogate, negative_similarity, neighbours, pack, tour
-from unmask.data.mining import unit
+from unmask.data.mining import Neighbours, Surrogate, clusters, negative_similarity, neighbours, unit
 from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
 from unmask.data.tokens import StoredTokenizer, tokenize
 
@@ -39,6 +39,10 @@ def plan(keys, packing, **options):
     return BatchPlan({"x": keys}, packings=packings, **{"batch": 8, "steps": 100, "seed": 0} | options)
 
 
+def pack(own, size, config, seed):
+    return mining.pack(clusters(own, size, config, seed))
+
+
 def test_clusters_are_those_of_faiss_run_directly():
     own = pairs()
     q_ND, d_ND = (x.astype(np.float32) for x in own.points(np.arange(400)))
@@ -62,7 +66,7 @@ def test_smaller_clusters_make_harder_batches(packing):
 
 def test_a_tour_goes_to_the_nearest_centroid_left():
     centroids = unit(np.random.default_rng(0).normal(size=(30, 4)))
-    order = tour(centroids, start=11).tolist()
+    order = mining.tour(centroids, start=11).tolist()
     left = set(range(30)) - {11}
     assert order[0] == 11
     for last, now in pairwise(order):
@@ -126,21 +130,12 @@ def tokens(texts):
 
 
 def token_pairs(queries, documents):
-    return TokenPairs(
-        tokens(queries), tokens(documents), list(map(str, range(len(queries)))), identity="some"
-    )
+    return TokenPairs(tokens(queries), tokens(documents), np.arange(len(queries)), identity="some")
 
 
 def find(data, stored, surrogate, cluster_size=0):
-    return neighbours(
-        data,
-        name="docs",
-        stored=stored,
-        surrogate=surrogate,
-        config=CONFIG,
-        cluster_size=cluster_size,
-        seed=0,
-    )
+    options = {"config": CONFIG, "cluster_size": cluster_size, "seed": 0}
+    return neighbours(data, name="docs", stored=stored, surrogate=surrogate, **options)
 
 
 def test_every_distinct_text_is_embedded_once_and_kept(stored):
@@ -160,7 +155,7 @@ def test_word_statistics_find_what_is_alike(stored):
     numbers = [f"the number {i} and what follows it" for i in range(40)]
     names = [f"read a table from file {i} row by row" for i in range(40)]
     data = token_pairs(numbers + names, [text + ", then stop" for text in numbers + names])
-    packing = find(data, stored, Surrogate(LSA), cluster_size=40).packing
+    packing = find(data, stored, Surrogate(mining.LSA), cluster_size=40).packing
     sides = [set(part // 40) for part in np.split(packing.rows_N, packing.ends_K[:-1])]
     assert sorted(map(tuple, sides)) == [(0,), (1,)]
 

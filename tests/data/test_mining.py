@@ -38,7 +38,7 @@ def case(count=40, *, keys=None, queries=None, documents=None, seed=0, spread=60
     vectors = {f"q{i}": q_ND[i] for i in range(count)} | {f"d{i}": d_ND[i] for i in range(count)}
     keys, queries, documents = ([*(part or range(count))] for part in (keys, queries, documents))
     pairs = {"query": [f"q{i}" for i in queries], "document": [f"d{i}" for i in documents]}
-    pairs["key"] = [str(i) for i in keys]
+    pairs |= {"key": [str(i) for i in keys], "dataset": ["few"] * len(keys)}
     scores_NN = similarity(q_ND[queries], d_ND[documents]).numpy()
     return Stub(vectors), Dataset.from_dict(pairs), scores_NN
 
@@ -100,19 +100,6 @@ def test_mining_equals_the_rule_written_row_by_row(margin, window, monkeypatch):
     assert columns(mine(embedder, index, pairs, config)[0]) == expected
 
 
-def test_the_seed_matters():
-    embedder, pairs, _ = case()
-    first, other = (columns(mine(embedder, index, pairs, replace(CONFIG, seed=seed))[0]) for seed in (0, 1))
-    assert first != other
-
-
-def test_faiss_mines_nearly_the_same_where_it_looks_into_all_lists():
-    embedder, pairs, _ = case(100)
-    configs = (replace(CONFIG, search=name) for name in ("exact", "faiss"))
-    exact, other = (columns(mine(embedder, index, pairs, config)[0]) for config in configs)
-    assert np.equal(exact, other).mean() > 0.95  # half precision swaps a few neighbours in rank
-
-
 def test_statistics_and_lengths():
     embedder, pairs, scores = case()
     mined, found = mine(embedder, index, pairs, replace(CONFIG, query_length=7, document_length=9))
@@ -130,9 +117,8 @@ def test_statistics_and_lengths():
 )
 def test_a_data_set_that_is_too_small_is_named(tmp_path, columns, left):
     embedder, pairs, _ = case(4, **columns)
-    with pytest.raises(
-        ValueError, match=rf"'few': too few distinct documents for 3.* row 0 leaves {left} of"
-    ):
+    message = rf"'few': too few distinct documents for 3.* row 0 leaves {left} of"
+    with pytest.raises(ValueError, match=message):
         mine_to(tmp_path / "out.parquet", embedder, index, {"few": pairs}, CONFIG)
     assert not list(tmp_path.iterdir())
 
@@ -158,9 +144,7 @@ def test_pairs_are_drawn_from_the_wanted_groups_in_proportion():
     assert drawn["a"]["query"][:] == again["a"]["query"][:] != other["a"]["query"][:]
     everything = draw(whole, groups, 10_000, seed=0)
     assert {name: len(rows) for name, rows in everything.items()} == {"a": 3000, "b": 1000, "tiny": 80}
-    with pytest.raises(
-        ValueError, match=r"no training pairs of the groups cross-lingual: set triplet\.groups"
-    ):
+    with pytest.raises(ValueError, match="no training pairs of the groups cross-lingual: set triplet"):
         draw(whole, ["cross-lingual"], 10, seed=0)
 
 

@@ -7,15 +7,8 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from unmask.data.tokens import (
-    MASK,
-    SPECIAL_TOKENS,
-    encode,
-    pack,
-    special_tokens_around,
-    tokenize,
-    train_tokenizer,
-)
+from unmask.data import tokens
+from unmask.data.tokens import MASK, SPECIAL_TOKENS, encode, special_tokens_around, tokenize
 
 TEXTS = [
     "Returns the sum of two numbers, it's 1,234.5 or so.\n\n    def add(a, b):\n        return a + b",
@@ -30,7 +23,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(TEXTS * 3, 320, path)
+    tokens.train_tokenizer(TEXTS * 3, 320, path)
     return path
 
 
@@ -67,7 +60,7 @@ def test_special_tokens_around_a_text(tokenizer):
 def test_pack(tokenizer):
     ids = tokenize(tokenizer, TEXTS, 1_000)
     stream = np.concatenate([part for array in ids for part in (array, [0])])
-    blocks = pack(tokenizer, TEXTS, 16)
+    blocks = tokens.pack(tokenizer, TEXTS, 16)
     assert blocks.dtype == np.int32 and blocks.shape == (len(stream) // 16, 16)
     assert (blocks.ravel() == stream[: blocks.size]).all()
 
@@ -77,7 +70,7 @@ def test_pack(tokenizer):
 )
 def test_unusable_vocabulary_sizes(size, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        train_tokenizer(TEXTS, size, tmp_path / "none")
+        tokens.train_tokenizer(TEXTS, size, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

@@ -8,8 +8,7 @@ from datasets import Dataset
 import tiny
 import tiny_corpus
 from unmask.config import load_preset, resolved
-from unmask.data.lookalikes import Neighbours, pack
-from unmask.data.mining import unit
+from unmask.data.mining import Neighbours, clusters, pack, unit
 from unmask.data.tokenized import Ragged, TokenDocument, TokenPairs
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.training.loop import STAGES as CLASSES
@@ -79,7 +78,7 @@ def neighbours(rows, settings):
         Ragged(texts[sum(queries) :], np.cumsum(chunks)),
     )
     size = settings.cluster_size
-    return replace(own, packing=pack(own, size, _PRESET.clusters, settings.seed)) if size else own
+    return replace(own, packing=pack(clusters(own, size, _PRESET.clusters, settings.seed))) if size else own
 
 
 def stage(name, settings, data=None):

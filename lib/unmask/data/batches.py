@@ -95,15 +95,9 @@ class BatchPlan:
     """
 
     def __init__(
-        self,
-        keys: Mapping[str, Sequence | np.ndarray | int],
-        *,
-        batch: int,
-        steps: int,
-        seed: int,
-        allowed: Callable[[int], set[str]] | None = None,
-        packings: Mapping[str, Packing] | None = None,
-    ):
+        self, keys: Mapping[str, Sequence | np.ndarray | int], *, batch: int, steps: int, seed: int,
+        allowed: Callable[[int], set[str]] | None = None, packings: Mapping[str, Packing] | None = None,
+    ):  # fmt: skip
         if not keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
         self.names, self._batch, self._seed, self._packings = sorted(keys), batch, seed, packings or {}
@@ -114,7 +108,7 @@ class BatchPlan:
             if len(np.unique(own)) < 2:
                 raise ValueError(
                     f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
-                    "distinct ones; add data or leave the set out"
+                    "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
         sizes_K = np.array([len(self._keys[name]) for name in self.names], np.float64)
         rng, seen = np.random.default_rng([seed, 0]), Counter()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -20,13 +21,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from joblib import Parallel, delayed
 from tqdm import tqdm
 
+from unmask.children import die_with
 from unmask.config import DataConfig
 from unmask.data import cldr
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
@@ -38,6 +40,7 @@ MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
 DOCUMENT_CHARACTERS = 1_200  # of a pair's document: about 300 tokens
 CHUNK_WORDS = 60
+SAYS_SOMETHING = 4  # words: shorter docstrings are left out
 MEMBERS_PER_DOCUMENT = 9  # and the heading: at most ten chunks
 QUERIES_PER_DOCUMENT = 4
 MIN_MEMBERS = {"class": 3, "module": 4}
@@ -60,8 +63,7 @@ Rows = dict[tuple[str, str], list[dict[str, Any]]]  # (kind, split) → rows
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """One installed distribution (or the standard library) and its Python files, relative to `root`."""
 
     name: str
@@ -70,13 +72,8 @@ class Package:
     root: Path
     files: tuple[str, ...]
 
-    def size(self) -> int:
-        """Bytes of the files."""
-        return sum((self.root / file).stat().st_size for file in self.files)
 
-
-@dataclass
-class Owner:
+class Owner(NamedTuple):
     """A class or module with its documented members: (name, signature, first paragraph)."""
 
     kind: str
@@ -157,8 +154,8 @@ def _licence(distribution: Distribution) -> str:
 def harvest(packages: Sequence[Package]) -> list[Harvest | None]:
     """Parses every file once, in two processes where that pays; the results keep the order of the files."""
     jobs = [delayed(harvest_file)(one.name, one.root, file) for one in packages for file in one.files]
-    workers = 1 if sum(package.size() for package in packages) < MAX_FILE_BYTES else WORKERS
-    found = Parallel(workers, return_as="generator")(jobs)
+    ends = {"initializer": die_with, "initargs": (os.getpid(),)}  # killed, it leaves no worker behind
+    found = Parallel(min(WORKERS, 1 + len(jobs) // 50), return_as="generator", **ends)(jobs)
     return list(tqdm(found, "harvest", len(jobs), unit="file"))
 
 
@@ -185,7 +182,7 @@ def _walk(harvested: Harvest, node: ast.Module | ast.ClassDef | Function, name: 
 
     Returns: the docstring, without markup."""
     text = clean(ast.get_docstring(node, clean=False) or "")
-    if _says_something(text):
+    if len(text.split()) >= SAYS_SOMETHING:
         harvested.docstrings.append((name, text, digest(text)))
         _add_pairs(harvested, node, name, text, lines)
     if isinstance(node, Function):
@@ -195,17 +192,13 @@ def _walk(harvested: Harvest, node: ast.Module | ast.ClassDef | Function, name: 
         if isinstance(child, ast.ClassDef | Function):
             documentation = _walk(harvested, child, f"{name}.{child.name}", lines)
             public = isinstance(child, Function) and not child.name.startswith("_")
-            if public and _says_something(documentation):
+            if public and len(documentation.split()) >= SAYS_SOMETHING:
                 members[child.name] = (child.name, _signature(child), _first_paragraph(documentation))
     kind = "class" if isinstance(node, ast.ClassDef) else "module"
     if len(members) >= MIN_MEMBERS[kind]:
         whose = (kind, name.rsplit(".", 1)[-1], harvested.module, harvested.package)
         harvested.owners.append(Owner(*whose, _first_paragraph(text), [*members.values()]))
     return text
-
-
-def _says_something(text: str) -> bool:
-    return len(text.split()) >= 4
 
 
 def _add_pairs(harvested: Harvest, node: ast.AST, name: str, text: str, lines: list[str]) -> None:
@@ -329,7 +322,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
             golds = {topic: gold for gold, topic in of_part if of_owner.count(topic) == 1}
             chosen = sorted(golds, key=lambda topic: (-asked[topic], golds[topic]))[:QUERIES_PER_DOCUMENT]
             document_id = f"{owner.package}/{owner.module}/{owner.kind}/{owner.name}/{part}"
-            row = {
+            rows.append({
                 "document_id": document_id,
                 "dataset": "modules",
                 "package": owner.package,
@@ -337,8 +330,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
                 "chunks": [heading, *(_chunk(member, owner.name) for member in owner.members[part::parts])],
                 "queries": [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen],
                 "golds": [golds[topic] for topic in chosen],
-            }
-            rows.append(row)
+            })  # fmt: skip
     return rows
 
 
@@ -466,7 +458,11 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
             if name not in names:
                 raise ValueError(f"data.{split}_packages: {name} is not installed{nearest(name, names)}")
             splits.setdefault(names[name], split)
-    others = [(package.size(), package.name) for package in packages if package.name not in splits]
+    others = [
+        (sum((one.root / file).stat().st_size for file in one.files), one.name)
+        for one in packages
+        if one.name not in splits
+    ]
     others.sort(key=lambda one: (one[0] > SMALL_PACKAGE, -one[0], one[1]))
     slots = max(config.max_packages - len(splits), 0) if config.max_packages else None
     splits |= dict.fromkeys((name for _, name in others[:slots]), "train")
@@ -514,24 +510,22 @@ def _write(rows: Rows, folder: Path) -> dict[str, Any]:
     them."""
     sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
     content, languages = hashlib.sha256(), set()
+    for kind, split in product(KINDS, SPLITS):
+        for row in rows[kind, split]:
+            content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
+            languages.update(row["language"].split("-"))
     for kind in KINDS:
-        tables: dict[str, dict[str, list]] = {}
-        for split in SPLITS:
-            for row in rows[kind, split]:
-                content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
-                languages.update(row["language"].split("-"))
-                name = row.get("dataset", TEXTS)
-                tables.setdefault(name, {split: [] for split in SPLITS})[split].append(row)
-        for name, parts in sorted(tables.items()):
-            paths = {split: folder / kind / name / f"{split}.arrow" for split in SPLITS}
-            sizes[kind][name] = {
-                split: write_table(paths[split], parts[split], SCHEMAS[kind]) for split in SPLITS
-            }
-    place = {"files": (f"texts/{TEXTS}/train.arrow",), "columns": {"text": "text"}}
+        every = chain(*(rows[kind, split] for split in SPLITS))
+        for name, split in product(sorted({row.get("dataset", TEXTS) for row in every}), SPLITS):
+            own = [row for row in rows[kind, split] if row.get("dataset", TEXTS) == name]
+            size = write_table(folder / kind / name / f"{split}.arrow", own, SCHEMAS[kind])
+            sizes[kind].setdefault(name, {})[split] = size
+    where = (f"texts/{TEXTS}/train.arrow",)
+    text = Source(TEXTS, "files", "text", "mul", "", files=where, columns={"text": "text"})
     return {
         "hash": content.hexdigest(),
         "sizes": sizes,
         "folders": {kind: {name: f"{kind}/{name}" for name in sizes[kind]} for kind in SCHEMAS},
-        "text_sources": [asdict(Source(TEXTS, "files", "text", "mul", "", **place))],
+        "text_sources": [asdict(text)],
         "languages": sorted(languages - {"mul", "python"}),
     }

@@ -25,6 +25,7 @@ from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from unmask.children import die_with
 from unmask.data import reading, tokens
 from unmask.data.batches import permuted
 from unmask.data.files import identity
@@ -67,24 +68,22 @@ class Prepared:
 
     folder: Path
     units: int = 0  # done
-    total: int | None = None  # units there are, once it is known
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of each file
     counters: Mapping[str, int] = field(default_factory=dict)
 
     def suffices(self, wanted: int | None) -> bool:
-        """Whether all units are done, or as many as give the tokens that are wanted."""
-        enough = wanted is not None and self.counters.get("tokens", 0) >= wanted
-        return enough or self.units == self.total
+        """Whether these are the tokens that are wanted (None: all that there are)."""
+        return wanted is not None and self.counters.get("tokens", 0) >= wanted
 
-    def extended(self, result: Tokenised, total: int) -> Prepared:
-        """With the result of one unit more, of `total`."""
+    def extended(self, result: Tokenised) -> Prepared:
+        """With the result of one unit more."""
         sizes = {}
         for name, array in result[0].items():
             with (self.folder / f"{name}.bin").open("ab") as file:
                 file.write(array.tobytes())
                 sizes[name] = file.tell()
         counters = dict(Counter(self.counters) + Counter(result[1]))
-        now = Prepared(self.folder, self.units + 1, total, sizes, counters)
+        now = Prepared(self.folder, self.units + 1, sizes, counters)
         write_atomic(self.folder / JOURNAL, json.dumps(vars(now), default=str, indent=1))
         return now
 
@@ -124,16 +123,15 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         done = Prepared(**read_json(folder / JOURNAL) | {"folder": folder})
-        if done.suffices(wanted):
-            return done
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
         workers = min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER)
-        results = Parallel(max(workers, 1), return_as="generator")(delayed(work)(unit) for unit in left)
+        ends = {"initializer": die_with, "initargs": (os.getpid(),)}  # killed, it leaves no worker behind
+        results = Parallel(max(workers, 1), return_as="generator", **ends)(map(delayed(work), left))
         for result in tqdm(results, title, len(units), initial=done.units, delay=2, leave=False):
             if not done.suffices(wanted):  # else it was under way when there was enough
-                done = done.extended(result, len(units))
+                done = done.extended(result)
     return done
 
 
@@ -185,10 +183,8 @@ def open_blocks(
         length: tokens per block.
         wanted: blocks of the whole training.
         seed: of their order.
-    Raises: ValueError if there is no text, or less of a source than a block.
+    Raises: ValueError if there is less of a source than a block.
     """
-    if not sources:
-        raise ValueError("the corpus has no text for pretraining: add a source of role text")
     stored, shared = StoredTokenizer.of(tokenizer), sources[0].share is not None
     counts = largest_remainder([source.share or 1.0 for source in sources], wanted)
     limits = [count * length if shared or len(sources) == 1 else None for count in counts]
@@ -229,7 +225,7 @@ def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) ->
     """
     units = reading.units(source)
     order = permuted(np.arange(len(units)), max(len(units), 1), 0)
-    folder, work = _folder("text", identity(source), stored.hash), partial(_text, source, stored)
+    folder, work = _folder("text", identity(source), stored), partial(_text, source, stored)
     return build(folder, [units[i] for i in order], work, f"tokenising {source.name}", wanted=wanted)
 
 
@@ -294,17 +290,10 @@ class TokenDocuments(Sequence):
 
 
 def token_pairs(
-    rows: Dataset,
-    stored: StoredTokenizer,
-    *,
-    name: str,
-    identity: str,
-    query_length: int,
-    document_length: int,
-    negatives: int = 0,
-    around_query: Around = ("", ""),
+    rows: Dataset, stored: StoredTokenizer, *, name: str, identity: str, query_length: int,
+    document_length: int, negatives: int = 0, around_query: Around = ("", ""),
     around_document: Around = ("", ""),
-) -> TokenPairs:
+) -> TokenPairs:  # fmt: skip
     """A data set of pairs, tokenised on first use.
 
     Args:
@@ -315,31 +304,21 @@ def token_pairs(
         negatives: hard negatives per query; rows with fewer are left out, of more the first are taken.
         around_query, around_document: text put before and after each query, and each document and negative:
             an instruction, or a token of the end. It counts for the length, and is not cut.
-    Raises: ValueError naming data set and row of a text without tokens, if no row has enough negatives, or if
-        a length leaves no room beside what is put around.
+    Raises: ValueError naming data set and row of a text without tokens, or if a length leaves no room beside
+        what is put around.
     """
     query, document = (query_length, around_query), (document_length, around_document)
     limits = {"queries": query, "documents": document, "negatives": document}
     done = _prepared("pairs", rows, stored, name, identity, limits, _pairs, negatives)
-    if negatives and not done.counters.get("rows"):
-        raise ValueError(
-            f"no row of data set {name!r} has {negatives} negatives: ask for fewer or leave it out"
-        )
     queries, documents = (done.texts(column, stored.dtype) for column in ("queries", "documents"))
     keys, hard = done.array("numbers", np.uint64), done.lists("negatives", stored.dtype)
     return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
 
 
 def token_documents(
-    rows: Dataset,
-    stored: StoredTokenizer,
-    *,
-    name: str,
-    identity: str,
-    query_length: int,
-    chunk_length: int,
-    chunks: int,
-) -> TokenDocuments:
+    rows: Dataset, stored: StoredTokenizer, *, name: str, identity: str, query_length: int,
+    chunk_length: int, chunks: int,
+) -> TokenDocuments:  # fmt: skip
     """Documents with their queries, tokenised on first use; see `token_pairs`.
 
     A document of more than `chunks` chunks becomes several, each with the queries that its chunks answer; one
@@ -363,19 +342,14 @@ def single_chunks(
         identity: of the rows.
         options: `name`, `query_length` and `document_length` of `token_pairs`.
     """
-    drawn = rows.select(distinct_rows(rows, count, seed))
+    order = permuted(np.arange(len(rows)), len(rows), seed)
+    first = np.unique(np.asarray(rows["key"])[order], return_index=True)[1]
+    drawn = rows.select(np.sort(order[np.sort(first)[:count]]))
     pairs = token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options)
     one_each = np.arange(1, len(pairs.keys) + 1)
     golds = np.zeros(len(pairs.keys), np.int32)
     parts = (Ragged(part, one_each) for part in (pairs.documents, pairs.queries, golds))
     return TokenDocuments(*parts, pairs.counters, pairs.identity)
-
-
-def distinct_rows(rows: Dataset, count: int, seed: int) -> list[int]:
-    """Up to `count` random row numbers in ascending order, no two with the same key."""
-    order = permuted(np.arange(len(rows)), len(rows), seed)
-    first = np.unique(np.asarray(rows["key"])[order], return_index=True)[1]
-    return sorted(order[np.sort(first)[:count]].tolist())
 
 
 def _prepared(
@@ -386,9 +360,7 @@ def _prepared(
     starts = range(0, len(rows), ROWS)
     pieces = [(start, rows.select(range(start, min(start + ROWS, len(rows))))) for start in starts]
     work = partial(_tokenised, name, stored, limits, partial(arrange, count))
-    return build(
-        _folder(kind, name, identity, stored.hash, limits, count), pieces, work, f"tokenising {name}"
-    )
+    return build(_folder(kind, name, identity, stored, limits, count), pieces, work, f"tokenising {name}")
 
 
 def _tokenised(

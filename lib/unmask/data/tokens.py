@@ -3,12 +3,11 @@ sequences that a model reads."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
@@ -20,7 +19,6 @@ END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the 
 MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
 Around = tuple[str, str]  # text before and after another
-Item = TypeVar("Item")
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
 
@@ -43,13 +41,10 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # slow to import; encoding needs neither
 
     tokenizer = Qwen2Tokenizer().backend_tokenizer  # without a vocabulary
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*SPECIAL_TOKENS],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
+        vocab_size=vocab_size, special_tokens=[*SPECIAL_TOKENS], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer)
     if (found := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
@@ -96,11 +91,8 @@ def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     backend, end = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), end_token(tokenizer)
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"$A {end}",
-        pair=f"$A $B {end}",
-        special_tokens=[(end, backend.token_to_id(end))],
-    )
+    special = [(end, backend.token_to_id(end))]
+    backend.post_processor = processors.TemplateProcessing(f"$A {end}", f"$A $B {end}", special)
     # The class of a tokenizer may know better than its file what to add; the general one does not.
     return PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
 
@@ -175,11 +167,6 @@ class StoredTokenizer:
         fits = max(plain.get_vocab(with_added_tokens=True).values()) < 2**16
         return cls(plain.to_str(), "uint16" if fits else "uint32", plain.token_to_id(end_token(tokenizer)))
 
-    @cached_property
-    def hash(self) -> str:
-        """Names the tokenizer."""
-        return hashlib.sha256(self.content.encode()).hexdigest()
-
     def load(self) -> Tokenizer:
         """The tokenizer, read once per process."""
         return _load(self.content)
@@ -191,12 +178,9 @@ def _load(content: str) -> Tokenizer:
 
 
 def encode(
-    tokenizer: Tokenizer,
-    texts: Iterable[str],
-    dtype: Any,
-    max_length: int | None = None,
+    tokenizer: Tokenizer, texts: Iterable[str], dtype: Any, max_length: int | None = None,
     around: Around = ("", ""),
-) -> Iterator[np.ndarray]:
+) -> Iterator[np.ndarray]:  # fmt: skip
     """Token ids of each text without special tokens, whole or cut to `max_length`, in bounded memory.
 
     A text is tokenised to its end also where it is cut: where a token ends may depend on what follows.
@@ -224,7 +208,7 @@ def cut(ids: np.ndarray, max_length: int, end: np.ndarray) -> np.ndarray:
     return np.concatenate([ids[: max_length - len(end)], end])  # a copy: the rest need not stay in memory
 
 
-def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+def batches(items: Iterable[Any], size: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:
     """The items in order, in lists that end with the item by which their sizes add up to `limit` or more."""
     batch, total = [], 0
     for item in items:

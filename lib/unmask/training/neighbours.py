@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from unmask.config import GROUPS
 from unmask.data.batches import BatchPlan
-from unmask.data.lookalikes import negative_similarity
+from unmask.data.mining import negative_similarity
 from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder

@@ -29,8 +29,7 @@ from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
-from unmask.data.lookalikes import LSA, Neighbours, Surrogate, neighbours
-from unmask.data.mining import Encoder
+from unmask.data.mining import LSA, Encoder, Neighbours, Surrogate, neighbours
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import StoredTokenizer, end_token
