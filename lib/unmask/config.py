@@ -61,7 +61,7 @@ class DataConfig(Section):
 class BackboneConfig(Section):
     """The Transformer: a ready checkpoint, or the shape of one built from scratch."""
 
-    checkpoint: str = ""  # "smollm2-135m", Hub name, directory or GGUF file; empty: built in the shape below
+    checkpoint: str = ""  # "smollm2-135m", Hub name or directory; empty: built in the shape below
     hidden_size: Count
     layers: Count
     heads: Count

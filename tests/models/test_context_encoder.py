@@ -96,20 +96,6 @@ def test_the_second_stage_is_a_transformer_over_unordered_slots_and_the_text(kno
     close(found.double(), torch.stack(expected))
 
 
-def test_the_order_of_the_context_does_not_matter_its_content_does():
-    second, context = encoder().second, vectors(J)
-    found = rows(second, context)
-    close(rows(second, context[torch.tensor([2, 0, 3, 1])]), found)
-    far(rows(second, vectors(J, seed=1)), found)
-
-
-def test_the_null_vector_stands_in_the_slots_that_remain():
-    second, context = encoder().second, vectors(2)
-    null = second.null_D.detach().expand(2, -1)
-    close(rows(second, context), rows(second, torch.cat([null[:1], context, null[1:]])))
-    far(rows(second, context), rows(second, torch.cat([context, context])))
-
-
 def test_batches_with_and_without_padding_and_single_texts_agree():
     second, context = encoder().second, vectors(3)
     expected = rows(second, context)

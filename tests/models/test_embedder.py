@@ -10,7 +10,7 @@ import tiny
 from unmask import Embedder
 from unmask.data.tokens import tokenize
 from unmask.models import embedder as module
-from unmask.models.embedder import INSTRUCTIONS, PRECISIONS, instructed
+from unmask.models.embedder import PRECISIONS
 
 WORDS = " ".join(tiny.TEXTS[:5]).split()
 TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 1 + i * 5 % 23]) for i in range(64)]
@@ -265,9 +265,3 @@ def test_mixed_precision_is_close(embedder):
     assert two.dtype == np.float32
     cosine = (one * two).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(two, axis=1)
     assert 0.999 < cosine.min() < 0.9999999
-
-
-def test_a_query_is_read_after_its_instruction():
-    assert set(INSTRUCTIONS) == {"english", "code", "cross-lingual", "multilingual", "contextual"}
-    assert instructed("Do it", "now") == "Instruct: Do it\nQuery:now"
-    assert instructed("", "now") == "now"

@@ -1,13 +1,11 @@
 """Pooling against loops, rows of packed batches against rows of padded ones, micro-batches, windows."""
 
-import numpy as np
 import pytest
 import torch
 
 import tiny
 import tiny_families
 from unmask.data.tokens import join_chunks
-from unmask.models.embedder import Embedder
 from unmask.models.encoding import (
     TokenSequence,
     context_windows,
@@ -71,13 +69,9 @@ def test_what_cannot_be_pooled_is_refused():
     for pool in POOLS:
         with pytest.raises(ValueError, match="Sequence 2 has no token to pool"):
             pool(HIDDEN, RIGHT & (torch.arange(4) != 2)[:, None])
-        with pytest.raises(ValueError, match=r"mask must be \(4, 7\)"):
-            pool(HIDDEN, RIGHT[:, 1:])
     for chunks in (CHUNKS + 1, CHUNKS - 1, CHUNKS[:1]):
         with pytest.raises(ValueError, match=r"must be \(4, 7\), .* and lie in -1\.\.2"):
             late_chunk_pool(HIDDEN, chunks, 3)
-    with pytest.raises(ValueError, match="has no late chunking"):
-        encode_rows(tiny.model(), documents_and_queries(), pooling="last")
 
 
 def texts(count=7):
@@ -112,19 +106,6 @@ def test_packed_batches_give_the_rows_and_gradients_of_padded_ones(family, chunk
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     assert all((packed_gradients[name] - g).norm() <= 1e-5 * norm for name, g in gradients.items())
-
-
-def test_the_embedder_gives_the_same_with_and_without_padding(monkeypatch):
-    every = ["A file.", "Open the file and read all of its rows.", "Mean of an array along an axis."]
-
-    def embed():
-        embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
-        return [embedder.encode(every, "float32"), *embedder.encode_documents([every[:2], every], "float32")]
-
-    packed = embed()
-    monkeypatch.setattr("unmask.models.embedder.unpadded", lambda model, inference: False)
-    for found, expected in zip(embed(), packed, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,7 +1,6 @@
 """A file of texts becomes a file of embeddings (`unmask encode`), a corpus a data set of them (Ray)."""
 
 import json
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -106,14 +105,14 @@ def test_two_workers_of_ray_give_what_encode_gives(cluster, embedder, model, tmp
     table = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
     pq.write_table(table, tmp_path / "corpus.parquet", row_group_size=8)
     corpus, output = tmp_path / "corpus.parquet", tmp_path / "out"
-    found = pq.read_table(jobs.encode_dataset(model, corpus, output, dimensions=16, workers=2)).sort_by("id")
+    dataset = cluster.data.read_parquet(str(corpus))
+    found = pq.read_table(jobs.encode_dataset(model, dataset, output, dimensions=16, workers=2)).sort_by("id")
     assert found["id"].to_pylist() == list(range(len(TEXTS))) and found["text"].to_pylist() == TEXTS
     assert found.schema.field("embedding").type == pa.list_(pa.int8(), 16)
     rows = np.array(found["embedding"].to_pylist())  # of other batches: a code may differ by one
     assert abs(rows - embedder.encode(TEXTS, dimensions=16)).max() <= 1
 
     options = {"chunks_column": "chunks", "precision": "float32", "chunk_length": 6, "workers": 2}
-    dataset = cluster.data.from_arrow([table[:31], table[31:]])
     found = pq.read_table(jobs.encode_dataset(model, dataset, output, **options)).sort_by("id")
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
     for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
@@ -123,9 +122,3 @@ def test_two_workers_of_ray_give_what_encode_gives(cluster, embedder, model, tmp
     with pytest.raises(Exception, match="Text 1 of 2 has no tokens"):
         jobs.encode_dataset(model, bad, tmp_path / "none", workers=1)
     assert not (tmp_path / "none").exists()
-
-
-def test_without_ray_the_extra_is_named(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"install unmask\[ray\]"):
-        jobs.encode_dataset("model", tmp_path, tmp_path / "out")

@@ -63,10 +63,6 @@ def test_the_middle_on_the_sphere_is_the_formula(tmp_path, seeds, monkeypatch, c
 
 def test_what_cannot_be_merged_is_refused(tmp_path):
     (one,) = checkpoints(tmp_path, [1])
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        slerp(one, one, 1.5, tmp_path / "m")
-    with pytest.raises(ValueError, match="no checkpoints to merge"):
-        slerp_all([], tmp_path / "m")
     with pytest.raises(ValueError, match="is no checkpoint"):
         slerp_all([one, tmp_path / "none"], tmp_path / "m")
     assert not (tmp_path / "m").exists()

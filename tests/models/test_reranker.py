@@ -3,11 +3,10 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
 import tiny
-from unmask.models.reranker import AROUND_DOCUMENT, INSTRUCTION, SYSTEM, TAIL, Reranker, answers, around_query
+from unmask.models.reranker import INSTRUCTION, SYSTEM, TAIL, Reranker, answers
 
 QUERIES = ["How do I open a file?", "東京 ", "  two\n\nlines: ", "1 + 1 =", "(x)", "naïve"]
 DOCUMENTS = ["def close(self): return self.stream.close()", "no", " spaces \n", "yes? " * 9, "", "«東京»."]
@@ -105,35 +104,13 @@ def test_a_saved_and_a_released_reranker_load(tmp_path):
     np.testing.assert_allclose(found.score("q", DOCUMENTS), reranker().score("q", DOCUMENTS), atol=0.05)
 
 
-QWEN = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
-    "{%- if not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
-)
-
-
-def test_the_prompt_is_what_the_chat_template_of_qwen3_makes_of_it():
-    tokenizer = copy.deepcopy(tiny.tokenizer())
-    tokenizer.chat_template = QWEN
-    user = f"<Instruct>: {INSTRUCTION}\n<Query>: q?\n<Document>: d"
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": user}]
-    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-    before, after = around_query(INSTRUCTION)
-    between, tail = AROUND_DOCUMENT
-    prompt = f"{before}q?{after}{between}d{tail}"
-    assert prompt == tokenizer.apply_chat_template(messages, **options) == text("q?", "d")
-
-
 def test_what_cannot_work_is_refused():
-    with pytest.raises(ValueError, match=r"is_causal is false.*autoregressive"):
+    with pytest.raises(ValueError, match=r"is_causal is false.* needs a causal one"):
         Reranker(tiny.model(head=True), tiny.tokenizer())
     with pytest.raises(ValueError, match=r"max_length must be at least \d+, got 20"):
         reranker(max_length=20)
     with pytest.raises(ValueError, match="got one string"):
         reranker().score("q", "document")
-    with pytest.raises(ValueError, match=r"begin with the same token, '\?'"):
-        answers(Tokenizer(models.WordLevel({"?": 0}, unk_token="?")))
     one = reranker()
     with torch.no_grad():
         one.model.get_input_embeddings().weight[ids(one, "東")[0]] = torch.nan

@@ -52,14 +52,7 @@ def qwen3_embedding(folder: Path) -> Path:
     causal_qwen3(folder)
     kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     prefix = "sentence_transformers.models"
-    modes = (
-        "cls_token",
-        "mean_tokens",
-        "max_tokens",
-        "mean_sqrt_len_tokens",
-        "weightedmean_tokens",
-        "lasttoken",
-    )
+    modes = ("cls_token", "mean_tokens", "max_tokens", "weightedmean_tokens", "lasttoken")
     instruction = "Given a web search query, retrieve relevant passages that answer the query"
     files = {
         "modules.json": [

@@ -4,8 +4,6 @@ Shape suffixes: H heads · T tokens of all sequences, one after the other · D d
 sequences of one length L.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 

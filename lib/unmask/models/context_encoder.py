@@ -7,8 +7,6 @@ Shape suffixes: J context slots · K context documents, at most J · B sequences
 D dimensions.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -186,7 +184,7 @@ class ContextEmbedder(Embedder):
         self.encoder, self.context_KD, self._options = encoder, context_KD, options
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> ContextEmbedder:
+    def from_pretrained(cls, path: str | Path, **options: Any) -> "ContextEmbedder":
         """Loads a directory that the stage "cde" or `save_pretrained` wrote; options as for `Embedder`.
 
         Raises: ValueError if the directory holds something else.
@@ -200,7 +198,7 @@ class ContextEmbedder(Embedder):
         options = {key: getattr(self, key) for key in OPTIONS}
         return save(self.encoder, self.tokenizer, Path(path), **options)
 
-    def with_context(self, texts: Sequence[str], *, max_length: int | None = None) -> ContextEmbedder:
+    def with_context(self, texts: Sequence[str], *, max_length: int | None = None) -> "ContextEmbedder":
         """The same encoder, sharing its weights, in the context of these documents of the corpus.
 
         Args:

@@ -3,8 +3,6 @@
 Legend: B texts, D dimensions, L tokens, C chunks of a document, R rows (a text's, a chunk's, or a token's).
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import TokenSequence, batches, end_token, join_chunks, special_tokens_around
@@ -30,8 +27,8 @@ from unmask.models.quantize import binary, int8, pack_binary
 
 PRECISIONS = ("float32", "int8", "binary", "ubinary")
 WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
-SORTED = 32  # micro-batches' worth of tokens that are held and sorted by length at a time
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+SORTED = 32  # micro-batches' worth of tokens that are held and sorted by length at a time
 
 # What a query of Qwen3-Embedding is asked for (section 2), by group of pairs, and "contextual" for documents.
 # Of our own wording, and short: a query of a few words is not to drown in what stands before all queries.
@@ -67,11 +64,9 @@ class Unit(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a call reads: its pieces, how many texts or chunks these are in all, and what an error calls the
-    text or chunk of a number."""
+    """What a call reads: its pieces, and what an error calls the text or chunk of a number."""
 
     units: Iterable[Unit]
-    total: int
     name: Callable[[int], str]
 
 
@@ -122,7 +117,7 @@ class Embedder:
         self.token_budget = token_budget or (32_768 if on_gpu else 1_024)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options) -> Embedder:
+    def from_pretrained(cls, path: str | Path, **options) -> "Embedder":
         """Loads a checkpoint directory or a Hub name; options as for the constructor.
 
         It may be one of ours, one of sentence-transformers, or a released pplx-embed: see `interchange.load`.
@@ -138,7 +133,7 @@ class Embedder:
 
     def encode(
         self, texts: Iterable[str], precision: str = "int8", dimensions: int | None = None, *,
-        max_length: int | None = None, progress: bool = False,
+        max_length: int | None = None,
     ) -> np.ndarray:  # fmt: skip
         """Embeds texts, in their order.
 
@@ -154,7 +149,7 @@ class Embedder:
             a lone surrogate (half a character), and where the model returns NaN or infinity. Both name the
             text. ValueError for an unknown precision and for more dimensions than there are.
         """
-        return self._vectors(self._texts(texts, max_length), precision, dimensions, progress)
+        return self._vectors(self._texts(texts, max_length), precision, dimensions)
 
     def encode_documents(
         self, documents: Iterable[Sequence[str]], precision: str = "int8", dimensions: int | None = None, *,
@@ -218,7 +213,7 @@ class Embedder:
         tokens = self._tokens(texts, limit - len(before) - len(after), name)
         sequences = (TokenSequence(np.concatenate([before, ids, after])) for ids in tokens)
         units = (Unit(sequence, np.array([number])) for number, sequence in enumerate(sequences))
-        return Reading(units, len(texts), name)
+        return Reading(units, name)
 
     def _documents(
         self, documents: Iterable[Sequence[str]], chunk_length: int | None
@@ -237,7 +232,7 @@ class Embedder:
 
         _check(chain.from_iterable(documents), name)
         units = self._windows(documents, chunk_length, name)
-        return Reading(units, len(places), name), np.cumsum([0, *map(len, documents)])
+        return Reading(units, name), np.cumsum([0, *map(len, documents)])
 
     def _windows(
         self, documents: list[list[str]], chunk_length: int | None, name: Callable[[int], str]
@@ -267,15 +262,13 @@ class Embedder:
                 raise ValueError(f"{name(number)} has no tokens: remove or fill it")
             yield ids
 
-    def _vectors(
-        self, reading: Reading, precision: str, dimensions: int | None, progress: bool = False
-    ) -> np.ndarray:
+    def _vectors(self, reading: Reading, precision: str, dimensions: int | None) -> np.ndarray:
         def coded(rows_RD: np.ndarray) -> np.ndarray:
             if self.normalize:
                 rows_RD = rows_RD / np.linalg.norm(rows_RD, axis=1, keepdims=True).clip(1e-12)
             return quantized(rows_RD, precision, dimensions)
 
-        return self.rows(reading, coded, progress=progress)[1]
+        return self.rows(reading, coded)[1]
 
     def _token_vectors(self, reading: Reading) -> list[np.ndarray]:
         units = map(_with_token_rows, reading.units)
@@ -284,7 +277,7 @@ class Embedder:
 
     def rows(
         self, reading: Reading, coded: Callable[[np.ndarray], np.ndarray] = np.asarray, *,
-        pooling: str | None = None, progress: bool = False, **inputs: Tensor,
+        pooling: str | None = None, **inputs: Tensor,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
         """Embeds what is read: the numbers of what the rows belong to, in order, and the rows, coded.
 
@@ -312,13 +305,11 @@ class Embedder:
                 raise ValueError(f"{reading.name(bad_R.min())}: the model returns NaN or infinity for it")
             numbers.append(numbers_R)
             found.append(coded(rows_RD))
-            bar.update(len(np.unique(numbers_R)))
 
         with (
             fast_attention(),
             self._autocast(),
             ThreadPoolExecutor(len(self.devices)) as threads,
-            tqdm(total=reading.total, unit="text", disable=not progress) as bar,
         ):
             packed = unpadded(self.model, inference=True)
             compute = map if self.devices == [torch.device("cpu")] else threads.map

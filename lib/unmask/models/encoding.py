@@ -8,8 +8,6 @@ Shape suffixes: B sequences · L tokens · D dimensions · C chunks of a documen
 one per chunk) · T tokens of all sequences · S segments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,7 +31,7 @@ def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         (B, D), float32 or better.
 
     Raises:
-        ValueError: the shapes do not fit together, or a sequence has no token.
+        ValueError: a sequence has no token.
 
     Source: pplx-embed, section 2.2.
 
@@ -43,7 +41,7 @@ def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
     """
     if mask_BL is None:
         return hidden_BLD.mean(dim=1, dtype=_accumulator(hidden_BLD))
-    mask_BL = _checked(mask_BL, hidden_BLD)
+    mask_BL = _checked(mask_BL)
     total_BD = hidden_BLD.masked_fill(~mask_BL[..., None], 0).sum(dim=1, dtype=_accumulator(hidden_BLD))
     return total_BD / mask_BL.sum(dim=1, keepdim=True)
 
@@ -61,7 +59,7 @@ def last_token_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor
     """
     if mask_BL is None:
         return hidden_BLD[:, -1].to(_accumulator(hidden_BLD))
-    mask_BL = _checked(mask_BL, hidden_BLD)
+    mask_BL = _checked(mask_BL)
     last_B = mask_BL.shape[1] - 1 - mask_BL.flip(1).int().argmax(dim=1)
     return hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B].to(_accumulator(hidden_BLD))
 
@@ -135,12 +133,7 @@ def _accumulator(hidden_BLD: Tensor) -> torch.dtype:
     return torch.promote_types(hidden_BLD.dtype, torch.float32)
 
 
-def _checked(mask_BL: Tensor, hidden_BLD: Tensor) -> Tensor:
-    if mask_BL.shape != hidden_BLD.shape[:2]:
-        raise ValueError(
-            f"The mask must be {tuple(hidden_BLD.shape[:2])}, like the hidden states; got "
-            f"{tuple(mask_BL.shape)}."
-        )
+def _checked(mask_BL: Tensor) -> Tensor:
     empty = (~mask_BL.bool().any(dim=1)).nonzero()
     if len(empty):
         raise ValueError(f"Sequence {int(empty[0])} has no token to pool; leave empty texts out.")
@@ -185,8 +178,6 @@ def context_windows(lengths: Sequence[int], window: int, overlap: int) -> list[t
 
 def only_chunks(sequence: TokenSequence, chunks: np.ndarray) -> TokenSequence:
     """The sequence as it is, with vectors for these of its chunks only; the others are context."""
-    if len(chunks) == sequence.rows:
-        return sequence
     number_C = np.full(sequence.rows + 1, -1, np.int32)  # the last one for separators
     number_C[chunks] = np.arange(len(chunks))
     return TokenSequence(sequence.tokens_L, number_C[sequence.chunk_L], len(chunks))

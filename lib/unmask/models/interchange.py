@@ -2,8 +2,6 @@
 checkpoints. Nothing here runs code from a checkpoint: every model is a stock class of transformers.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -26,7 +24,6 @@ from transformers import (
 
 from unmask.data.hub import MODEL_FILES, unreachable
 from unmask.models import backbone
-from unmask.models.pretrained import require_checkpoint
 from unmask.models.quantize import int8
 from unmask.store import new_directory, read_json
 
@@ -34,29 +31,18 @@ if TYPE_CHECKING:
     from unmask.models.embedder import Embedder
 
 OPTIONS = ("pooling", "max_length", "special_tokens", "normalize")  # kept in unmask.json
-LARGEST_BIT_FIRST = (128, 64, 32, 16, 8, 4, 2, 1)  # as np.packbits
 RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]
 CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])  # of sentence-transformers
 CARD = """---
 library_name: sentence-transformers
 pipeline_tag: feature-extraction
-tags: [sentence-transformers, feature-extraction, sentence-similarity, unmask]
+tags: [sentence-transformers, unmask]
 ---
-
 # {name}
+A text embedding model, trained with Unmask. Compare embeddings by cosine. Origin and settings:
 
-A text embedding model: {architecture} with {attention} attention, {parameters:.1f} million parameters and
-{size:,} dimensions. Compare embeddings by cosine.
-
-```python
-vectors = sentence_transformers.SentenceTransformer("{name}").encode(["How do I open a file?"])  # float32
-codes = unmask.Embedder.from_pretrained("{name}").encode(["How do I open a file?"])  # INT8
-```
-
-## Origin and settings
-
-{origin}
+    {facts}
 """
 
 
@@ -84,8 +70,7 @@ def load(path: str | Path) -> Loaded:
             "comes with a checkpoint is not run: update transformers, or convert it to a stock class"
         )
     tokenizer = backbone.load_tokenizer(folder)
-    tokenizer.backend_tokenizer.no_truncation()  # both may be set in its file; an `Embedder` cuts and pads
-    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an `Embedder` pads by itself
     facts, options = backbone.facts(folder), {}
     if facts:
         options = {key: facts[key] for key in OPTIONS if key in facts}
@@ -96,7 +81,7 @@ def load(path: str | Path) -> Loaded:
 
 def _local(path: str | Path) -> Path:
     """The checkpoint's directory; a Hub name is downloaded, or found in the mirror or the Hub's cache."""
-    source = require_checkpoint(path)
+    source = backbone.require_checkpoint(path)
     if Path(source).is_dir():
         return Path(source)
     try:
@@ -107,7 +92,7 @@ def _local(path: str | Path) -> Path:
             f"{source} is no directory here, and neither the Hub's cache nor the Hub gives it ({why}): check "
             "the name, or fill a mirror on a host with internet (`unmask mirror pull`) and set UNMASK_MIRROR"
         ) from None
-    return Path(require_checkpoint(Path(found)))
+    return Path(backbone.require_checkpoint(Path(found)))
 
 
 def _released(folder: Path, config: dict[str, Any]) -> Loaded:
@@ -147,7 +132,7 @@ def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerB
     }
 
 
-def save(embedder: Embedder, path: str | Path) -> Path:
+def save(embedder: "Embedder", path: str | Path) -> Path:
     """Writes an embedder so that `SentenceTransformer(path)` returns its float vectors, without remote code.
 
     Beside the weights (safetensors), configuration and tokenizer, which AutoModel and AutoTokenizer load, lie
@@ -158,19 +143,18 @@ def save(embedder: Embedder, path: str | Path) -> Path:
     A directory is written under a temporary name and renamed; an older one stays until then.
     """
     path = Path(path)
-    source = embedder.model.name_or_path
-    facts = (backbone.facts(source) if source else {}) | {key: getattr(embedder, key) for key in OPTIONS}
+    facts = backbone.facts(embedder.model.name_or_path) | {key: getattr(embedder, key) for key in OPTIONS}
     facts.pop("fingerprint", None)
     with new_directory(path) as folder:
         backbone.write(embedder.model, portable_tokenizer(embedder), folder, **facts)
         for name, content in _sentence_transformers_files(embedder, facts.get("prompts", {})).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf8")
-        (folder / "README.md").write_text(model_card(embedder, facts, path.name), encoding="utf8")
+        (folder / "README.md").write_text(CARD.format(name=path.name, facts=facts), encoding="utf8")
     return path
 
 
-def portable_tokenizer(embedder: Embedder) -> PreTrainedTokenizerBase:
+def portable_tokenizer(embedder: "Embedder") -> PreTrainedTokenizerBase:
     """The tokenizer for use without us: it pads at the end and adds the special tokens of the embedder.
 
     The classes of some tokenizers add special tokens whatever their files say; the general class does not.
@@ -187,7 +171,7 @@ def portable_tokenizer(embedder: Embedder) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _sentence_transformers_files(embedder: Embedder, prompts: dict[str, str]) -> dict[str, Any]:
+def _sentence_transformers_files(embedder: "Embedder", prompts: dict[str, str]) -> dict[str, Any]:
     kinds = {"Transformer": "", "Pooling": "1_Pooling"}
     if embedder.normalize:
         kinds["Normalize"] = "2_Normalize"
@@ -213,19 +197,7 @@ def _sentence_transformers_files(embedder: Embedder, prompts: dict[str, str]) ->
     }
 
 
-def model_card(embedder: Embedder, facts: dict[str, Any], name: str) -> str:
-    """Text of README.md, with the metadata that the Hub reads at its top; `facts` are of unmask.json."""
-    return CARD.format(
-        name=name,
-        architecture=type(embedder.model).__name__,
-        attention="bidirectional" if backbone.sees_both_sides(embedder.model) else "causal",
-        parameters=embedder.model.num_parameters() / 1e6,
-        size=embedder.model.config.hidden_size,
-        origin="\n".join(f"- {key}: {value}" for key, value in facts.items()),
-    )
-
-
-def export_onnx(embedder: Embedder, path: str | Path) -> Path:
+def export_onnx(embedder: "Embedder", path: str | Path) -> Path:
     """Writes model.onnx, its weights in model.onnx.data, and the tokenizer into a directory.
 
     Inputs, int64, of any number and length of texts: `input_ids` (B, L) and `attention_mask` (B, L), padded
@@ -233,21 +205,12 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
 
     - `token_embeddings` (B, L, D) float32: after the final norm, for late chunking and late interaction;
     - `sentence_embedding` (B, D) float32: pooled, of unit length if the embedder's are;
-    - `int8` (B, D) int8: the codes ⌊127 · tanh(mean) + 1/2⌋;
-    - `binary` (B, D / 8) uint8: the signs, eight to a byte, the first dimension in the most significant bit.
+    - `int8` (B, D) int8: the codes ⌊127 · tanh(mean) + 1/2⌋, as from `Embedder.encode`.
 
-    `int8` and `binary` are as from `Embedder.encode` in the precisions "int8" and "ubinary".
-
-    Raises:
-        ImportError: the extra `onnx` is not installed.
+    Binary embeddings are the signs of `sentence_embedding`. The extra `onnx` has to be installed.
 
     Source: pplx-embed, section 2.2.
     """
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"ONNX export needs {error.name}: pip install 'unmask[onnx]'") from None
     path = Path(path)
     tokens_BL, mask_BL = torch.ones(2, 2, 8, dtype=torch.int64, device=embedder.model.device)
     any_size = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
@@ -262,18 +225,16 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
                 verbose=False,
                 external_data=True,  # a file of ONNX's own format holds 2 GB at most
                 input_names=["input_ids", "attention_mask"],
-                output_names=["token_embeddings", "sentence_embedding", "int8", "binary"],
+                output_names=["token_embeddings", "sentence_embedding", "int8"],
                 dynamic_shapes={"input_ids": any_size, "attention_mask": any_size},
             )
     return path
 
 
 class _Outputs(nn.Module):
-    def __init__(self, embedder: Embedder):
+    def __init__(self, embedder: "Embedder"):
         super().__init__()
-        self.model = embedder.model
-        self.pooling = embedder.pooling
-        self.normalize = embedder.normalize
+        self.model, self.pooling, self.normalize = embedder.model, embedder.pooling, embedder.normalize
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         hidden_BLD = self.model(
@@ -287,7 +248,4 @@ class _Outputs(nn.Module):
             pooled_BD = (hidden_BLD * attention_mask[..., None]).sum(dim=1) / count_B1
         if self.normalize:
             pooled_BD = F.normalize(pooled_BD, dim=-1)
-        codes_BD = int8(pooled_BD).to(torch.int8)
-        bits_BD8 = (pooled_BD >= 0).to(torch.int32).unflatten(-1, (-1, 8))
-        weight_8 = torch.tensor(LARGEST_BIT_FIRST, dtype=torch.int32, device=pooled_BD.device)
-        return hidden_BLD, pooled_BD, codes_BD, (bits_BD8 * weight_8).sum(dim=-1).to(torch.uint8)
+        return hidden_BLD, pooled_BD, int8(pooled_BD).to(torch.int8)

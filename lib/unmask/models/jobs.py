@@ -4,13 +4,11 @@ machines of a Ray cluster.
 Legend: N texts, B texts or documents, R rows of embeddings, D dimensions (bytes for "ubinary").
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import numpy as np
@@ -20,9 +18,6 @@ from tqdm import tqdm
 
 from unmask.models.embedder import Embedder
 from unmask.store import fingerprint, new_directory, read_json, write_atomic
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
 
 OUTPUT = "embedding"
 BATCH = 4096  # texts that are embedded at a time, and that an interruption costs at most
@@ -87,36 +82,31 @@ def _texts(path: Path, column: str, cache: str) -> datasets.Column:
 
 
 def encode_dataset(
-    model: str | Path, dataset: Dataset | str | Path, output: str | Path, *,
+    model: str | Path, dataset: Any, output: str | Path, *,
     text_column: str = "text", chunks_column: str | None = None, workers: int | None = None, **options: Any,
 ) -> Path:  # fmt: skip
     """Embeds a corpus with all machines of a Ray cluster: the same vectors as `Embedder.encode`.
 
-    The cluster is the one that `ray.init` was told of, or else this machine. `model`, the corpus and `output`
-    must be where all its machines see them. The rows keep their columns and get one more, "embedding": a
-    list of `dimensions` numbers, or for documents a list with such a list for each chunk. Workers write as
-    they finish, so the rows come in another order: let a column identify them.
+    The cluster is the one that `ray.init` was told of, or else this machine; the extra `ray` has to be
+    installed. `model`, the corpus and `output` must be where all its machines see them. The rows keep their
+    columns and get one more, "embedding": a list of `dimensions` numbers, or for documents a list with such
+    a list for each chunk. Workers write as they finish, so the rows come in another order: let a column
+    identify them.
 
     Args:
         model: what `Embedder.from_pretrained` loads.
-        dataset: a data set of Ray, or Parquet: a file or a folder.
+        dataset: a `ray.data.Dataset`, for instance of `ray.data.read_parquet(folder)`.
         output: a folder of Parquet files; it appears when all of it is written.
         chunks_column: a column of lists, the chunks of documents; then these are embedded, with
             `Embedder.encode_documents`, and `text_column` is not read.
         workers: processes that hold a model. Default: one for each GPU of the cluster, or else one for each
             machine. Each takes a GPU where there is one, and an equal share of the cores.
         options: of `encode` or `encode_documents`: `precision`, `dimensions`, `max_length` for instance.
-    Raises: ImportError without Ray. What a worker raises (`Embedder.encode` says for what texts) reaches here
-        with its traceback; a text's number is then that within its batch.
+    Raises: what a worker raises (`Embedder.encode` says for what texts) reaches here with its traceback; a
+        text's number is then that within its batch.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("encode_dataset needs Ray Data: install unmask[ray]") from error
-    if isinstance(dataset, (str, Path)):
-        dataset = ray.data.read_parquet(str(dataset))
-    if not ray.is_initialized():
-        ray.init()
+    import ray
+
     cluster = ray.cluster_resources()
     gpus = int(cluster.get("GPU", 0))
     workers = workers or gpus or sum(node["Alive"] for node in ray.nodes())

@@ -1,8 +1,6 @@
 """Merges of checkpoints with mergekit, its output checked (pplx-embed, section 2.5; Qwen3-Embedding, section
 3.2)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,6 @@ from mergekit.merge import MergeOptions, run_merge
 from safetensors.torch import load_file
 
 from unmask.models import backbone
-from unmask.models.pretrained import require_checkpoint
 
 
 def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
@@ -26,11 +23,9 @@ def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
 
     mergekit falls back to linear interpolation where |cos θ| > 0.9995.
 
-    Raises: ValueError for t outside of 0…1 or a directory that is no checkpoint; RuntimeError if what
-        mergekit wrote is not a whole checkpoint (it returns normally even when it wrote no weights).
+    Raises: ValueError for a directory that is no checkpoint; RuntimeError if what mergekit wrote
+        is not a whole checkpoint (it returns normally even when it wrote no weights).
     """
-    if not 0 <= t <= 1:
-        raise ValueError(f"t must lie between 0 and 1, got {t}")
     recipe = {"merge_method": "slerp", "base_model": str(base.resolve()), "parameters": {"t": t}}
     return _merge(recipe, [base, other], path, t=t)
 
@@ -44,10 +39,8 @@ def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
     `slerp` with t = 1/2. Qwen3-Embedding (section 3.2) merges "multiple model checkpoints" by slerp and does
     not say how; slerp by slerp, with t = 1/2, 1/3, …, the result would depend on their order.
 
-    Raises: ValueError if there are none, one comes twice or is no checkpoint; RuntimeError as in `slerp`.
+    Raises: ValueError if one is no checkpoint; RuntimeError as in `slerp`.
     """
-    if not checkpoints:
-        raise ValueError("there are no checkpoints to merge")
     recipe = {"merge_method": "multislerp", "parameters": {"weight": 1.0}}
     return _merge(recipe, checkpoints, path, merged=len(checkpoints))
 
@@ -55,7 +48,7 @@ def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
 def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts: Any) -> Path:
     """Merges into a temporary directory, checks it, and saves it with the first parent's tokenizer and
     facts."""
-    models = [{"model": require_checkpoint(parent.resolve())} for parent in parents]
+    models = [{"model": backbone.require_checkpoint(parent.resolve())} for parent in parents]
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)

@@ -1,7 +1,5 @@
 """A sentence-transformers module for the embeddings that are stored and searched: INT8 codes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sentence_transformers.base.modules import Module

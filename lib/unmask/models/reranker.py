@@ -4,8 +4,6 @@
 Legend: B prompts read together · L tokens · D dimensions · M documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,10 +53,7 @@ class Reranker:
         instruction: str = INSTRUCTION, **options,
     ):  # fmt: skip
         if not getattr(model.config, "is_causal", True):
-            raise ValueError(
-                "the model is bidirectional (is_causal is false in its configuration), but a reranker has to "
-                "predict the next token: give a causal checkpoint, that of the autoregressive backbone say"
-            )
+            raise ValueError("the model is bidirectional (is_causal is false): a reranker needs a causal one")
         self.model, self.tokenizer, self.instruction = model.eval(), tokenizer, instruction
         self.reader = Embedder(model.base_model, tokenizer, pooling="last", **options)
         self.yes, self.no = answers(tokenizer.backend_tokenizer)
@@ -71,7 +66,7 @@ class Reranker:
             )
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options) -> Reranker:
+    def from_pretrained(cls, path: str | Path, **options) -> "Reranker":
         """Loads a causal language model, ours or a released Qwen3-Reranker, by directory or Hub name.
 
         Options as for the constructor.
@@ -137,7 +132,7 @@ class Reranker:
             for number, end_L in enumerate(ends)
         )
         name = f"Document {{}} of {len(documents)}".format
-        _, rows_MD = self.reader.rows(Reading(units, len(documents), name))
+        _, rows_MD = self.reader.rows(Reading(units, name))
         yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double()
         return (torch.from_numpy(rows_MD).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
 
@@ -156,17 +151,9 @@ def taken(tokenizer: Tokenizer, around: tuple[str, str]) -> int:
 
 
 def answers(tokenizer: Tokenizer) -> tuple[int, int]:
-    """The tokens that say "yes" and "no": the first of each word, which in a small vocabulary may be a part.
-
-    Raises: ValueError if both begin with the same token.
-    """
-    yes, no = (int(ids[0]) for ids in encode(tokenizer, ["yes", "no"], np.int32))
-    if yes == no:
-        raise ValueError(
-            f"'yes' and 'no' begin with the same token, {tokenizer.id_to_token(yes)!r}, so the answers "
-            "cannot be told apart: use a tokenizer with a larger vocabulary"
-        )
-    return yes, no
+    """The tokens that say "yes" and "no": the first of each word, which may be a part of it."""
+    yes, no = encode(tokenizer, ["yes", "no"], np.int32)
+    return int(yes[0]), int(no[0])
 
 
 def padded(sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,7 @@ from tqdm import tqdm
 
 from unmask.children import bound, die_with, ended_together
 from unmask.config import ParallelConfig, resolved
-from unmask.models.backbone import facts
-from unmask.models.pretrained import require_checkpoint
+from unmask.models.backbone import facts, require_checkpoint
 from unmask.run import Run, grace_seconds
 from unmask.store import fingerprint, read_json, write_atomic
 from unmask.training.loop import MILESTONES, Preempted, finish, job_identity, prepare_data, run_job

