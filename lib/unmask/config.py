@@ -402,7 +402,7 @@ def preset_from(values: dict[str, Any]) -> Preset:
     try:
         return Preset(**values)
     except ValidationError as error:
-        raise ConfigError(f"preset {values.get('name')}: {_explained(error)}") from None
+        raise ConfigError(f"preset {values.get('name')}: {explained(error, Preset)}") from None
 
 
 def resolved(config: Any) -> Any:
@@ -424,11 +424,11 @@ def _read(name: str) -> dict[str, Any]:
     return merged
 
 
-def _explained(error: ValidationError) -> str:
+def explained(error: ValidationError, kind: type) -> str:
     """The first of pydantic's errors; an unknown key before a missing one, which it may be meant for."""
     unknown = "unexpected_keyword_argument"
     first = min(error.errors(), key=lambda one: one["type"] != unknown)
-    where, kind = ".".join(map(str, first["loc"])), Preset
+    where = ".".join(map(str, first["loc"]))
     if first["type"] == unknown:
         *sections, key = first["loc"]
         for section in sections:

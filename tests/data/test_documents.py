@@ -3,49 +3,7 @@ import pytest
 import torch
 
 import tiny
-from unmask.data.documents import TokenDocument, chunks, contextual_batch, split_rows
-
-SENTENCE = "Read a table from a file and return its rows. "
-JAPANESE = "東京は日本の首都です。大きな都市です。" * 30
-
-
-def size(text: str) -> int:
-    return len(tiny.tokenizer()(text)["input_ids"])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "\n\n".join(SENTENCE * n for n in range(1, 15)),
-        JAPANESE,
-        "x" * 900,
-        "one very long sentence without an end " * 60,
-        "Title\n\n" + SENTENCE * 3 + "\r\n\r\n- item\n- item\n\n\n" + "def close(self):\n    return 1\n" * 40,
-        " One. Two.\n",
-        " \n\t ",
-    ],
-)
-@pytest.mark.parametrize(("length", "count"), [(16, 4), (64, 16), (64, 1)])
-def test_nothing_is_lost_and_nothing_is_too_long(text, length, count):
-    documents = chunks(text, tiny.tokenizer(), length, count)
-    flat = [chunk for document in documents for chunk in document]
-    assert "".join("".join(flat).split()) == "".join(text.split())
-    assert all(chunk == chunk.strip() and 0 < size(chunk) <= length for chunk in flat)
-    sizes = [len(document) for document in documents] or [0]
-    assert max(sizes) <= count and max(sizes) - min(sizes) <= 1
-    assert len(documents) == -(-len(flat) // count)
-    # Chunks are filled: there are at most four times as many as there must be.
-    assert len(flat) <= 4 * -(-size(text) // length)
-
-
-def test_chunks_end_where_sentences_and_paragraphs_do():
-    for document in chunks(SENTENCE * 40, tiny.tokenizer(), 64):
-        assert all(chunk.startswith("Read") and chunk.endswith("rows.") for chunk in document)
-    for document in chunks(JAPANESE, tiny.tokenizer(), 64):
-        assert all(chunk.endswith("。") for chunk in document)
-    text = f"{SENTENCE * 3}\n\n{SENTENCE * 3}\n\n{SENTENCE * 2}"
-    first = chunks(text, tiny.tokenizer(), size(SENTENCE * 5))[0][0]
-    assert first == (SENTENCE * 3).strip()  # more would fit, but a paragraph is kept together
+from unmask.data.documents import TokenDocument, contextual_batch, split_rows
 
 
 @pytest.fixture

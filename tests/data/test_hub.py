@@ -18,8 +18,8 @@ import pytest
 
 from fake_hub import FakeHub, fake_hub
 from unmask.config import load_preset
-from unmask.data import files, hub
-from unmask.data.reading import read, units
+from unmask.data import hub
+from unmask.data.reading import MANIFEST, read, units
 from unmask.data.registry import load_registry
 from unmask.store import repository
 
@@ -126,7 +126,7 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(
 ) -> None:
     assert to.pull() == (0, f"all that preset 'smoke' needs is there: UNMASK_MIRROR={to.folder} serves it")
     assert to.whole(ALL)
-    noted = json.loads((to.folder / "org/web" / files.MANIFEST).read_text())
+    noted = json.loads((to.folder / "org/web" / MANIFEST).read_text())
     content = fake.repos["org/web"].files["README.md"]
     assert noted["revision"] == fake.repos["org/web"].commit
     assert noted["files"]["README.md"] == {"size": len(content), "sha256": sha256(content).hexdigest()}
@@ -199,7 +199,11 @@ def test_a_mirror_stays_at_its_commit_and_a_revision_can_be_pinned(fake: FakeHub
     assert to.check() == "" and to.pull()[0] == 0
     pin("f" * 40)
     status, message = to.pull()
-    assert status == 2 and "holds org/web at main, and a mirror holds one version" in message
+    assert (
+        status == 2
+        and "the mirror holds revision" in message
+        and "`unmask mirror pull` into another" in message
+    )
     assert "the mirror holds revision" in to.check()
 
 

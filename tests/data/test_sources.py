@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from test_environment import make_config, make_packages
 
-from unmask.data import files, sources
+from unmask.data import reading, sources
 from unmask.data.corpus import SCHEMAS, SPLITS
 from unmask.data.registry import Source, split_of
 from unmask.data.sources import collect, identity, open_corpus
@@ -215,14 +215,6 @@ def test_equal_documents_have_equal_keys_unless_the_source_maps_another(tmp_path
     assert a == c != b
 
 
-def test_two_rows_of_one_id_are_refused(tmp_path):
-    rows = [row | {"id": i % 20} for i, row in enumerate(pairs(30))]
-    source = own(tmp_path, rows, columns=PAIR_COLUMNS | {"id": "id"})
-    with pytest.raises(ValueError, match="source mine: two rows have the id '0'; correct one, or leave"):
-        collect(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_source_without_a_usable_row_is_an_error_with_the_reasons(tmp_path):
     source = own(tmp_path, [{"query": None, "document": "d"}, *[{"query": "", "document": "d"}] * 2])
     reasons = "query is no text, or empty: 3"
@@ -283,9 +275,9 @@ def test_chunks_and_queries_of_two_configurations_are_joined(tmp_path, monkeypat
 
 def test_identity_changes_with_what_decides_the_rows(tmp_path):
     source = own(tmp_path, pairs(5))
-    first = files.identity(source)
+    first = reading.identity(source)
     same, other = ({"rows": 5, "documented": "https://example.org"}, {"hold_out": 0.1})
-    assert files.identity(sources.replace(source, **same)) == first
-    assert files.identity(sources.replace(source, **other)) != first
+    assert reading.identity(sources.replace(source, **same)) == first
+    assert reading.identity(sources.replace(source, **other)) != first
     os.utime(source.files[0], ns=(1, 1))
-    assert files.identity(source) != first
+    assert reading.identity(source) != first

@@ -1,11 +1,8 @@
-"""Documents of chunks: cut from long text where a reader would, and laid out in batches for training."""
+"""Documents of chunks, laid out in batches for training."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,72 +10,6 @@ from torch import Tensor
 
 from unmask.data.tokenized import TokenDocument
 from unmask.data.tokens import TokenSequence, join_chunks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-# The end of a line or of a sentence; CJK sentences are not followed by a space.
-_ENDS = re.compile(
-    r"(?<=\n)(?!\n)|(?<=[.!?…؟।])(?=\s)|(?<=[.!?…؟।][\"'”’»)\]])(?=\s)|(?<=[。！？])(?![」』”）])"
-)
-
-
-def chunks(
-    text: str, tokenizer: PreTrainedTokenizerBase, length: int = 256, count: int = 16
-) -> list[list[str]]:
-    """Cuts a text into documents of at most `count` chunks of at most `length` tokens each.
-
-    Chunks are filled up to the last paragraph that fits, else to the last sentence; a sentence that is too
-    long by itself is cut between words, or inside one where there is no other way. A text of more than
-    `count` chunks becomes several documents of nearly equal size. Nothing but white space between chunks is
-    left out, and no single character is split.
-
-    Returns: documents, each a list of chunks; none for a text of white space.
-    """
-    sentences = _fitting(_ENDS.split(text), tokenizer, length)
-    sizes = _sizes(sentences, tokenizer)
-    cut, start = [], 0
-    while start < len(sentences):
-        stop = _stop(sentences, sizes, start, length)
-        # Tokens merge differently in context; rarely, what was counted in parts is longer as a whole.
-        cut += _fitting(["".join(sentences[start:stop]).strip()], tokenizer, length)
-        start = stop
-    filled = [chunk.strip() for chunk in cut if chunk.strip()]
-    documents = -(-len(filled) // count)
-    bounds = [len(filled) * index // documents for index in range(documents + 1)] if filled else []
-    return [filled[start:stop] for start, stop in pairwise(bounds)]
-
-
-def _stop(sentences: list[str], sizes: list[int], start: int, length: int) -> int:
-    """Where the chunk from `start` on ends: after the last paragraph that fits and leaves it at least half as
-    full as it could be, else after the last sentence that fits."""
-    filled = list(accumulate(sizes[start:]))
-    stop = max(1, sum(total <= length for total in filled))
-    if stop < len(filled):
-        ends = [n for n in range(stop, 0, -1) if sentences[start + n - 1].endswith("\n\n")]
-        stop = next((n for n in ends if filled[n - 1] >= filled[stop - 1] / 2), stop)
-    return start + stop
-
-
-def _fitting(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[str]:
-    """The texts; those of more than `length` tokens are halved at the space nearest to the middle until they
-    fit."""
-    parts = []
-    for text, size in zip(texts, _sizes(texts, tokenizer), strict=True):
-        if size <= length or len(text) <= 1:
-            parts.append(text)
-            continue
-        middle = len(text) // 2
-        spaces = (match.end() for match in re.finditer(r"\s+", text) if match.end() < len(text))
-        at = min(spaces, key=lambda end: abs(end - middle), default=middle)
-        parts += _fitting([text[:at], text[at:]], tokenizer, length)
-    return parts
-
-
-def _sizes(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # The Rust tokenizer itself: several times faster than through the wrapper.
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [len(encoding) for encoding in encodings]
 
 
 @dataclass(frozen=True)

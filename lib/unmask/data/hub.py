@@ -9,7 +9,6 @@ without was put there by hand, and is read as it is.
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import shutil
@@ -25,8 +24,7 @@ from huggingface_hub.utils import get_session
 from tqdm.auto import tqdm
 
 from unmask.config import Preset
-from unmask.data import files
-from unmask.data.files import DataFile, data_files
+from unmask.data.reading import MANIFEST, DataFile, data_files, manifest, sha256
 from unmask.data.registry import Source, conteb, load_registry
 from unmask.store import write_atomic
 
@@ -142,12 +140,12 @@ def check(preset: Preset, *, quick: bool = False) -> list[tuple[str, str]]:
     for need in needs(preset):
         if why := _why(need):
             wrong[need.repo, why] = None
-        for path, fact in files.manifest(mirror / need.repo).get("files", {}).items():
+        for path, fact in manifest(mirror / need.repo).get("files", {}).items():
             facts[mirror / need.repo / path] = fact
     for path, fact in tqdm(facts.items(), "checking", leave=False, unit="file"):
         if not path.is_file() or path.stat().st_size != fact["size"]:
             wrong[str(path), "not there or not whole: pull again"] = None
-        elif not quick and _sha256(path) != fact.get("sha256"):
+        elif not quick and sha256(path) != fact.get("sha256"):
             wrong[str(path), "wrong checksum: delete it and pull again"] = None
     return list(wrong)
 
@@ -161,13 +159,8 @@ def _why(need: Need) -> str:
             return "*.safetensors not there"
     except ValueError as error:
         return str(error)
-    held = files.manifest(folder).get("text_bytes", {}).get(need.part, ALL)
+    held = manifest(folder).get("text_bytes", {}).get(need.part, ALL)
     return f"{need.part} was pulled for less text" if held < need.text_bytes else ""
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def pull(preset: Preset, folder: Path) -> None:
@@ -214,27 +207,22 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int]:
     Returns: the arguments of `snapshot_download`, and the bytes that it will fetch.
     """
     repo, asked, kind = parts[0].repo, parts[0].revision, "dataset" if parts[0].source else "model"
-    manifest = files.manifest(folder)
-    if not manifest:
+    pulled = manifest(folder)
+    if not pulled:
         commit = HfApi().repo_info(repo, repo_type=kind, revision=asked).sha
-        manifest = {"requested": asked, "revision": commit, "files": {}}
-    if any(need.revision not in (manifest["requested"], manifest["revision"]) for need in parts):
-        version = manifest["requested"]
-        raise ValueError(
-            f"{folder} holds {repo} at {version}, and a mirror holds one version: pull into another"
-        )
-    download = {"repo_type": kind, "revision": manifest["revision"], "local_dir": folder}
-    patterns, held = ["README.md"], manifest.setdefault("text_bytes", {})
+        pulled = {"requested": asked, "revision": commit, "files": {}}
+    download = {"repo_type": kind, "revision": pulled["revision"], "local_dir": folder}
+    patterns, held = ["README.md"], pulled.setdefault("text_bytes", {})
     for need in parts:
         if need.source:
-            chosen, text = _chosen(need, manifest["revision"])
+            chosen, text = _chosen(need, pulled["revision"])
             patterns += map(glob.escape, chosen)
             held[need.part] = max(text, held.get(need.part, 0))
     download |= {"allow_patterns": patterns} if kind == "dataset" else MODEL_FILES
     found = snapshot_download(repo, **download, dry_run=True)
     for file in found:
-        manifest["files"].setdefault(file.filename, {"size": file.file_size})
-    _write(manifest, folder)
+        pulled["files"].setdefault(file.filename, {"size": file.file_size})
+    _write(pulled, folder)
     return download, sum(file.file_size for file in found if file.will_download)
 
 
@@ -256,21 +244,19 @@ def _text_share(file: DataFile, column: str) -> float:
     if not file.path.endswith(".parquet"):
         return PLAIN
     with HfFileSystem().open(file.path) as stream:
-        footer = pq.ParquetFile(stream).metadata
-    columns = [
-        part for i in range(footer.num_row_groups) for part in footer.row_group(i).to_dict()["columns"]
-    ]
+        groups = pq.read_metadata(stream).to_dict()["row_groups"]
+    columns = [part for group in groups for part in group["columns"]]
     text = sum(part["total_uncompressed_size"] for part in columns if part["path_in_schema"] == column)
     return text / file.size if text else PLAIN
 
 
 def _record_checksums(folder: Path) -> None:
-    manifest = files.manifest(folder)
-    for path, fact in manifest["files"].items():
+    pulled = manifest(folder)
+    for path, fact in pulled["files"].items():
         if "sha256" not in fact:
-            fact["sha256"] = _sha256(folder / path)
-    _write(manifest, folder)
+            fact["sha256"] = sha256(folder / path)
+    _write(pulled, folder)
 
 
-def _write(manifest: dict[str, Any], folder: Path) -> None:
-    write_atomic(folder / files.MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+def _write(pulled: dict[str, Any], folder: Path) -> None:
+    write_atomic(folder / MANIFEST, json.dumps(pulled, indent=1, ensure_ascii=False) + "\n")

@@ -1,4 +1,5 @@
-"""Rows of a source, checked: `units` lists the pieces of its files, `read` reads one piece, row by row.
+"""Files of a source (one's own, a mirror's or the Hub's) and their rows, checked: `units` lists the pieces of
+its files, `read` reads one piece, row by row.
 
 `datasets` reads the files. A bad row is an error that names file, row and remedy, or is counted, as the
 source says (`bad_rows`). No text is altered.
@@ -6,18 +7,34 @@ source says (`bad_rows`). No text is altered.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
+from huggingface_hub import DatasetCard, HfApi
+from huggingface_hub.errors import HTTPError
 
-from unmask.data.files import FORMATS, DataFile, files_of, suffix_of
-from unmask.data.registry import Source, split_of
-from unmask.store import nearest
+from unmask.data.registry import Source, own_files, split_of
+from unmask.store import fingerprint, nearest, read_json
 
+MANIFEST = ".unmask-mirror.json"
+HOW_TO_MIRROR = (
+    "where the Hub can be reached, `unmask mirror pull --preset NAME --to DIR` fetches what a preset needs, "
+    "and UNMASK_MIRROR=DIR serves it here"
+)
+# Suffix → the builder of `datasets` that reads such files. JSON and CSV may be compressed (.gz).
+FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"} | dict.fromkeys(
+    (".jsonl", ".ndjson", ".json"), "json"
+)
+_NO_CONTENT = ("files", "share", "licence", "rows", "bytes", "documented", "optional")  # of a definition
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups
 UNIT_ROWS = 10_000  # of an Arrow file
 _QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
@@ -27,11 +44,82 @@ _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides it
 
 
 class BadRow(ValueError):
-    """A row that cannot be used: `reason` is what it is counted under, `value` what is in it."""
+    """A row that cannot be used: what it is counted under, and what is in it."""
 
-    def __init__(self, reason: str, value: str = "") -> None:
-        super().__init__(reason + value)
-        self.reason = reason
+
+@dataclass(frozen=True)
+class DataFile:
+    """A file of a source."""
+
+    path: str  # local, or an hf:// URL
+    size: int  # bytes
+    version: str  # another one for other content: its checksum, or its time
+
+
+def suffix_of(file: str) -> str:
+    """The suffix that tells a file's format, the compression's left out."""
+    return PurePosixPath(file.lower().removesuffix(".gz")).suffix
+
+
+def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
+    """The files of a source in the order in which they are read; none of kind files if they are not there.
+
+    Args:
+        source: of kind files, hub or mirror. Kind hub is read from UNMASK_MIRROR, if it is set.
+        queries: those of `queries_config` instead of `config`.
+    Raises: ValueError if a mirror or the Hub has none, with the remedy: an unknown configuration or split,
+        with the known ones; a repository that is not in the mirror; a Hub that refuses or does not
+        answer.
+    """
+    if source.kind == "files":
+        return [_described(str(path), {}) for path in own_files(source)]
+    mirror = os.environ.get("UNMASK_MIRROR")
+    if source.kind == "mirror" and not mirror:
+        raise ValueError(f"Source {source.name} is read from a mirror: set UNMASK_MIRROR; {HOW_TO_MIRROR}")
+    base = f"{Path(mirror).resolve()}/{source.repo}" if mirror else f"hf://datasets/{source.repo}"
+    try:
+        base += "" if mirror else f"@{_commit(source.repo, source.revision)}"
+        recorded = _pulled(source, base) if mirror else {}
+        found = _resolved(source, source.queries_config if queries else source.config, base)
+        return [_described(path, recorded.get(os.path.relpath(path, base), {})) for path in found]
+    except (OSError, HTTPError) as error:  # not there, not open to this account, no answer
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"Source {source.name}: {base} cannot be read ({reason}); {HOW_TO_MIRROR}"
+        ) from error
+
+
+def files_of(source: Source) -> Iterator[tuple[DataFile, bool | None]]:
+    """All files of a source; in the joined layout of documents each with whether it holds the queries.
+
+    Raises: ValueError, see `data_files`.
+    """
+    for queries in (False, True) if source.queries_config else (None,):
+        for file in data_files(source, queries=bool(queries)):
+            yield file, queries
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def identity(source: Source) -> str:
+    """Hash of what decides the rows of a source: its definition, and its files' names, sizes and versions.
+
+    Raises: ValueError if the files cannot be found, see `data_files`.
+    """
+    definition = {key: value for key, value in asdict(source).items() if key not in _NO_CONTENT}
+    listed = [(os.path.basename(file.path), file.size, file.version) for file, _ in files_of(source)]
+    return fingerprint(definition, listed)
+
+
+def manifest(folder: str | Path) -> dict[str, Any]:
+    """What `unmask mirror pull` recorded of a repository: its revision, and files with size and sha256. Empty
+    for one that was put into the mirror by hand.
+    """
+    return read_json(Path(folder) / MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -49,7 +137,7 @@ def units(source: Source) -> list[Unit]:
 
     Args:
         source: of kind hub, mirror or files.
-    Raises: ValueError for files that are not there (`files.data_files`) or of unknown format.
+    Raises: ValueError for files that are not there (`data_files`) or of unknown format.
     """
     return [
         Unit(file.path, part, parts, queries)
@@ -86,8 +174,8 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
             if source.bad_rows == "stop":
                 part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
                 remedy = f"correct it, or have source {source.name} count such rows (bad_rows: drop)"
-                raise ValueError(f"{unit.file}, row {number}{part}: {bad}; {remedy}") from None
-            dropped[bad.reason] += 1
+                raise ValueError(f"{unit.file}, row {number}{part}: {''.join(bad.args)}; {remedy}") from None
+            dropped[bad.args[0]] += 1
         else:
             yield row | {"split": split_of(source, row.pop("held_by"))}
 
@@ -103,7 +191,64 @@ def document_of(chunk_id: str) -> tuple[str, int]:
     return document, int(position)
 
 
-# --- files: their pieces, and the rows of a piece
+# --- files: where they are, their pieces, and the rows of a piece
+
+
+def _pulled(source: Source, folder: str) -> Mapping[str, Any]:
+    """The files that `unmask mirror pull` recorded, which `hub.check` compares with those there."""
+    pulled = {"requested": source.revision, "files": {}} | manifest(folder)
+    if source.revision not in (pulled["requested"], pulled.get("revision")):
+        held = f"the mirror holds revision {pulled['revision']} of {source.repo}"
+        raise ValueError(f"{held}, not {source.revision}: `unmask mirror pull` into another")
+    return pulled["files"]
+
+
+def _described(path: str, recorded: Mapping[str, Any]) -> DataFile:
+    info = fsspec.url_to_fs(path)[0].info(path)
+    version = recorded.get("sha256") or info.get("blob_id") or str(info["mtime"])
+    return DataFile(path, info["size"], version)
+
+
+@cache
+def _commit(repo: str, revision: str) -> str:
+    """The commit of a revision: asked for once, so that a process reads one state of a repository."""
+    return HfApi().dataset_info(repo, revision=revision).sha
+
+
+def _resolved(source: Source, config: str, base: str) -> list[str]:
+    """The files of a configuration's split, by the README of the repository in `base` (a folder, or an hf://
+    URL), or else by their names. A folder may hold as many of them as are needed."""
+    # Seconds to import, which a question at the command line does not need.
+    from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
+
+    where, configs = f"Source {source.name}: {source.repo}", _configurations(base)
+    name = config or configs.get_default_config_name() or "default"
+    if configs and name not in configs:
+        raise ValueError(f"{where} has no configuration {name!r}{nearest(name, configs)}")
+    described = configs.get(name) or {"data_dir": config}  # on refs/convert/parquet there is no README
+    folder = f"{base}/{described.get('data_dir') or ''}".rstrip("/")
+    given = described.get("data_files")
+    patterns = sanitize_patterns(given) if given else get_data_patterns(folder)
+    if source.split not in patterns:
+        raise ValueError(f"{where}, {name} has no split {source.split!r}{nearest(source.split, patterns)}")
+    files: set[str] = set()
+    for pattern in patterns[source.split]:
+        with suppress(FileNotFoundError):
+            files.update(resolve_pattern(pattern, folder))
+    if not files:
+        raise FileNotFoundError(f"no file of {name}, split {source.split}")
+    return sorted(file for file in files if suffix_of(file) in FORMATS)
+
+
+@cache  # some have a thousand, and a source for each language asks
+def _configurations(base: str) -> Mapping[str, Any]:
+    """The `configs:` of a repository's README."""
+    from datasets.utils.metadata import MetadataConfigs
+
+    with suppress(FileNotFoundError), fsspec.open(f"{base}/README.md", encoding="utf8", mode="rt") as file:
+        card = DatasetCard(file.read(), ignore_metadata_errors=True)
+        return MetadataConfigs.from_dataset_card_data(card.data)
+    return MetadataConfigs()
 
 
 def _parts(file: DataFile) -> int:

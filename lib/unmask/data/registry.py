@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from babel.core import get_global
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from unmask.config import ConfigError, Group
+from unmask.config import ConfigError, Group, explained
 from unmask.store import artifacts_root, nearest, repository
 
 # Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
@@ -40,16 +39,6 @@ CONTEB |= {"squad-conteb-eval": "validation"}
 CODE = "c|code|cpp|csharp|go|java|javascript|php|python|ruby|rust|sql"  # code: several of them
 _HUMAN = "[a-z]{3}(_[A-Z][a-z]{3})?"
 _FOLDER = repository() / "papermill_runs" / "sources"
-_ARTIFACTS = "${UNMASK_ARTIFACTS}"  # in `files`: the artifacts folder, wherever it is
-
-
-def _language(code: str) -> str:
-    if not re.fullmatch(f"{_HUMAN}(-{_HUMAN})?|{CODE}", code):
-        raise ValueError(
-            "write an ISO 639-3 code of three letters, with a script or without (deu, rus_Cyrl), a pair of "
-            f"them (deu-eng), mul for many, or one of {CODE}"
-        )
-    return code
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -59,7 +48,8 @@ class Source:
     name: str  # unique; batches never mix two
     kind: Literal["hub", "mirror", "files", "environment"]  # where it is read from
     role: Literal["text", "pairs", "triplets", "documents"]
-    language: Annotated[str, AfterValidator(_language)]
+    # An ISO 639-3 code, with a script or without (deu, rus_Cyrl), a pair (deu-eng), mul for many, or CODE.
+    language: Annotated[str, Field(pattern=f"^({_HUMAN}(-{_HUMAN})?|{CODE})$")]
     licence: str
     group: Literal[""] | Group = ""  # pairs and triplets: the step of the curriculum
     task: str = ""  # held-out task that its rows are evaluated in; the source's name unless given
@@ -68,7 +58,7 @@ class Source:
     config: str = ""  # configuration on the Hub; "": the default one
     queries_config: str = ""  # documents in the joined layout: the configuration that holds the queries
     split: str = "train"  # as the data set calls it
-    # files: absolute paths or patterns, see `own_files`
+    # files: absolute paths or patterns, see `own_files`; in a registry ${UNMASK_ARTIFACTS} is that folder
     files: Annotated[tuple[str, ...], Field(strict=False)] = ()
     # Our name → theirs; "answers.text.0" reaches into structs and lists, "neg_1, neg_2" makes a list of two.
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -113,7 +103,8 @@ def load_registry(name_or_path: str) -> list[Source]:
         where = f"{path}: "
         _check_shares(sources)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(where + _reason(error)) from error
+        reason = explained(error, Source) if isinstance(error, ValidationError) else error
+        raise ConfigError(f"{where}{reason}") from error
     return sources
 
 
@@ -141,12 +132,6 @@ def own_files(source: Source) -> list[Path]:
     return [Path(path) for pattern in source.files for path in sorted(glob.glob(pattern, recursive=True))]
 
 
-def short_code(code: str) -> str:
-    """The code that web standards and many data sets use: "deu" → "de", "cmn_Hani" → "zh", "gsw" → "gsw"."""
-    language = code.partition("_")[0]
-    return get_global("language_aliases").get(language, language)
-
-
 def registry_names() -> list[str]:
     """Names of the registries at hand."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
@@ -169,17 +154,18 @@ def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str,
     languages, entry = entry["languages"], {"language": "{language}"} | entry
     del entry["languages"]
     for code in languages:
-        filled = json.loads(
-            json.dumps(entry).replace("{language}", code).replace("{short}", short_code(code))
-        )
+        language = code.partition("_")[0]
+        short = get_global("language_aliases").get(language, language)  # as in web standards: de, zh, gsw
+        filled = json.loads(json.dumps(entry).replace("{language}", code).replace("{short}", short))
         yield f"{name}/{code}", filled | ({"share": languages[code]} if isinstance(languages, dict) else {})
 
 
 def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
     values = {"task": name, "bad_rows": "stop" if entry.get("kind") == "files" else "drop"} | entry
-    files, artifacts = values.get("files", []), str(artifacts_root())
+    files = values.get("files", [])
     files = [files] if isinstance(files, str) else files
-    values["files"] = [str(folder / str(file).replace(_ARTIFACTS, artifacts)) for file in files]
+    paths = (str(file).replace("${UNMASK_ARTIFACTS}", str(artifacts_root())) for file in files)
+    values["files"] = [str(folder / path) for path in paths]
     source = Source(**values | {"name": name})
     if source.kind != "environment":  # which has its own columns and groups
         _check(source)
@@ -210,14 +196,3 @@ def _check_shares(sources: list[Source]) -> None:
         raise ValueError(
             f"the shares of the text sum to {sum(shares):.2f} percent: all need one, 100 together"
         )
-
-
-def _reason(error: Exception) -> str:
-    """What is wrong, in one line."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    key = ".".join(map(str, first["loc"]))
-    if first["type"] == "unexpected_keyword_argument":
-        return f"unknown key {key!r}{nearest(key, Source.__dataclass_fields__)}"
-    return f"{key}: {first['msg']}, got {first['input']!r}"

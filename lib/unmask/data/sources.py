@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 
 from unmask.config import DataConfig
-from unmask.data import cldr, corpus, environment, files, reading, registry
+from unmask.data import cldr, corpus, environment, reading, registry
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, load_registry, own_files
@@ -31,7 +30,7 @@ _ENVIRONMENT = Source("environment", "environment", "text", "mul", "")
 KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": "documents"}
 SAMPLE_BYTES = 16_000_000  # of a text source, whose rest only the preparation of tokens reads
 # What decides the rows of a source, beside its files.
-_CODE = [__file__, *(module.__file__ for module in (corpus, files, reading, registry))]
+_CODE = [__file__, *(module.__file__ for module in (corpus, reading, registry))]
 
 Rows = Iterable[dict[str, Any]]
 
@@ -72,7 +71,7 @@ def collect(source: Source, folder: Path) -> None:
     Args:
         source: of kind hub, mirror or files.
         folder: to create, by one caller at a time.
-    Raises: ValueError for bad rows (`reading.read`), an id that two rows have, or if no row is left.
+    Raises: ValueError for bad rows (`reading.read`), or if no row is left.
     """
     dropped: Counter[str] = Counter()
     kind, rows = KIND[source.role], _kept(source, dropped)
@@ -87,9 +86,9 @@ def collect(source: Source, folder: Path) -> None:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
         # Text may be a sample, so the names and sizes of the files count too.
-        listed = [(Path(file.path).name, file.size) for file, _ in files.files_of(source)]
+        listed = [(Path(file.path).name, file.size) for file, _ in reading.files_of(source)]
         card = {
-            "hash": fingerprint(listed, [_sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
+            "hash": fingerprint(listed, [reading.sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
             "sizes": {kind: {source.name: sizes}},
             "folders": {kind: {source.name: "."}},
             "dropped": {source.name: dict(dropped.most_common())},
@@ -120,7 +119,7 @@ def _folder(source: Source, config: DataConfig) -> Path:
         key = fingerprint(*what, code_fingerprint(*environment.CODE))
         return artifacts_root() / "data" / f"environment-{key}"
     name = re.sub(r"[^\w.-]+", "-", source.name)
-    key = fingerprint(files.identity(source), code_fingerprint(*_CODE))
+    key = fingerprint(reading.identity(source), code_fingerprint(*_CODE))
     return artifacts_root() / "data" / "sources" / f"{name}-{key}"
 
 
@@ -166,15 +165,10 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
 
 
 def _kept(source: Source, dropped: Counter[str]) -> Rows:
-    """The good rows of a source, of which no two may have the same id, up to what its table holds:
-    SAMPLE_BYTES of training text, `max_rows` of all else for training."""
-    ids, left = set(), SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf
+    """The good rows of a source up to what its table holds: SAMPLE_BYTES of training text, `max_rows` of all
+    else for training."""
+    left = SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf
     for row in chain.from_iterable(read(source, unit, dropped) for unit in units(source)):
-        if row.get("id") in ids:
-            where = f"source {source.name}: two rows have the id {row['id']!r}"
-            raise ValueError(f"{where}; correct one, or leave `id` out of the source's columns")
-        if "id" in row:
-            ids.add(row["id"])
         if row["split"] == "train":
             if left <= 0:
                 return
@@ -224,20 +218,10 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     told = {"dataset": source.name, "task": source.task or source.name, "group": source.group, "kind": "text"}
     told |= {"language": source.language, "package": source.repo or source.name}
     if "key" in row:
-        told["key"] = _digest(row["key"])
+        told["key"] = fingerprint(row["key"])
     if "chunks" in row:
-        document = row.get("id") or _digest("\n".join(row["chunks"]))
-        told["document_id"] = f"{source.name}/{document}"
+        told["document_id"] = f"{source.name}/{row.get('id') or fingerprint(row['chunks'])}"
     return {**row, **told}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _write(folder: Path, rows: Rows, schema: pa.Schema) -> dict[str, dict[str, int]]:

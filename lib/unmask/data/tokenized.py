@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from unmask.children import die_with
 from unmask.data import reading, tokens
 from unmask.data.batches import permuted
-from unmask.data.files import identity
+from unmask.data.reading import identity
 from unmask.data.registry import Source
 from unmask.data.tokens import Around, StoredTokenizer, cut, encode, joined
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, read_json, write_atomic
