@@ -41,7 +41,7 @@ class Section:
     """Makes each section below a frozen dataclass whose values pydantic checks."""
 
     def __init_subclass__(cls):
-        strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+        strict = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)  # until it is used
         dataclass(frozen=True, kw_only=True, config=strict)(cls)
 
 
@@ -339,17 +339,17 @@ class Preset(Section):
 
     name: str
     about: str  # one line: machine, time, purpose
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     data: DataConfig
     backbone: BackboneConfig
     ar: PretrainConfig
     diffusion: DiffusionConfig
     pair: PairConfig
-    synthesis: SynthesisConfig = SynthesisConfig()
+    synthesis: SynthesisConfig = Field(default_factory=SynthesisConfig)
     contextual: ContextualConfig
     triplet: TripletConfig
-    clusters: ClustersConfig = ClustersConfig()
-    merge: MergeConfig = MergeConfig()
+    clusters: ClustersConfig = Field(default_factory=ClustersConfig)
+    merge: MergeConfig = Field(default_factory=MergeConfig)
     evaluation: EvaluationConfig
     quantization: QuantizationConfig
     retrieval: RetrievalConfig
