@@ -1,4 +1,5 @@
-"""What notebooks show: the paper's tables and ours, gates and claims; and the page, notebook 12a without its code."""
+"""What notebooks show: the paper's tables and ours, gates and claims; and the page, which is notebook 12a
+without its code."""
 
 from __future__ import annotations
 
@@ -9,19 +10,17 @@ from html import escape
 from pathlib import Path
 from statistics import mean, stdev
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbformat
 import yaml
 from nbconvert.exporters import MarkdownExporter
 from nbconvert.filters import markdown2html
 
+from unmask.config import EvaluationConfig
+from unmask.evaluation.tasks import Task
 from unmask.store import write_atomic
 from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
-
-if TYPE_CHECKING:
-    from unmask.config import EvaluationConfig
-    from unmask.evaluation.tasks import Task
 
 MARKS = {"reproduced": "✔ ", "not at this scale": "– ", "contradicted": "✘ "}
 TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
