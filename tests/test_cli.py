@@ -92,7 +92,6 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
         (["--preset", "smok"], "unknown preset 'smok'; did you mean 'smoke'?"),
         (["--set", "pair.stepz=3"], "unknown key 'stepz'; did you mean 'steps'?"),
         (["--set", "pair.steps"], "write key=value"),
-        (["--set", "pair.steps=[1"], "write key=value"),
         (["--only", "2_pair"], "no notebook '2_pair'; did you mean '02_pair'?"),
         (["--only", "02"], "02_pair needs the output of 01_diffusion_cpt, which never ran"),
         (["--run", "../elsewhere"], "--run ../elsewhere: a run's name is its folders'"),

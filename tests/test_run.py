@@ -3,7 +3,7 @@ import os
 import pytest
 
 from unmask import run as workspace
-from unmask.run import Run, grace_seconds
+from unmask.run import Run
 from unmask.store import artifacts_root, code_fingerprint, repository, write_atomic
 
 
@@ -71,11 +71,3 @@ def test_metrics_are_saved_as_json_and_a_stage_that_did_not_run_has_none(run):
     with pytest.raises(ValueError, match="not JSON compliant"):
         run.save({"ndcg": float("nan")})
     assert run.load("02_pair")["ndcg"] == 0.5
-
-
-def test_the_seconds_of_grace_are_a_number(monkeypatch):
-    monkeypatch.setenv("UNMASK_GRACE_SECONDS", "30")
-    assert grace_seconds() == 30
-    monkeypatch.setenv("UNMASK_GRACE_SECONDS", "soon")
-    with pytest.raises(ValueError, match="give a number of seconds"):
-        grace_seconds()

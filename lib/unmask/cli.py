@@ -37,15 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.said = shlex.join(["unmask", *arguments])
     try:
         return options.command(options) or 0
-    except Timeout as error:
-        print(
-            f"unmask: another process executes this run ({error.lock_file}): wait, or use --run",
-            file=sys.stderr,
-        )
+    except Timeout:
+        print("unmask: another process executes this run: wait, or use --run", file=sys.stderr)
         return 2
-    except (ValueError, RuntimeError, OSError) as error:  # a wrong request; a failed notebook; a full disk
+    # A wrong request; a preset that is no YAML; a failed notebook; a full disk.
+    except (ValueError, yaml.YAMLError, RuntimeError, OSError) as error:
         print(f"unmask: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 1 if isinstance(error, RuntimeError | OSError) else 2
     except KeyboardInterrupt as error:
         print(f"unmask: {error or 'interrupted'}; the same command goes on from here", file=sys.stderr)
         return getattr(error, "exit_status", 130)
@@ -59,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     checkpoint before the run ends, with status 75 after SIGTERM; UNMASK_GRACE_SECONDS is the time that this
     may take, 120 by default.
     """
-    for seed in _seeds(options):
+    for seed in (*range(1, options.seeds), None):
         preset, overrides, folders, stages, marks = _open(options, seed, sure=not options.dry_run)
         selected = pipeline.select(stages, options.start, options.only, options.stop, again=seed)
         due = pipeline.plan(stages, selected, marks, folders, force=options.force)
@@ -86,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
 
 def status(options: argparse.Namespace) -> None:
     """`unmask status`: the state of every stage of a run, and of its repetitions with other seeds."""
-    for seed in _seeds(options):
+    for seed in (*range(1, options.seeds), None):
         _, _, folders, stages, marks = _open(options, seed, sure=False)
         rows = [("stage", "state", "finished (UTC)", "took")]
         for stage in pipeline.select(stages, again=seed):
@@ -192,21 +190,13 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
         print("  " + "  ".join(map(str.ljust, row, widths)).rstrip())
 
 
-def _seeds(options: argparse.Namespace) -> list[int | None]:
-    """The seeds to run with, in order; None is the run itself, with its preset's own."""
-    return [options.seed] if options.seed else [*range(1, options.seeds), None]
-
-
 def _overrides(settings: Sequence[str]) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
-        try:
-            overrides[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            separator = ""
         if not separator:
             raise PipelineError(f"--set {setting}: write key=value, for instance --set pair.steps=50")
+        overrides[key] = yaml.safe_load(value)
         if key in LOCAL and Path(value).exists():
             overrides[key] = str(Path(value).resolve())  # kernels run in notebooks/
     return overrides
@@ -229,10 +219,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="such as pair.steps=50; repeatable")
     shared = argparse.ArgumentParser(add_help=False, parents=[preset])
     shared.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
-    seeds = shared.add_mutually_exclusive_group()
-    add = seeds.add_argument
-    add("--seed", type=int, metavar="N", help="repeat the run with seed N in all trainings, as NAME-seedN")
-    add("--seeds", type=int, default=1, metavar="K", help="seeds 1 to K - 1 first, then a run that pools all")
+    several = "repeat it with seeds 1 to K - 1, as NAME-seedN, then run it and pool all"
+    shared.add_argument("--seeds", type=int, default=1, metavar="K", help=several)
 
     def command(name: str, function: Callable, about: str, *parents: argparse.ArgumentParser, of=commands):
         added = of.add_parser(name, parents=parents, help=about, description=function.__doc__)

@@ -41,7 +41,7 @@ class Section:
     """Makes each section below a frozen dataclass whose values pydantic checks."""
 
     def __init_subclass__(cls):
-        strict = ConfigDict(extra="forbid", allow_inf_nan=False)
+        strict = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)  # until it is used
         dataclass(frozen=True, kw_only=True, config=strict)(cls)
 
 
@@ -189,9 +189,7 @@ class ClustersConfig(Section):
     """How rows that look alike are found, for every stage with a `cluster_size` or a `filter_margin`."""
 
     surrogate: str = "lsa"  # word statistics of the training data; or an embedder: directory or Hub name
-    packing: Literal["tour", "random"] = (
-        "tour"  # order of the clusters: each beside its nearest (CDE), or any
-    )
+    packing: Literal["tour", "random"] = "tour"  # order of clusters: each beside its nearest (CDE), or any
     iterations: Count = 100  # of k-means; CDE's
     attempts: Count = 3  # of k-means, of which the best counts; CDE's
 
@@ -339,17 +337,17 @@ class Preset(Section):
 
     name: str
     about: str  # one line: machine, time, purpose
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     data: DataConfig
     backbone: BackboneConfig
     ar: PretrainConfig
     diffusion: DiffusionConfig
     pair: PairConfig
-    synthesis: SynthesisConfig = SynthesisConfig()
+    synthesis: SynthesisConfig = Field(default_factory=SynthesisConfig)
     contextual: ContextualConfig
     triplet: TripletConfig
-    clusters: ClustersConfig = ClustersConfig()
-    merge: MergeConfig = MergeConfig()
+    clusters: ClustersConfig = Field(default_factory=ClustersConfig)
+    merge: MergeConfig = Field(default_factory=MergeConfig)
     evaluation: EvaluationConfig
     quantization: QuantizationConfig
     retrieval: RetrievalConfig
@@ -414,10 +412,8 @@ def _read(name: str) -> dict[str, Any]:
     path = PRESETS / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf8")) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path.name} is not valid YAML: {error}") from error
+    with path.open(encoding="utf8") as file:  # YAML's own errors name it
+        values = yaml.safe_load(file) or {}
     merged = _read(values.pop("extends")) if "extends" in values else {}
     for key, value in values.items():
         merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value

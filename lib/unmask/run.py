@@ -18,19 +18,12 @@ from typing import Any
 from unmask.config import Preset, load_preset
 from unmask.store import artifacts_root, fingerprint, read_json, repository, write_atomic
 
-GRACE = 120.0  # seconds, see grace_seconds
 PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
 
 
 def grace_seconds() -> float:
-    """Seconds that a training which is told to stop gets to finish its step and to write a checkpoint.
-
-    Raises: ValueError if UNMASK_GRACE_SECONDS, which changes them, is no number of seconds.
-    """
-    text = os.environ.get("UNMASK_GRACE_SECONDS") or str(GRACE)
-    if not re.fullmatch(r"\d+(\.\d*)?", text):
-        raise ValueError(f"UNMASK_GRACE_SECONDS={text}: give a number of seconds, for instance {GRACE:.0f}")
-    return float(text)
+    """Seconds that a training which is told to stop gets to finish its step and to write a checkpoint."""
+    return float(os.environ.get("UNMASK_GRACE_SECONDS") or 120)
 
 
 def seed_run(run: str, seed: int) -> str:
@@ -126,9 +119,7 @@ class Run:
         if stage is None:
             path.mkdir(parents=True, exist_ok=True)
         elif not path.is_dir():
-            command = (
-                f"unmask run --preset {self.config.name} --run {self.name} --to {stage.partition('_')[0]}"
-            )
+            command = f"unmask run --preset {self.config.name} --run {self.name} --to {stage[:2]}"
             raise FileNotFoundError(f"{self.stage} needs the output of {stage}; make it with `{command}`")
         return path
 

@@ -16,7 +16,7 @@ from unmask.data import tokenized
 from unmask.data.registry import Source
 from unmask.data.tokenized import build, open_blocks, single_chunks, token_documents, token_pairs
 from unmask.data.tokens import StoredTokenizer, pack, tokenize
-from unmask.study import paper
+from unmask.study.report import paper_table
 
 UNITS = list(range(1, 21))
 
@@ -97,7 +97,9 @@ def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path):
 
 # --- pairs and documents
 
-TABLE_10 = [row["Prevalence"] for row in paper.table(10)]  # percent of the pretraining data by language
+TABLE_10 = [
+    row["Prevalence"] for row in paper_table(10).values()
+]  # percent of the pretraining data by language
 TEXTS = ["Read a table from a file.", "Die Datei wird gelesen.", "Compute the mean of an array, ignoring it."]
 
 LENGTHS = {"query_length": 8, "document_length": 12}

@@ -3,7 +3,7 @@
 import pytest
 
 from unmask.models.quantize import documents_per_megabyte
-from unmask.study import paper
+from unmask.study.report import paper_table
 
 # Dimensions and precision of what the models return.
 STORED = {
@@ -27,7 +27,7 @@ def scored(row):
 
 @pytest.mark.parametrize("number", [2, 3, 9, 11, 12])
 def test_averages_are_the_mean_of_their_row(number):
-    for name, row in paper.scores(number).items():
+    for name, row in paper_table(number).items():
         scores = scored(row)
         average = scores.pop("Avg")
         mean = sum(scores.values()) / len(scores)
@@ -45,7 +45,7 @@ def rounds(value, printed):
 
 def test_documents_per_megabyte_are_arithmetic():
     for number in (1, 2):
-        rows = paper.scores(number)
+        rows = paper_table(number)
         assert rows.keys() == STORED.keys()
         assert {name: row["Docs/MB"] for name, row in rows.items()} == {
             name: documents_per_megabyte(*stored) for name, stored in STORED.items()
@@ -53,7 +53,7 @@ def test_documents_per_megabyte_are_arithmetic():
 
 
 def test_tables_repeat_one_another():
-    first, miracl, multilingual, code = (paper.scores(number) for number in (1, 2, 11, 12))
+    first, miracl, multilingual, code = (paper_table(number) for number in (1, 2, 11, 12))
     assert multilingual.keys() == code.keys() == first.keys() - {"embed-gemma-0.3B"}
     for name, row in multilingual.items():
         assert row["Avg"] == first[name]["MTEB(Multilingual, v2)"]

@@ -79,11 +79,9 @@ def test_what_is_taken_is_not_missed(diamond: Checkout) -> None:
 
 
 def test_what_is_no_notebook_of_ours_is_refused(checkout: Checkout) -> None:
-    path = checkout.folders.notebooks / "00_text.ipynb"
-    for text in ("hello", '{"cells": [], "metadata": {}}'):
-        path.write_text(text)
-        with pytest.raises(PipelineError, match=r"00_text\.ipynb is no notebook that says what it needs"):
-            discover(checkout.folders.notebooks)
+    (checkout.folders.notebooks / "00_text.ipynb").write_text('{"cells": [], "metadata": {}}')
+    with pytest.raises(PipelineError, match=r'00_text\.ipynb: add "unmask"'):
+        discover(checkout.folders.notebooks)
 
 
 def test_selection(diamond: Checkout) -> None:

@@ -16,13 +16,12 @@ Shape suffixes: N queries · B resamples · S seeds, in `learnt` steps.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml
@@ -30,16 +29,12 @@ from scipy import stats
 
 from unmask.config import ContextualConfig, EvaluationConfig, resolved
 from unmask.evaluation.metrics import retrieval_metrics
-from unmask.run import seed_runs
-from unmask.store import artifacts_root, read_json, replacing, repository, write_atomic
-
-if TYPE_CHECKING:
-    from unmask.evaluation.tasks import Task
-    from unmask.run import Run
+from unmask.evaluation.tasks import Task
+from unmask.run import Run, seed_runs
+from unmask.store import artifacts_root, replacing
 
 VERDICTS = ("reproduced", "not at this scale", "contradicted", "invalid", "not run")
 NOTHING = 1e-3  # a score below it found nothing, and has no shares
-ENOUGH = 3  # seeds that results are committed for
 Gate = dict[str, Any]
 Line = dict[str, Any]  # what is said of a claim, as in claims.json
 Values = Sequence[float] | np.ndarray
@@ -92,12 +87,8 @@ def bootstrap(values_N: Values, samples: int) -> Effect:
     Args:
         values_N: a metric per query; NaN where a run has no value for a query that other seeds may have.
         samples: number of resamples.
-
-    Raises: ValueError if there is no value.
     """
     values_N = np.asarray(values_N, dtype=np.float64)
-    if values_N.ndim != 1 or np.isnan(values_N).all():
-        raise ValueError(f"an effect needs a value per query; got {values_N.shape}, all of them missing")
     generator = np.random.default_rng(0)  # one stream for all, see the top of this file
     replicates = [np.nanmean(generator.choice(values_N, len(values_N))) for _ in range(samples)]
     return Effect(float(np.nanmean(values_N)), np.array(replicates))
@@ -110,12 +101,9 @@ def paired_bootstrap(a_N: Values, b_N: Values, samples: int) -> Effect:
         a_N, b_N: a metric per query of two systems, aligned (`retrieval_metrics(..., per_query=True)`).
         samples: number of resamples.
 
-    Raises: ValueError if the two differ in length or are empty.
+    Raises: ValueError if the two differ in length.
     """
-    a_N, b_N = np.asarray(a_N, dtype=np.float64), np.asarray(b_N, dtype=np.float64)
-    if a_N.shape != b_N.shape:
-        raise ValueError(f"systems are compared on the same queries; got {a_N.shape} and {b_N.shape} values")
-    return bootstrap(a_N - b_N, samples)
+    return bootstrap(np.subtract(a_N, b_N, dtype=np.float64), samples)
 
 
 def compare(ours: Scores, other: Scores, names: Iterable[str], config: EvaluationConfig) -> Effect:
@@ -427,52 +415,3 @@ def gathered(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, d
         for column, value in row.items():
             values.setdefault(name, {}).setdefault(column, []).append(value)
     return values
-
-
-def commit_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Path | None:
-    """Writes results/seeds/<preset>.json, which other machines' runs are compared with.
-
-    Args:
-        tables: seed → model → family of tasks → nDCG@10; kept is what all seeds have.
-    Returns: the file; None, and nothing is written, for fewer than three seeds or a run of another name.
-    """
-    if len(tables) < ENOUGH or study.name != study.config.name:
-        return None
-    values = gathered(tables.values())
-    for model, row in values.items():
-        values[model] = {family: found for family, found in row.items() if len(found) == len(tables)}
-    document = {"seeds": list(tables)} | _made_with(study) | {"values": values}
-    return write_atomic(_committed(study), json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-
-
-def against_committed(study: Run, table: Mapping[str, Mapping[str, float]]) -> dict[str, Any] | None:
-    """This run beside the committed seeds of its preset.
-
-    Args:
-        table: model → family of tasks → nDCG@10 of this run.
-    Returns: None where there are none, or where this run has as many seeds itself; else
-        {"rows": [{"model", "family", "ours", "mean", "low", "high", "n", "inside"}], "differs": [...]}
-        with the mean of the committed seeds and their `prediction_interval` from low to high, of the numbers
-        that both have. What differs: corpus_hash, commit, versions.
-    """
-    if not _committed(study).is_file() or len(runs(study)) >= ENOUGH:
-        return None
-    committed, ours, rows = read_json(_committed(study)), _made_with(study), []
-    for model, family in ((model, family) for model, row in committed["values"].items() for family in row):
-        if (value := table.get(model, {}).get(family)) is not None:
-            values = committed["values"][model][family]
-            low, high = prediction_interval(values)
-            # A number that no seed changes (BM25's) has an interval without width.
-            row = {"inside": low - 1e-6 <= value <= high + 1e-6, "n": len(values)}
-            row |= {"model": model, "family": family, "ours": value, "low": low, "high": high}
-            rows.append(row | {"mean": float(np.mean(values))})
-    return {"rows": rows, "differs": [key for key in ours if ours[key] != committed[key]]}
-
-
-def _committed(study: Run) -> Path:
-    return repository() / "results" / "seeds" / f"{study.config.name}.json"
-
-
-def _made_with(study: Run) -> dict[str, Any]:
-    provenance = study.load("provenance") or {}
-    return {key: provenance.get(key) for key in ("corpus_hash", "commit", "versions")}

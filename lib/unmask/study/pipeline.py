@@ -190,20 +190,16 @@ def library_hash(library: Path) -> str:
 
 
 def _read(path: Path) -> Stage:
-    try:
-        notebook = json.loads(path.read_text(encoding="utf8"))
-        about = notebook["metadata"]["unmask"]
-        cells = [
-            ("".join(cell["source"]), sorted(cell["metadata"].get("tags", [])))
-            for cell in notebook["cells"]
-            if cell["cell_type"] == "code"
-        ]
-        needs, takes, reads = (tuple(about.get(key, ())) for key in ("needs", "takes", "reads"))
-    except (ValueError, KeyError, TypeError) as error:
-        raise PipelineError(
-            f"notebooks/{path.name} is no notebook that says what it needs and reads ({error!r}): add "
-            '"unmask": {"needs": […], "reads": […]} to its metadata'
-        ) from None
+    notebook = read_json(path)
+    if "unmask" not in notebook["metadata"]:
+        raise PipelineError(f'{path}: add "unmask": {{"needs": […], "reads": […]}} to its metadata')
+    about = notebook["metadata"]["unmask"]
+    cells = [
+        ("".join(cell["source"]), sorted(cell["metadata"].get("tags", [])))
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code"
+    ]
+    needs, takes, reads = (tuple(about.get(key, ())) for key in ("needs", "takes", "reads"))
     return Stage(path.stem, path, needs, takes, reads, about.get("seeds", "each"), fingerprint(cells, about))
 
 
@@ -304,7 +300,6 @@ class _Child:
 
     stage: Stage
     process: subprocess.Popen
-    resumed: bool  # the time will not hold what an interrupted attempt took
     started: float  # seconds since the epoch
     seconds: float = 0.0
     peak: int = 0  # bytes of memory, of the largest process
@@ -320,9 +315,8 @@ class _Child:
 
 def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environment: dict[str, str]) -> _Child:
     executed, log = folders.executed / f"{stage.name}.ipynb", folders.logs / f"{stage.name}.log"
-    done = folders.artifacts / stage.name / "done.json"
-    resumed = executed.is_file() and not done.is_file()
-    done.unlink(missing_ok=True)  # from here on the outputs are neither the old nor the new ones
+    # From here on the outputs are neither the old nor the new ones.
+    (folders.artifacts / stage.name / "done.json").unlink(missing_ok=True)
     job = {
         "source": str(stage.path),
         "output": str(executed),
@@ -341,7 +335,7 @@ def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environme
         start_new_session=True,  # Ctrl-C is for the run, which hands it on
         text=True,
     )
-    return _Child(stage, process, resumed, time.time())
+    return _Child(stage, process, time.time())
 
 
 def _end(one: _Child, signals: list[signal.Signals], failures: list[str]) -> str:
@@ -502,10 +496,9 @@ def describe(
 
 def hardware() -> dict[str, Any]:
     """Processor, cores that this process may use, memory, and the GPUs' names."""
-    cpus = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*:\s*(.*)", cpus.read_text()) if cpus.is_file() else []
+    names = re.findall(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     return {
-        "cpu": names[0] if names else platform.machine(),
+        "cpu": (names or [platform.machine()])[0],
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpu_names(),
@@ -529,7 +522,6 @@ def _record(one: _Child, about: dict[str, Any], folders: Folders) -> None:
         "wall_seconds": one.seconds,
         "peak_memory_bytes": one.peak,
         "exit_status": int(one.process.returncode != 0),
-        "resumed": one.resumed,
         "commit": about["commit"],
         "dirty": about["dirty"],
     }

@@ -1,4 +1,5 @@
-"""What notebooks show: tables, gates and claims; and the page, notebook 12a without its code."""
+"""What notebooks show: the paper's tables and ours, gates and claims; and the page, which is notebook 12a
+without its code."""
 
 from __future__ import annotations
 
@@ -9,26 +10,37 @@ from html import escape
 from pathlib import Path
 from statistics import mean, stdev
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbformat
 import yaml
 from nbconvert.exporters import MarkdownExporter
 from nbconvert.filters import markdown2html
 
+from unmask.config import EvaluationConfig
+from unmask.evaluation.tasks import Task
 from unmask.store import write_atomic
 from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
 
-if TYPE_CHECKING:
-    from unmask.config import EvaluationConfig
-    from unmask.evaluation.tasks import Task
-
 MARKS = {"reproduced": "✔ ", "not at this scale": "– ", "contradicted": "✘ "}
 TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
+# The paper's tables 1 to 12, in its order and units: number → title, unit, columns and rows.
+PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf8"))
 STAGES, SYSTEMS = TOLD["stages"], TOLD["systems"]  # name → where a table's row comes from
 
 
 # Tables
+
+
+def paper_table(number: int) -> dict[str, dict[str, Any]]:
+    """What the paper reports in a table: row → column → value.
+
+    Example:
+        >>> paper_table(3)["pplx-embed-context-v1-0.6B (INT8)"]["Ins"]
+        99.28
+    """
+    _, *columns = PAPER[number]["columns"]
+    return {name: dict(zip(columns, row, strict=True)) for name, row in PAPER[number]["rows"].items()}
 
 
 def percent(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
