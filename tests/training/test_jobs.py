@@ -10,7 +10,7 @@ import tiny_corpus
 from unmask.data.tokens import tokenize
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
-from unmask.training.loop import data_report, job_identity, prepare_data, run_job
+from unmask.training.loop import data_report, job_identity, run_job, stage_of
 from unmask.training.neighbours import drawn_batches
 
 OWN = {
@@ -66,7 +66,7 @@ def test_a_stage_trains_on_look_alikes_that_were_prepared_before(stage, start, t
     """From the data's own words, or with an embedder."""
     own = job(stage, start, tmp_path, changes={"cluster_size": 8, "filter_margin": 0.0})
     for one in (own, own | {"surrogate": str(start)}):
-        report, rows = prepare_data(one), []
+        report, rows = stage_of(one).prepare(), []
         assert data_report(run_job(one, rows.append)) == report
         assert [row["step"] for row in rows if "step" in row] == [0, 1]
 
@@ -92,7 +92,7 @@ def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
     embedder = Embedder.from_pretrained(run_job(job("pair", start, tmp_path, changes=changes), quiet))
     assert (embedder.pooling, embedder.special_tokens) == ("last", True)
     for text in (*tiny.TEXTS[:3], " ".join(tiny.TEXTS)):  # a text that is cut keeps its end, too
-        (unit,) = embedder._texts([text], 16, str)
+        (unit,) = embedder._texts([text], 16).units
         assert unit.sequence.tokens_L[-1] == tiny.tokenizer().eos_token_id
     by_mean = run_job(job("pair", start, tmp_path), quiet)
     assert not Embedder.from_pretrained(by_mean).special_tokens

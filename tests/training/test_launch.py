@@ -192,7 +192,7 @@ def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkey
 
 def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, monkeypatch):
     began: list[dict] = []
-    monkeypatch.setattr(launching, "prepare_data", lambda job: None)
+    monkeypatch.setattr(loop.Pair, "prepare", lambda stage: [])
     monkeypatch.setattr(launching, "_train", lambda run, jobs: began.extend(map(read_json, jobs.values())))
     launch(opened(), "pair", {"start": start})
     folder, other = tmp_path / "r" / "02_pair" / "pair", opened(**{"pair.lr": 0.5})

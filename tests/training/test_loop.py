@@ -6,11 +6,12 @@ import signal
 import pytest
 import tiny_stages
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import tiny
 from unmask.children import on_signal
 from unmask.models import backbone
-from unmask.training.loop import Preempted, exploding, finish, parameter_groups, train
+from unmask.training.loop import Preempted, finish, parameter_groups, train
 
 
 class Interrupted(Exception):
@@ -87,7 +88,7 @@ def poisoned(step, *, loss):
 @pytest.mark.parametrize("loss", [True, False])
 def test_what_is_no_number_stops_the_training_and_never_reaches_a_checkpoint(tmp_path, loss):
     """The step, samples and last checkpoint are named; a checkpoint would be due after step 5."""
-    message = r"at step 5: .*\(rows \d+, .* of data set '(one|two)'\); last good checkpoint: .*step-0000004"
+    message = r"at step 5: .* rows \[\d+, .* of data set '(one|two)'; last good checkpoint: .*step-0000004"
     with pytest.raises(FloatingPointError, match=message):
         fit(tmp_path, backward=poisoned(5, loss=loss))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004-a"]
@@ -102,7 +103,7 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_usable(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
 
     try:
-        with pytest.raises(OSError, match=r"step 4 not written to .*parts"):
+        with pytest.raises(CheckpointException, match=r"step-0000004|large|writing|I/O"):
             fit(tmp_path / "parts", report=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -119,17 +120,11 @@ def test_told_to_stop_a_training_finishes_its_step_and_saves_itself(tmp_path, nu
     signals, options = [], {"checkpoint_every": 100}
     with on_signal(signals.append, [number]), pytest.raises(Preempted) as stopped:
         fit(tmp_path / "parts", report=stop, signals=signals, **options)
-    assert (stopped.value.code, stopped.value.step) == (75, 6)  # the step under way is finished, then saved
+    assert stopped.value.code == 75
+    saved = [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()]
+    assert saved == ["step-0000006-a"]  # the step under way is finished, then saved
     resumed, whole = fit(tmp_path / "parts", **options), fit(tmp_path / "whole", **options)
     assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
-
-
-def test_a_loss_that_explodes_stops_the_training():
-    calm = [2.0 + 0.5 * (i % 3) for i in range(60)]
-    assert not exploding(calm + [9.0] * 10)  # a few bad batches
-    assert exploding(calm + [11.0] * 20)
-    assert not exploding([0.01] * 40 + [1.5] * 20)  # below one nat there is nothing to explode from
-    assert not exploding([50.0] * 39)
 
 
 def test_gains_of_norms_do_not_decay():

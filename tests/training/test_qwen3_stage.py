@@ -19,6 +19,7 @@ from unmask.models.quantize import int8
 from unmask.training.distributed import ALONE
 from unmask.training.launch import milestones
 from unmask.training.loop import data_report, run_job
+from unmask.training.neighbours import numbered
 
 
 @pytest.mark.parametrize("changes", [{}, {"negatives": 0}, {"quantize": True}])
@@ -50,7 +51,7 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
     stage = tiny_stages.stage("qwen3", tiny_stages.config("qwen3", batch=3), {"one": data})
     batch = stage.batch(0)
     texts = [s.tokens_L.tolist() for s in batch.sequences]
-    numbers = [*batch.document_N.tolist(), *batch.hard_document_NK.flatten().tolist()]
+    numbers = numbered(batch.sequences[3:]).tolist()
     assert len(set(zip(numbers, map(str, texts[3:])))) == len(set(numbers)) == 3
     for place, row in enumerate(stage.plan(0)[1]):
         assert texts[6 + 2 * place : 8 + 2 * place] == [text.tolist() for text in data.negatives[row]]

@@ -120,15 +120,6 @@ def test_a_share_of_the_sequences_is_cut_and_nothing_is_masked_beyond():
     assert lengths[lengths < 64].double().mean() == pytest.approx(32.5, abs=4)
 
 
-def test_pair_batches_come_from_one_data_set_that_the_curriculum_allows():
-    stage = tiny_stages.stage("pair", tiny_stages.config("pair"))
-    stage.allowed = lambda: lambda step: {"one"} if step < 4 else {"two"}
-    assert [stage.batch(step).dataset for step in range(8)] == ["one"] * 4 + ["two"] * 4
-    own, sequences = stage.data["one"], stage.batch(0).sequences
-    rows = [next(i for i, q in enumerate(own.queries) if q is s.tokens_L) for s in sequences[:4]]
-    assert all(own.documents[i] is s.tokens_L for i, s in zip(rows, sequences[4:], strict=True))
-
-
 @pytest.mark.parametrize("quantize", [True, False])
 def test_a_pair_step_compares_codes_or_means_as_configured(quantize):
     settings = tiny_stages.config("pair", quantize=quantize)

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from math import sqrt
-from pathlib import Path
 
 import faiss
 import numpy as np
@@ -20,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from unmask.data.mining import parts, unit
-from unmask.store import replacing
 
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
 
@@ -49,20 +47,12 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
     Returns:
         (N, M), float32 (float64 for two float64 inputs).
 
-    Raises:
-        ValueError: they are not matrices, or D differs.
-
     Example:
         >>> codes = torch.tensor([[3, 4], [6, 8], [-4, 3]], dtype=torch.int8)
         >>> similarity(codes[:1], codes[1:])
         tensor([[1., 0.]])
     """
     q_ND, d_MD = _values(torch.as_tensor(queries)), _values(torch.as_tensor(documents))
-    if q_ND.ndim != 2 or d_MD.ndim != 2 or q_ND.shape[1] != d_MD.shape[1]:
-        raise ValueError(
-            f"similarity needs (N, D) and (M, D) embeddings; got {tuple(q_ND.shape)} and "
-            f"{tuple(d_MD.shape)} after unpacking."
-        )
     if q_ND.is_floating_point() or d_MD.is_floating_point():
         dtype = torch.promote_types(torch.promote_types(q_ND.dtype, d_MD.dtype), torch.float32)
         return normalize(q_ND.to(dtype)) @ normalize(d_MD.to(dtype)).T
@@ -79,8 +69,8 @@ def top_k(
         method: "exact" or "faiss"; see `index`.
     Returns: scores (N, K), float32, and document numbers (N, K), int64, with K = min(k, M). Equal scores are
         in order of document number.
-    Raises: ValueError for an unknown method or one that cannot take such embeddings; no queries, no
-        documents or k below 1; two precisions or two numbers of dimensions; NaN.
+    Raises: ValueError for an unknown method or one that cannot take such embeddings; no queries or no
+        documents; two precisions or two numbers of dimensions; NaN.
 
     Example:
         >>> documents = np.array([[0, 1], [2, 2], [9, 1], [1, 1]], np.int8)
@@ -107,11 +97,22 @@ def index(d_MD: np.ndarray, method: str = "exact") -> Search:
     if method not in ("exact", "faiss"):
         raise ValueError(f"unknown search {method!r}: choose one of exact, faiss")
     if method == "faiss":
-        return _searching(partial(_in_lists, _lists(d_MD)), d_MD.shape, None)
-    if d_MD.dtype == np.uint8:
-        return _searching(partial(_nearest_bits, d_MD), d_MD.shape, d_MD.dtype)
-    inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
-    return _searching(partial(_nearest, d_MD, inverse_M), d_MD.shape, d_MD.dtype)
+        find = partial(_in_lists, _lists(d_MD))
+    elif d_MD.dtype == np.uint8:
+        find = partial(_nearest_bits, d_MD)
+    else:
+        inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
+        find = partial(_nearest, d_MD, inverse_M)
+
+    def search(q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        _check(q_ND, "queries")
+        kinds = [(x_XD.shape[1], "f" if x_XD.dtype.kind == "f" else x_XD.dtype) for x_XD in (q_ND, d_MD)]
+        if kinds[0] != kinds[1]:
+            said = [f"{x_XD.shape} {x_XD.dtype}" for x_XD in (q_ND, d_MD)]
+            raise ValueError(f"queries are {said[0]} and documents {said[1]}: encode both in one precision")
+        return find(q_ND, min(k, len(d_MD)))
+
+    return search
 
 
 def two_step(
@@ -129,45 +130,15 @@ def two_step(
         q_bits_NB, d_bits_MB: the same texts as packed bits, uint8.
         candidates: per query, from k to M (more are M).
     Returns: as `top_k`.
-    Raises: ValueError if the two kinds of embeddings do not match, or there are fewer candidates than k.
+    Raises: ValueError if the two kinds of embeddings do not match.
     """
     if len(q_ND) != len(q_bits_NB) or len(d_MD) != len(d_bits_MB) or d_bits_MB.dtype != np.uint8:
         raise ValueError(
             "two_step needs both kinds of embeddings of the same texts, and packed bits as uint8"
         )
-    if candidates < k:
-        raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
     ids_NC = np.sort(top_k(q_bits_NB, d_bits_MB, candidates)[1], axis=1)
     scores = [similarity(q_D[None], d_MD[ids_C])[0].numpy() for q_D, ids_C in zip(q_ND, ids_NC, strict=True)]
     return _ordered(np.stack(scores), ids_NC, k)
-
-
-def save_index(d_MD: np.ndarray, path: str | Path) -> Path:
-    """Writes the index of method "faiss" into a new file, for corpora larger than memory.
-
-    Two bytes per dimension, on the disk and, while it is made, in memory. The file appears when it is whole.
-
-    Raises: FileExistsError if it exists; ValueError as `index`.
-    """
-    path = Path(path)
-    if path.exists():
-        raise FileExistsError(f"{path} exists: remove it, or save the index elsewhere")
-    _check(d_MD, "documents")
-    with replacing(path) as unfinished:
-        faiss.write_index(_lists(d_MD), str(unfinished))
-    return path
-
-
-def open_index(path: str | Path) -> Search:
-    """The search over documents of `save_index`, as that of `index`. The lists stay in their file, mapped
-    into memory: what a query looks into is read.
-
-    Raises: FileNotFoundError if there is no index.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} holds no index: write one with save_index")
-    found = faiss.read_index(str(path), faiss.IO_FLAG_READ_ONLY | faiss.IO_FLAG_MMAP)
-    return _searching(partial(_in_lists, found), (found.ntotal, found.d), None)
 
 
 def best_of(scores_TQ: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -189,23 +160,6 @@ def best_of(scores_TQ: Tensor, k: int) -> tuple[Tensor, Tensor]:
     scores_QX = scores_GTQ.permute(2, 0, 1).gather(1, group_QC1.expand(-1, -1, GROUP)).flatten(1)
     ids_QX = (GROUP * group_QC1 + torch.arange(GROUP, device=group_QC1.device)).flatten(1)
     return _first(scores_QX, ids_QX, k)
-
-
-def _searching(search: Search, shape: tuple[int, ...], dtype: np.dtype | None) -> Search:
-    """A search that first looks at what it is asked."""
-    documents, size = shape
-
-    def checked(q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        _check(q_ND, "queries")
-        if k < 1:
-            raise ValueError(f"k is {k}: ask for one document or more")
-        if q_ND.shape[1] != size:
-            raise ValueError(f"the queries have {q_ND.shape[1]} columns and the documents {size}")
-        if dtype is not None and dtype != q_ND.dtype and not dtype.kind == q_ND.dtype.kind == "f":
-            raise ValueError(f"queries are {q_ND.dtype} and documents {dtype}: encode both in one precision")
-        return search(q_ND, min(k, documents))
-
-    return checked
 
 
 def _check(x_XD: np.ndarray, name: str) -> None:

@@ -299,7 +299,6 @@ def insent_loss(
         '0.4324'
     """
     check_settings(temperature=temperature, lam=lam)
-    check_shapes(chunks_MCD=chunks_MCD, document_N=document_N)
     check_index("document_N", document_N, len(chunks_MCD))
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
@@ -338,11 +337,9 @@ def _mean_over_chunks(
     check_index("document_N", document_N, len(chunks_MCD))
     check_index("gold_N", gold_N, chunks_MCD.shape[1])
     padding_MC = None if chunk_mask_MC is None else ~chunk_mask_MC.bool()
-    if padding_MC is not None and padding_MC[document_N, gold_N].any():
-        query = int(padding_MC[document_N, gold_N].nonzero()[0])
-        raise ValueError(
-            f"The gold chunk of query {query} is masked out as padding; check gold_N and chunk_mask_MC."
-        )
+    if padding_MC is not None and (bad_N := padding_MC[document_N, gold_N]).any():
+        query = int(bad_N.nonzero()[0])
+        raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
     document_NM = _own_document(document_N, chunks_MCD)
 
     def tile_nats(rows: slice, q_TD: Tensor) -> Tensor:

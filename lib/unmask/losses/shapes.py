@@ -30,9 +30,7 @@ def check_settings(*, temperature: float, margin: float = 0.0, **weights: float)
     if not temperature > 0:
         raise ValueError(f"The temperature must be above 0; got {temperature}.")
     if not margin >= 0:
-        raise ValueError(
-            f"The false-negative margin must be 0 or more (math.inf masks nothing); got {margin}."
-        )
+        raise ValueError(f"The margin must be 0 or more (math.inf masks nothing); got {margin}.")
     for name, weight in weights.items():
         if not 0 <= weight <= 1:
             raise ValueError(f"{name} must lie in [0, 1]; got {weight}.")
@@ -41,21 +39,5 @@ def check_settings(*, temperature: float, margin: float = 0.0, **weights: float)
 def check_index(name: str, index_N: Tensor, size: int) -> None:
     """Refuses what is no index of something that has `size` entries."""
     if index_N.dtype != torch.int64 or ((index_N < 0) | (index_N >= size)).any():
-        raise ValueError(
-            f"{name} must hold int64 in 0..{size - 1}; got {index_N.dtype} in "
-            f"{int(index_N.min())}..{int(index_N.max())}."
-        )
-
-
-def check_finite(**tensors: Tensor) -> None:
-    """Refuses embeddings that are not numbers.
-
-    Raises: FloatingPointError that names the tensor and its first bad row.
-    """
-    for name, tensor in tensors.items():
-        bad = ~tensor.isfinite().all(-1)
-        if bad.any():
-            first, count = int(bad.nonzero()[0, 0]), int(bad.sum())
-            raise FloatingPointError(
-                f"{name} holds NaN or infinity in {count} of {len(tensor)} rows, first in row {first}"
-            )
+        found = f"{index_N.dtype} in {int(index_N.min())}..{int(index_N.max())}"
+        raise ValueError(f"{name} must hold int64 in 0..{size - 1}; got {found}.")

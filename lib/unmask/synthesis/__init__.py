@@ -4,10 +4,5 @@ from unmask.synthesis.ask import Synthesis, synthesize_documents, synthesize_pai
 from unmask.synthesis.prompts import estimate, plan_documents, plan_pairs
 
 __all__ = [
-    "Synthesis",
-    "estimate",
-    "plan_documents",
-    "plan_pairs",
-    "synthesize_documents",
-    "synthesize_pairs",
-]
+    "Synthesis", "estimate", "plan_documents", "plan_pairs", "synthesize_documents", "synthesize_pairs",
+]  # fmt: skip

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import openai
@@ -25,16 +25,12 @@ from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from unmask.config import SynthesisConfig
-from unmask.evaluation.search import unit
+from unmask.data.mining import Encoder, unit
 from unmask.store import fingerprint, write_atomic
 from unmask.synthesis import prompts
-from unmask.synthesis.prompts import Choice, Encoder, Message, Query, Task
+from unmask.synthesis.prompts import Choice, Message, Query, Task
 
 HOPELESS = (401, 403, 404, 422)  # wrong key, no access, no such path or model, no JSON schema
-
-T = TypeVar("T")
-R = TypeVar("R")
-F = TypeVar("F", bound=BaseModel)
 
 
 class EndpointError(RuntimeError):
@@ -52,7 +48,7 @@ class Chat:
     openai client tries again what fails (`config.retries`, `config.timeout`), as late as the server asks.
 
     Attributes:
-        traffic: counts: "answered", "resumed" (read from the journal), "prompt tokens", "answer tokens".
+        traffic: counts of what was not in the journal: "answered", "prompt tokens", "answer tokens".
 
     Raises: ValueError if the preset names no model, or no endpoint, or one that is no URL.
     """
@@ -69,25 +65,22 @@ class Chat:
         self._known = _answers(journal)
         self._lock = threading.Lock()  # of journal and traffic
 
-    def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    def each(self, work: Callable[[Any], Any], items: Sequence) -> list:
         """What `work`, which may `ask`, returns for each item; `config.concurrency` of them at a time.
 
         Raises: EndpointError if the endpoint refuses everything or is gone.
         """
         config = self.config
+        key = os.environ.get(config.api_key_env) or "none"  # local servers want none
+        patience = {"max_retries": config.retries, "timeout": config.timeout}
         with (
-            openai.OpenAI(
-                base_url=config.endpoint,
-                api_key=os.environ.get(config.api_key_env) or "none",  # local servers want none
-                max_retries=config.retries,
-                timeout=config.timeout,
-            ) as self._client,
+            openai.OpenAI(base_url=config.endpoint, api_key=key, **patience) as self._client,
             open(self.journal, "ab") as self._file,
             ThreadPoolExecutor(config.concurrency) as pool,
         ):
             return list(tqdm(pool.map(work, items), total=len(items), unit="query", leave=False))
 
-    def ask(self, messages: list[Message], form: type[F]) -> F:
+    def ask(self, messages: list[Message], form: type[BaseModel]) -> Any:
         """The answer to a request: from the journal, or from the endpoint and then into the journal.
 
         Raises:
@@ -96,10 +89,7 @@ class Chat:
         """
         config = self.config
         key = fingerprint(config.model, config.temperature, config.max_tokens, messages)
-        if key in self._known:
-            with self._lock:
-                self.traffic["resumed"] += 1
-        else:
+        if key not in self._known:
             self._known[key] = self._answer(key, messages, form)
         try:
             return form.model_validate_json(self._known[key])
@@ -109,18 +99,20 @@ class Chat:
     def _answer(self, key: str, messages: list[Message], form: type[BaseModel]) -> str:
         config = self.config
         schema = {"name": "answer", "schema": form.model_json_schema(), "strict": True}
+        request = {"model": config.model, "temperature": config.temperature, "max_tokens": config.max_tokens}
+        request["response_format"] = {"type": "json_schema", "json_schema": schema}
         try:
-            completion = self._client.chat.completions.create(
-                model=config.model,
-                messages=messages,
-                temperature=config.temperature,
-                max_tokens=config.max_tokens,
-                response_format={"type": "json_schema", "json_schema": schema},
-            )
+            completion = self._client.chat.completions.create(messages=messages, **request)
         except openai.APIError as error:
             gone = type(error) is openai.APIConnectionError  # and no time-out, which is one as well
             if gone or getattr(error, "status_code", 0) in HOPELESS:
-                raise self._unusable(error) from None
+                # Without the server's own words: some are known to echo the key.
+                raise EndpointError(
+                    f"{config.endpoint} (model {config.model!r}): {type(error).__name__}. See that the "
+                    "server runs, serves this model and takes a JSON schema, that synthesis.endpoint ends "
+                    f"where /chat/completions begins, and that {config.api_key_env} holds the key if any. "
+                    f"Answers are kept in {self.journal}: the same call goes on from there."
+                ) from None
             raise Dropped(f"failed: {type(error).__name__}") from None
         text, usage = completion.choices[0].message.content or "", completion.usage
         read, written = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
@@ -130,15 +122,6 @@ class Chat:
             self._file.flush()  # then it survives the process, if not the machine
             self.traffic.update({"answered": 1, "prompt tokens": read, "answer tokens": written})
         return text
-
-    def _unusable(self, error: Exception) -> EndpointError:
-        config = self.config  # and without the server's own words: some are known to echo the key
-        return EndpointError(
-            f"{config.endpoint} (model {config.model!r}): {type(error).__name__}. See that the server runs, "
-            "serves this model and takes a JSON schema, that synthesis.endpoint ends where /chat/completions "
-            f"begins, and that {config.api_key_env} holds the key if it wants one. Every answer so far is "
-            f"kept in {self.journal}: the same call goes on from there."
-        )
 
 
 def _answers(journal: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from string import Template
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import regex
@@ -26,7 +26,7 @@ from babel.core import get_global
 from pydantic import BaseModel, ConfigDict, create_model
 
 from unmask.config import SynthesisConfig
-from unmask.evaluation.search import unit
+from unmask.data.mining import Encoder, unit
 
 SHORTEST = 80  # characters; of less text there is little to ask
 NEIGHBOURS = 2  # chunks that are shown on either side
@@ -38,13 +38,6 @@ TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="ut
 MIXED = {"Jpan": ("Hani", "Hira", "Kana"), "Kore": ("Hang", "Hani"), "Hans": ("Hani",), "Hant": ("Hani",)}
 
 Message = dict[str, str]
-T = TypeVar("T")
-
-
-class Encoder(Protocol):
-    """What retrieves personas and filters queries; `unmask.Embedder` for instance."""
-
-    def encode(self, texts: Sequence[str], /) -> np.ndarray: ...
 
 
 class Query(BaseModel):
@@ -57,13 +50,9 @@ class Query(BaseModel):
 @cache
 def choice_form(personas: int) -> type[BaseModel]:
     """The form of the first answer; characters are chosen by their number."""
-    return create_model(
-        "Choice",
-        __config__=ConfigDict(extra="forbid"),
-        character=(Literal[*range(1, personas + 1)], ...),
-        type=(Literal[*TOLD["types"]], ...),
-        difficulty=(Literal[*TOLD["difficulties"]], ...),
-    )
+    options = {"character": range(1, personas + 1), "type": TOLD["types"], "difficulty": TOLD["difficulties"]}
+    fields = {name: (Literal[*allowed], ...) for name, allowed in options.items()}
+    return create_model("Choice", __config__=ConfigDict(extra="forbid"), **fields)
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ def personas() -> list[str]:
     return yaml.safe_load(Path(__file__).with_name("personas.yaml").read_text(encoding="utf8"))
 
 
-def sample(items: Iterable[T], count: int, seed: int) -> list[T]:
+def sample(items: Iterable, count: int, seed: int) -> list:
     """`count` distinct items (strings or lists of strings), the same ones in whatever order they come.
 
     A larger sample begins with the smaller one, so that what was synthesised for that remains of use.

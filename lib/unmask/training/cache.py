@@ -87,6 +87,9 @@ def cached_rows(
             )  # fmt: skip
         return rows_RD if len(group) else rows_RD[:0]
 
+    def places(group: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows_of(offsets, group)).to(processes.device)
+
     kept = 1
     if processes.count == 1:  # DDP reduces after the backward pass of its last forward pass
         sizes = np.cumsum([sum(len(sequences[i]) for i in group) for group in own[::-1]])
@@ -99,14 +102,16 @@ def cached_rows(
             parts.append(embed(group))
     with processes.accumulating(model, last=last and not again):
         graphs = [embed(group) for group in own[-kept:]]
-    rows_RD = _collect([*parts, *(rows.detach() for rows in graphs)], groups, offsets, processes)
+    own_RD = torch.cat([*parts, *(part_RD.detach() for part_RD in graphs)])
+    rows_RD = own_RD.new_zeros(offsets[-1], own_RD.shape[1])
+    rows_RD[places(np.concatenate(own))] = own_RD
+    rows_RD = processes.sum(rows_RD)  # each row comes from one process
 
     def push(gradient_RD: Tensor) -> None:
         gradient_RD = processes.sum(gradient_RD)
 
         def push_part(part_RD: Tensor, group: np.ndarray) -> None:
-            index = torch.from_numpy(rows_of(offsets, group)).to(processes.device)
-            processes.backward(part_RD, gradient_RD[index])
+            processes.backward(part_RD, gradient_RD[places(group)])
 
         with processes.accumulating(model, last=last and not again):
             while graphs:  # the longest first; each is freed as it goes
@@ -119,23 +124,6 @@ def cached_rows(
         _set_random_state(after, processes.device)
 
     return rows_RD, push
-
-
-def _collect(
-    parts: Sequence[Tensor], groups: Sequence[np.ndarray], offsets: np.ndarray, processes: Processes
-) -> Tensor:
-    """The rows of all processes, in the order of the sequences."""
-    own_RD = torch.cat(parts)
-    shares = [
-        np.concatenate([rows_of(offsets, group) for group in groups[rank :: processes.count]])
-        for rank in range(processes.count)
-    ]
-    size = max(map(len, shares))
-    own_RD = torch.nn.functional.pad(own_RD, (0, 0, 0, size - len(own_RD)))
-    position_R = np.empty(offsets[-1], np.int64)
-    for rank, share in enumerate(shares):
-        position_R[share] = rank * size + np.arange(len(share))
-    return processes.gather(own_RD)[torch.from_numpy(position_R).to(own_RD.device)]
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from unmask.training.distributed import ALONE, Processes
 
@@ -32,7 +31,7 @@ def save_checkpoint(
 
     A full disk or a kill in between leaves the previous checkpoint as it was.
 
-    Raises: OSError that names the folder, on every process if one of them fails.
+    Raises: torch's CheckpointException with the cause, on every process if one of them fails.
     """
     path = folder / f"step-{step:07d}-{fingerprint}"
     temporary = folder / f".{path.name}.tmp"
@@ -41,12 +40,8 @@ def save_checkpoint(
         temporary.mkdir(parents=True)
     processes.wait()
     writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-    try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
-            dcp.save(_state(model, optimizer), storage_writer=writer)
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        raise OSError(f"checkpoint of step {step} not written to {folder}: {cause}") from error
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
+        dcp.save(_state(model, optimizer), storage_writer=writer)
     if processes.main:
         os.replace(temporary, path)
         for old in _own(folder, fingerprint)[:-keep]:
@@ -78,19 +73,12 @@ def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.O
     The processes may be another number than those that wrote the checkpoint.
     """
     step = int(path.name.split("-")[1])
-    start_moments(optimizer, step)
+    for parameter in model.parameters():  # the state that AdamW makes itself at its first step
+        count = torch.tensor(float(step), device=parameter.device)  # where the fused one reads it
+        optimizer.state[parameter] = {"step": count} | {k: torch.zeros_like(parameter) for k in MOMENTS}
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         dcp.load(_state(model, optimizer), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     return step
-
-
-def start_moments(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Gives AdamW the state that it makes itself at its first step, ready to be filled."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            # The fused optimiser reads its step count on the parameter's device.
-            count = torch.tensor(float(step), device=parameter.device)
-            optimizer.state[parameter] = {"step": count} | {k: torch.zeros_like(parameter) for k in MOMENTS}
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

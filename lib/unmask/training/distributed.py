@@ -73,10 +73,6 @@ class Processes:
         """This process's part of n queries; the parts are equal to within one."""
         return slice(n * self.rank // self.count, n * (self.rank + 1) // self.count)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """The tensors of all processes one after the other; all must have the same shape."""
-        return self.accelerator.gather(x) if self.count > 1 else x
-
     def sum(self, x: Tensor) -> Tensor:
         """The sum over all processes, on each of them."""
         return self.accelerator.reduce(x, "sum") if self.count > 1 else x
@@ -93,19 +89,12 @@ class Processes:
         module.to(self.device)
         if self.strategy == "fsdp2" and torch.distributed.is_initialized():
             # Gradients are summed in float32: thousands of bfloat16 ones would lose the small ones.
-            mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            policy = mixed if self.half else MixedPrecisionPolicy()
+            policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if self.half else ()))
             for layer in backbone.layers(module):
                 fully_shard(layer, mp_policy=policy)
             return fully_shard(module, mp_policy=policy)
         if self.count > 1:
-            on_gpu = self.device.type == "cuda"
-            return DistributedDataParallel(
-                module,
-                device_ids=[self.device.index] if on_gpu else None,
-                forward_sync_buffers=False,
-                gradient_as_bucket_view=True,
-            )
+            return DistributedDataParallel(module, forward_sync_buffers=False, gradient_as_bucket_view=True)
         return module
 
     @contextmanager

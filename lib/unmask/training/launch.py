@@ -31,7 +31,7 @@ from unmask.config import ParallelConfig, resolved
 from unmask.models.backbone import facts, require_checkpoint
 from unmask.run import Run, grace_seconds
 from unmask.store import fingerprint, read_json, write_atomic
-from unmask.training.loop import MILESTONES, Preempted, finish, job_identity, prepare_data, run_job
+from unmask.training.loop import MILESTONES, Preempted, finish, job_identity, run_job, stage_of
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
@@ -95,7 +95,7 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
             finish(folder)  # a kill may have come in between
             print(f"{run.stage}/{name}: already trained")
             continue
-        prepare_data(asked)  # here, where its progress shows and no GPU waits for it
+        stage_of(asked).prepare()  # here, where its progress shows and no GPU waits for it
         due[name] = write_atomic(folder / "job.json", json.dumps(asked, indent=1))
         for log in folder.glob("*.log"):  # of an earlier try
             log.unlink()
@@ -145,11 +145,8 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
     """Starts the child processes, and ends with them."""
     parallel, first = run.config.parallel, next(iter(jobs))
     with jobs[first].with_name(LOG).open("a", encoding="utf8") as log:
-        command, environment = (
-            _command(list(jobs.values()), parallel),
-            MEMORY | os.environ | _threads(parallel),
-        )
-        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+        options = {"env": MEMORY | os.environ | _threads(parallel), "stdout": subprocess.PIPE, "stderr": log}
+        child = subprocess.Popen(_command(list(jobs.values()), parallel), text=True, **options)
         with ended_together(child, grace_seconds()) as told_to_stop:
             last = _watch(child, run.stage)
             child.wait()
@@ -225,8 +222,8 @@ def main(paths: Sequence[str]) -> None:
         say({})
         try:
             run_job(job, say)
-        except Preempted as stop:
-            say({"stopped": stop.step})
+        except Preempted:
+            say({"stopped": True})
             raise
         except Exception as error:
             traceback.print_exc()  # now: the notebook ends this process as soon as it reads the row

@@ -8,8 +8,7 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +35,10 @@ LIBRARY = Path(__file__).parents[1]
 CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
-EXPLOSION = 4.0  # times what the loss was at the start: the training is stopped
-EXPLOSION_WINDOW = 20  # steps over which the loss is averaged for that
 
 
 class Preempted(SystemExit):
     """SIGTERM or SIGINT came: the step was finished, a checkpoint written, and the next start goes on."""
-
-    def __init__(self, step: int):
-        super().__init__(PREEMPTED)
-        self.step = step
 
 
 def stage_of(asked: Mapping[str, Any]) -> Stage:
@@ -89,19 +82,8 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
         if processes.main:
             finish(folder)
     if signals:  # too late to stop this training, but not the next one
-        raise Preempted(stage.config.steps)
+        raise Preempted(PREEMPTED)
     return folder / "model"
-
-
-def prepare_data(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Tokenises what a job will read, with a progress bar, in as many processes as there are cores, and finds
-    the look-alikes if it trains on such.
-
-    A training does the same where it was not done before, with its GPUs waiting.
-
-    Returns: see `data_report`.
-    """
-    return stage_of(asked).prepare()
 
 
 def data_report(checkpoint: Path) -> list[dict[str, Any]]:
@@ -153,8 +135,8 @@ def train(
         signals: grows when this process is told to stop; once any process was, the step is finished, a
             checkpoint written and the training stopped.
     Raises:
-        FloatingPointError: the loss or the gradient is not finite, or the loss explodes.
-        OSError: a checkpoint cannot be written.
+        FloatingPointError: the loss or the gradient is not finite.
+        CheckpointException: a checkpoint cannot be written, for instance to a full disk.
         Preempted: a signal came.
     """
     config, checkpoints, log = stage.config, folder / "checkpoints", folder / "metrics.jsonl"
@@ -162,29 +144,32 @@ def train(
     module, optimizer = _prepared(stage, model, processes)
     last = checkpoint.latest_checkpoint(checkpoints, fingerprint)
     done = checkpoint.load_checkpoint(last, model, optimizer) if last else 0
-    losses = _logged(log, done, processes)
+    _shorten(log, done, processes)
     if processes.main:
         report({"total": config.steps, "done": done})
     with fast_attention(), log.open("a", encoding="utf8") as lines:
         started = time.perf_counter()
-        for step, batch in _ahead(stage.batch, range(done, config.steps)):
+        for step in range(done, config.steps):
             lr = config.lr * lr_factor(config, step)
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
             try:
-                row = stage.backward(module, batch, step, processes)
+                row = stage.backward(module, stage.batch(step), step, processes)
                 norm = _clip(model, config.clip)
                 told = processes.sum(torch.tensor(float(bool(signals)), device=processes.device))
                 row["loss"], norm, told = torch.stack([row["loss"].float(), norm.float(), told]).tolist()
-                losses.append(row["loss"])
-                _check(losses, norm)
+                if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
+                    raise FloatingPointError(f"the loss is {row['loss']}, the norm of its gradient {norm}")
             except FloatingPointError as error:
-                raise FloatingPointError(_where(error, stage, step, last)) from None
+                drawn = stage.plan.samples(step)
+                raise FloatingPointError(
+                    f"{error} at step {step}: lower lr or clip, or look at the rows {drawn['rows'][:8]} … of "
+                    f"data set {drawn['dataset']!r}; last good checkpoint: {last or 'none'}"
+                ) from None
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-            seconds = time.perf_counter() - started
-            row = {"step": step, **row, "lr": lr, "grad_norm": norm, "seconds": seconds}
+            row = {"step": step, **row, "lr": lr, "grad_norm": norm, "seconds": time.perf_counter() - started}
             if processes.main:
                 report(row)
                 lines.write(json.dumps(row) + "\n")
@@ -196,7 +181,7 @@ def train(
                     keep=config.keep_checkpoints, processes=processes,
                 )  # fmt: skip
                 if told:  # one process at least
-                    raise Preempted(step + 1)
+                    raise Preempted(PREEMPTED)
             started = time.perf_counter()
     return model.eval()
 
@@ -216,57 +201,17 @@ def _prepared(
     return module, torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
 
 
-def _ahead(make: Callable[[int], Any], steps: range) -> Iterator[tuple[int, Any]]:
-    """Each step with its batch; the next batch is made while the current one is trained on."""
-    with ThreadPoolExecutor(1) as loader:
-        coming = loader.submit(make, steps.start)
-        for step in steps:
-            batch = coming.result()
-            if step + 1 in steps:
-                coming = loader.submit(make, step + 1)
-            yield step, batch
-
-
-def _logged(log: Path, done: int, processes: Processes) -> list[float]:
-    """The losses of the steps done. The log keeps their lines only: what comes after is trained again."""
-    kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
-    processes.wait()
+def _shorten(log: Path, done: int, processes: Processes) -> None:
+    """Keeps the log's lines of the steps done: what comes after is trained again."""
     if processes.main:
+        kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
         write_atomic(log, "".join(kept))
     processes.wait()
-    return [json.loads(line)["loss"] for line in kept]
 
 
 def _clip(model: nn.Module, threshold: float) -> torch.Tensor:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), threshold)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2 leaves it in parts
-
-
-def _check(losses: Sequence[float], norm: float) -> None:
-    if not (math.isfinite(losses[-1]) and math.isfinite(norm)):
-        raise FloatingPointError(f"the loss is {losses[-1]}, the norm of its gradient {norm}")
-    if exploding(losses):
-        raise FloatingPointError(f"the loss is {EXPLOSION:g} times what it was at the start")
-
-
-def _where(error: FloatingPointError, stage: Stage, step: int, last: Path | None) -> str:
-    drawn = stage.plan.samples(step)
-    rows = ", ".join(map(str, drawn["rows"][:8])) + (", …" if len(drawn["rows"]) > 8 else "")
-    return (
-        f"{error} at step {step}: lower lr or clip, or look at the batch (rows {rows} of data set "
-        f"{drawn['dataset']!r}); last good checkpoint: {last or 'none'}"
-    )
-
-
-def exploding(losses: Sequence[float]) -> bool:
-    """Whether the loss, averaged over the last steps, is EXPLOSION times what it was over the first ones.
-
-    One nat counts as the smallest start, since a fine-tuning may begin near zero.
-    """
-    first, last = losses[:EXPLOSION_WINDOW], losses[-EXPLOSION_WINDOW:]
-    if len(losses) < 2 * EXPLOSION_WINDOW:
-        return False
-    return sum(last) / EXPLOSION_WINDOW > EXPLOSION * max(sum(first) / EXPLOSION_WINDOW, 1.0)
 
 
 def finish(folder: Path) -> None:

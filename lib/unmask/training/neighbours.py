@@ -6,8 +6,8 @@ B prompts · L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -32,14 +32,6 @@ from unmask.training.distributed import Processes
 from unmask.training.stages import Batch, LanguageModel, Pair, Stage, accumulate
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextBatch(Batch):
-    """Pairs with room for their context, and the documents that all of them see."""
-
-    context: list[TokenSequence]
-    kept: np.ndarray  # which of these are seen; the null vector stands for the others
-
-
 class Cde(Pair):
     """Contrastive pair training in which queries and documents are read in the context of other documents.
 
@@ -57,21 +49,19 @@ class Cde(Pair):
     def model(self) -> ContextualEncoder:
         return context_encoder.build(self.asked["start"], context=self.config.context)
 
-    def batch(self, step: int) -> ContextBatch:
+    def batch(self, step: int) -> Batch:
         pairs, config = super().batch(step), self.config
         documents = pairs.sequences[pairs.count :]
         rng = np.random.default_rng([config.seed, 4, step])
         context = [documents[i] for i in rng.permutation(len(documents))[: config.context]]
         kept = np.flatnonzero(rng.random(len(context)) >= config.sequence_dropout)
         sequences = [after_context(sequence, config.context) for sequence in pairs.sequences]
-        return ContextBatch(**vars(pairs) | {"sequences": sequences}, context=context, kept=kept)
+        return replace(pairs, sequences=sequences, context=context, kept=kept)
 
     def module(self, model: ContextualEncoder) -> nn.ModuleList:
         return nn.ModuleList([model.first, model.second])
 
-    def backward(
-        self, module: nn.ModuleList, batch: ContextBatch, step: int, processes: Processes
-    ) -> dict[str, Any]:
+    def backward(self, module: nn.ModuleList, batch: Batch, step: int, processes: Processes) -> dict:
         first, second = module
         options = {"token_budget": self.config.token_budget, "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
@@ -85,14 +75,6 @@ class Cde(Pair):
         push(gradient_KD)
         tokens = sum(map(len, [*batch.context, *batch.sequences]))  # slots are computed, so they count
         return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Qwen3Batch(Batch):
-    """N queries, then N documents, then the K hard negatives of each query."""
-
-    document_N: Tensor
-    hard_document_NK: Tensor  # both number what is read: equal tokens, equal numbers
 
 
 class Qwen3(Pair):
@@ -119,26 +101,23 @@ class Qwen3(Pair):
         prompts = {"query": prompt(INSTRUCTIONS["english"]), "document": ""}  # for sentence-transformers
         return super().facts() | {"prompts": prompts}
 
-    def batch(self, step: int) -> Qwen3Batch:
-        (name, rows), count = self.plan(step), self.config.negatives
-        drawn, n = self.texts(name, rows, hard=count > 0), len(rows)
-        seen: dict[bytes, int] = {}
-        texts = [sequence.tokens_L.tobytes() for sequence in drawn.sequences[n:]]
-        number = torch.tensor([seen.setdefault(text, len(seen)) for text in texts])
-        hard_NK = number[n:].unflatten(0, (n, count))
-        return Qwen3Batch(**vars(drawn), document_N=number[:n], hard_document_NK=hard_NK)
-
-    def loss(self, rows_RD: Tensor, batch: Qwen3Batch, step: int, processes: Processes) -> Tensor:
+    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         config, n = self.config, batch.count
+        number_R, many = numbered(batch.sequences[n:]), (n, config.negatives)
         loss = partial(
             qwen3_loss, temperature=config.temperature, margin=config.margin, queries=processes.slice(n),
-            document_N=batch.document_N, hard_document_NK=batch.hard_document_NK,
+            document_N=number_R[:n], hard_document_NK=number_R[n:].unflatten(0, many),
             negatives_NN=batch.negatives,
         )  # fmt: skip
         rows_RD = int8(rows_RD) if config.quantize else rows_RD
-        q_ND, d_ND, hard_RD = rows_RD.split([n, n, len(rows_RD) - 2 * n])
-        hard_NKD = hard_RD.unflatten(0, (n, config.negatives))
+        q_ND, d_ND, hard_NKD = rows_RD[:n], rows_RD[n : 2 * n], rows_RD[2 * n :].unflatten(0, many)
         return matryoshka(loss, (q_ND, d_ND, hard_NKD), config.dimensions)
+
+
+def numbered(sequences: Sequence[TokenSequence]) -> Tensor:
+    """A number for each text (R,): equal tokens, equal numbers."""
+    seen: dict[bytes, int] = {}
+    return torch.tensor([seen.setdefault(text.tokens_L.tobytes(), len(seen)) for text in sequences])
 
 
 class Prompts(NamedTuple):
@@ -198,9 +177,8 @@ class Reranking(Stage):
         lengths = [len(prompt_L) for prompt_L in batch.prompts]
 
         def forward(group: np.ndarray) -> Tensor:
-            tokens_BL, last_B = padded([batch.prompts[i] for i in group])
-            answer_B = batch.answer_B[group]
-            tokens_BL, last_B, answer_B = (x.to(processes.device) for x in (tokens_BL, last_B, answer_B))
+            inputs = (*padded([batch.prompts[i] for i in group]), batch.answer_B[group])
+            tokens_BL, last_B, answer_B = (x.to(processes.device) for x in inputs)
             loss = partial(answer_loss, last_B=last_B, answer_B=answer_B, normalizer=len(lengths))
             return module(tokens_BL, None, loss)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -256,8 +256,7 @@ class NextToken(Pretraining):
         return {"loss": loss, "tokens": tokens_BL.numel()}
 
 
-@dataclass(frozen=True)
-class Noised:
+class Noised(NamedTuple):
     """A batch of the forward process: clean tokens, what was masked, what its nats are divided by (t, if t is
     uniform); `valid_BL` False beyond a cut."""
 
@@ -283,10 +282,7 @@ class Diffusion(Pretraining):
         predictable = int((batch.valid_BL.sum(1) - 1).sum())
 
         def forward(rows: Tensor) -> Tensor:
-            tokens, masked, divisor, valid = (
-                x[rows].to(processes.device, non_blocking=True)
-                for x in (batch.tokens_BL, batch.masked_BL, batch.divisor_B, batch.valid_BL)
-            )
+            tokens, masked, divisor, valid = (x[rows].to(processes.device) for x in batch)
             valid = None if bool(batch.valid_BL[rows].all()) else valid
             loss = partial(
                 losses.diffusion_loss, tokens_BL=tokens, masked_BL=masked, t_B=divisor, valid_BL=valid,
@@ -317,12 +313,8 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     masked_BL = rng.random((b, length)) < t_B[:, None]
     cut_B = np.where(rng.random(b) < config.cut_fraction, rng.integers(2, length + 1, b), length)
     valid_BL = np.arange(length) < cut_B[:, None]
-    return Noised(
-        torch.from_numpy(tokens_BL.astype(np.int64)),
-        torch.from_numpy(masked_BL & valid_BL),
-        torch.from_numpy(divisor_B.astype(np.float32)),
-        torch.from_numpy(valid_BL),
-    )
+    drawn = tokens_BL.astype(np.int64), masked_BL & valid_BL, divisor_B.astype(np.float32), valid_BL
+    return Noised(*map(torch.from_numpy, drawn))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +326,9 @@ class Batch:
     count: int  # N
     negatives: Tensor | None  # (N, documents), False: the document is no negative of the query
     weight: float = 1.0  # of its loss in the step's
+    layout: ContextualBatch | None = None  # of queries about documents: what follows the queries
+    context: Sequence[TokenSequence] = ()  # CDE's: documents that all pairs see
+    kept: np.ndarray | None = None  # which of these are seen; the null vector stands for the others
 
 
 class Contrastive(Stage):
@@ -401,11 +396,11 @@ class Contrastive(Stage):
             return None
         return torch.from_numpy(self.neighbours[name].negatives(rows, self.config.filter_margin, *which))
 
-    def texts(self, name: str, rows: np.ndarray, *, hard: bool = False) -> Batch:
-        """The pairs in some rows: queries, then documents, then the hard negatives of each query."""
+    def texts(self, name: str, rows: np.ndarray) -> Batch:
+        """The pairs in some rows: queries, then documents, then the hard negatives of each query, if any."""
         pairs = self.data[name]
         texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
-        texts += [negative for i in rows for negative in pairs.negatives[i]] if hard else []
+        texts += [negative for i in rows for negative in pairs.negatives[i]] if pairs.negatives else []
         sequences, near = list(map(TokenSequence, texts)), self.negatives(name, rows)
         return Batch(dataset=name, sequences=sequences, count=len(rows), negatives=near)
 
@@ -419,8 +414,8 @@ class Contrastive(Stage):
             def loss_of_rows(rows_RD: Tensor, part: Batch = part) -> Tensor:
                 return part.weight * self.loss(rows_RD, part, step, processes)
 
-            last = part is parts[-1]
-            total += cached_backward(module, part.sequences, loss_of_rows, last=last, **options)
+            options["last"] = part is parts[-1]
+            total += cached_backward(module, part.sequences, loss_of_rows, **options)
         tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
         pairs = sum(part.count for part in parts)
         return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs}
@@ -456,13 +451,6 @@ class Pair(Contrastive):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class DocumentBatch(Batch):
-    """Queries, then the documents that they ask about."""
-
-    layout: ContextualBatch
-
-
 class Contextual(Contrastive):
     """Late chunking with INT8 and Matryoshka, and the dual objective of pplx-embed (section 2.4) or InSeNT's
     (`config.objective`).
@@ -492,19 +480,19 @@ class Contextual(Contrastive):
             )  # fmt: skip
         return data
 
-    def batch(self, step: int) -> DocumentBatch:
+    def batch(self, step: int) -> Batch:
         name, rows = self.plan(step)
         layout = contextual_batch(
             [self.data[name][i] for i in rows], separator_id=self.separator_id,
             queries_per_document=self.config.queries_per_document,
             rng=np.random.default_rng([self.config.seed, 3, step]),
         )  # fmt: skip
-        return DocumentBatch(
+        return Batch(
             dataset=name, sequences=layout.sequences, count=len(layout.document_N), layout=layout,
             negatives=self.negatives(name, rows, layout.document_N.numpy(), layout.query_N.numpy()),
         )  # fmt: skip
 
-    def loss(self, rows_RD: Tensor, batch: DocumentBatch, step: int, processes: Processes) -> Tensor:
+    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         config, layout = self.config, batch.layout
         q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, layout)
         shared = {
@@ -532,7 +520,7 @@ class Triplet(Contrastive):
         """The parts of a batch, each with a loss of its own."""
         name, rows = self.plan(step)
         parts = np.array_split(rows, min(self.config.accumulation, len(rows)))
-        return [replace(self.texts(name, part, hard=True), weight=len(part) / len(rows)) for part in parts]
+        return [replace(self.texts(name, part), weight=len(part) / len(rows)) for part in parts]
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         n, codes_RD = batch.count, int8(rows_RD)
