@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from unmask.models.quantize import (
-    binary,
-    bytes_per_embedding,
-    documents_per_megabyte,
-    int8,
-    pack_binary,
-)
+from unmask.models.quantize import binary, bytes_per_embedding, documents_per_megabyte, int8, pack_binary
 
 MEANS = 1.5 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
