@@ -99,6 +99,8 @@ class Corpus:
         return self._read("documents", split, dataset)
 
     def _read(self, kind: str, split: str, dataset: str | None) -> Dataset:
+        if split not in SPLITS:
+            raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
         names = self.datasets(kind, split)
         if dataset and dataset not in names:
             raise ValueError(f"The corpus has no {kind} {dataset!r} in {split!r}; it has {names}.")
