@@ -1,7 +1,7 @@
 """A Hub on localhost: as much of its HTTP interface as huggingface_hub asks for, with faults on demand.
 
-Large files are in LFS and come by redirect from another host, with Range, as from the Hub's CDN. Faults are
-queued per file, and each request for its content takes one.
+Files come with Range, as from the Hub's CDN, but from the same host. Faults are queued per file, and each
+request for its content takes one.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
-
-LFS_FROM = 1000  # bytes
 
 
 @dataclass
@@ -75,8 +73,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
-        if path.startswith("/cdn/"):
-            return self._cdn(path.removeprefix("/cdn/"))
         if path.startswith("/api/"):
             path = path.removeprefix("/api")
         elif not path.startswith("/datasets/"):
@@ -124,19 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(403, "GatedRepo", "Access to this dataset is restricted")
         if file not in repo.files:
             return self._error(404, "EntryNotFound", "Entry not found")
-        content, commit = repo.files[file], {"X-Repo-Commit": repo.commit}
-        if len(content) < LFS_FROM:
-            return self._content(file, content, commit | {"ETag": f'"{_blob(content)}"'})
-        digest = hashlib.sha256(content).hexdigest()
-        cdn = self.hub.url.replace("127.0.0.1", "localhost")  # another host
-        linked = {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-        self._send(302, b"", commit | linked | {"Location": f"{cdn}/cdn/{digest}"})
-
-    def _cdn(self, digest: str) -> None:
-        for repo in self.hub.repos.values():
-            for file, content in repo.files.items():
-                if hashlib.sha256(content).hexdigest() == digest:
-                    return self._content(file, content, {"ETag": f'"{digest}"'})
+        content = repo.files[file]
+        self._content(file, content, {"X-Repo-Commit": repo.commit, "ETag": f'"{_blob(content)}"'})
 
     def _content(self, file: str, content: bytes, headers: dict[str, str]) -> None:
         queue = self.hub.faults.get(file, []) if self.command == "GET" else []
@@ -170,11 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(file: str, content: bytes) -> dict:
-    entry = {"type": "file", "path": file, "size": len(content), "oid": _blob(content)}
-    if len(content) >= LFS_FROM:
-        digest = hashlib.sha256(content).hexdigest()
-        entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 130}
-    return entry
+    return {"type": "file", "path": file, "size": len(content), "oid": _blob(content)}
 
 
 def _blob(content: bytes) -> str:

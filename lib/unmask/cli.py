@@ -169,7 +169,7 @@ def mirror_check(options: argparse.Namespace) -> int:
         wrong += hub.check(preset)
     if wrong:
         _print_table([("missing or wrong", "why"), *wrong])
-        print(hub.how(preset))
+        print(hub.HOW_TO_MIRROR)
         return 1
     print(f"all that preset {preset.name!r} needs is there, and whole")
     return 0

@@ -84,10 +84,8 @@ def test_every_format_gives_the_rows_whatever_the_size_of_a_piece(
 def test_all_text_of_a_csv_file_is_text(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("query,document\nNA,007\nnull,3.50\n", encoding="utf8")
-    assert [(row["query"], row["document"]) for row in rows_of(own(path))] == [
-        ("NA", "007"),
-        ("null", "3.50"),
-    ]
+    texts = [(row["query"], row["document"]) for row in rows_of(own(path))]
+    assert texts == [("NA", "007"), ("null", "3.50")]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -126,7 +124,6 @@ NESTED = {"chunks": ["c"], "queries": ["q"], "golds": [0]}
 BAD_ROWS = [
     (PAIRS[0], {"query": 3, "document": "d"}, "query is no text, or empty: 3"),
     (PAIRS[0], {"query": "q", "document": "  \n"}, "document is no text, or empty: "),
-    (PAIRS[0], {"query": "q"}, "document is no text, or empty: None"),
     (NESTED, NESTED | {"chunks": []}, "chunks is no text, or empty: []"),
     (NESTED, NESTED | {"queries": ["q", "r"]}, "golds are not the number of a chunk"),
     (NESTED, NESTED | {"golds": [1]}, "golds are not the number of a chunk, from 0, for each query: [1]"),
@@ -156,10 +153,8 @@ LINE = b'{"query": "q", "document": "d"}\n'
 UNREADABLE = {
     "a.jsonl": (LINE * 2 + b'{"query": "q", "document": }\n', "line 3: Expecting value"),
     "b.jsonl": (LINE + b'{"query": "\xff", "document": "d"}\n', "line 2: 'utf-8' codec can't decode"),
-    "c.jsonl": (LINE + rb'{"query": "\ud800", "document": "d"}' + b"\n", "line 2: 'utf-8' codec can't enc"),
     "d.jsonl.gz": (gzip.compress(LINE * 999)[:-20], "Compressed file ended"),
     "f.csv": (b"query,document\na,b\nb,c,d\n", "Expected 2 fields in line 3, saw 3"),
-    "g.csv": (b"query,document\na,\xe4b\n", "'utf-8' codec can't decode"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
 }
 
@@ -229,7 +224,7 @@ def test_a_mirror_is_read_by_the_readme_of_a_repository_or_by_its_folders(mirror
         ({"config": "due"}, "Source mine: org/name has no configuration 'due'; did you mean 'deu'?"),
         ({"config": ""}, "org/name has no configuration 'default'; did you mean 'deu'?"),
         ({"split": "test"}, "org/name, deu has no split 'test'; known: train"),
-        ({"config": "ces"}, "org/name cannot be read (no file of ces, split train); where the Hub"),
+        ({"config": "ces"}, "org/name cannot be read (no file of ces, split train); with internet"),
         ({"repo": "org/other"}, "org/other cannot be read ("),
     ],
 )
@@ -285,4 +280,4 @@ def test_the_hub_is_read_over_the_wire_and_its_refusals_say_what_to_do(tmp_path:
             found += done.stdout.splitlines()
     assert found[:2] == ["True 50 what is 49?", "False 50 what is 49?"]
     for message, part in zip(found[2:], ["Repository Not Found", "restricted", "refused"], strict=True):
-        assert part in message and message.endswith("and UNMASK_MIRROR=DIR serves it here")
+        assert part in message and message.endswith("; UNMASK_MIRROR=DIR serves it here")

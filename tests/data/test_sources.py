@@ -39,11 +39,8 @@ def config(tmp_path, monkeypatch):
     (folder / "own.yaml").write_text(REGISTRY, encoding="utf8")
     write(folder / "notes.jsonl", [{"body": f"Note {i} is about the number {i}."} for i in range(100)])
     write(folder / "questions.jsonl", [{"q": f"What is {i}?", "a": f"{i} is a number"} for i in range(100)])
-    manuals = [
-        {"chunks": [f"manual {i}", "open it", "close it"], "asked": [f"open {i}?"], "golds": [1]}
-        for i in range(40)
-    ]
-    write(folder / "manuals.jsonl", manuals)
+    manual = {"asked": ["open it?"], "golds": [1]}
+    write(folder / "manuals.jsonl", [manual | {"chunks": [f"{i}", "open it"]} for i in range(40)])
     values = {"source": str(folder / "own.yaml"), "seed": 0, "max_packages": 0, "max_text_mb": 1}
     values["families"] = ()
     return SimpleNamespace(**values, dev_packages=("beta",), test_packages=("gamma",), folder=folder)
@@ -78,8 +75,6 @@ def test_families_that_are_not_asked_for_are_not_there(config):
     one = open_corpus(config)
     assert one.datasets("pairs", "train") == one.datasets("documents", "train") == []
     assert len(one.pairs("train")) == 0 and len(one.texts("train")) == len(whole.texts("train"))
-    with pytest.raises(ValueError, match="no pairs 'questions'"):
-        one.pairs("train", "questions")
 
 
 def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):
@@ -261,10 +256,8 @@ def test_chunks_and_queries_of_two_configurations_are_joined(tmp_path, monkeypat
         "---\nconfigs:\n- config_name: documents\n  data_files: chunks.jsonl\n"
         "- config_name: queries\n  data_files: queries.jsonl\n---\n"
     )
-    values = {"kind": "mirror", "repo": "org/name", "config": "documents", "queries_config": "queries"}
-    source = Source(
-        name="mine", role="documents", language="eng", licence="", columns=JOINED, hold_out=0.0, **values
-    )
+    values = {"repo": "org/name", "config": "documents", "queries_config": "queries", "columns": JOINED}
+    source = Source("mine", "mirror", "documents", "eng", "", **values)
     card, stored = tables(source, tmp_path / "out")
     first, second = stored["train"]
     assert first["document_id"] == "mine/a_b" and first["package"] == "org/name"

@@ -119,6 +119,5 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema
     """Writes rows as an Arrow file that `datasets` maps into memory, and returns its size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.ipc.new_stream(str(path), schema) as writer:
-        for start in range(0, len(rows), 10_000):
-            writer.write_batch(pa.RecordBatch.from_pylist(rows[start : start + 10_000], schema))
+        writer.write_table(pa.Table.from_pylist(rows, schema), max_chunksize=10_000)
     return {"rows": len(rows)}

@@ -51,8 +51,8 @@ def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor,
     counts_MC = batch.chunk_tokens_MC.to(rows_RD.device)
     mask_MC = counts_MC > 0
     n = len(batch.document_N)
-    chunks_MCD = rows_RD.new_zeros(*mask_MC.shape, rows_RD.shape[1])
-    chunks_MCD = chunks_MCD.masked_scatter(mask_MC[..., None], rows_RD[n:])
+    empty_MCD = rows_RD.new_zeros(*mask_MC.shape, rows_RD.shape[1])
+    chunks_MCD = empty_MCD.masked_scatter(mask_MC[..., None], rows_RD[n:])
     weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
     documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
     return rows_RD[:n], chunks_MCD, documents_MD, mask_MC

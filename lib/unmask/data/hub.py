@@ -24,7 +24,7 @@ from huggingface_hub.utils import get_session
 from tqdm.auto import tqdm
 
 from unmask.config import Preset
-from unmask.data.reading import MANIFEST, DataFile, data_files, manifest, sha256
+from unmask.data.reading import HOW_TO_MIRROR, MANIFEST, DataFile, data_files, manifest, sha256
 from unmask.data.registry import Source, conteb, load_registry
 from unmask.store import write_atomic
 
@@ -33,7 +33,6 @@ MODEL_FILES = {
     "allow_patterns": ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE"],
     "ignore_patterns": ["*/*.safetensors"],
 }
-HUB_TIMEOUT = 5.0  # seconds in which the Hub answers, or is taken to be out of reach
 ALL = 10**18  # bytes of text: more than there is of anything
 # Text to fetch for each byte that `data.max_text_mb` allows a source. Its share is one of tokens: the cap
 # takes four bytes for each, which holds for Latin script; others have up to seven.
@@ -109,20 +108,15 @@ def require(preset: Preset) -> None:
     """
     if root() and (lacking := check(preset, quick=True)):
         what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
-        raise ValueError(f"the mirror {root()} lacks {what}: {how(preset)}")
-
-
-def how(preset: Preset) -> str:
-    """How to get what is missing."""
-    return f"on a host with internet, `unmask mirror pull --preset {preset.name} --to DIR`"
+        raise ValueError(f"the mirror {root()} lacks {what}: {HOW_TO_MIRROR}")
 
 
 def unreachable() -> str:
-    """Why the Hub does not answer; empty if it does, whatever it says."""
+    """Why the Hub does not answer within five seconds; empty if it does, whatever it says."""
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT, follow_redirects=False)
+        get_session().head(constants.ENDPOINT, timeout=5.0, follow_redirects=False)
     except (HTTPError, OSError) as error:
         return f"{constants.ENDPOINT}: {error or type(error).__name__}"
     return ""
@@ -176,8 +170,6 @@ def pull(preset: Preset, folder: Path) -> None:
     parts: dict[str, list[Need]] = {}
     for need in needs(preset):
         parts.setdefault(need.repo, []).append(need)
-    if why := unreachable():
-        raise OSError(f"the Hub cannot be reached ({why}): pull elsewhere, or set HTTPS_PROXY or HF_ENDPOINT")
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror

@@ -26,10 +26,7 @@ from unmask.data.registry import Source, own_files, split_of
 from unmask.store import fingerprint, nearest, read_json
 
 MANIFEST = ".unmask-mirror.json"
-HOW_TO_MIRROR = (
-    "where the Hub can be reached, `unmask mirror pull --preset NAME --to DIR` fetches what a preset needs, "
-    "and UNMASK_MIRROR=DIR serves it here"
-)
+HOW_TO_MIRROR = "with internet, `unmask mirror pull --preset NAME --to DIR`; UNMASK_MIRROR=DIR serves it here"
 # Suffix → the builder of `datasets` that reads such files. JSON and CSV may be compressed (.gz).
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"} | dict.fromkeys(
     (".jsonl", ".ndjson", ".json"), "json"
@@ -84,9 +81,8 @@ def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
         return [_described(path, recorded.get(os.path.relpath(path, base), {})) for path in found]
     except (OSError, HTTPError) as error:  # not there, not open to this account, no answer
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f"Source {source.name}: {base} cannot be read ({reason}); {HOW_TO_MIRROR}"
-        ) from error
+        what = f"Source {source.name}: {base} cannot be read ({reason})"
+        raise ValueError(f"{what}; {HOW_TO_MIRROR}") from error
 
 
 def files_of(source: Source) -> Iterator[tuple[DataFile, bool | None]]:

@@ -30,7 +30,6 @@ REQUIRED = {
     "triplets": ["query document negatives"],
     "documents": ["chunks queries golds", "title chunk query", "chunk_id chunk query query_chunk_id"],
 }
-ALLOWED = {"id", "key", "held_by"}  # and what it may have
 # ConTEB's data sets on the Hub → the split that is evaluated: "test" where there is one, otherwise
 # "validation", otherwise "train", as the authors say.
 CONTEB = dict.fromkeys(("covid-qa", "football", "geography", "insurance"), "train")
@@ -108,11 +107,10 @@ def load_registry(name_or_path: str) -> list[Source]:
     return sources
 
 
-def conteb(name: str, split: str | None = None) -> Source:
+def conteb(name: str) -> Source:
     """Where the data of a task of ConTEB are."""
-    values = {"kind": "hub", "role": "documents", "language": "eng", "licence": ""}
-    configs = {"config": "documents", "queries_config": "queries", "split": split or CONTEB[name]}
-    return Source(name, **values, repo=f"illuin-conteb/{name}", **configs)
+    place = {"repo": f"illuin-conteb/{name}", "config": "documents", "queries_config": "queries"}
+    return Source(name, "hub", "documents", "eng", licence="", **place, split=CONTEB[name])
 
 
 def split_of(source: Source, key: str) -> str:
@@ -177,13 +175,12 @@ def _check(source: Source) -> None:
     if (source.max_rows if source.role == "text" else source.share) is not None:
         raise ValueError("share is for text, and max_rows for pairs, triplets and documents")
     if source.kind == "files" and not source.optional and not own_files(source):
-        raise ValueError(
-            f"files: there is no {' or '.join(source.files)}; `optional: true` lets it be absent"
-        )
+        named = " or ".join(source.files)
+        raise ValueError(f"files: there is no {named}; `optional: true` lets it be absent")
     if source.role in ("pairs", "triplets") and not source.group:
         raise ValueError(f"{source.role} need a group (english, cross-lingual, multilingual or code)")
-    layouts, columns = REQUIRED[source.role], set(source.columns)
-    if columns - ALLOWED not in [set(layout.split()) for layout in layouts]:
+    layouts, columns = REQUIRED[source.role], set(source.columns) - {"id", "key", "held_by"}
+    if columns not in [set(layout.split()) for layout in layouts]:
         wanted, got = ", or ".join(layouts), " ".join(source.columns)
         raise ValueError(f"columns: {source.role} need {wanted}, and may have id, key and held_by; got {got}")
     if ("chunk_id" in columns) != bool(source.queries_config):
@@ -193,6 +190,4 @@ def _check(source: Source) -> None:
 def _check_shares(sources: list[Source]) -> None:
     shares = [source.share or 0.0 for source in sources if source.role == "text"]
     if any(shares) and (0.0 in shares or abs(sum(shares) - 100) > 0.01):
-        raise ValueError(
-            f"the shares of the text sum to {sum(shares):.2f} percent: all need one, 100 together"
-        )
+        raise ValueError(f"shares of text sum to {sum(shares):.2f} percent: all need one, 100 together")
