@@ -70,30 +70,9 @@ def test_metrics_are_those_of_trec_eval():
     search.metrics_case(50, 200).check()
 
 
-def test_growing_corpora_are_searched(tmp_path, monkeypatch):
-    monkeypatch.setattr(search, "artifacts_root", lambda: tmp_path)
-    rows = search.scaling((1000, 4000))
-    assert len(rows) == 5 and all(row.ratio > 0 for row in rows) and not list(tmp_path.iterdir())
-
-
 def test_every_row_that_is_known_can_be_measured_again():
     known = json.loads((run.repository() / "results" / "benchmarks" / "benchmarks.json").read_text())
     assert {row["command"].split()[-1] for row in known} <= set(run.SUBJECTS)
-
-
-def test_speeds_takes_the_fastest_variants_and_the_median_of_ratios(monkeypatch):
-    times = {"a": 2.0, "slow": 9.0, "fast": 4.0}
-    monkeypatch.setattr(measure, "seconds", lambda step: times[step()])
-    programs = {
-        "unmask": {"only": lambda: "a"},
-        "peer": {"slow": lambda: "slow", "fast": lambda: "fast"},
-    }
-    found = measure.speeds(
-        measure.Case("", "tokens/s", 100.0, programs, check=lambda: times.update(checked=1))
-    )
-    assert "checked" in times
-    assert found["unmask"] == {"variant": "only", "rate": 50.0, "ratio": 1.0}
-    assert found["peer"] == {"variant": "fast", "rate": 25.0, "ratio": 2.0}
 
 
 def test_rows_are_written_kept_and_measured_again_on_demand(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import pytrec_eval
 import torch
 
 from unmask.evaluation import Bm25, ranking_metrics, retrieval_metrics
-from unmask.evaluation.metrics import best_seconds
 
 KS = (1, 3, 10, 100)
 IDS = {
@@ -138,9 +137,3 @@ def test_bm25_of_nothing():
     assert Bm25(["word", "", "other"]).scores(["", "…", "word"])[:2].tolist() == [[0, 0, 0], [0, 0, 0]]
     with pytest.raises(ValueError, match="at least one document with a word"):
         Bm25(["", "!"])
-
-
-def test_calls_take_turns():
-    order = []
-    seconds = best_seconds({name: lambda name=name: order.append(name) for name in "ab"})
-    assert order == ["a", "b"] * 3 and list(seconds) == ["a", "b"]

@@ -153,13 +153,9 @@ def first_documents(task: Task, documents: int) -> Task:
     """A task's first documents with the queries that they answer, for what is too dear for all of them."""
     chunks = sum(map(len, task.documents[:documents]))
     kept = [i for i, relevant in enumerate(task.relevant) if max(relevant) < chunks]
-    return replace(
-        task,
-        queries=[task.queries[i] for i in kept],
-        documents=task.documents[:documents],
-        relevant=[task.relevant[i] for i in kept],
-        chunk_ids=task.chunk_ids and task.chunk_ids[:chunks],
-    )
+    queries, relevant = [task.queries[i] for i in kept], [task.relevant[i] for i in kept]
+    ids = task.chunk_ids and task.chunk_ids[:chunks]
+    return Task(task.name, task.family, queries, task.documents[:documents], relevant, ids)
 
 
 def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:

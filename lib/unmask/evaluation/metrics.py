@@ -24,13 +24,9 @@ CACHED = 2**18  # scores ranked at once: they stay in a core's cache
 
 
 def retrieval_metrics(
-    scores_NM: Tensor | np.ndarray,
-    relevant: Sequence[Set[int]],
-    ks: Sequence[int] = (10,),
-    document_ids: Sequence[str] | None = None,
-    *,
-    per_query: bool = False,
-) -> dict:
+    scores_NM: Tensor | np.ndarray, relevant: Sequence[Set[int]], ks: Sequence[int] = (10,),
+    document_ids: Sequence[str] | None = None, *, per_query: bool = False,
+) -> dict:  # fmt: skip
     """nDCG, recall, MAP, MRR and precision at each k, equal to trec_eval's, ties included.
 
     trec_eval compares scores in float32 and orders equal ones by descending document id, as strings. INT8 and
@@ -178,10 +174,7 @@ class Bm25:
 
 def _check(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]], ks: Sequence[int]) -> None:
     if rows.ndim != 2 or len(rows) != len(relevant) or not len(relevant):
-        raise ValueError(
-            "There must be one row per query, and there must be a query; got "
-            f"{tuple(rows.shape)} for {len(relevant)} queries."
-        )
+        raise ValueError(f"There must be one row per query; got {tuple(rows.shape)} for {len(relevant)}.")
     for query, columns in enumerate(relevant):
         if not columns or min(columns) < 0:
             raise ValueError(f"Query {query} has no relevant document, or one below 0: {sorted(columns)}.")

