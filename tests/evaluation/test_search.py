@@ -114,6 +114,7 @@ FLOATS = np.ones((2, 6), np.float32)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ((codes(2), codes(5), 0), "k is 0: ask for one document or more"),
         ((codes(2, 8), codes(5), 1), r"queries are \(2, 8\) int8 and documents \(5, 6\) int8"),
         (
             (FLOATS, codes(5), 1),

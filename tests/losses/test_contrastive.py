@@ -130,3 +130,9 @@ TWO = torch.ones(2, 2)
 def test_bad_arguments_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_an_embedding_that_is_no_number_is_named():
+    bad = torch.tensor([[1.0, 0.0], [0.0, 1.0], [math.nan, 0.0]])
+    with pytest.raises(FloatingPointError, match="d_ND holds NaN or infinity, first in row 2"):
+        pair_loss(torch.eye(3)[:, :2] + 1, bad)

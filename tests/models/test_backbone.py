@@ -1,5 +1,7 @@
 """A backbone of any family that honours `is_causal`, and its checkpoints."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModel
@@ -46,6 +48,15 @@ def test_a_checkpoint_loads_with_stock_classes_and_says_what_it_is(tmp_path):
     tokens = torch.arange(4, 20)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).last_hidden_state, tiny.model()(tokens).last_hidden_state)
+
+
+def test_vocabulary_and_merges_lie_beside_the_tokenizer(tmp_path):
+    path = saved(tmp_path / "m")
+    vocabulary = json.loads((path / "vocab.json").read_text(encoding="utf8"))
+    assert vocabulary.items() <= tiny.tokenizer().get_vocab().items() and len(vocabulary) >= 256
+    merges = json.loads((path / "tokenizer.json").read_text(encoding="utf8"))["model"]["merges"]
+    lines = (path / "merges.txt").read_text(encoding="utf8").splitlines()
+    assert [line for line in lines if not line.startswith("#version")] == [" ".join(pair) for pair in merges]
 
 
 def test_what_cannot_become_bidirectional_is_refused():

@@ -136,7 +136,7 @@ def check(preset: Preset, *, quick: bool = False) -> list[tuple[str, str]]:
             wrong[need.repo, why] = None
         for path, fact in manifest(mirror / need.repo).get("files", {}).items():
             facts[mirror / need.repo / path] = fact
-    for path, fact in tqdm(facts.items(), "checking", leave=False, unit="file"):
+    for path, fact in tqdm(facts.items(), "checking", delay=2, leave=False, unit="file"):
         if not path.is_file() or path.stat().st_size != fact["size"]:
             wrong[str(path), "not there or not whole: pull again"] = None
         elif not quick and sha256(path) != fact.get("sha256"):

@@ -69,8 +69,8 @@ def top_k(
         method: "exact" or "faiss"; see `index`.
     Returns: scores (N, K), float32, and document numbers (N, K), int64, with K = min(k, M). Equal scores are
         in order of document number.
-    Raises: ValueError for an unknown method or one that cannot take such embeddings; no queries or no
-        documents; two precisions or two numbers of dimensions; NaN.
+    Raises: ValueError for an unknown method or one that cannot take such embeddings; no queries, no
+        documents or k below 1; two precisions or two numbers of dimensions; NaN.
 
     Example:
         >>> documents = np.array([[0, 1], [2, 2], [9, 1], [1, 1]], np.int8)
@@ -106,6 +106,8 @@ def index(d_MD: np.ndarray, method: str = "exact") -> Search:
 
     def search(q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         _check(q_ND, "queries")
+        if k < 1:
+            raise ValueError(f"k is {k}: ask for one document or more")
         kinds = [(x_XD.shape[1], "f" if x_XD.dtype.kind == "f" else x_XD.dtype) for x_XD in (q_ND, d_MD)]
         if kinds[0] != kinds[1]:
             said = [f"{x_XD.shape} {x_XD.dtype}" for x_XD in (q_ND, d_MD)]
@@ -130,10 +132,12 @@ def two_step(
         q_bits_NB, d_bits_MB: the same texts as packed bits, uint8.
         candidates: per query, from k to M (more are M).
     Returns: as `top_k`.
-    Raises: ValueError if the two kinds of embeddings do not match.
+    Raises: ValueError if the two kinds of embeddings do not match, or there are fewer candidates than k.
     """
     if len(q_ND) != len(q_bits_NB) or len(d_MD) != len(d_bits_MB) or d_bits_MB.dtype != np.uint8:
         raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
+    if candidates < k:
+        raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
     ids_NC = np.sort(top_k(q_bits_NB, d_bits_MB, candidates)[1], axis=1)
     scores = [similarity(q_D[None], d_MD[ids_C])[0].numpy() for q_D, ids_C in zip(q_ND, ids_NC, strict=True)]
     return _ordered(np.stack(scores), ids_NC, k)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError
+from tokenizers.models import BPE
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -186,6 +187,8 @@ def write(
     """
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+    if isinstance(bpe := tokenizer.backend_tokenizer.model, BPE):
+        bpe.save(str(folder))  # vocab.json and merges.txt, which readers in C and Rust ask for
     (folder / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
 
 
@@ -223,6 +226,7 @@ def dequantize(gguf: Path, folder: Path) -> None:
     model = type(read)(type(read.config).from_dict(config))  # what was read from GGUF refuses to be saved
     model.load_state_dict(read.state_dict())
     save(model, tokenizer, folder, stage="base", source=CARD, fingerprint=SHA256[:16])
+    (folder / "README.md").write_text(f"# {PACKAGED}\n\n{CARD}\n", encoding="utf8")
 
 
 def fetch(folder: Path) -> Path:

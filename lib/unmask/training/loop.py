@@ -8,7 +8,8 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,11 +150,11 @@ def train(
         report({"total": config.steps, "done": done})
     with fast_attention(), log.open("a", encoding="utf8") as lines:
         started = time.perf_counter()
-        for step in range(done, config.steps):
+        for step, batch in _ahead(stage.batch, range(done, config.steps)):
             lr = config.lr * lr_factor(config, step)
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
             try:
-                row = stage.backward(module, stage.batch(step), step, processes)
+                row = stage.backward(module, batch, step, processes)
                 norm = _clip(model, config.clip)
                 told = processes.sum(torch.tensor(float(bool(signals)), device=processes.device))
                 row["loss"], norm, told = torch.stack([row["loss"].float(), norm.float(), told]).tolist()
@@ -199,6 +200,16 @@ def _prepared(
     module = processes.parallel(stage.module(model.train()))
     betas, groups = (config.beta1, config.beta2), parameter_groups(model, config.weight_decay)
     return module, torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+
+
+def _ahead(make: Callable[[int], Any], steps: range) -> Iterator[tuple[int, Any]]:
+    """Each step with its batch; the next batch is made while the current one is trained on."""
+    with ThreadPoolExecutor(1) as loader:
+        coming = loader.submit(make, steps.start)
+        for step in steps:
+            batch = coming.result()
+            coming = loader.submit(make, step + 1) if step + 1 in steps else None
+            yield step, batch
 
 
 def _shorten(log: Path, done: int, processes: Processes) -> None:
