@@ -71,6 +71,10 @@ class Prepared:
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of each file
     counters: Mapping[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def read(cls, folder: Path) -> Prepared:
+        return cls(**read_json(folder / JOURNAL) | {"folder": folder})
+
     def suffices(self, wanted: int | None) -> bool:
         """Whether these are the tokens that are wanted (None: all that there are)."""
         return wanted is not None and self.counters.get("tokens", 0) >= wanted
@@ -122,7 +126,7 @@ def build(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        done = Prepared(**read_json(folder / JOURNAL) | {"folder": folder})
+        done = Prepared.read(folder)
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
@@ -221,11 +225,14 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
 def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) -> Prepared:
     """The training texts of a source as one column "tokens"; `wanted` tokens of them or all.
 
-    Pieces of the source are taken in a random order, so that a part of a source is like the whole.
+    Pieces of the source are taken in a random order, so that a part of a source is like the whole. Where
+    enough is prepared, they are not listed again.
     """
+    folder, work = _folder("text", identity(source), stored), partial(_text, source, stored)
+    if (done := Prepared.read(folder)).suffices(wanted):
+        return done
     units = reading.units(source)
     order = permuted(np.arange(len(units)), max(len(units), 1), 0)
-    folder, work = _folder("text", identity(source), stored), partial(_text, source, stored)
     return build(folder, [units[i] for i in order], work, f"tokenising {source.name}", wanted=wanted)
 
 
