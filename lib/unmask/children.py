@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 
 def bound(command: Sequence[str]) -> list[str]:
@@ -31,6 +32,11 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which survives exec
         if os.getppid() != parent:
             os._exit(1)
+
+
+def dying_together() -> dict[str, Any]:
+    """Options of `joblib.Parallel`: its workers die with this process."""
+    return {"initializer": die_with, "initargs": (os.getpid(),)}
 
 
 @contextlib.contextmanager

@@ -138,8 +138,8 @@ def encode(options: argparse.Namespace) -> None:
 def mirror_pull(options: argparse.Namespace) -> None:
     """`unmask mirror pull`: fetches the models and the data that a preset reads, on a host with internet.
 
-    The files are laid out as on the Hub, DIR/<organisation>/<name>/…, and their checksums are compared; of a
-    text source only as much is fetched as data.max_text_mb needs. The same command goes on with what was
+    The files are laid out as on the Hub, DIR/<organisation>/<name>/…, and their checksums noted for `check`;
+    of a text source only as much is fetched as data.max_text_mb needs. The same command goes on with what was
     interrupted. UNMASK_MIRROR=DIR then serves hosts without internet.
     """
     from unmask.data import hub

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import os
 import platform
 import re
 import sysconfig
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 from joblib import Parallel, delayed
 from tqdm import tqdm
 
-from unmask.children import die_with
+from unmask.children import dying_together
 from unmask.config import DataConfig
 from unmask.data import cldr
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
@@ -154,8 +153,8 @@ def _licence(distribution: Distribution) -> str:
 def harvest(packages: Sequence[Package]) -> list[Harvest | None]:
     """Parses every file once, in two processes where that pays; the results keep the order of the files."""
     jobs = [delayed(harvest_file)(one.name, one.root, file) for one in packages for file in one.files]
-    ends = {"initializer": die_with, "initargs": (os.getpid(),)}  # killed, it leaves no worker behind
-    found = Parallel(min(WORKERS, 1 + len(jobs) // 50), return_as="generator", **ends)(jobs)
+    workers = min(WORKERS, 1 + len(jobs) // 50)
+    found = Parallel(workers, return_as="generator", **dying_together())(jobs)
     return list(tqdm(found, "harvest", len(jobs), unit="file"))
 
 

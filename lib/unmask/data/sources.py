@@ -19,6 +19,7 @@ from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 
+from unmask.children import dying_together
 from unmask.config import DataConfig
 from unmask.data import cldr, corpus, environment, reading, registry
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
@@ -137,7 +138,8 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
     text, named, dropped = [], [], {}
     jobs = min(cpu_count(), len(sources) // 8 + 1)  # for few, a process takes longer to start than it saves
     bar = tqdm(sources, "reading sources", leave=False, unit="source")
-    for source, held in zip(sources, Parallel(jobs)(delayed(_open)(one, config) for one in bar)):
+    opened = Parallel(jobs, **dying_together())(delayed(_open)(one, config) for one in bar)
+    for source, held in zip(sources, opened):
         kind, relative, card = KIND[source.role], os.path.relpath(held.path, path), held.card
         sizes[kind] |= card["sizes"][kind]
         folders[kind] |= {name: os.path.join(relative, one) for name, one in card["folders"][kind].items()}

@@ -25,7 +25,7 @@ from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from unmask.children import die_with
+from unmask.children import dying_together
 from unmask.data import reading, tokens
 from unmask.data.batches import permuted
 from unmask.data.reading import identity
@@ -131,8 +131,8 @@ def build(
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
         workers = min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER)
-        ends = {"initializer": die_with, "initargs": (os.getpid(),)}  # killed, it leaves no worker behind
-        results = Parallel(max(workers, 1), return_as="generator", **ends)(map(delayed(work), left))
+        pool = Parallel(max(workers, 1), return_as="generator", **dying_together())
+        results = pool(map(delayed(work), left))
         for result in tqdm(results, title, len(units), initial=done.units, delay=2, leave=False):
             if not done.suffices(wanted):  # else it was under way when there was enough
                 done = done.extended(result)
