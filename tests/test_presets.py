@@ -46,7 +46,6 @@ NUMBERS = {
     },
     ("evaluation", C): {"query_length": 1024, "document_length": 1024},
     ("ablation", "paper, figure 2"): {"ema": 0.02},
-    ("clusters", "CDE, section 10.5"): {"packing": "tour"},
     ("clusters", "CDE, section 5"): {"iterations": 100, "attempts": 3},
     ("cde", "CDE, table 1"): {"batch": 512, "cluster_size": 512},
     ("cde", "CDE, section 5"): {

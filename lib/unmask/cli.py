@@ -154,13 +154,11 @@ def mirror_pull(options: argparse.Namespace) -> None:
 
 
 def mirror_check(options: argparse.Namespace) -> int:
-    """`unmask mirror check`: says what of a preset's models and data is missing, and whether the checksums of
-    the rest are right. Exit status 1 if anything is missing or wrong."""
+    """`unmask mirror check`: says what of a preset's models and data UNMASK_MIRROR lacks, and whether the
+    checksums of the rest are right. Exit status 1 if anything is missing or wrong."""
     from unmask.data import hub
     from unmask.models import backbone
 
-    if options.source:
-        os.environ["UNMASK_MIRROR"] = str(options.source)
     preset = load_preset(options.preset, _overrides(options.set))
     wrong = []
     if preset.backbone.checkpoint == backbone.PACKAGED and backbone.missing():
@@ -242,8 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = mirrors.add_subparsers(required=True, metavar="action")
     add = command("pull", mirror_pull, "fetch what a preset reads, or go on with that", preset, of=actions)
     add("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
-    add = command("check", mirror_check, "say what is missing, and verify the rest", preset, of=actions)
-    add("--from", dest="source", type=Path, metavar="DIR", help="the mirror; default: UNMASK_MIRROR")
+    command("check", mirror_check, "say what UNMASK_MIRROR lacks, and verify the rest", preset, of=actions)
     return parser
 
 

@@ -189,7 +189,6 @@ class ClustersConfig(Section):
     """How rows that look alike are found, for every stage with a `cluster_size` or a `filter_margin`."""
 
     surrogate: str = "lsa"  # word statistics of the training data; or an embedder: directory or Hub name
-    packing: Literal["tour", "random"] = "tour"  # order of clusters: each beside its nearest (CDE), or any
     iterations: Count = 100  # of k-means; CDE's
     attempts: Count = 3  # of k-means, of which the best counts; CDE's
 

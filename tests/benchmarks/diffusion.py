@@ -75,10 +75,7 @@ def both(hidden_states: Callable[[], Tensor], rest: tuple[Tensor, ...], setting:
         loss.backward()
         return loss.detach()
 
-    programs = {
-        "unmask": {"": lambda: step(diffusion_loss)},
-        "full logits": {"": lambda: step(full_logits)},
-    }
+    programs = {"unmask": {"": lambda: step(diffusion_loss)}, "full logits": {"": lambda: step(full_logits)}}
     return Case(described(setting), "tokens/s", tokens.numel(), programs, check)
 
 

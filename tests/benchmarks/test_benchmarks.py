@@ -1,4 +1,4 @@
-"""The benchmarks compare like with like, and say in their file what they found."""
+"""The benchmarks compare like with like."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import contrastive
 import diffusion
 import encode
 import gpu
-import measure
 import numpy as np
 import pytest
 import run
@@ -19,8 +18,6 @@ from transformers import AutoModel
 
 import tiny
 from unmask.config import load_preset
-
-FIELDS = ["name", "ours", "peer", "ratio", "unit", "setting", "command", "commit"]
 
 
 def columns(seed: int = 0) -> contrastive.Columns:
@@ -66,37 +63,9 @@ def test_peers_find_the_same_documents(make, batch):
         variants[""]()
 
 
-def test_metrics_are_those_of_trec_eval():
-    search.metrics_case(50, 200).check()
-
-
 def test_every_row_that_is_known_can_be_measured_again():
     known = json.loads((run.repository() / "results" / "benchmarks" / "benchmarks.json").read_text())
     assert {row["command"].split()[-1] for row in known} <= set(run.SUBJECTS)
-
-
-def test_rows_are_written_kept_and_measured_again_on_demand(tmp_path, monkeypatch):
-    calls = []
-
-    def subject() -> list[measure.Row]:
-        calls.append(1)
-        return [
-            measure.Row("speed", 2.0, 1.0, 2.0, "tokens/s", "a setting"),
-            measure.not_run("other", "tokens/s", "no GPU on this machine"),
-        ]
-
-    monkeypatch.setattr(run, "RESULTS", tmp_path)
-    monkeypatch.setattr(run, "SUBJECTS", {"first": subject, "second": subject})
-    monkeypatch.setattr(run, "commit", lambda: "abc1234")
-    run.main(["--only", "first"])
-    run.main([])  # only the second is new
-    assert len(calls) == 2
-    rows = json.loads((tmp_path / "benchmarks.json").read_text())
-    assert [row["name"] for row in rows] == ["speed", "other"] * 2
-    assert all(list(row) == FIELDS for row in rows)
-    assert rows[0]["command"] == "python tests/benchmarks/run.py --only first"
-    run.main(["--force"])
-    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("name", gpu.TITLES)

@@ -135,7 +135,7 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(
     assert to.pull()[0] == 0
     for path in ("train.jsonl", "tokenizer.json", "model.safetensors", WEB[1]):
         assert fake.fetched(path) and not fake.fetched(path, since=asked), path
-    status, message = to.unmask("mirror", "check", "--from", str(to.folder), HF_HUB_OFFLINE="1")
+    status, message = to.unmask("mirror", "check", UNMASK_MIRROR=str(to.folder), HF_HUB_OFFLINE="1")
     assert status == 0 and message.startswith("all that preset 'smoke' needs is there")
 
     monkeypatch.setenv("UNMASK_MIRROR", str(to.folder))
@@ -173,7 +173,7 @@ def test_of_text_only_as_much_as_is_needed(to: Mirror, monkeypatch: pytest.Monke
 
 
 def test_check_finds_what_is_missing_short_or_altered(to: Mirror) -> None:
-    with pytest.raises(ValueError, match=f"no mirror at {to.folder}: name one by --from or UNMASK_MIRROR"):
+    with pytest.raises(ValueError, match=f"no mirror at {to.folder}: UNMASK_MIRROR names one"):
         to.check()
     assert to.pull()[0] == 0
     (to.folder / "org/base/config.json").unlink()

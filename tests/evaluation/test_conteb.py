@@ -1,27 +1,15 @@
 """ConTEB: its layout on the Hub, tasks from own documents, variations of a task."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from datasets import Dataset
 
 import tiny
 from unmask import Embedder
-from unmask.config import load_preset
 from unmask.data.mining import unit
 from unmask.evaluation import conteb
-from unmask.evaluation.conteb import (
-    as_task,
-    at_corpus_size,
-    first_documents,
-    late_interaction,
-    load,
-    maxsim,
-    resized,
-    squad,
-)  # fmt: skip
-from unmask.evaluation.tasks import Task, ndcg
+from unmask.evaluation.conteb import as_task, load, maxsim, resized, squad
+from unmask.evaluation.tasks import Task
 
 CHUNKS = [("b_1", "second of b"), ("b_0", "first of b"), ("a_10", "last of a"), ("a_2", "middle of a")]
 DOCUMENTS = [{"chunk_id": name, "chunk": text} for name, text in CHUNKS]
@@ -107,30 +95,6 @@ def test_chunks_are_cut_and_joined_and_the_answers_follow(words, documents, rele
     assert (new.documents, new.relevant, new.queries) == (documents, relevant, TASK.queries)
 
 
-def random_task(rng, documents=9):
-    parts = [[f"{d} {c}" for c in range(rng.integers(1, 5))] for d in range(documents)]
-    count = sum(map(len, parts))
-    relevant = [set(rng.choice(count, size=1 + q % 2, replace=False).tolist()) for q in range(40)]
-    return Task("r", "contextual", [f"q{q}" for q in range(40)], parts, relevant), rng.normal(
-        size=(40, count)
-    )
-
-
-def test_a_larger_corpus_is_harder_and_the_whole_one_is_the_task():
-    task, scores = random_task(np.random.default_rng(0))
-    sizes = [at_corpus_size(task, scores, n) for n in range(2, 10)]
-    for smaller, larger in pairwise(sizes):
-        assert (smaller >= larger - 1e-12).all()
-    np.testing.assert_allclose(sizes[-1], ndcg(task, scores))
-    assert sizes[0].mean() > sizes[-1].mean() + 0.1
-    np.testing.assert_array_equal(sizes[2], at_corpus_size(task, scores, 4))
-
-
-def test_the_first_documents_keep_their_queries():
-    assert first_documents(TASK, 1) == Task("t", "contextual", ["q0", "q1"], TASK.documents[:1], [{1}, {2}])
-    assert first_documents(TASK, 5) == TASK
-
-
 # --- late interaction
 
 
@@ -149,7 +113,9 @@ def test_maxsim_is_its_formula_however_it_is_tiled(monkeypatch, tile):
 
 
 def test_a_text_is_found_by_its_own_tokens():
-    task = Task("t", "contextual", tiny.TEXTS[:3], [tiny.TEXTS[:2], tiny.TEXTS[2:5]], [{0}, {1}, {2}])
-    embedder, config = Embedder(tiny.model(), tiny.tokenizer()), load_preset("smoke").evaluation
-    np.testing.assert_allclose(late_interaction(embedder, task, config, late_chunking=False), 1.0)
-    assert late_interaction(embedder, task, config, late_chunking=True).shape == (3,)
+    embedder = Embedder(tiny.model(), tiny.tokenizer())
+    queries, (one, two) = embedder.encode_tokens(tiny.TEXTS[:3]), (tiny.TEXTS[:2], tiny.TEXTS[2:5])
+    alone = maxsim(queries, embedder.encode_tokens([*one, *two]))
+    assert alone.argmax(axis=1).tolist() == [0, 1, 2]
+    documents = embedder.encode_document_tokens([one, two])
+    assert maxsim(queries, [*documents[0], *documents[1]]).shape == alone.shape

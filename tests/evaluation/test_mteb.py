@@ -13,9 +13,8 @@ import tiny
 from unmask.config import load_preset
 from unmask.evaluation import mteb as in_mteb
 from unmask.evaluation.metrics import retrieval_metrics
-from unmask.evaluation.mteb import MtebEncoder, as_mteb, benchmark_tasks, run_benchmark
+from unmask.evaluation.mteb import MtebEncoder, benchmark_tasks, run_benchmark
 from unmask.evaluation.search import similarity
-from unmask.evaluation.tasks import Task, evaluate
 from unmask.models.embedder import Embedder, instructed
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
@@ -154,11 +153,3 @@ def test_a_query_with_an_instruction_comes_after_it_and_equal_corpora_are_encode
     first = encode(encoder, name, "document", "a tool", "")
     monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
     assert (encode(encoder, name, "document", "a tool", "") == first).all()
-
-
-def test_our_tasks_score_the_same_under_mteb(embedder):
-    task = Task("animals", "english", QUERIES, [[text] for text in DOCUMENTS], RELEVANT)
-    encoder = MtebEncoder(embedder, CONFIG)
-    result = mteb.evaluate(encoder, as_mteb(task), cache=None, co2_tracker=False, show_progress_bar=False)
-    ours = evaluate(embedder, [task], CONFIG)["animals"].mean()
-    assert result.task_results[0].get_score() == pytest.approx(ours, abs=1e-5)

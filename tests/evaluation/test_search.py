@@ -116,10 +116,7 @@ FLOATS = np.ones((2, 6), np.float32)
     [
         ((codes(2), codes(5), 0), "k is 0: ask for one document or more"),
         ((codes(2, 8), codes(5), 1), r"queries are \(2, 8\) int8 and documents \(5, 6\) int8"),
-        (
-            (FLOATS, codes(5), 1),
-            r"are .* float32 and documents .* int8: encode both in one precision",
-        ),
+        ((FLOATS, codes(5), 1), r"are .* float32 and documents .* int8: encode both in one precision"),
         ((FLOATS * [[1], [np.nan]], FLOATS, 1), "row 1 of the queries contains NaN"),
         ((FLOATS, FLOATS * [[np.nan], [1]], 1), "row 0 of the documents contains NaN"),
         ((codes(2)[:0], codes(5), 1), r"needs queries as a matrix of one or more rows, got shape \(0, 6\)"),

@@ -87,12 +87,6 @@ def test_pooling_is_a_crossed_bootstrap():
     assert (evidence.pool(effects[:1]).replicates_B == effects[0].replicates_B).all()
 
 
-def test_prediction_interval():
-    # By hand: mean 2, s = 1, t(0.975; 2) = 4.3027, √(4/3) = 1.1547
-    low, high = evidence.prediction_interval([1.0, 2.0, 3.0])
-    assert (low, high) == pytest.approx((2 - 4.96833, 2 + 4.96833), abs=1e-4)
-
-
 # Gates
 
 

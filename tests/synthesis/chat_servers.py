@@ -25,7 +25,7 @@ class ChatServer:
     """A server in a thread.
 
     Args:
-        fault: (prompt, how often it has come before) → "half", "hang", a status as a string, or None.
+        fault: (prompt, how often it has come before) → a status as a string, or None.
         write: prompt → the message's content; by default what a good model would write.
         delay: seconds that an answer takes.
 
@@ -36,18 +36,15 @@ class ChatServer:
     """
 
     def __init__(
-        self,
-        fault: Callable[[str, int], str | None] = lambda prompt, before: None,
-        write: Callable[[str], str] | None = None,
-        *,
-        delay: float = 0.0,
-    ):
+        self, fault: Callable[[str, int], str | None] = lambda prompt, before: None,
+        write: Callable[[str], str] | None = None, *, delay: float = 0.0,
+    ):  # fmt: skip
         self.fault, self.write, self.delay = fault, write or good, delay
         self.prompts: Counter[str] = Counter()
         self.keys: set[str] = set()
         self.bodies: list[dict] = []
         self.answered = self.most = self.current = 0
-        self.lock, self.closing = threading.Lock(), threading.Event()
+        self.lock = threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("H", (Handler,), {"owner": self}))
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
@@ -57,7 +54,6 @@ class ChatServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.closing.set()
         self.http.shutdown()
         self.http.server_close()
 
@@ -88,10 +84,7 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, prompt: str, before: int) -> None:
         owner, fault = self.owner, self.owner.fault(prompt, before)
         time.sleep(owner.delay)
-        if fault == "hang":
-            owner.closing.wait(30)
-            self.close_connection = True
-        elif fault and fault.isdigit():
+        if fault:
             self.send(int(fault), {"error": {"message": f"no such key: {self.headers['Authorization']}"}})
         elif self.path != "/v1/chat/completions":
             self.send(404, {"error": {"message": "no such path"}})
@@ -99,19 +92,17 @@ class Handler(BaseHTTPRequestHandler):
             message = {"role": "assistant", "content": owner.write(prompt)}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
             usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": 7}
-            self.send(200, {"choices": [choice], "usage": usage}, missing=9 if fault == "half" else 0)
+            self.send(200, {"choices": [choice], "usage": usage})
             with owner.lock:
-                owner.answered += not fault
+                owner.answered += 1
 
-    def send(self, status: int, body: dict, missing: int = 0) -> None:
-        """Answers; of the body so many bytes are missing, and then the connection is gone."""
+    def send(self, status: int, body: dict) -> None:
         data = json.dumps(body).encode()
-        self.close_connection |= missing > 0
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data[: len(data) - missing])
+        self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
         """Says nothing."""

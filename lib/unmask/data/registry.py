@@ -37,7 +37,7 @@ CONTEB |= dict.fromkeys(("esg-reports", "mldr-conteb-eval", "narrative-qa"), "te
 CONTEB |= {"squad-conteb-eval": "validation"}
 CODE = "c|code|cpp|csharp|go|java|javascript|php|python|ruby|rust|sql"  # code: several of them
 _HUMAN = "[a-z]{3}(_[A-Z][a-z]{3})?"
-_FOLDER = repository() / "papermill_runs" / "sources"
+FOLDER = repository() / "papermill_runs" / "sources"
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
@@ -130,16 +130,11 @@ def own_files(source: Source) -> list[Path]:
     return [Path(path) for pattern in source.files for path in sorted(glob.glob(pattern, recursive=True))]
 
 
-def registry_names() -> list[str]:
-    """Names of the registries at hand."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
-
-
 def _locate(name_or_path: str) -> Path:
     is_path = name_or_path.endswith((".yaml", ".yml"))
-    path = Path(name_or_path).resolve() if is_path else _FOLDER / f"{name_or_path}.yaml"
+    path = Path(name_or_path).resolve() if is_path else FOLDER / f"{name_or_path}.yaml"
     if not path.is_file():
-        near = nearest(name_or_path, ["environment", *registry_names()])
+        near = nearest(name_or_path, ["environment", *(path.stem for path in FOLDER.glob("*.yaml"))])
         raise ConfigError(f"data.source: there is no registry {path}{near}")
     return path
 

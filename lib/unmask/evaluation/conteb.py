@@ -17,15 +17,12 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from sentence_transformers import util
-from torch import Tensor
 from torch.nn.functional import normalize
 
-from unmask.config import EvaluationConfig
 from unmask.data import hub
 from unmask.data.registry import CONTEB as TASKS
 from unmask.data.registry import conteb as source
-from unmask.evaluation.tasks import Task, located, ndcg
-from unmask.models.embedder import Embedder
+from unmask.evaluation.tasks import Task, located
 from unmask.store import nearest
 
 Rows = Iterable[Mapping[str, Any]]
@@ -128,36 +125,6 @@ def resized(task: Task, words: int) -> Task:
     return replace(task, documents=documents, relevant=relevant, chunk_ids=None)
 
 
-def at_corpus_size(
-    task: Task, scores_NM: Tensor | np.ndarray, documents: int, *, seed: int = 0
-) -> np.ndarray:
-    """nDCG@10 of each query in a corpus of so many documents: its own, and others drawn for it.
-
-    A larger corpus holds the documents of a smaller one, so that the effect of size is paired.
-
-    Args:
-        scores_NM: the score of every chunk of the task for every query.
-        seed: of the draw.
-    """
-    document_M = np.repeat(np.arange(len(task.documents)), [len(chunks) for chunks in task.documents])
-    scores_NM = np.array(scores_NM, np.float32)
-    generator = np.random.default_rng(seed)
-    for scores_M, relevant in zip(scores_NM, task.relevant, strict=True):
-        own = np.unique(document_M[list(relevant)])
-        others = np.setdiff1d(generator.permutation(len(task.documents)), own, assume_unique=True)
-        scores_M[np.isin(document_M, others[max(0, documents - len(own)) :])] = -np.inf
-    return ndcg(task, scores_NM)
-
-
-def first_documents(task: Task, documents: int) -> Task:
-    """A task's first documents with the queries that they answer, for what is too dear for all of them."""
-    chunks = sum(map(len, task.documents[:documents]))
-    kept = [i for i, relevant in enumerate(task.relevant) if max(relevant) < chunks]
-    queries, relevant = [task.queries[i] for i in kept], [task.relevant[i] for i in kept]
-    ids = task.chunk_ids and task.chunk_ids[:chunks]
-    return Task(task.name, task.family, queries, task.documents[:documents], relevant, ids)
-
-
 def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:
     """Late interaction of every query with every document: every token keeps its vector, and for each token
     of the query the similarity of the most similar token of the document counts.
@@ -175,16 +142,3 @@ def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np
     unit = ([normalize(torch.from_numpy(x_LD), dim=-1) for x_LD in side] for side in (queries, documents))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return util.maxsim(*unit, chunk_elements=TILE_ELEMENTS, device=device).cpu().numpy()
-
-
-def late_interaction(
-    embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool
-) -> np.ndarray:
-    """nDCG@10 of each query of a task by `maxsim`; chunks in the light of their document, or each alone."""
-    queries = embedder.encode_tokens(task.queries, max_length=config.query_length)
-    if late_chunking:
-        documents = embedder.encode_document_tokens(task.documents, chunk_length=config.chunk_length)
-        chunks = [tokens_LD for document in documents for tokens_LD in document]
-    else:
-        chunks = embedder.encode_tokens(task.chunks, max_length=config.chunk_length)
-    return ndcg(task, maxsim(queries, chunks))

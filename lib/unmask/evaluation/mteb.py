@@ -13,8 +13,7 @@ from typing import Any
 import joblib
 import mteb
 import numpy as np
-from datasets import Dataset
-from mteb.abstasks import AbsTask, AbsTaskRetrieval
+from mteb.abstasks import AbsTask
 from mteb.abstasks.task_metadata import TaskMetadata
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from unmask.config import EvaluationConfig
 from unmask.evaluation.search import similarity
-from unmask.evaluation.tasks import Task, located
+from unmask.evaluation.tasks import located
 from unmask.models.embedder import Embedder, instructed
 from unmask.store import fingerprint
 
@@ -159,24 +158,3 @@ def _run(encoder: MtebEncoder, task: AbsTask, cache: mteb.ResultCache) -> dict[s
         subsets.setdefault(row["hf_subset"], []).append(float(row["main_score"]))
     means = {subset: float(np.mean(values)) for subset, values in subsets.items()}
     return {"score": float(found.get_score()), "subsets": means, "why": ""}
-
-
-def as_mteb(task: Task) -> AbsTaskRetrieval:
-    """One of our plain tasks as a task of mteb, whose nDCG@10 must then be ours."""
-
-    class HeldOut(AbsTaskRetrieval):
-        metadata = TaskMetadata(
-            name=f"held-out-{task.name}", description=f"Held-out data of this project, {task.family}.",
-            dataset={"path": f"held-out/{task.name}", "revision": fingerprint(task.queries, task.chunks)},
-            type="Retrieval", eval_langs=["eng-Latn"], main_score="ndcg_at_10",
-        )  # fmt: skip
-
-    relevant = {str(query): {str(i): 1 for i in chunks} for query, chunks in enumerate(task.relevant)}
-    corpus, queries = (
-        Dataset.from_dict({"id": list(map(str, range(len(texts)))), "text": texts})
-        for texts in (task.chunks, task.queries)
-    )
-    split = {"corpus": corpus, "queries": queries, "relevant_docs": relevant, "top_ranked": None}
-    built = HeldOut()
-    built.dataset, built.data_loaded = {"default": {"test": split}}, True
-    return built

@@ -8,7 +8,6 @@ documents of a tile · G groups of documents · C candidates · X rows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import cache, partial
 from math import sqrt
 
@@ -18,9 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from unmask.data.mining import parts, unit
-
-Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]
+from unmask.data.mining import Search, parts, unit
 
 QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache
 GROUP = 32  # documents that one comparison with the k-th best score rules out together

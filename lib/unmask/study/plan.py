@@ -213,10 +213,8 @@ def _micro_batch(budget: int, texts: Texts, gpus: int) -> tuple[int, int]:
 def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
     """Tokens and FLOPs of one step on all GPUs."""
     config, shape, (total, body) = getattr(preset, stage), preset.backbone, parameters(preset)
-    attention, cached = (
-        4 * shape.layers * shape.heads * shape.head_size,
-        stage not in ("ar", "diffusion", "reranker"),
-    )
+    attention = 4 * shape.layers * shape.heads * shape.head_size
+    cached = stage not in (*PRETRAINING, "reranker")
     read, flops = 0, 0.0
     for texts in work(preset, stage):
         tokens, groups = _micro_batch(config.token_budget, texts, gpus)

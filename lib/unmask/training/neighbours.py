@@ -6,7 +6,7 @@ B prompts · L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from unmask.config import GROUPS
 from unmask.data.batches import BatchPlan
-from unmask.data.mining import negative_similarity
 from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder
@@ -185,21 +183,3 @@ class Reranking(Stage):
         groups = micro_batches(lengths, self.config.token_budget, processes.count)
         loss = accumulate(module, groups, forward, processes)
         return {"loss": loss, "tokens": sum(lengths), "dataset": batch.dataset, "prompts": len(lengths)}
-
-
-def drawn_batches(asked: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The first batches of a training on the pairs of a job's groups, as the surrogate sees them.
-
-    Args:
-        asked: the job, see `Stage`; it may have random batches.
-        count: of the batches.
-    Returns: for each its "dataset", its "rows" there, and its "similarity": the surrogate's mean cosine of a
-        query to the other documents (CDE, figure 6).
-    """
-    changes, groups = {**asked.get("changes", {}), "steps": count}, asked.get("groups") or GROUPS
-    stage = Pair({**asked, "changes": changes, "groups": groups})
-    drawn = map(stage.plan.samples, range(count))
-    return [
-        row | {"similarity": negative_similarity(stage.neighbours[row["dataset"]], row["rows"])}
-        for row in drawn
-    ]

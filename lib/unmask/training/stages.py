@@ -9,7 +9,6 @@ Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L 
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.mining import LSA, Encoder, Neighbours, Surrogate, neighbours
+from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import StoredTokenizer, end_token
@@ -160,12 +160,7 @@ def identity(path: Path) -> str:
     if known := backbone.facts(path).get("fingerprint"):
         return known
     files = sorted(filter(Path.is_file, path.glob("*"))) if path.is_dir() else [path]
-    return fingerprint([_sha256(file) for file in files])
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return fingerprint([sha256(file) for file in files])
 
 
 class LanguageModel(nn.Module):
