@@ -6,13 +6,14 @@ READY  := $(VENV)/.unmask-installed
 HALF   := $(VENV)/.unmask-installing
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce smoke test test-faults lint lab bench
+.PHONY: help install reproduce smoke rehearse test test-faults lint lab bench
 
 help:
 	@echo "make install    .venv with everything that was tested together, and the package itself"
 	@echo "make reproduce  run the whole recipe on this machine (preset cpu), print where the report is;"
 	@echo "                PRESET=smollm2 TO=02: the first hour of the recipe on a pretrained language model"
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
+	@echo "make rehearse   the presets that read the Hub, on made-up data and small models, on one and two processes"
 	@echo "make test       ruff, then pytest"
 	@echo "make test-faults  kill trainings at random moments"
 	@echo "make lint       ruff, and the floors of the library"
@@ -29,6 +30,9 @@ reproduce: $(READY)
 # Models this small do not fill a core, so two notebooks share the machine.
 smoke: $(READY)
 	@$(BIN)/unmask run --preset smoke --jobs 2
+
+rehearse: $(READY)
+	@$(BIN)/python tests/rehearsal.py
 
 # A test's models are too small for more than one thread, so several tests share the machine.
 test: lint

@@ -61,6 +61,11 @@ def test_triplets_are_mined_ones_and_those_of_the_corpus(start, tmp_path):
     assert [(row["data set"], row["rows"]) for row in data_report(model)] == [("docs", 60)]
 
 
+def test_a_set_with_fewer_negatives_than_are_wanted_gives_what_it_has(start, tmp_path):
+    model = run_job(job("triplet", start, tmp_path, **tiny_stages.mined(tmp_path, ["Number 7?"])), quiet)
+    assert [(row["data set"], row["rows"]) for row in data_report(model)] == [("docs", 60)]
+
+
 @pytest.mark.parametrize("stage", ["pair", "contextual"])
 def test_a_stage_trains_on_look_alikes_that_were_prepared_before(stage, start, tmp_path):
     """From the data's own words, or with an embedder."""

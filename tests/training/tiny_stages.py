@@ -100,11 +100,10 @@ def stage(name, settings, data=None):
     return CLASSES[name](asked, mask_token_id=MASK_ID, answers=ANSWERS, **made)
 
 
-def mined(folder):
+def mined(folder, negatives=("Number 7?", "Number 8", "Number 9")):
     """The pairs with negatives, in a file: a part of a job."""
     path = folder / "negatives.parquet"
-    negatives = ["Number 7?", "Number 8", "Number 9"]
-    Dataset.from_list([row | {"negatives": negatives} for row in tiny_corpus.PAIRS]).to_parquet(path)
+    Dataset.from_list([row | {"negatives": list(negatives)} for row in tiny_corpus.PAIRS]).to_parquet(path)
     return {"negatives": str(path)}
 
 

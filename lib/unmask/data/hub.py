@@ -28,11 +28,12 @@ from unmask.data.reading import HOW_TO_MIRROR, MANIFEST, DataFile, data_files, m
 from unmask.data.registry import Source, conteb, load_registry
 from unmask.store import write_atomic
 
-# Of a model: what transformers loads, and its licence. Other formats of the weights stay on the Hub.
-MODEL_FILES = {
-    "allow_patterns": ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE"],
-    "ignore_patterns": ["*/*.safetensors"],
-}
+# Of a model: what transformers and sentence-transformers load, the modules of the latter (2_Dense/) included,
+# and its licence. Other formats of the weights stay on the Hub.
+MODEL_FILES = {"allow_patterns": [
+    "model*.safetensors", "[0-9]_*/model.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md",
+    "LICENSE",
+]}  # fmt: skip
 ALL = 10**18  # bytes of text: more than there is of anything
 # Text to fetch for each byte that `data.max_text_mb` allows a source. Its share is one of tokens: the cap
 # takes four bytes for each, which holds for Latin script; others have up to seven.

@@ -101,7 +101,7 @@ class Qwen3(Pair):
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         config, n = self.config, batch.count
-        number_R, many = numbered(batch.sequences[n:]), (n, config.negatives)
+        number_R, many = numbered(batch.sequences[n:]), (n, len(rows_RD) // n - 2)
         loss = partial(
             qwen3_loss, temperature=config.temperature, margin=config.margin, queries=processes.slice(n),
             document_N=number_R[:n], hard_document_NK=number_R[n:].unflatten(0, many),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
@@ -134,8 +135,9 @@ class Stage:
         }
 
     def triplets(self) -> dict[str, TokenPairs]:
-        """The corpus's triplets and mined ones, as the stage reads them."""
-        corpus, sources = self.corpus, {}
+        """The corpus's triplets and mined ones, as the stage reads them: `config.negatives` for each query,
+        or in a data set of which no row has so many, what its richest rows have."""
+        corpus, sources, data = self.corpus, {}, {}
         for name in corpus.datasets("triplets", "train"):
             sources[name] = corpus.triplets("train", name), corpus.identity("triplets", name)
         if path := self.asked.get("negatives"):
@@ -143,8 +145,11 @@ class Stage:
             names = np.asarray(rows["dataset"])
             for name in np.unique(names):
                 sources[str(name)] = rows.select(np.flatnonzero(names == name)), identity(Path(path))
-        count = self.config.negatives
-        return {name: self._tokenised(name, *sources[name], negatives=count) for name in sources}
+        for name, (rows, file) in sources.items():
+            parts = rows.select_columns("negatives").with_format("arrow").iter(10_000)
+            most = max(pc.max(pc.list_value_length(part["negatives"])).as_py() for part in parts)
+            data[name] = self._tokenised(name, rows, file, negatives=min(self.config.negatives, most))
+        return data
 
     def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
         reading = self.reading(rows[0]["group"])
@@ -519,7 +524,7 @@ class Triplet(Contrastive):
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         n, codes_RD = batch.count, int8(rows_RD)
-        hard_NKD = codes_RD[2 * n :].unflatten(0, (n, self.config.negatives))
+        hard_NKD = codes_RD[2 * n :].unflatten(0, (n, -1))
         return losses.triplet_loss(
             codes_RD[:n], codes_RD[n : 2 * n], hard_NKD, temperature=self.config.temperature,
             negatives_NN=batch.negatives, queries=processes.slice(n),

@@ -1,0 +1,289 @@
+"""A rehearsal of the presets that read the Hub, on any machine and without it: a mirror with made-up rows for
+every source, in the schemas that the data sets document, and small random models with the files of the real
+ones; then the notebooks, with two steps a training.
+
+    python tests/rehearsal.py [--presets hub-0.6b …] [--processes 1 2] [--to 03]
+
+Rows, configurations and columns are as in the registry, batches as in the preset; SMALL says what is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import yaml
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5EncoderModel,
+)
+
+from unmask.config import TRAINED
+from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
+from unmask.store import repository
+
+PRESETS = ("hub-0.6b", "paper-0.6b", "paper-4b")
+ROWS = {"train": 12, "dev": 3, "test": 5}  # of a source
+WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]
+# What these machines cannot do as the presets say: lengths and batches of pretraining, models of other sizes,
+# corpora larger than the made-up ones, and compiled layers, for which there may be no compiler.
+SMALL = {
+    **{f"{stage}.{key}": value for stage in TRAINED for key, value in (("steps", 2), ("warmup", 1))},
+    **{f"{stage}.{key}": value for stage in ("ar", "diffusion") for key, value in (
+        ("decay", 1), ("batch", 4), ("length", 128), ("token_budget", 256), ("compile", False),
+    )},
+    "evaluation.bootstrap": 100, "quantization.steps": 2, "quantization.shapes": [[32, 1], [32, 2], [64, 1]],
+    "quantization.speed_documents": 2000, "quantization.dimensions": [32, 64],
+    "retrieval.log_queries": 60, "retrieval.query_sizes": [20, 60, 100], "retrieval.pool_depth": 10,
+    "retrieval.document_sizes": [20, 60, 100], "retrieval.benchmarks": ["MIRACL"], "conteb.steps": 2,
+    "conteb.corpus_documents": [2, 4], "conteb.chunk_words": [4, 12], "conteb.lambdas": [0.3],
+    "cde.batch_sizes": [512], "cde.context_sizes": [0, 8], "cde.context": 8, "qwen3.weak_steps": 2,
+    "qwen3.checkpoints": 2, "reranker.max_queries": 3, "reranker.candidates": 5, "ablation.steps": 2,
+    "ablation.seeds": 1, "synthesis.passages": 5, "synthesis.documents": 2, "clusters.iterations": 5,
+}  # fmt: skip
+SCHEMAS = yaml.safe_load((Path(__file__).parent / "data" / "documented_schemas.yaml").read_text("utf8"))
+# Qwen3's special tokens in the order of their ids, from 151,643 on; the last twelve are ordinary added ones.
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
+FIRST_SPECIAL, VOCABULARY = 151_643, 151_936
+
+
+def text(rng: random.Random, words: int = 14) -> str:
+    return " ".join(rng.choices(WORDS, k=words))
+
+
+def held(source: Source, split: str, rng: random.Random, words: int = 14) -> str:
+    """A text that a source holds in this split; without a hold-out, any."""
+    base, split = text(rng, words), split if source.hold_out else "train"
+    return next(one for i in itertools.count() if split_of(source, one := f"{base} {i}") == split)
+
+
+def blank(kind: Any, rng: random.Random) -> Any:
+    """Made-up content of a documented type."""
+    if isinstance(kind, list):
+        return [blank(kind[0], rng) for _ in range(4)]
+    if isinstance(kind, dict):
+        return {name: blank(one, rng) for name, one in kind.items()}
+    return {"string": text(rng), "int64": 1, "float64": 0.5}[kind]
+
+
+def put(row: Any, path: str, value: str) -> None:
+    """Writes to a path such as "positive_passages.0.text"."""
+    *steps, last = path.split(".")
+    for step in steps:
+        row = row[int(step) if step.isdigit() else step]
+    row[last] = value
+
+
+def schema(repo: str, config: str) -> dict[str, Any]:
+    """The documented columns of a configuration; ConTEB's for its tasks that record none."""
+    for record in SCHEMAS.get(repo, ()):
+        if any(fnmatchcase(config, pattern) for pattern in record["configs"]):
+            return record["columns"]
+    return {"chunk_id": "string", "chunk" if config == "documents" else "query": "string"}
+
+
+def rows_of(source: Source, rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows with the configuration in which each is."""
+    for split, count in ROWS.items():
+        for _ in range(count):
+            if source.queries_config:
+                name = held(source, split, rng, 2).replace(" ", "-")
+                for chunk in range(4):
+                    for config in (source.config, source.queries_config):
+                        row = blank(schema(source.repo, config), rng)
+                        yield config, row | {"chunk_id": f"{name}_{chunk}"}
+                continue
+            row = blank(schema(source.repo, source.config), rng)
+            decides, words = ("text", 150) if source.role == "text" else ("document", 14)
+            put(row, source.columns[decides], held(source, split, rng, words))
+            yield source.config, row
+    if source.role in ("pairs", "triplets"):  # the cards warn of empty texts
+        row = blank(schema(source.repo, source.config), rng)
+        put(row, source.columns["query"], "")
+        yield source.config, row
+
+
+def write_mirror(folder: Path, registry: str, tasks: Sequence[str]) -> None:
+    """A repository for every source of a registry, and for ConTEB's tasks."""
+    found: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+    sources = [one for one in load_registry(registry) if one.kind == "hub"] + [conteb(task) for task in tasks]
+    for number, source in enumerate(sources):
+        for config, row in rows_of(source, random.Random(number)):
+            found.setdefault(source.repo, {}).setdefault((config, source.split), []).append(row)
+    for repo, parts in found.items():
+        splits: dict[str, list[dict[str, str]]] = {}
+        for (config, split), rows in parts.items():
+            place = Path(config or "data")
+            for part in range(2):
+                table = pa.Table.from_pylist(rows[part::2])
+                if "HQ" in repo:  # their files hold a vector of each text beside it
+                    vectors = pa.array([[0.1] * 8] * len(table), pa.list_(pa.float32()))
+                    table = table.append_column("embeddings", vectors)
+                file = folder / repo / place / f"{split}-{part:05d}-of-00002.parquet"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                pq.write_table(table, file)
+            splits.setdefault(config or "default", []).append({"split": split, "path": f"{place}/{split}-*"})
+        configs = [{"config_name": name, "data_files": files} for name, files in splits.items()]
+        (folder / repo / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE with the vocabulary's size and the special tokens of Qwen3, of few merges."""
+    learnt, theirs = Tokenizer(models.BPE()), Qwen2Tokenizer().backend_tokenizer
+    learnt.normalizer, learnt.pre_tokenizer = theirs.normalizer, theirs.pre_tokenizer
+    learnt.decoder = theirs.decoder
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    learnt.train_from_iterator(
+        [text(random.Random(0), 2000)], trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
+    )
+    model = json.loads(learnt.to_str())["model"]
+    fillers = {f"<filler {i}>": i for i in range(len(model["vocab"]), FIRST_SPECIAL)}
+    learnt.model = models.BPE(model["vocab"] | fillers, [tuple(merge) for merge in model["merges"]])
+    learnt.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[:14]])
+    learnt.add_tokens([AddedToken(token) for token in SPECIAL[14:]])
+    assert learnt.token_to_id("<|fim_pad|>") == 151_662
+    return learnt
+
+
+def write_qwen3(folder: Path) -> None:
+    """A random model with the files and the configuration keys of Qwen3-*-Base, and small widths."""
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).bfloat16().save_pretrained(folder)
+    config = sizes | {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": FIRST_SPECIAL, "eos_token_id": FIRST_SPECIAL, "hidden_act": "silu",
+        "initializer_range": 0.02, "max_window_layers": 2, "model_type": "qwen3", "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": None, "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    }  # fmt: skip
+    added = {
+        str(FIRST_SPECIAL + i): {
+            "content": token, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
+            "special": i < 14,
+        }
+        for i, token in enumerate(SPECIAL)
+    }  # fmt: skip
+    about = {
+        "add_bos_token": False, "add_prefix_space": False, "added_tokens_decoder": added, "bos_token": None,
+        "additional_special_tokens": SPECIAL[1:14], "clean_up_tokenization_spaces": False,
+        "eos_token": "<|endoftext|>", "errors": "replace", "model_max_length": 131_072,
+        "pad_token": "<|endoftext|>", "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }  # fmt: skip
+    tokenizer().save(str(folder / "tokenizer.json"))
+    tokenizer().model.save(str(folder))
+    files = {"config.json": config, "tokenizer_config.json": about}
+    files["generation_config.json"] = {"bos_token_id": FIRST_SPECIAL, "eos_token_id": FIRST_SPECIAL}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2))
+
+
+def write_gtr(folder: Path) -> None:
+    """A random encoder with the modules of gtr-t5-base: Transformer, Pooling, Dense and Normalize."""
+    plain = folder.with_name("t5")
+    shape = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    T5EncoderModel(T5Config(**shape)).save_pretrained(plain)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer(), pad_token="<|endoftext|>", eos_token="<|endoftext|>"
+    ).save_pretrained(plain)
+    parts = [Transformer(str(plain), max_seq_length=512), Pooling(32, "mean")]
+    dense = Dense(32, 24, bias=False, activation_function=torch.nn.Identity())
+    SentenceTransformer(modules=[*parts, dense, Normalize()], device="cpu").save(str(folder))
+
+
+def rehearse(preset: str, processes: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Runs a preset on the mirror in a folder."""
+    changes = SMALL | {"parallel.num_processes": processes, "parallel.num_machines": 1}
+    told = [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+    command = [sys.executable, "-m", "unmask", "run", "--preset", preset, *told, *arguments]
+    run = ["--run", f"rehearsal-{preset}-{processes}"]
+    environment = {"UNMASK_MIRROR": str(folder / "mirror"), "UNMASK_ARTIFACTS": str(folder / "artifacts")}
+    return subprocess.run([*command, *run], cwd=repository(), env=os.environ | environment, text=True)
+
+
+def prepare(folder: Path) -> None:
+    """The mirror of everything that the presets read."""
+    mirror = folder / "mirror"
+    write_mirror(mirror, "paper", list(CONTEB))
+    for size in ("0.6B", "4B"):
+        write_qwen3(mirror / "Qwen" / f"Qwen3-{size}-Base")
+    write_gtr(mirror / "sentence-transformers" / "gtr-t5-base")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--presets", nargs="+", default=PRESETS)
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--folder", type=Path, help="of mirror and artifacts, kept; default: a temporary one")
+    options, more = parser.parse_known_args()
+    with TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        if not (folder / "mirror" / "sentence-transformers" / "gtr-t5-base" / "modules.json").is_file():
+            prepare(folder)
+        for preset, processes in itertools.product(options.presets, options.processes):
+            started = time.monotonic()
+            print(f"rehearsal of {preset} on {processes} processes", flush=True)
+            if status := rehearse(preset, processes, folder, *more).returncode:
+                return status
+            print(f"{preset} on {processes} processes: {time.monotonic() - started:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

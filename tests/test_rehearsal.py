@@ -1,0 +1,51 @@
+"""The presets that read the Hub, on made-up rows in the documented schemas: every stage finds what it reads,
+and two processes train as FSDP2 would on GPUs. All notebooks: `make rehearse`."""
+
+import pytest
+
+import rehearsal
+from unmask.config import TRAINED, load_preset, resolved
+from unmask.data import hub
+from unmask.data.sources import open_corpus
+from unmask.evaluation import conteb
+from unmask.evaluation.tasks import build_tasks
+from unmask.training.loop import stage_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("rehearsal")
+    rehearsal.prepare(made)
+    return made
+
+
+@pytest.fixture
+def preset(folder, monkeypatch):
+    monkeypatch.setenv("UNMASK_MIRROR", str(folder / "mirror"))
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(folder / "artifacts"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    return load_preset("hub-0.6b", rehearsal.SMALL)
+
+
+def test_every_stage_and_every_task_finds_what_it_reads(preset, tmp_path):
+    hub.require(preset)
+    corpus = open_corpus(preset.data)
+    for split in ("dev", "test"):
+        assert len(build_tasks(corpus, split, preset.evaluation)) > 9
+    assert [len(conteb.load(task).queries) > 0 for task in preset.conteb.tasks] == [True] * 8
+    for name in TRAINED[1:]:  # the backbone is a ready checkpoint
+        asked = {"values": resolved(preset), "stage": name, "folder": str(tmp_path), "fingerprint": "x"}
+        asked["start"] = preset.backbone.checkpoint
+        # Every data set but for CDE, whose surrogate reads all texts.
+        stage = stage_of(asked | ({"groups": ["code"]} if name == "cde" else {}))
+        report = stage.prepare()
+        assert all(row.get("rows", 1) for row in report), name
+        assert stage.batch(0)
+        if name == "triplet":  # a set of one negative each, beside sets of three and more
+            found = {name: len(rows.negatives[0]) for name, rows in stage.data.items()}
+            assert found == dict.fromkeys(found, 3) | {"all-nli": 1}
+
+
+@pytest.mark.slow
+def test_two_processes_pretrain_as_on_gpus(folder):
+    assert rehearsal.rehearse("paper-0.6b", 2, folder, "--to", "01").returncode == 0
