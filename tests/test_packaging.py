@@ -86,4 +86,4 @@ def test_make_names_what_it_needs(tmp_path: Path) -> None:
     assert old.returncode != 0 and not (tmp_path / ".venv").exists()
     assert "needs Python 3.11 or newer, and 'false' is not" in old.stderr
     targets = re.findall(r"^make ([\w-]+)", make().stdout, re.MULTILINE)
-    assert targets == ["install", "reproduce", "smoke", "test", "test-faults", "lint", "lab", "bench"]
+    assert " ".join(targets) == "install reproduce smoke rehearse test test-faults lint lab bench"
