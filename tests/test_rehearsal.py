@@ -1,11 +1,15 @@
 """The presets that read the Hub, on made-up rows in the documented schemas: every stage finds what it reads,
 and two processes train as FSDP2 would on GPUs. All notebooks: `make rehearse`."""
 
+import json
+import re
+
 import pytest
 
 import rehearsal
+from unmask.cli import main
 from unmask.config import TRAINED, load_preset, resolved
-from unmask.data import hub
+from unmask.data import hub, tokenized
 from unmask.data.sources import open_corpus
 from unmask.evaluation import conteb
 from unmask.evaluation.tasks import build_tasks
@@ -44,6 +48,18 @@ def test_every_stage_and_every_task_finds_what_it_reads(preset, tmp_path):
         if name == "triplet":  # a set of one negative each, beside sets of three and more
             found = {name: len(rows.negatives[0]) for name, rows in stage.data.items()}
             assert found == dict.fromkeys(found, 3) | {"all-nli": 1}
+
+
+def test_what_was_prepared_without_a_gpu_is_what_trainings_read(preset, tmp_path, monkeypatch, capfd):
+    told = [
+        part for key, value in rehearsal.SMALL.items() for part in ("--set", f"{key}={json.dumps(value)}")
+    ]
+    assert main(["prepare", "--preset", "hub-0.6b", *told]) == 0
+    assert re.search("pair: data set paq, .*rows 12", capfd.readouterr().out)
+    monkeypatch.setattr(tokenized, "encode", None)  # nothing is tokenised any more
+    for name in ("diffusion", "pair", "contextual", "triplet"):
+        asked = {"values": resolved(preset), "stage": name, "folder": str(tmp_path), "fingerprint": "x"}
+        assert stage_of(asked | {"start": preset.backbone.checkpoint}).prepare()
 
 
 @pytest.mark.slow

@@ -1,9 +1,15 @@
 """Unmask: diffusion-pretrained dense and contextual text embeddings, from backbone to report."""
 
+from importlib.metadata import version
 from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["Embedder", "__version__"]
+
+FLOORS = {"torch": (2, 11), "transformers": (5, 17)}  # tested; requirements.lock has what else was
+for name, floor in FLOORS.items():
+    if tuple(map(int, (found := version(name)).split(".")[:2])) < floor:
+        raise ImportError(f"unmask needs {name} {floor[0]}.{floor[1]} or later, and {found} is installed")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """The command line: `unmask run` executes the notebooks that are due, `unmask status` says which are,
-`unmask encode` embeds a file of texts, and `unmask mirror` brings what is read from the Hub to hosts without
-internet.
+`unmask prepare` tokenises what trainings read, `unmask encode` embeds a file of texts, and `unmask mirror`
+brings what is read from the Hub to hosts without internet.
 
 Nothing here imports torch, datasets or papermill before there is something to do: help is there at once.
 """
@@ -19,7 +19,8 @@ import yaml
 from filelock import FileLock, Timeout
 
 from unmask.config import Preset, load_preset, preset_names, resolved, seeded
-from unmask.run import Folders, seed_run
+from unmask.run import Folders, Run, seed_run
+from unmask.store import artifacts_root
 from unmask.study import pipeline
 from unmask.study.pipeline import PipelineError, Stage, clock
 
@@ -80,6 +81,24 @@ def run(options: argparse.Namespace) -> None:
                 pipeline.run_stages(list(due), marks, folders, about, environment, options.jobs)
         if (report := folders.results / "report.md").is_file():
             print(f"report: {os.path.relpath(report)}")
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """`unmask prepare`: reads and tokenises what a preset's trainings read, on a machine without GPUs.
+
+    What texts are mined for, and look-alikes, need a trained model: their notebooks prepare them. Killed at
+    any moment, the same command goes on.
+    """
+    from unmask.data import hub
+    from unmask.training.loop import stage_of
+
+    preset = load_preset(options.preset, _overrides(options.set))
+    hub.require(preset)
+    asked = {"values": resolved(preset), "folder": str(artifacts_root() / "data"), "fingerprint": ""}
+    asked["start"] = Run("prepare", options.run or preset.name, preset).base()
+    for name in ("diffusion", "pair", "contextual", "triplet"):
+        for row in stage_of(asked | {"stage": name}).prepare():
+            print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
 
 
 def status(options: argparse.Namespace) -> None:
@@ -226,6 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         return added.add_argument
 
     _add_run_options(command("run", run, "execute the notebooks that are due", shared))
+    command("prepare", prepare, "read and tokenise for trainings, where no GPU waits", shared)
     command("status", status, "what is done, and what is due", shared)
 
     add = command("encode", encode, "embed a file of texts")

@@ -279,6 +279,7 @@ class CdeConfig(PairConfig):
 
     context: Whole  # context documents, shared by a batch; a training may set it to 0: a plain encoder
     sequence_dropout: Share = 0.005  # of context documents, for the null vector
+    max_pairs: Whole = 0  # training pairs that are read, and so embedded and clustered; 0: all
     batch_sizes: Sizes  # of the study of batches
     cluster_sizes: Sizes  # of the study of batches, beside random ones
     context_sizes: Sizes  # context documents at inference, `context` at most

@@ -9,6 +9,7 @@ from transformers import AutoModel
 
 import tiny
 import tiny_families
+from unmask.models import backbone
 from unmask.models.attention import VARLEN, compile_layers, unpadded, unpadded_inputs
 
 
@@ -26,7 +27,7 @@ def rows(model, sequences):
 def test_sequences_in_one_row_do_not_see_each_other(bidirectional, checkpointing):
     model = tiny.model(bidirectional=bidirectional)  # two query heads share one key-value head
     if checkpointing:
-        model.activation_checkpointing_enable()
+        backbone.checkpoint_activations(model)
         model.train()
     results = []
     for part in (0, 1):

@@ -1,5 +1,6 @@
 import copy
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tokenizers import normalizers, processors
 import tiny
 from unmask import Embedder
 from unmask.data.tokens import tokenize
+from unmask.models import backbone
 from unmask.models import embedder as module
 from unmask.models.embedder import PRECISIONS
 
@@ -265,3 +267,23 @@ def test_mixed_precision_is_close(embedder):
     assert two.dtype == np.float32
     cosine = (one * two).sum(1) / np.linalg.norm(one, axis=1) / np.linalg.norm(two, axis=1)
     assert 0.999 < cosine.min() < 0.9999999
+
+
+def test_halved_matrices_give_what_autocast_gives(embedder, tmp_path):
+    half, whole = make(mixed_precision=True), make(mixed_precision=False)
+    layer = backbone.layers(half.model)[0]
+    assert {p.dtype for p in layer.mlp.parameters()} == {torch.bfloat16}
+    assert layer.input_layernorm.weight.dtype == torch.float32
+    whole.mixed_precision = True  # autocast, over weights in float32
+    assert np.array_equal(half.encode(TEXTS, "float32"), whole.encode(TEXTS, "float32"))
+    with pytest.raises(ValueError, match="were rounded to bfloat16: load it with mixed_precision=False"):
+        half.save_pretrained(tmp_path / "model")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_closed_embedder_gives_its_memory_back():
+    embedder = make()
+    model = weakref.ref(embedder.model)
+    embedder.encode(TEXTS)
+    embedder.close()
+    assert model() is None

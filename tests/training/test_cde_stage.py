@@ -6,6 +6,7 @@ import torch
 
 import tiny
 import tiny_corpus
+from unmask.data import mining
 from unmask.losses import pair_loss
 from unmask.models import backbone
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
@@ -95,3 +96,20 @@ def test_without_context_a_job_trains_the_plain_encoder(job):
     assert isinstance(stage_of(job), Cde)
     plain = stage_of(job | {"changes": {"context": 0}})
     assert not isinstance(plain, Cde) and plain.config.context == 0
+
+
+def test_a_cap_on_the_pairs_holds_with_and_without_context(job, monkeypatch):
+    monkeypatch.setattr(mining, "FEWEST", 5)
+
+    def drawn(**changes):
+        stage = stage_of(job | {"changes": changes})
+        return {name: (len(rows.queries), rows.identity) for name, rows in stage.data.items()}
+
+    everything, capped = drawn(), drawn(max_pairs=20)
+    assert drawn(max_pairs=10**6) == everything  # the same files of tokens
+    assert drawn(max_pairs=20, context=0) == capped
+    for name, (count, identity) in capped.items():
+        assert count <= everything[name][0] and (identity == everything[name][1]) == (
+            count == everything[name][0]
+        )
+    assert sum(count for count, _ in capped.values()) < sum(count for count, _ in everything.values())

@@ -43,16 +43,16 @@ def contextual_batch(
 
 
 def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of an encoded batch as (q_ND, chunks_MCD, documents_MD, chunk_mask_MC).
+    """Rows of an encoded batch as (q_ND, chunks_MCD, documents_MD, chunk_mask_MC); the mask is on the CPU.
 
     A document's own vector is the mean over all its chunks' tokens, which is the token-weighted mean of its
     chunk means.
     """
-    counts_MC = batch.chunk_tokens_MC.to(rows_RD.device)
+    counts_MC = batch.chunk_tokens_MC.to(rows_RD.device, non_blocking=True)
     mask_MC = counts_MC > 0
     n = len(batch.document_N)
     empty_MCD = rows_RD.new_zeros(*mask_MC.shape, rows_RD.shape[1])
     chunks_MCD = empty_MCD.masked_scatter(mask_MC[..., None], rows_RD[n:])
     weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
     documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
-    return rows_RD[:n], chunks_MCD, documents_MD, mask_MC
+    return rows_RD[:n], chunks_MCD, documents_MD, batch.chunk_tokens_MC > 0

@@ -5,6 +5,8 @@ Several queries of a batch may ask about the same document. Every distinct docum
 and `document_N` says which one a query belongs to: sums run over distinct documents. That masks duplicates by
 construction (the paper's M^dup), and it keeps a copy of the gold chunk from being its own negative.
 
+Indices and masks may be on the CPU while embeddings are on a GPU: checks of them then do not wait for it.
+
 Shape suffixes: N queries · M distinct documents · C chunks per document · D dimensions · T queries of a tile.
 """
 
@@ -189,6 +191,7 @@ def global_loss(
     check_shapes(q_ND=q_ND, documents_MD=documents_MD, document_N=document_N, negatives_NM=negatives_NM)
     check_settings(temperature=temperature, margin=margin)
     check_index("document_N", document_N, len(documents_MD))
+    document_N = document_N.to(q_ND.device, non_blocking=True)
     document_NM = _own_document(document_N, documents_MD)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
@@ -340,6 +343,8 @@ def _mean_over_chunks(
     if padding_MC is not None and (bad_N := padding_MC[document_N, gold_N]).any():
         query = int(bad_N.nonzero()[0])
         raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
+    document_N, gold_N = (x.to(q_ND.device, non_blocking=True) for x in (document_N, gold_N))
+    padding_MC = padding_MC if padding_MC is None else padding_MC.to(q_ND.device, non_blocking=True)
     document_NM = _own_document(document_N, chunks_MCD)
 
     def tile_nats(rows: slice, q_TD: Tensor) -> Tensor:

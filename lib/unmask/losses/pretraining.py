@@ -7,7 +7,6 @@ Shape suffixes: B sequences · L tokens · D dimensions · V vocabulary · R row
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import LinearCrossEntropyOptions
 
 from unmask.losses.shapes import check_shapes
 
@@ -38,7 +37,8 @@ def diffusion_loss(
         tokens_BL: the clean tokens x_0.
         masked_BL: True where [MASK] was put.
         t_B: each sequence's masking probability, in (0, 1].
-        valid_BL: True at real tokens, False at padding on either side; None if nothing is padded.
+        valid_BL: True at real tokens, False at padding on either side; None if nothing is padded. Tokens,
+            masks and t may be on the CPU while the hidden states are on a GPU, which then never waits.
         normalizer: replaces Σ_b(L_b−1); when gradients are accumulated over micro-batches, pass the number of
             predictable positions of the whole global batch to each.
 
@@ -79,8 +79,7 @@ def next_token_loss(
 
         L = 1/Σ_b(L_b−1) · Σ_b Σ_{l=2..L_b} −log p(x^l | x^{<l})
 
-    Logits exist for one chunk of rows at a time (they are recomputed in the backward pass when there are
-    several), so memory stays modest for large vocabularies.
+    Logits exist for one chunk of rows at a time, so memory stays modest for large vocabularies.
 
     Args:
         hidden_BLD, unembedding_VD, tokens_BL, valid_BL, normalizer: as in `diffusion_loss`; the hidden states
@@ -161,35 +160,40 @@ def _positions(predictable_BL: Tensor, normalizer: float | None) -> Tensor | flo
 def _weighted_nats(
     hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, paid_BL: Tensor, weight_R: Tensor | None
 ) -> Tensor:
-    """Σ over the paid positions of weight · (−log p of the next token); no weights: all 1. Scalar."""
-    rows_RD, targets_R = hidden_BLD[:, :-1][paid_BL], tokens_BL[:, 1:][paid_BL]
-    device = rows_RD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows_RD.dtype
+    """Σ over the paid positions of weight · (−log p of the next token); no weights: all 1. Scalar.
+
+    What is paid is found where the tokens are: while these are on the CPU, nobody waits for a GPU.
+    """
+    device = hidden_BLD.device
+    place_R = F.pad(paid_BL, (0, 1)).flatten().nonzero()[:, 0]  # of each paid token's predecessor
+    targets_R = tokens_BL[:, 1:][paid_BL].to(device, non_blocking=True)
+    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, place_R.to(device, non_blocking=True))
+    half = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if half else rows_RD.dtype
     rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
     if weight_R is None:
         weight_R = rows_RD.new_ones(len(rows_RD))
-    weight_R = weight_R.to(torch.promote_types(dtype, torch.float32))
-    with torch.autocast(device, enabled=False):
-        if rows_RD.is_cuda:
-            size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
-            return (weight_R * _fused_cross_entropy(rows_RD, unembedding_VD, targets_R, size)).sum()
-        return _WeightedNats.apply(rows_RD, unembedding_VD, targets_R, weight_R, torch.is_grad_enabled())
+    weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
+    size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
+    rows = rows_RD, unembedding_VD, targets_R, weight_R
+    with torch.autocast(device.type, enabled=False):
+        return _WeightedNats.apply(*rows, size, torch.is_grad_enabled())
 
 
 class _WeightedNats(torch.autograd.Function):
-    """Σ weight · (−log p(target)) on the CPU, with the logits of CPU_ROWS rows at a time.
+    """Σ weight · (−log p(target)), with the logits of `size` rows at a time.
 
     The gradient, weight · (p − onehot(target)) at the logits, is made beside the loss: no logits are kept,
     and none are computed twice. Products run in the precision of the rows, the softmax in float32 or better.
     """
 
     @staticmethod
-    def forward(ctx, rows_RD, unembedding_VD, targets_R, weight_R, with_gradient):
+    def forward(ctx, rows_RD, unembedding_VD, targets_R, weight_R, size, with_gradient):
         total = weight_R.new_zeros(())
         d_rows_RD = torch.empty_like(rows_RD)
         d_unembedding_VD = weight_R.new_zeros(unembedding_VD.shape)
-        for start in range(0, len(rows_RD), CPU_ROWS):
-            part = slice(start, start + CPU_ROWS)
+        for start in range(0, len(rows_RD), size):
+            part = slice(start, start + size)
             rows, target, weight = rows_RD[part], targets_R[part, None], weight_R[part, None]
             logits = F.linear(rows, unembedding_VD).to(weight.dtype)
             p = torch.softmax(logits, dim=1)
@@ -208,15 +212,4 @@ class _WeightedNats(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         d_rows_RD, d_unembedding_VD = (d * gradient.to(d.dtype) for d in ctx.saved_tensors)
-        return d_rows_RD, d_unembedding_VD, None, None, None
-
-
-def _fused_cross_entropy(rows_RD: Tensor, unembedding_VD: Tensor, targets_R: Tensor, size: int) -> Tensor:
-    """torch's fused operation, which keeps and reuses one buffer of logits; slow on a CPU.
-
-    Its own choice of chunk is a few rows only, hence the size. It knows nothing of autocast, hence the cast.
-    In half precision it rounds each row's loss, not its logits, to that precision.
-    """
-    options = LinearCrossEntropyOptions(batch_chunk_size=size)
-    nats_R = F.linear_cross_entropy(rows_RD, unembedding_VD, targets_R, reduction="none", options=options)
-    return nats_R.to(torch.promote_types(nats_R.dtype, torch.float32))
+        return d_rows_RD, d_unembedding_VD, None, None, None, None

@@ -5,6 +5,7 @@ sequences of one length L.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from itertools import groupby
 
 import torch
@@ -19,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from unmask.models import backbone
 
 VARLEN = "varlen"
+SHARES_HEADS = "enable_gqa" in signature(varlen_attn).parameters  # of keys among queries; torch 2.11 does not
 KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -87,16 +89,20 @@ def varlen_attention(
         )  # fmt: skip
     causal = module.is_causal if is_causal is None else is_causal
     grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
+    shared = {"enable_gqa": grouped} if SHARES_HEADS else {}
     device = query_1HTD.device.type
     if device == "cuda":
         # Autocast does not know this kernel, and Qwen3's norms return the query and the key in float32.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
+        if grouped and not shared:
+            times = query_1HTD.shape[1] // key_1HTD.shape[1]
+            key_1HTD, value_1HTD = (x.repeat_interleave(times, dim=1) for x in (key_1HTD, value_1HTD))
         query_THD, key_THD, value_THD = (
             x[0].transpose(0, 1).to(dtype) for x in (query_1HTD, key_1HTD, value_1HTD)
         )
         out_THD = varlen_attn(
             query_THD, key_THD, value_THD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
-            scale=scaling, window_size=(-1, 0 if causal else -1), enable_gqa=grouped,
+            scale=scaling, window_size=(-1, 0 if causal else -1), **shared,
         )  # fmt: skip
         return out_THD[None], None
     parts, start = [], 0
@@ -118,12 +124,14 @@ AttentionInterface.register(VARLEN, varlen_attention)
 AttentionMaskInterface.register(VARLEN, sdpa_mask)
 
 
-def fast_attention() -> AbstractContextManager:
-    """Prefers cuDNN's attention on Hopper and later GPUs, where torch's own choice is slower.
+def fast_attention(same_length: bool) -> AbstractContextManager:
+    """Prefers cuDNN's attention on Hopper and later GPUs for sequences that all have one length.
 
-    Changes nothing elsewhere. It must enclose the backward pass too, which may compute layers again.
+    There torch's own choice is slower; for every new length, however, cuDNN makes a plan, in tens of
+    milliseconds. Changes nothing elsewhere. It must enclose the backward pass too, which may compute layers
+    again.
     """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+    if same_length and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
         return sdpa_kernel(KERNELS, set_priority=True)
     return nullcontext()
 

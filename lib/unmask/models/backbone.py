@@ -133,6 +133,23 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(require_checkpoint(path, weights=False))
 
 
+def checkpoint_activations(model: torch.nn.Module) -> None:
+    """Keeps the layers' inputs only, and computes the rest again in the backward pass."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            newer = getattr(part, "activation_checkpointing_enable", None)  # after transformers 5.17
+            (newer or part.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
+def halve(model: torch.nn.Module) -> None:
+    """Rounds the layers' matrices to bfloat16, in place: what autocast does in every pass. It computes the
+    same as before, from half the memory."""
+    for layer in layers(model):
+        for part in layer.modules():
+            if isinstance(part, torch.nn.Linear):
+                part.to(torch.bfloat16)
+
+
 def computes_in_bf16(precision: str) -> bool:
     """Whether a preset's "bf16" is to be had: on a processor that has to emulate bf16, float32 is three times
     faster and at least as exact, so it is taken instead."""
@@ -182,7 +199,11 @@ def write(
 
     `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
     unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
+
+    Raises: ValueError if weights were rounded by `halve`.
     """
+    if len({parameter.dtype for parameter in model.parameters()}) > 1:
+        raise ValueError("the model's weights were rounded to bfloat16: load it with mixed_precision=False")
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     if isinstance(bpe := tokenizer.backend_tokenizer.model, BPE):

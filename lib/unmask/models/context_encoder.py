@@ -100,10 +100,6 @@ class ContextualEncoder(nn.Module):
     def config(self) -> PreTrainedConfig:
         return self.second.config
 
-    def activation_checkpointing_enable(self, options: dict[str, Any]) -> None:
-        for model in (self.first, self.second.backbone):
-            model.activation_checkpointing_enable(options)
-
 
 def build(path: str | Path, *, context: int) -> ContextualEncoder:
     """A contextual encoder whose stages both start from one checkpoint (CDE, section 5).

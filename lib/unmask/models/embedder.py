@@ -4,6 +4,7 @@ Legend: B texts, D dimensions, L tokens, C chunks of a document, R rows (a text'
 """
 
 import copy
+import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask.data.tokens import TokenSequence, batches, end_token, join_chunks, special_tokens_around
 from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, interchange
-from unmask.models.attention import fast_attention, unpadded
+from unmask.models.attention import unpadded
 from unmask.models.encoding import context_windows, encode_rows, micro_batches, only_chunks
 from unmask.models.quantize import binary, int8, pack_binary
 
@@ -84,8 +85,9 @@ class Embedder:
     Args:
         pooling: "mean", or "last" for the ablation.
         max_length: tokens of one text at most; what is longer is cut. Default: the model's positions.
-        mixed_precision: bf16 autocast; faster, and a few codes in a thousand differ by one. Default: on a GPU
-            that has it, not on a CPU.
+        mixed_precision: bf16 autocast; faster, and a few codes in a thousand differ by one. The matrices of
+            `model` become bfloat16, in place, so it is no more to be saved. Default: on a GPU that has it,
+            not on a CPU.
         token_budget: tokens of one forward pass, padding included; bounds memory. Default: 1,024 on a CPU,
             where they stay in its cache, otherwise 32,768.
         device: a device, or several, which share the work, each with a copy of the model. Default: all CUDA
@@ -114,6 +116,8 @@ class Embedder:
         self.max_length = self._limit(self.window if max_length is None else max_length)
         half = backbone.computes_in_bf16("bf16") if on_gpu else False
         self.mixed_precision = half if mixed_precision is None else mixed_precision
+        if self.mixed_precision:
+            backbone.halve(self.model)
         self.token_budget = token_budget or (32_768 if on_gpu else 1_024)
 
     @classmethod
@@ -128,8 +132,19 @@ class Embedder:
         return cls(model, tokenizer, **{**known, **options})
 
     def save_pretrained(self, path: str | Path) -> Path:
-        """Writes a directory that `from_pretrained`, AutoModel and sentence-transformers load."""
+        """Writes a directory that `from_pretrained`, AutoModel and sentence-transformers load.
+
+        Raises: ValueError if `mixed_precision` has rounded the weights.
+        """
         return interchange.save(self, path)
+
+    def close(self) -> None:
+        """Gives back the memory of the model, which is of no use any more: on a GPU another one, or a
+        training, may need it."""
+        del self.model
+        vars(self).pop("_replicas", None)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def encode(
         self, texts: Iterable[str], precision: str = "int8", dimensions: int | None = None, *,
@@ -306,7 +321,7 @@ class Embedder:
             numbers.append(numbers_R)
             found.append(coded(rows_RD))
 
-        with fast_attention(), self._autocast(), ThreadPoolExecutor(len(self.devices)) as threads:
+        with self._autocast(), ThreadPoolExecutor(len(self.devices)) as threads:
             packed = unpadded(self.model, inference=True)
             compute = map if self.devices == [torch.device("cpu")] else threads.map
             under_way = ()

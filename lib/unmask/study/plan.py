@@ -14,7 +14,7 @@ FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
     forward, per predicted token:              2 E                    logits of pretraining, at paid
                                                                       positions only
     training = forward × (3 + repetitions): one forward pass, a backward pass of two, and
-        + 1          with gradient checkpointing (not for logits), and for logits that come in several chunks
+        + 1          with gradient checkpointing (not for logits)
         + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
 GPU-hours = FLOPs / (peak × utilisation) / 3600
 
@@ -25,7 +25,8 @@ Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     activations of a micro-batch, per token     n a + 8 H, where a = 26 H + 10 (A + K) + 8 M;
                                                 16 H under fsdp2, whose residual stream is bfloat16 too
         with gradient checkpointing             n h + a + 8 H, where h = 4 H (2 H under fsdp2)
-    logits of one chunk of R rows               16 R V + 2 E, in pretraining
+    logits of one chunk of R rows               16 R V, in pretraining, and with them
+        the output matrix and its gradient      8 E: both in bfloat16, and the sum in float32
     embeddings of the texts of a step           48 H for each: copies on the way to the loss and back
     context, communication, fragmentation       RUNTIME_BYTES
 """
@@ -158,7 +159,8 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
     tokens = sum(_micro_batch(config.token_budget, texts, gpus)[0] for texts in models)
     loss = 48 * sum(number for texts in models for number, _ in texts) * shape.hidden_size
     if stage in PRETRAINING:
-        loss = 16 * _chunk_rows(preset) * preset.data.vocab_size + 2 * embeddings
+        vocabulary = preset.data.vocab_size
+        loss = 16 * max(CHUNK_ROWS * vocabulary, CHUNK_LOGITS) + 8 * embeddings
     return weights + tokens * (layers + 8 * shape.hidden_size) + loss + RUNTIME_BYTES
 
 
@@ -217,19 +219,15 @@ def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
     cached = stage not in (*PRETRAINING, "reranker")
     read, flops = 0, 0.0
     for texts in work(preset, stage):
-        tokens, groups = _micro_batch(config.token_budget, texts, gpus)
+        _, groups = _micro_batch(config.token_budget, texts, gpus)
         passes = 3 + config.gradient_checkpointing + cached * (groups - 1) / groups
         flops += passes * sum(count * length * (2 * body + attention * length) for count, length in texts)
         read += sum(number * length for number, length in texts)
     if stage in PRETRAINING:
         paid = config.masked_share if stage == "diffusion" else 1
-        flops += (4 if paid * tokens > _chunk_rows(preset) else 3) * 2 * (total - body) * paid * read
+        flops += 3 * 2 * (total - body) * paid * read
     losses = getattr(config, "accumulation", 1)  # independent ones of a step
     return losses * read, losses * flops
-
-
-def _chunk_rows(preset: Preset) -> int:
-    return max(CHUNK_ROWS, CHUNK_LOGITS // preset.data.vocab_size)
 
 
 def _layer_parameters(shape: BackboneConfig) -> int:

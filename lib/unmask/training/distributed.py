@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from inspect import signature
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,6 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from unmask.models import backbone
 
 CPU = torch.device("cpu")
+PATIENCE = timedelta(hours=1)  # of those who wait for one that compiles, or writes a large checkpoint
+# Buffers are the same everywhere; what switches their exchange off has another name since torch 2.13.
+NEWER = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+LEAVE_BUFFERS = {"forward_sync_buffers" if NEWER else "broadcast_buffers": False}
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,10 @@ class Processes:
     def start(cls, precision: str, strategy: str = "ddp") -> Processes:
         """Joins the other processes that torchrun started, if there are any."""
         # accelerate joins CPU processes only where the CPU was asked for.
-        peers = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
+        patience = InitProcessGroupKwargs(timeout=PATIENCE)
+        peers = Accelerator(
+            mixed_precision="no", cpu=not torch.cuda.is_available(), kwargs_handlers=[patience]
+        )
         half = backbone.computes_in_bf16(precision)
         return cls(peers, strategy, half, peers.process_index, peers.num_processes, peers.device)
 
@@ -59,6 +68,10 @@ class Processes:
     def autocast(self) -> AbstractContextManager:
         """The precision of a forward pass."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
+
+    def ship(self, x: Tensor) -> Tensor:
+        """A tensor of the CPU on this process's device; nobody waits for its way there."""
+        return (x.pin_memory() if self.device.type == "cuda" else x).to(self.device, non_blocking=True)
 
     def wait(self) -> None:
         """Returns when every process is here."""
@@ -94,7 +107,7 @@ class Processes:
                 fully_shard(layer, mp_policy=policy)
             return fully_shard(module, mp_policy=policy)
         if self.count > 1:
-            return DistributedDataParallel(module, forward_sync_buffers=False, gradient_as_bucket_view=True)
+            return DistributedDataParallel(module, gradient_as_bucket_view=True, **LEAVE_BUFFERS)
         return module
 
     @contextmanager

@@ -35,7 +35,7 @@ from unmask.training.loop import MILESTONES, Preempted, finish, job_identity, ru
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
-# For trainings on the CPU, unless the environment says otherwise.
+# For trainings, unless the environment says otherwise.
 MEMORY = {
     # glibc returns blocks to the system at each free and faults them in again at the next step: keep all but
     # the largest, whose changing sizes would leave holes.
@@ -45,6 +45,8 @@ MEMORY = {
     # oneDNN keeps what it made for the last 1,024 shapes; with another number of masked tokens in every
     # micro-batch that grows by 30 MB a step, to gigabytes.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    # On a GPU: batches of changing sizes leave no holes that are too small for the next one.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
 
@@ -145,7 +147,10 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
     """Starts the child processes, and ends with them."""
     parallel, first = run.config.parallel, next(iter(jobs))
     with jobs[first].with_name(LOG).open("a", encoding="utf8") as log:
-        options = {"env": MEMORY | os.environ | _threads(parallel), "stdout": subprocess.PIPE, "stderr": log}
+        # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
+        patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
+        environment = MEMORY | patience | os.environ | _threads(parallel)
+        options = {"env": environment, "stdout": subprocess.PIPE, "stderr": log}
         child = subprocess.Popen(_command(list(jobs.values()), parallel), text=True, **options)
         with ended_together(child, grace_seconds()) as told_to_stop:
             last = _watch(child, run.stage)
@@ -170,7 +175,6 @@ def _command(jobs: Sequence[Path], parallel: ParallelConfig) -> list[str]:
     elif parallel.num_processes > 1 or parallel.strategy == "fsdp2":
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={parallel.num_processes}", f"--log-dir={jobs[0].parent / 'torchrun'}"]
-        command += [f"--shutdown-timeout={grace_seconds():.0f}"]  # for its workers to save themselves
     return bound([*command, "-m", "unmask.training.launch", *map(str, jobs)])
 
 

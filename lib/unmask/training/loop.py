@@ -148,7 +148,7 @@ def train(
     _shorten(log, done, processes)
     if processes.main:
         report({"total": config.steps, "done": done})
-    with fast_attention(), log.open("a", encoding="utf8") as lines:
+    with fast_attention(stage.same_length), log.open("a", encoding="utf8") as lines:
         started = time.perf_counter()
         for step, batch in _ahead(stage.batch, range(done, config.steps)):
             lr = config.lr * lr_factor(config, step)
@@ -194,7 +194,7 @@ def _prepared(
     config = stage.config
     torch.manual_seed(config.seed)
     if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        backbone.checkpoint_activations(model)
     if config.compile:
         compile_layers(model)
     module = processes.parallel(stage.module(model.train()))

@@ -176,7 +176,7 @@ class Reranking(Stage):
 
         def forward(group: np.ndarray) -> Tensor:
             inputs = (*padded([batch.prompts[i] for i in group]), batch.answer_B[group])
-            tokens_BL, last_B, answer_B = (x.to(processes.device) for x in inputs)
+            tokens_BL, last_B, answer_B = map(processes.ship, inputs)
             loss = partial(answer_loss, last_B=last_B, answer_B=answer_B, normalizer=len(lengths))
             return module(tokens_BL, None, loss)
 

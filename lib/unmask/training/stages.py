@@ -29,7 +29,7 @@ from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
-from unmask.data.mining import LSA, Encoder, Neighbours, Surrogate, neighbours
+from unmask.data.mining import LSA, Encoder, Neighbours, Surrogate, draw, neighbours
 from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
@@ -63,6 +63,7 @@ class Stage:
 
     head = False  # whether the model keeps its output matrix
     bidirectional = False  # whether a causal start is made to read both sides
+    same_length = False  # whether all that it reads has one length
     ends = False  # whether an end is put after each text: a last token to pool at that means the same for all
     save = staticmethod(backbone.save)  # how its checkpoint is written
 
@@ -127,12 +128,15 @@ class Stage:
         return {name: group for name, group in found.items() if group in wanted}
 
     def pairs(self) -> dict[str, TokenPairs]:
-        """The corpus's pairs, as the stage reads them."""
-        corpus = self.corpus
-        return {
-            name: self._tokenised(name, corpus.pairs("train", name), corpus.identity("pairs", name))
-            for name in self.groups()
-        }
+        """The corpus's pairs, as the stage reads them; `config.max_pairs` of them, if that is set."""
+        data, most, seed = {}, getattr(self.config, "max_pairs", 0), self.config.seed
+        drawn = draw(self.corpus, self.asked.get("groups") or GROUPS, most, seed) if most else {}
+        for name in self.groups():
+            rows, identity = self.corpus.pairs("train", name), self.corpus.identity("pairs", name)
+            if len(drawn.get(name, rows)) < len(rows):
+                rows, identity = drawn[name], f"{identity}/{len(drawn[name])}/{seed}"
+            data[name] = self._tokenised(name, rows, identity)
+        return data
 
     def triplets(self) -> dict[str, TokenPairs]:
         """The corpus's triplets and mined ones, as the stage reads them: `config.negatives` for each query,
@@ -184,7 +188,7 @@ class LanguageModel(nn.Module):
 class Pretraining(Stage):
     """What next-token and diffusion pretraining share: packed blocks, a few of them at a time."""
 
-    head = True
+    head = same_length = True
 
     @cached_property
     def data(self) -> Blocks | np.ndarray:
@@ -248,9 +252,9 @@ class NextToken(Pretraining):
 
     def backward(self, module: nn.Module, tokens_BL: Tensor, step: int, processes: Processes) -> dict:
         def forward(rows: Tensor) -> Tensor:
-            tokens = tokens_BL[rows].to(processes.device)
+            tokens = tokens_BL[rows]
             loss = partial(losses.next_token_loss, tokens_BL=tokens, normalizer=tokens_BL[:, 1:].numel())
-            return module(tokens, None, loss)
+            return module(processes.ship(tokens), None, loss)
 
         loss = self.accumulate(module, torch.arange(len(tokens_BL)), forward, processes)
         return {"loss": loss, "tokens": tokens_BL.numel()}
@@ -282,13 +286,14 @@ class Diffusion(Pretraining):
         predictable = int((batch.valid_BL.sum(1) - 1).sum())
 
         def forward(rows: Tensor) -> Tensor:
-            tokens, masked, divisor, valid = (x[rows].to(processes.device) for x in batch)
-            valid = None if bool(batch.valid_BL[rows].all()) else valid
+            tokens, masked, divisor, valid = (x[rows] for x in batch)
+            valid = None if valid.all() else valid
             loss = partial(
                 losses.diffusion_loss, tokens_BL=tokens, masked_BL=masked, t_B=divisor, valid_BL=valid,
                 normalizer=predictable,
             )  # fmt: skip
-            return module(tokens.masked_fill(masked, self.mask_token_id), valid, loss)
+            noised = processes.ship(tokens.masked_fill(masked, self.mask_token_id))
+            return module(noised, None if valid is None else processes.ship(valid), loss)
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
         order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
@@ -496,8 +501,8 @@ class Contextual(Contrastive):
         config, layout = self.config, batch.layout
         q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, layout)
         shared = {
-            "document_N": layout.document_N.to(rows_RD.device), "gold_N": layout.gold_N.to(rows_RD.device),
-            "temperature": config.temperature, "chunk_mask_MC": mask_MC, "negatives_NM": batch.negatives,
+            "document_N": layout.document_N, "gold_N": layout.gold_N, "temperature": config.temperature,
+            "chunk_mask_MC": mask_MC, "negatives_NM": batch.negatives,
             "queries": processes.slice(batch.count),
         }  # fmt: skip
         if config.objective == "insent":
