@@ -75,6 +75,7 @@ def run(options: argparse.Namespace) -> None:
             about = pipeline.describe(folders, resolved(preset), overrides, options.said)
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
+            environment |= pipeline.own_gpus(preset.parallel)
             environment |= {"UNMASK_ACCEPT_CODE": "1"} if options.accept_code else {}
             folders.artifacts.mkdir(parents=True, exist_ok=True)
             with FileLock(folders.artifacts / ".lock", timeout=0):
@@ -271,6 +272,6 @@ def _add_run_options(add: Callable) -> None:
     add("--force", action="store_true", help="run the selected notebooks even if they are up to date")
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
     add("--gpu-memory", type=float, default=80, metavar="GB", help="that --dry-run plans with, default 80")
-    add("--gpus", type=int, metavar="N", help="of a training, over all machines; default: the preset's")
+    add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
     add("--jobs", type=int, default=1, metavar="J", help="up to J independent notebooks side by side")
     add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")

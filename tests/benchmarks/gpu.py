@@ -14,17 +14,20 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo.utils
 from measure import Row, child, not_run
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unmask.config import Preset, load_preset, resolved
 from unmask.data.tokenized import TokenDocument, TokenPairs
-from unmask.study.plan import PEAK, parameters
+from unmask.study.plan import PEAK, memory_bytes, parameters
 from unmask.training.loop import train
 from unmask.training.stages import Contextual, Diffusion, Pair, Stage
 
@@ -33,8 +36,12 @@ WARM_UP, STEPS = 3, 8
 BATCH = {"diffusion": 16, "pair": 512, "contextual": 16}  # of a step; several micro-batches each
 
 
-def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
-    """A stage with its data, and the texts of one step as (number, tokens)."""
+def work_of(preset: Preset, name: str, mixed: bool = False) -> tuple[Stage, list[tuple[int, int]]]:
+    """A stage with its data, and the texts of one step as (number, tokens).
+
+    Args:
+        mixed: lengths of pairs from an eighth of what the preset allows up to it, even in their logarithm.
+    """
     config, rng = getattr(preset, name), np.random.default_rng(0)
 
     def ids(*shape: int) -> np.ndarray:
@@ -45,9 +52,12 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
         stage = Diffusion(asked, data=ids(2 * n, config.length), mask_token_id=3)
         return stage, [(n, config.length)]
     if name == "pair":
-        lengths = (config.query_length, config.document_length)
-        pairs = TokenPairs(*(list(ids(n, length)) for length in lengths), [str(i) for i in range(n)])
-        return Pair(asked, data={"random": pairs}), [(n, length) for length in lengths]
+        least = 1 / 8 if mixed else 1
+        shares = np.exp(rng.uniform(np.log(least), 0, (2, n)))
+        limits = np.array([[config.query_length], [config.document_length]])
+        columns = [[ids(int(length)) for length in row] for row in np.ceil(shares * limits)]
+        pairs = TokenPairs(*columns, [str(i) for i in range(n)])
+        return Pair(asked, data={"random": pairs}), [(1, len(text)) for row in columns for text in row]
     documents = [
         TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
         for _ in range(n)
@@ -68,13 +78,17 @@ def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
     return needed
 
 
-def measure(name: str, preset: Preset | None = None) -> dict:
-    """Trains for a few steps and returns the median rate, the MFU and the setting."""
-    preset = preset or load_preset("paper-0.6b")
-    changes = {"batch": BATCH[name], "steps": WARM_UP + STEPS, "warmup": 1, "decay": 0, "lr": 1e-5}
-    config = replace(getattr(preset, name), **changes, checkpoint_every=WARM_UP + STEPS)
+def measure(
+    name: str, preset: Preset | None = None, *, batch: int = 0, steps: int = STEPS, mixed: bool = False,
+    **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Trains for a few steps and returns the median rate, the MFU and the setting; the peak of the memory
+    beside the plan's, how often a step waited for the GPU, and graphs that were compiled late."""
+    preset, batch = preset or load_preset("paper-0.6b"), batch or BATCH[name]
+    changes |= {"batch": batch, "steps": WARM_UP + steps, "warmup": 1, "decay": 0, "lr": 1e-5}
+    config = replace(getattr(preset, name), **changes, checkpoint_every=WARM_UP + steps)
     preset = replace(preset, **{name: config})
-    (stage, texts), shape = work_of(preset, name), preset.backbone
+    (stage, texts), shape = work_of(preset, name, mixed), preset.backbone
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=preset.data.vocab_size, hidden_size=shape.hidden_size,
@@ -83,19 +97,37 @@ def measure(name: str, preset: Preset | None = None) -> dict:
             is_causal=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
         )
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
+    graphs, cuda = [], torch.cuda.is_available()
+
+    def after_step(done: int) -> None:
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        if cuda and done == WARM_UP:
+            torch.cuda.set_sync_debug_mode("warn")  # a warning for each wait
+
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         trained = model if name == "diffusion" else model.model
-        train(stage, trained, Path(folder), fingerprint="benchmark")
+        train(stage, trained, Path(folder), fingerprint="benchmark", after_step=after_step)
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     rows = [json.loads(line) for line in lines][WARM_UP:]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
     tokens = sum(number * length for number, length in texts)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    waits = sum("synchronizing CUDA operation" in str(one.message) for one in said)
     return {
         "rate": rate,
         "mfu": flops(preset, name, texts) / tokens * rate / PEAK[config.precision],
-        "setting": f"{device}; {BATCH[name]} rows per step, token_budget {config.token_budget}, "
-        f"compile {config.compile}, {config.precision}; peer: {BEST_MFU:.0%} MFU, the best reported",
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
+        "planned_gb": memory_bytes(preset, name, 1) / 1e9,
+        "waits_per_step": waits / steps if cuda else None,
+        "graphs_after_warm_up": graphs[-1] - graphs[WARM_UP - 1],
+        "setting": f"{device}; {batch} rows per step{', of mixed lengths' * mixed}, token_budget "
+        f"{config.token_budget}, compile {config.compile}, {config.precision}; "
+        f"peer: {BEST_MFU:.0%} MFU, the best reported",
     }
 
 

@@ -7,6 +7,7 @@ import json
 import contrastive
 import diffusion
 import encode
+import first_gpu
 import gpu
 import numpy as np
 import pytest
@@ -83,3 +84,17 @@ def test_the_flops_of_a_step_are_those_that_torch_counts():
         tokens = torch.zeros(3, 50, dtype=torch.long)
         model(tokens, use_cache=False).last_hidden_state.sum().backward()
     assert gpu.flops(preset, "pair", [(3, 50)]) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.parametrize("command", ["kernels", "steps"])
+def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command):
+    rows = first_gpu.main([command, "--small"])
+    measured = [row for row in rows if "why" not in row]
+    assert len(measured) >= 3
+    if command == "kernels":
+        assert max(max(row["errors"]) for row in measured) < 0.02
+    else:
+        assert all(row["planned_gb"] > 4 and row["graphs_after_warm_up"] == 0 for row in measured)
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            first_gpu.main([command])

@@ -205,6 +205,31 @@ def test_a_machine_with_too_few_gpus_is_refused(
         check_machine(parallel, gpus)
 
 
+@pytest.mark.parametrize(
+    ("known", "here", "processes", "machines", "expected"),
+    [
+        (None, 8, 2, 1, {"CUDA_VISIBLE_DEVICES": "0,1"}),
+        ("3,5,7", 8, 4, 2, {"CUDA_VISIBLE_DEVICES": "3,5"}),
+        (None, 2, 2, 1, {}),
+        (None, 0, 1, 1, {}),
+    ],
+)
+def test_evaluation_sees_the_gpus_that_the_run_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+    known: str | None,
+    here: int,
+    processes: int,
+    machines: int,
+    expected: dict,
+) -> None:
+    monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * here)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if known:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", known)
+    parallel = ParallelConfig(num_processes=processes, num_machines=machines)
+    assert pipeline.own_gpus(parallel) == expected
+
+
 def test_our_notebooks_name_earlier_ones_and_sections_and_processes_make_none_due() -> None:
     folders = Folders.of("smoke")
     stages = discover(folders.notebooks)

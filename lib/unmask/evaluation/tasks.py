@@ -200,6 +200,8 @@ def assess(
         late = late_chunking and task.contextual
         key = [identity(Path(path)), task.identity, lengths, config.precision, late, code]
         scores[task.name] = kept("scores", key, partial(work, task, late))
+    if embedder.cache_info().currsize:
+        embedder().close()
     return scores
 
 

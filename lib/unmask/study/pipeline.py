@@ -234,6 +234,13 @@ def check_machine(parallel: ParallelConfig, gpus: int | None) -> None:
         )
 
 
+def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
+    """What hides the GPUs of this machine that a run was not given, for evaluation as for trainings."""
+    here, known = parallel.num_processes // parallel.num_machines, os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = [str(number) for number in range(len(gpu_names()))] if known is None else known.split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(every[:here])} if len(every) > here else {}
+
+
 def run_stages(
     due: Sequence[Stage],
     marks: dict[str, dict[str, Any]],

@@ -1,0 +1,227 @@
+"""The first half hour on a GPU, in commands of at most ten minutes that need no internet:
+
+    tests     the suite's tests of models, losses and training, those that need a GPU among them
+    kernels   attention and cross-entropy against float32: error and TFLOP/s
+    steps     diffusion, pair and contextual steps of the 0.6B model: MFU, memory beside the plan's, graphs
+              compiled again, waits for the GPU
+    sharded   FSDP2 on one GPU: the losses of the smoke preset beside those of DDP
+    recipe    preset smollm2 to notebook 03, stopped by SIGTERM on its way
+
+`papermill_runs/first_gpu.sh COMMAND` runs one and leaves results/gpu/COMMAND.json. With `--small` the same
+code runs at toy size, on a CPU too, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from xml.etree import ElementTree
+
+import gpu
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from unmask.config import load_preset
+from unmask.losses import pretraining
+from unmask.models.attention import varlen_attn
+from unmask.store import artifacts_root, repository
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+STOP_AFTER = 150  # seconds until SIGTERM
+Row = dict[str, Any]
+
+
+def timed(step: Callable[[], Any], repetitions: int) -> float:
+    """Median seconds of a step that has run once before."""
+    taken = []
+    for _ in range(repetitions + 1):
+        if GPU:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        step()
+        if GPU:
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - started)
+    return sorted(taken[1:])[repetitions // 2]
+
+
+def compared(
+    name: str, work: float, ours: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor
+) -> Row:
+    """Forward and backward in bfloat16: TFLOP/s, and relative errors of result and gradients (float32)."""
+
+    def run(compute: Callable[..., Tensor], *values: Tensor) -> list[Tensor]:
+        values = [value.detach().requires_grad_() for value in values]
+        result = compute(*values)
+        return [result.detach(), *torch.autograd.grad(result.float().square().sum(), values)]
+
+    try:
+        seconds = timed(lambda: run(ours, *inputs), 5)
+    except RuntimeError as error:
+        return {"name": name, "why": f"not run: {str(error).splitlines()[0]}"}
+    pairs = zip(run(ours, *inputs), run(exact, *(value.float() for value in inputs)), strict=True)
+    errors = [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
+    return {"name": name, "tflops": work / seconds / 1e12, "seconds": seconds, "errors": errors}
+
+
+def kernels(small: bool) -> Iterator[Row]:
+    """Attention at one length and at mixed ones; cross-entropy of a large vocabulary."""
+    heads, length, width, texts = (2, 64, 16, 3) if small else (16, 4096, 128, 4)
+    q, k, v = (torch.randn(texts, heads, length, width, device=DEVICE).bfloat16() for _ in range(3))
+    work = 3.5 * 4 * texts * heads * length**2 * width  # 3.5: two products forward, five backward
+    for backend in BACKENDS:
+
+        def attention(*values: Tensor, backend: SDPBackend = backend) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*values)
+
+        name = f"attention, {texts} × {length}, {backend.name}"
+        yield compared(name, work, attention, F.scaled_dot_product_attention, q, k, v)
+    lengths = [length // 16 * share for share in (1, 2, 5, 8, 16, 3)]
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    packed = [torch.randn(ends[-1], heads, width, device=DEVICE).bfloat16() for _ in range(3)]
+    starts = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+
+    def varlen(*values: Tensor) -> Tensor:
+        return varlen_attn(*values, starts, starts, max(lengths), max(lengths))
+
+    def one_by_one(*values: Tensor) -> Tensor:
+        parts = ([x[a:b].transpose(0, 1)[None] for x in values] for a, b in itertools.pairwise(ends))
+        return torch.cat([F.scaled_dot_product_attention(*part)[0].transpose(0, 1) for part in parts])
+
+    work = 3.5 * 4 * heads * width * sum(one**2 for one in lengths)
+    yield compared(f"attention, lengths {lengths}, varlen", work, varlen, one_by_one, *packed)
+
+    rows, width, vocabulary = (40, 16, 300) if small else (8192, 1024, 151_936)
+    hidden = torch.randn(rows, width, device=DEVICE).bfloat16()
+    unembedding = (torch.randn(vocabulary, width, device=DEVICE) / width**0.5).bfloat16()
+    targets = torch.randint(vocabulary, (rows,), device=DEVICE)
+    size = max(pretraining.CHUNK_ROWS, pretraining.CHUNK_LOGITS // vocabulary)
+
+    def ours(hidden: Tensor, unembedding: Tensor) -> Tensor:
+        weights = torch.full((rows,), 1 / rows, device=DEVICE)
+        return pretraining._WeightedNats.apply(hidden, unembedding, targets, weights, size, True)
+
+    def plain(hidden: Tensor, unembedding: Tensor) -> Tensor:
+        return F.cross_entropy((hidden @ unembedding.T).float(), targets)
+
+    work = 6 * rows * width * vocabulary
+    yield compared("cross-entropy, ours", work, ours, plain, hidden, unembedding)
+    yield compared("cross-entropy, all logits", work, plain, plain, hidden, unembedding)
+
+
+def steps(small: bool) -> Iterator[Row]:
+    """Whole training steps. The last row is a batch of the paper's size, once."""
+    preset, short = (load_preset("smoke"), {"batch": 4}) if small else (None, {})
+    for name, options in (
+        ("diffusion", {}),
+        ("pair", {}),
+        ("pair", {"mixed": True}),
+        ("pair", {"mixed": True, "compile": True}),
+        ("contextual", {}),
+        ("pair", {"mixed": True, "batch": 8 if small else 16_384, "steps": 1}),
+    ):
+        if small and options.get("compile"):
+            continue  # there may be no compiler
+        try:
+            yield {"name": name, "options": options} | gpu.measure(name, preset, **short | options)
+        except RuntimeError as error:  # such as a GPU with too little memory
+            yield {"name": name, "options": options, "why": f"not run: {str(error).splitlines()[0]}"}
+        torch.cuda.empty_cache()
+
+
+def unmask(run: str, preset: str, *arguments: str, stop_after: float | None = None) -> int:
+    command = [sys.executable, "-m", "unmask", "run", "--preset", preset, "--run", run, *arguments]
+    child = subprocess.Popen(command, cwd=repository())
+    try:
+        return child.wait(stop_after)
+    except subprocess.TimeoutExpired:
+        child.terminate()
+        return child.wait()
+
+
+def losses(run: str) -> dict[str, list[float]]:
+    found = {}
+    for file in sorted((artifacts_root() / run).glob("*/*/metrics.jsonl")):
+        lines = file.read_text(encoding="utf8").splitlines()
+        found[file.parent.name] = [json.loads(line)["loss"] for line in lines]
+    return found
+
+
+def sharded(small: bool) -> Iterator[Row]:
+    """Two trainings that differ in nothing but how the model is held."""
+    to = "00" if small else "03"
+    for strategy in ("ddp", "fsdp2"):
+        status = unmask(f"gpu-{strategy}", "smoke", "--set", f"parallel.strategy={strategy}", "--to", to)
+        yield {"name": strategy, "status": status}
+    ddp, fsdp = losses("gpu-ddp"), losses("gpu-fsdp2")
+    for name in ddp:
+        pairs = zip(ddp[name], fsdp[name], strict=True)
+        yield {"name": name, "largest_relative_difference": max(abs(a - b) / abs(a) for a, b in pairs)}
+
+
+def recipe(small: bool) -> Iterator[Row]:
+    """A preset up to notebook 03: stopped once, and gone on with; where ten minutes do not do, again."""
+    preset, to = ("smoke", "00") if small else ("smollm2", "03")
+    for stop_after in (2 if small else STOP_AFTER, None):
+        started = time.monotonic()
+        status = unmask(f"gpu-{preset}", preset, "--to", to, stop_after=stop_after)
+        yield {"name": f"{preset} to {to}", "status": status, "seconds": time.monotonic() - started}
+    for name, values in losses(f"gpu-{preset}").items():
+        yield {"name": name, "steps": len(values), "first": values[0], "last": values[-1]}
+
+
+def tests(small: bool) -> Iterator[Row]:
+    """The counts of a run of pytest, and what failed."""
+    folders = ["tests/losses"] if small else ["tests/losses", "tests/models", "tests/training"]
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *folders]
+        done = subprocess.run(command, cwd=repository(), env=os.environ | {"OMP_NUM_THREADS": "2"})
+        suite = ElementTree.parse(report).getroot()[0]
+    counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    yield {"name": "pytest", "status": done.returncode, "failed": failed, **counts}
+
+
+COMMANDS = {one.__name__: one for one in (tests, kernels, steps, sharded, recipe)}
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(description=__doc__.partition(",")[0])
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--small", action="store_true", help="toy size; nothing is kept")
+    options = parser.parse_args(arguments)
+    if not (GPU or options.small):
+        parser.error("this machine has no GPU: --small runs the same code at toy size")
+    about = {
+        "device": torch.cuda.get_device_name() if GPU else "CPU",
+        "torch": torch.__version__,
+        "time": time.strftime("%Y-%m-%d %H:%M"),
+    }
+    found = []
+    for row in COMMANDS[options.command](options.small):
+        print(json.dumps(row), flush=True)
+        found.append(row)
+        if not options.small:  # what was measured before an interruption stays
+            path = repository() / "results" / "gpu" / f"{options.command}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n", encoding="utf8")
+    return found
+
+
+if __name__ == "__main__":
+    main()
