@@ -5,6 +5,8 @@ import json
 import os
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from test_environment import make_config, make_packages
@@ -110,7 +112,18 @@ def test_an_optional_source_joins_once_it_is_there(config):
     assert corpus.pairs("train", "synthetic").unique("task") == ["questions"]
 
 
-def test_max_rows_keeps_the_first_training_rows(config):
+def test_max_rows_draws_pieces_of_the_files(config, monkeypatch):
+    rows = [{"q": f"Was ist {i}?", "a": f"{i} ist"} for i in range(600)]
+    path = config.folder / "questions.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=20)
+    monkeypatch.setattr("unmask.data.reading.UNIT_BYTES", path.stat().st_size // 30)
+    asked = "files: questions.parquet, max_rows: 90"
+    (config.folder / "own.yaml").write_text(REGISTRY.replace("files: questions.jsonl", asked))
+    found = [int(q.split()[2][:-1]) for q in open_corpus(config).pairs("train", "questions")["query"]]
+    assert len(found) == len(set(found)) == 90 and max(found) > 300 and found != sorted(found)
+
+
+def test_max_rows_keeps_the_first_training_rows_of_a_single_piece(config):
     whole = open_corpus(config).pairs("train", "questions")["query"]
     path = config.folder / "own.yaml"
     path.write_text(REGISTRY.replace("files: questions.jsonl", "files: questions.jsonl, max_rows: 9"))

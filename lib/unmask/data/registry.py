@@ -62,7 +62,7 @@ class Source:
     # Our name → theirs; "answers.text.0" reaches into structs and lists, "neg_1, neg_2" makes a list of two.
     columns: Mapping[str, str] = field(default_factory=dict)
     share: Annotated[float, Field(gt=0)] | None = None  # text: percent of the packed blocks
-    # No more training rows than these, the first ones; not for text.
+    # No more training rows than these, of pieces of the files that are drawn at random; not for text.
     max_rows: Annotated[int, Field(ge=2)] | None = None
     # Share of the keys held out for testing; a third as many for development.
     hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
