@@ -13,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from unmask.evaluation.tasks import Task
 from unmask.store import repository
-from unmask.study import report
+from unmask.study import page, report
 from unmask.study.evidence import VERDICTS, gathered
 from unmask.study.report import added_up, claims_table, markdown_table, measured, spread
 
@@ -142,10 +142,10 @@ def test_the_report_is_the_executed_page_without_code_and_follows_the_readers_th
     told = new_code_cell("secret = 1", outputs=[printed, table, figure])
     cells = [aside, told, new_markdown_cell("## Seeds")]
     nbformat.write(new_notebook(cells=cells), tmp_path / "12a_page.ipynb")
-    markdown, html = (path.read_text() for path in report.publish(tmp_path / "12a_page.ipynb", tmp_path))
+    markdown, html = (path.read_text() for path in page.publish(tmp_path / "12a_page.ipynb", tmp_path))
     assert markdown.startswith("# Report: a & b\n") and "## Seeds" in markdown
     assert not re.search("secret|How it is made", markdown + html)
-    assert report.picture("figures/a.png", 'A "curve"') in markdown
+    assert page.picture("figures/a.png", 'A "curve"') in markdown
     assert "<script" not in html and html.count("<table") == 1 and 'name="viewport"' in html
     assert 'srcset="figures/a-dark.png"' in html and html.endswith("</body>\n</html>\n")
     assert "prefers-color-scheme: dark" in html and "<title>Report: a &amp; b</title>" in html

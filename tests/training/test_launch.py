@@ -190,6 +190,38 @@ def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkey
         torch.testing.assert_close(weights[key], value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+def test_a_source_file_edited_between_two_starts_costs_no_step(start, tmp_path, monkeypatch):
+    shutil.copytree(LIB / "unmask", tmp_path / "lib" / "unmask", ignore=shutil.ignore_patterns("*.pyc"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
+    monkeypatch.setattr(loop, "LIBRARY", tmp_path / "lib" / "unmask")
+    source, folder = loop.LIBRARY / "training" / "loop.py", tmp_path / "r" / "02_pair" / "pair"
+
+    def killed():
+        notebook, before = started(launch, opened(), "pair", {"start": start}), there()
+        wait_for(lambda: not notebook.is_alive() or len(there() - before) > 1)
+        notebook.kill()
+        notebook.join()
+        wait_for(lambda: not processes_of(folder), seconds=20)
+
+    def there():
+        return {path.name for path in folder.glob("checkpoints/step-*")}
+
+    killed()
+    source.write_text(source.read_text() + "\n# a remark\n")
+    killed()  # which went on: a remark is no code
+    kept = there()
+    source.write_text(source.read_text().replace("lower lr or clip", "lower the rate, or clip"))
+    with pytest.raises(RuntimeError, match="differs in code"):
+        launch(opened(), "pair", {"start": start})
+    assert kept and there() == kept
+    monkeypatch.setenv("UNMASK_ACCEPT_CODE", "1")
+    model = launch(opened(), "pair", {"start": start})
+    whole = alone(model, tmp_path / "whole")
+    assert (model / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
 def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, monkeypatch):
     began: list[dict] = []
     monkeypatch.setattr(loop.Pair, "prepare", lambda stage: [])

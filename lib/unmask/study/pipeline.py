@@ -405,6 +405,7 @@ def execute(job: dict[str, Any]) -> str:
     Returns: why it failed, if it did.
     Raises: SystemExit with status 75 if it was stopped.
     """
+    sys.modules["rfc3987_syntax"] = None  # a check of IRIs that nbformat would load, in seconds, for nothing
     from papermill import PapermillExecutionError, execute_notebook
     from papermill.exceptions import strip_color
 
@@ -450,7 +451,7 @@ def execute(job: dict[str, Any]) -> str:
         told = f"notebook {name} failed{reason}\n  log: {job['log']}\n  as far as it got: {job['output']}"
         return _named(told, job["names"])
     if job["report"]:
-        from unmask.study.report import publish  # the other notebooks need not wait for torch
+        from unmask.study.page import publish
 
         publish(Path(job["output"]), Path(job["report"]))
     return ""

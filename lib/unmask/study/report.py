@@ -1,25 +1,17 @@
-"""What notebooks show: the paper's tables and ours, gates and claims; and the page, which is notebook 12a
-without its code."""
+"""What notebooks show: the paper's tables and ours, gates and claims."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from html import escape
 from pathlib import Path
 from statistics import mean, stdev
-from string import Template
 from typing import Any
 
-import nbformat
 import yaml
-from nbconvert.exporters import MarkdownExporter
-from nbconvert.filters import markdown2html
 
 from unmask.config import EvaluationConfig
 from unmask.evaluation.tasks import Task
-from unmask.store import write_atomic
 from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
 
 MARKS = {"reproduced": "✔ ", "not at this scale": "– ", "contradicted": "✘ "}
@@ -152,37 +144,3 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".", s
 def link(notebooks: str, stage: str, text: str = "") -> str:
     """Markdown link to an executed notebook, named by its number; a dash where there is none."""
     return f"[{text or stage.partition('_')[0]}]({notebooks}/{stage}.ipynb)" if stage else "–"
-
-
-# The page
-
-
-def publish(notebook: Path, results: Path) -> list[Path]:
-    """Writes report.md and report.html: an executed notebook without its code, without what was printed, and
-    without the cells that are tagged "aside"."""
-    content = nbformat.read(notebook, as_version=4)
-    content.cells = [cell for cell in content.cells if "aside" not in cell.metadata.get("tags", ())]
-    for cell in (cell for cell in content.cells if cell.cell_type == "code"):
-        cell.outputs = [output for output in cell.outputs if output.output_type == "display_data"]
-        for output in cell.outputs:
-            if shown := output.metadata.get("picture"):
-                output.data = {"text/markdown": picture(*shown)}
-    text, _ = MarkdownExporter(exclude_input=True).from_notebook_node(content)
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf8")
-    title = escape(text.partition("\n")[0].lstrip("# "))
-    html = Template(TOLD["page"]).substitute(title=title, style=style, body=markdown2html(text))
-    return [write_atomic(results / "report.md", text), write_atomic(results / "report.html", html)]
-
-
-def picture(path: str, text: str) -> str:
-    """HTML, also for Markdown, that shows what a figure's `save` wrote, in the variant for the reader's page.
-
-    Example:
-        >>> picture("figures/loss.png", "Training loss")  # doctest: +NORMALIZE_WHITESPACE
-        '<picture><source media="(prefers-color-scheme: dark)" srcset="figures/loss-dark.png"><img
-        alt="Training loss" src="figures/loss.png"></picture>'
-    """
-    dark = path.removesuffix(".png") + "-dark.png"
-    light = f'<img alt="{escape(text)}" src="{path}">'
-    return f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">{light}</picture>'

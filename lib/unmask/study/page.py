@@ -1,0 +1,44 @@
+"""The report's page: notebook 12a without its code. It has no scripts; page.css makes it light or dark as the
+reader's system is."""
+
+import re
+from html import escape
+from pathlib import Path
+from string import Template
+
+import nbformat
+from nbconvert.exporters import MarkdownExporter
+from nbconvert.filters import markdown2html
+
+from unmask.store import write_atomic
+
+
+def publish(notebook: Path, results: Path) -> list[Path]:
+    """Writes report.md and report.html: an executed notebook without its code, without what was printed, and
+    without the cells that are tagged "aside"."""
+    content = nbformat.read(notebook, as_version=4)
+    content.cells = [cell for cell in content.cells if "aside" not in cell.metadata.get("tags", ())]
+    for cell in (cell for cell in content.cells if cell.cell_type == "code"):
+        cell.outputs = [output for output in cell.outputs if output.output_type == "display_data"]
+        for output in cell.outputs:
+            if shown := output.metadata.get("picture"):
+                output.data = {"text/markdown": picture(*shown)}
+    text, _ = MarkdownExporter(exclude_input=True).from_notebook_node(content)
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    page, style = (Path(__file__).with_suffix(kind).read_text(encoding="utf8") for kind in (".html", ".css"))
+    title = escape(text.partition("\n")[0].lstrip("# "))
+    html = Template(page).substitute(title=title, style=style, body=markdown2html(text))
+    return [write_atomic(results / "report.md", text), write_atomic(results / "report.html", html)]
+
+
+def picture(path: str, text: str) -> str:
+    """HTML, also for Markdown, that shows what a figure's `save` wrote, in the variant for the reader's page.
+
+    Example:
+        >>> picture("figures/loss.png", "Training loss")  # doctest: +NORMALIZE_WHITESPACE
+        '<picture><source media="(prefers-color-scheme: dark)" srcset="figures/loss-dark.png"><img
+        alt="Training loss" src="figures/loss.png"></picture>'
+    """
+    dark = path.removesuffix(".png") + "-dark.png"
+    light = f'<img alt="{escape(text)}" src="{path}">'
+    return f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">{light}</picture>'
