@@ -251,37 +251,39 @@ def encode_rows(
     if pooling != "mean" and chunked:
         raise ValueError(f"chunks of a document are mean-pooled; pooling {pooling!r} has no late chunking")
     lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
-    tokens = [torch.from_numpy(s.tokens_L.astype(np.int64)) for s in sequences]
+    tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
     different = len(set(lengths)) > 1
     if different and (unpadded(model) if packed is None else packed):
-        tokens_1T = torch.cat(tokens)[None].to(device, non_blocking=True)
+        tokens_1T = tokens_T[None].to(device, non_blocking=True)
         inputs |= unpadded_inputs(model, lengths, device)
         hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
         if pooling == "last":
             return hidden_TD[torch.tensor(lengths).cumsum(0).to(device) - 1].float()
-        segment_T = torch.cat(_segments(sequences)).to(device, non_blocking=True)
+        segment_T = _segments(sequences, lengths).to(device, non_blocking=True)
         return segment_mean(hidden_TD, segment_T, rows).float()
-    tokens_BL = pad_sequence(tokens, batch_first=True).to(device, non_blocking=True)
+    tokens_BL = pad_sequence(tokens_T.split(lengths), batch_first=True).to(device, non_blocking=True)
     mask_BL = None
     if different:
-        ones = [torch.ones_like(tokens_L) for tokens_L in tokens]
+        ones = torch.ones_like(tokens_T).split(lengths)
         mask_BL = pad_sequence(ones, batch_first=True).to(device, non_blocking=True)
     output = model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False, **inputs)
     hidden_BLD = output.last_hidden_state
     if not chunked:
         return (last_token_pool if pooling == "last" else mean_pool)(hidden_BLD, mask_BL).float()
-    segment_BL = pad_sequence(_segments(sequences), batch_first=True, padding_value=-1)
+    segments = _segments(sequences, lengths).split(lengths)
+    segment_BL = pad_sequence(segments, batch_first=True, padding_value=-1)
     segment_T = segment_BL.flatten().to(device, non_blocking=True)
     return segment_mean(hidden_BLD.flatten(0, 1), segment_T, rows).float()
 
 
-def _segments(sequences: Sequence[TokenSequence]) -> list[Tensor]:
-    """For each token of each sequence the row that it is averaged into, -1 for none."""
-    rows = [
-        np.full(len(s), first) if s.chunk_L is None else np.where(s.chunk_L < 0, -1, first + s.chunk_L)
-        for s, first in zip(sequences, row_offsets(sequences))
-    ]
-    return [torch.from_numpy(row_L) for row_L in rows]
+def _segments(sequences: Sequence[TokenSequence], lengths: list[int]) -> Tensor:
+    """For each token of all sequences (T,) the row that it is averaged into, -1 for none."""
+    row_T = np.repeat(row_offsets(sequences)[:-1], lengths)
+    if any(s.chunk_L is not None for s in sequences):
+        own = [np.zeros(len(s), np.int32) if s.chunk_L is None else s.chunk_L for s in sequences]
+        chunk_T = np.concatenate(own)
+        row_T = np.where(chunk_T < 0, -1, row_T + chunk_T)
+    return torch.from_numpy(row_T)
 
 
 def row_offsets(sequences: Sequence[TokenSequence]) -> np.ndarray:
