@@ -28,9 +28,11 @@ def embedders(tokenizer: PreTrainedTokenizerBase, layers: int, *, bf16: bool) ->
     from sentence_transformers import SentenceTransformer
 
     model = bidirectional(layers, len(tokenizer))
-    ours = Embedder(model, tokenizer, max_length=MIXED_LENGTH, mixed_precision=bf16, device="cpu")
+    options = {"max_length": MIXED_LENGTH, "device": "cpu"}
     with TemporaryDirectory() as folder:
-        return ours, SentenceTransformer(str(ours.save_pretrained(folder)), device="cpu")
+        saved = Embedder(model, tokenizer, mixed_precision=False, **options).save_pretrained(folder)
+        peer = SentenceTransformer(str(saved), device="cpu")
+    return Embedder(model, tokenizer, mixed_precision=bf16, **options), peer
 
 
 def theirs(peer: object, texts: Sequence[str], batch_size: int, *, bf16: bool) -> np.ndarray:
