@@ -18,6 +18,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import unmask
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -36,6 +38,12 @@ def test_conda_environment_carries_the_same_dependencies() -> None:
     python, pip, packages = environment["dependencies"]
     assert (python, pip) == ("python=3.11", "pip")
     assert packages == {"pip": DECLARED}
+
+
+def test_the_floors_that_are_checked_are_those_declared() -> None:
+    declared = {requirement.name: requirement.specifier for requirement in map(Requirement, DECLARED)}
+    for name, floor in unmask.FLOORS.items():
+        assert f">={'.'.join(map(str, floor))}" in map(str, declared[name])
 
 
 def test_lock_is_complete() -> None:

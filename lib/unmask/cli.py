@@ -20,7 +20,6 @@ from filelock import FileLock, Timeout
 
 from unmask.config import Preset, load_preset, preset_names, resolved, seeded
 from unmask.run import Folders, Run, seed_run
-from unmask.store import artifacts_root
 from unmask.study import pipeline
 from unmask.study.pipeline import PipelineError, Stage, clock
 
@@ -95,10 +94,9 @@ def prepare(options: argparse.Namespace) -> None:
 
     preset = load_preset(options.preset, _overrides(options.set))
     hub.require(preset)
-    asked = {"values": resolved(preset), "folder": str(artifacts_root() / "data"), "fingerprint": ""}
-    asked["start"] = Run("prepare", options.run or preset.name, preset).base()
+    start = Run("prepare", _run_name(options, None), preset).base()
     for name in ("diffusion", "pair", "contextual", "triplet"):
-        for row in stage_of(asked | {"stage": name}).prepare():
+        for row in stage_of({"values": resolved(preset), "stage": name, "start": start}).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
 
 
@@ -235,8 +233,9 @@ def _parser() -> argparse.ArgumentParser:
     add = preset.add_argument
     add("--preset", default="cpu", metavar="NAME", help=f"one of {', '.join(preset_names())}; default cpu")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="such as pair.steps=50; repeatable")
-    shared = argparse.ArgumentParser(add_help=False, parents=[preset])
-    shared.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
+    named = argparse.ArgumentParser(add_help=False, parents=[preset])
+    named.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
+    shared = argparse.ArgumentParser(add_help=False, parents=[named])
     several = "repeat it with seeds 1 to K - 1, as NAME-seedN, then run it and pool all"
     shared.add_argument("--seeds", type=int, default=1, metavar="K", help=several)
 
@@ -246,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         return added.add_argument
 
     _add_run_options(command("run", run, "execute the notebooks that are due", shared))
-    command("prepare", prepare, "read and tokenise for trainings, where no GPU waits", shared)
+    command("prepare", prepare, "read and tokenise for trainings, where no GPU waits", named)
     command("status", status, "what is done, and what is due", shared)
 
     add = command("encode", encode, "embed a file of texts")

@@ -108,6 +108,10 @@ class ParallelConfig(Section):
             shared = f"{self.num_processes} processes cannot be shared evenly by {self.num_machines} machines"
             raise ValueError(f"{shared}: change one of them (--gpus, parallel.num_machines)")
 
+    @property
+    def per_machine(self) -> int:
+        return self.num_processes // self.num_machines
+
 
 class PretrainConfig(TrainConfig):
     """Next-token and masked-diffusion pretraining."""

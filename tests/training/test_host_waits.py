@@ -66,9 +66,8 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("name", tiny_stages.STAGES)
 def test_a_step_fetches_nothing_from_a_gpu_in_between(name, as_on_a_gpu):
-    changes = (
-        {"cut_fraction": 0.0} if name == "diffusion" else {}
-    )  # what is cut needs a mask, which is looked at
+    # What is cut needs a mask, which is looked at.
+    changes = {"cut_fraction": 0.0} if name == "diffusion" else {}
     stage, model = tiny_stages.stage(name, tiny_stages.config(name, **changes)), tiny_stages.model(name)
     batch = stage.batch(0)
     with Gpu(model) as gpu:

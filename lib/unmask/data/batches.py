@@ -42,6 +42,11 @@ def permuted(indices: np.ndarray, size: int, seed: int | Sequence[int]) -> np.nd
     return values.astype(np.int64).reshape(np.shape(indices))
 
 
+def shuffled(items: Sequence[Any]) -> list[Any]:
+    """The items in a random order, always the same one for as many."""
+    return [items[i] for i in permuted(np.arange(len(items)), max(len(items), 1), 0)]
+
+
 def _feistel(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
     low = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & low

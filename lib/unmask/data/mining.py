@@ -137,10 +137,15 @@ def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[s
     wanted = {name: table for name, table in tables.items() if table[0]["group"] in groups}
     if not wanted:
         raise ValueError(f"no training pairs of the groups {', '.join(groups)}: set triplet.groups to others")
-    share = min(1.0, count / sum(map(len, wanted.values())))
+    return sample(wanted, count, seed)
+
+
+def sample(tables: Mapping[str, Dataset], count: int, seed: int) -> dict[str, Dataset]:
+    """At most about `count` rows, from each table in proportion to its size, as `draw`."""
+    share = min(1.0, count / sum(map(len, tables.values())))
     rng = np.random.default_rng(seed)
     drawn = {}
-    for name, table in wanted.items():
+    for name, table in tables.items():
         size = min(len(table), max(round(share * len(table)), FEWEST))
         drawn[name] = table.select(np.sort(rng.choice(len(table), size, replace=False)))
     return drawn

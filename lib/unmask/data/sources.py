@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
@@ -23,7 +22,7 @@ from tqdm.auto import tqdm
 from unmask.children import dying_together
 from unmask.config import DataConfig
 from unmask.data import cldr, corpus, environment, reading, registry
-from unmask.data.batches import permuted
+from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, load_registry, own_files
@@ -172,8 +171,7 @@ def _kept(source: Source, dropped: Counter[str]) -> Rows:
     """The good rows of a source up to what its table holds: SAMPLE_BYTES of training text, `max_rows` of all
     else for training, from pieces in a random order: what comes first in a file may be alike."""
     left, pieces = SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf, units(source)
-    if source.max_rows:
-        pieces = [pieces[i] for i in permuted(np.arange(len(pieces)), len(pieces), 0)]
+    pieces = shuffled(pieces) if source.max_rows else pieces
     for row in chain.from_iterable(read(source, unit, dropped) for unit in pieces):
         if row["split"] == "train":
             if left <= 0:

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unmask.children import dying_together
 from unmask.data import reading, tokens
-from unmask.data.batches import permuted
+from unmask.data.batches import permuted, shuffled
 from unmask.data.reading import identity
 from unmask.data.registry import Source
 from unmask.data.tokens import Around, StoredTokenizer, cut, encode, joined
@@ -231,9 +231,8 @@ def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) ->
     folder, work = _folder("text", identity(source), stored), partial(_text, source, stored)
     if (done := Prepared.read(folder)).suffices(wanted):
         return done
-    units = reading.units(source)
-    order = permuted(np.arange(len(units)), max(len(units), 1), 0)
-    return build(folder, [units[i] for i in order], work, f"tokenising {source.name}", wanted=wanted)
+    units = shuffled(reading.units(source))
+    return build(folder, units, work, f"tokenising {source.name}", wanted=wanted)
 
 
 def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokenised:

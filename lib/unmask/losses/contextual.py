@@ -340,11 +340,12 @@ def _mean_over_chunks(
     check_index("document_N", document_N, len(chunks_MCD))
     check_index("gold_N", gold_N, chunks_MCD.shape[1])
     padding_MC = None if chunk_mask_MC is None else ~chunk_mask_MC.bool()
-    if padding_MC is not None and (bad_N := padding_MC[document_N, gold_N]).any():
-        query = int(bad_N.nonzero()[0])
-        raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
+    if padding_MC is not None:
+        if (bad_N := padding_MC[document_N, gold_N]).any():
+            query = int(bad_N.nonzero()[0])
+            raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
+        padding_MC = padding_MC.to(q_ND.device, non_blocking=True)
     document_N, gold_N = (x.to(q_ND.device, non_blocking=True) for x in (document_N, gold_N))
-    padding_MC = padding_MC if padding_MC is None else padding_MC.to(q_ND.device, non_blocking=True)
     document_NM = _own_document(document_N, chunks_MCD)
 
     def tile_nats(rows: slice, q_TD: Tensor) -> Tensor:

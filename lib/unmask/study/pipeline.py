@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def check_machine(parallel: ParallelConfig, gpus: int | None) -> None:
     Raises: PipelineError if the machine has too few GPUs, or nothing starts the other machines' processes.
     """
     machines, found = parallel.num_machines, len(gpu_names())
-    here = parallel.num_processes // machines
+    here = parallel.per_machine
     if machines > 1 and not parallel.launcher:
         raise PipelineError(
             f"trainings on {machines} machines need parallel.launcher, the command that starts them, see "
@@ -236,7 +237,7 @@ def check_machine(parallel: ParallelConfig, gpus: int | None) -> None:
 
 def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
     """What hides the GPUs of this machine that a run was not given, for evaluation as for trainings."""
-    here, known = parallel.num_processes // parallel.num_machines, os.environ.get("CUDA_VISIBLE_DEVICES")
+    here, known = parallel.per_machine, os.environ.get("CUDA_VISIBLE_DEVICES")
     every = [str(number) for number in range(len(gpu_names()))] if known is None else known.split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(every[:here])} if len(every) > here else {}
 
@@ -513,6 +514,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
+@cache
 def gpu_names() -> list[str]:
     """The GPUs of this machine, each with its memory."""
     return _said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()

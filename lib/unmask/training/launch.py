@@ -180,7 +180,7 @@ def _command(jobs: Sequence[Path], parallel: ParallelConfig) -> list[str]:
 
 def _threads(parallel: ParallelConfig) -> dict[str, str]:
     """This machine's processes share its cores."""
-    here = parallel.num_processes // parallel.num_machines
+    here = parallel.per_machine
     cores = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
     return {"OMP_NUM_THREADS": str(max(1, cores // here))} if here > 1 else {}
 

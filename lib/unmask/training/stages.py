@@ -29,7 +29,7 @@ from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
-from unmask.data.mining import LSA, Encoder, Neighbours, Surrogate, draw, neighbours
+from unmask.data.mining import LSA, Encoder, Neighbours, Surrogate, neighbours, sample
 from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
@@ -130,12 +130,11 @@ class Stage:
     def pairs(self) -> dict[str, TokenPairs]:
         """The corpus's pairs, as the stage reads them; `config.max_pairs` of them, if that is set."""
         data, most, seed = {}, getattr(self.config, "max_pairs", 0), self.config.seed
-        drawn = draw(self.corpus, self.asked.get("groups") or GROUPS, most, seed) if most else {}
-        for name in self.groups():
-            rows, identity = self.corpus.pairs("train", name), self.corpus.identity("pairs", name)
-            if len(drawn.get(name, rows)) < len(rows):
-                rows, identity = drawn[name], f"{identity}/{len(drawn[name])}/{seed}"
-            data[name] = self._tokenised(name, rows, identity)
+        tables = {name: self.corpus.pairs("train", name) for name in self.groups()}
+        for name, rows in (sample(tables, most, seed) if most else tables).items():
+            identity = self.corpus.identity("pairs", name)
+            part = f"/{len(rows)}/{seed}" if len(rows) < len(tables[name]) else ""
+            data[name] = self._tokenised(name, rows, identity + part)
         return data
 
     def triplets(self) -> dict[str, TokenPairs]:
