@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,6 +181,11 @@ def evaluate(
     return scores
 
 
+def load(path: str | Path, config: EvaluationConfig, kind: Any = Embedder) -> Any:
+    """A checkpoint in the preset's precision of computing: an `Embedder`, or another `kind` of model."""
+    return kind.from_pretrained(path, mixed_precision=computes_in_bf16(config.precision))
+
+
 def assess(
     path: str | Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
 ) -> dict[str, np.ndarray]:
@@ -190,8 +196,7 @@ def assess(
     """
     lengths = (config.query_length, config.document_length, config.chunk_length)
     code = code_fingerprint(*(Path(__file__).parents[1] / name for name in _CODE))
-    half, scores = computes_in_bf16(config.precision), {}
-    embedder = cache(lambda: Embedder.from_pretrained(path, mixed_precision=half))
+    scores, embedder = {}, cache(lambda: load(path, config))
 
     def work(task: Task, late: bool) -> np.ndarray:
         return evaluate(embedder(), [task], config, late_chunking=late)[task.name]
@@ -261,7 +266,7 @@ def load_reference(config: EvaluationConfig) -> Embedder | None:
     if (spec := find_spec(PACKAGE)) is None:
         return None
     folder = Path(spec.origin).parent / "model"
-    return Embedder.from_pretrained(folder, mixed_precision=computes_in_bf16(config.precision))
+    return load(folder, config)
 
 
 def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, dict[str, np.ndarray]]:
