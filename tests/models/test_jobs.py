@@ -1,4 +1,4 @@
-"""A file of texts becomes a file of embeddings (`unmask encode`), a corpus a data set of them (Ray)."""
+"""A file of texts becomes a file of embeddings (`unmask encode`)."""
 
 import json
 
@@ -87,33 +87,3 @@ def test_an_interrupted_job_goes_on_where_it_stood_and_another_does_not(
     assert seen == (TEXTS[14:] if precision == "int8" else TEXTS)
     np.testing.assert_allclose(np.load(output), real(embedder, TEXTS, precision), atol=1e-5)
     assert {path.name for path in tmp_path.iterdir()} == {"texts.txt", "out.npy"}
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray = pytest.importorskip("ray", reason="no Ray here: install unmask[ray]")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # 15 by default: beside other tests they would starve
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-
-
-@pytest.mark.slow
-def test_two_workers_of_ray_give_what_encode_gives(cluster, embedder, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "BATCH", 7)
-    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
-    pq.write_table(table, tmp_path / "corpus.parquet", row_group_size=8)
-    corpus, output = tmp_path / "corpus.parquet", tmp_path / "out"
-    dataset = cluster.data.read_parquet(str(corpus))
-    found = pq.read_table(jobs.encode_dataset(model, dataset, output, dimensions=16, workers=2)).sort_by("id")
-    assert found["id"].to_pylist() == list(range(len(TEXTS))) and found["text"].to_pylist() == TEXTS
-    assert found.schema.field("embedding").type == pa.list_(pa.int8(), 16)
-    rows = np.array(found["embedding"].to_pylist())  # of other batches: a code may differ by one
-    assert abs(rows - embedder.encode(TEXTS, dimensions=16)).max() <= 1
-
-    options = {"chunks_column": "chunks", "precision": "float32", "chunk_length": 6, "workers": 2}
-    found = pq.read_table(jobs.encode_dataset(model, dataset, output, **options)).sort_by("id")
-    expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
-    for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-5)
