@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3Model
 
 import tiny
-from unmask.config import TRAINED, load_preset
+from unmask.config import TRAINED, Preset, load_preset
 from unmask.losses import diffusion_loss, next_token_loss, pair_loss
 from unmask.models.context_encoder import SecondStage
 from unmask.models.encoding import TokenSequence, after_context
@@ -25,11 +25,16 @@ TOKENS = 4 * 64  # of the batch whose activations are measured
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64}
 
 
-def planned(stage: str, **values) -> float:
-    """FLOPs of a step of the shape of `tiny.model()`, whose vocabulary is the tiny tokenizer's."""
+def shaped(stage: str, **values) -> Preset:
+    """A preset with the shape of `tiny.model()` and the vocabulary of the tiny tokenizer."""
     changes = {f"backbone.{key}": value for key, value in SHAPE.items()}
     changes |= {f"{stage}.{key}": value for key, value in values.items()}
-    preset = load_preset("smoke", changes | {"data.vocab_size": len(tiny.tokenizer())})
+    return load_preset("smoke", changes | {"data.vocab_size": len(tiny.tokenizer())})
+
+
+def planned(stage: str, **values) -> float:
+    """FLOPs of a step."""
+    preset = shaped(stage, **values)
     found = [one for one in plan.trainings(preset, 1) if one.stage == stage][-1]
     return found.flops / found.steps / found.number
 
@@ -98,6 +103,14 @@ def test_flops_of_a_step_in_two_stages_are_what_torch_counts(budget):
     sizes = {"batch": n, "query_length": length, "document_length": length, "token_budget": budget}
     expected = planned("cde", **sizes, context=slots, context_sizes=[0, slots])  # the last of the study
     assert expected == pytest.approx(counted(step), rel=0.03)
+
+
+def test_flops_of_mining_are_what_torch_counts():
+    model, n, length = eager(), 16, 32
+    tokens = torch.zeros(2 * n, length, dtype=torch.long)
+    text = plan.describe(shaped("triplet", max_pairs=n, query_length=length, document_length=length))
+    flops = re.search(r"mining +2 × +32 texts +2\.05e\+03 tokens +(\S+) FLOP", text)[1]
+    assert float(flops) == pytest.approx(2 * counted(lambda: model(tokens, use_cache=False)), rel=0.03)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -170,6 +183,7 @@ def test_what_cannot_fit_is_refused_with_what_takes_less():
 def test_the_plan_of_the_paper_and_only_of_what_runs():
     text = plan.describe(load_preset("paper-4b"), gpus=64, stages=["01_diffusion_cpt", "05_merge"])
     assert "64 GPUs, fsdp2" in text and "02_pair" not in text
-    numbers = r"1 × +60,000 steps +2\.52e\+11 tokens +1\.00e\+22 FLOP +7,050\.\d\d GPU-hours +34\.0 GB"
+    numbers = r"1 × +60,000 steps +2\.52e\+11 tokens +1\.00e\+22 FLOP +8,057\.\d\d GPU-hours +34\.0 GB"
     assert re.search(rf"01_diffusion_cpt +diffusion +{numbers}", text)
+    assert "mining" not in text and re.search(r"evaluation +of a task +1 × 1,010,000 texts +1\.03e\+09", text)
     assert plan.describe(load_preset("smoke"), stages=["05_merge"]) == "nothing to train"

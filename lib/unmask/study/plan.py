@@ -2,7 +2,7 @@
 trainings, from the preset alone. A plan that cannot fit is refused, with what would.
 
 Texts are taken to be as long as the preset allows, so the plan is an upper bound: short texts cost what they
-are. Only trainings are counted, not evaluation, mining, clustering and merging.
+are. Beside the trainings it says what mining, clustering and an evaluation take, on one machine.
 
 Symbols: n layers · H hidden size · A, K widths of queries and keys · M MLP size · V vocabulary · P parameters
 · E = V·H of them embeddings, tied to the output. A contextual encoder (CDE) is two such models: the first
@@ -17,6 +17,8 @@ FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
         + 1          with gradient checkpointing (not for logits)
         + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
 GPU-hours = FLOPs / (peak × utilisation) / 3600
+    clustering, on the CPU:                    2 K S for each iteration of each attempt, K clusters, S numbers
+                                                   in the points of the sample
 
 Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     weights, gradients, two moments in float32  16 P, under fsdp2 divided by the GPUs
@@ -35,21 +37,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from unmask.config import BackboneConfig, Preset
+from unmask.data.mining import SAMPLE
 from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
-# Share of the peak that a training sustains, recomputation counted as work. Pretraining: llm-foundry and
-# nanochat report 36 to 46 % for dense models. The rest is assumed, not measured: the other steps have short
-# texts and wait for the embeddings of all processes, narrow matrices do not fill a GPU.
-UTILISATION = {"pretraining": 0.40, "others": 0.30}
+# Share of the peak that is sustained, recomputation counted as work: estimated from operations and memory
+# traffic of the 0.6B model's steps, not measured. llm-foundry and nanochat report 0.36 to 0.46 for dense
+# pretraining. Norms and activations that are not compiled take half of a narrow model's time.
+UTILISATION = {"pretraining": 0.35, "others": 0.30}
 PRETRAINING = ("ar", "diffusion")
-NARROW, NARROW_FACTOR = 1024, 0.75  # hidden sizes below, and what is left of the utilisation there
+NARROW, EAGER = 1024, 0.5  # hidden sizes up to this, and what is left there without compiled layers
 RUNTIME_BYTES = 4e9
 PROMPT_TOKENS = 100  # of a reranker's prompt, without query and document
+READ = "  {:<20}{:<12}{:>4} × {:>7,} texts{:>10.2e} tokens{:>10.2e} FLOP{:>11,.2f} GPU-hours"
 ROW = "  {:<20}{:<12}{:>4} × {:>7,} steps{:>10.2e} tokens{:>10.2e} FLOP{:>11,.2f} GPU-hours{:>7.1f} GB"
 
 Texts = list[tuple[int, int]]  # (number, tokens of each)
@@ -100,10 +104,39 @@ def describe(
         *(ROW.format(*astuple(one)) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
-        f"assumed, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s, below {NARROW} dimensions "
-        f"{NARROW_FACTOR} of that; texts as long as they may be; not counted: evaluation, mining, merging",
+        *_beside(preset, {one.notebook for one in planned}),
+        f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s, up to {NARROW} dimensions "
+        f"{EAGER} of that where layers are not compiled; assumed: texts as long as they may be",
     ]
     return "\n".join(lines)
+
+
+def _beside(preset: Preset, notebooks: Collection[str]) -> Iterator[str]:
+    """What notebooks read and compute beside their trainings."""
+    triplet, asked, cde = preset.triplet, preset.evaluation, preset.cde
+    yield "beside these, on one machine:"
+    if "04_triplet" in notebooks:
+        mined = [(triplet.max_pairs, triplet.query_length), (triplet.max_pairs, triplet.document_length)]
+        yield READ.format("04_triplet", "mining", 2, *_read(preset, 2, mined))
+    if "10_cde" in notebooks and cde.max_pairs:
+        clusters = -(-cde.max_pairs // min(cde.cluster_sizes))
+        flops = 2 * clusters * (SAMPLE / 4) * preset.clusters.iterations * preset.clusters.attempts
+        yield f"  10_cde: up to {clusters:,} clusters of look-alikes, at most {flops:.2e} FLOP on its CPUs"
+    task = [(asked.max_queries, asked.query_length), (asked.max_documents, asked.document_length)]
+    yield READ.format("evaluation", "of a task", 1, *_read(preset, 1, task))
+
+
+def _read(preset: Preset, models: int, texts: Texts) -> tuple[int, int, float, float]:
+    """Texts that each model embeds; tokens, FLOPs and GPU-hours of all."""
+    number, tokens = sum(n for n, _ in texts), models * sum(n * length for n, length in texts)
+    flops = models * _forward(preset, texts)
+    return number, tokens, flops, flops / _speed(preset, "others") / 3600
+
+
+def _speed(preset: Preset, kind: str, *, compiled: bool = False) -> float:
+    """FLOP/s that one GPU sustains, see UTILISATION."""
+    slowed = preset.backbone.hidden_size <= NARROW and not compiled
+    return PEAK["bf16"] * UTILISATION[kind] * (EAGER if slowed else 1)
 
 
 def trainings(preset: Preset, gpus: int) -> list[Training]:
@@ -112,8 +145,8 @@ def trainings(preset: Preset, gpus: int) -> list[Training]:
     for notebook, stage, number, changed in _started(preset):
         steps = getattr(changed, stage).steps
         tokens, flops = (number * steps * each for each in _step(changed, stage, gpus))
-        speed = PEAK["bf16"] * UTILISATION["pretraining" if stage in PRETRAINING else "others"]
-        speed *= NARROW_FACTOR if changed.backbone.hidden_size < NARROW else 1
+        compiled = getattr(changed, stage).compile
+        speed = _speed(changed, "pretraining" if stage in PRETRAINING else "others", compiled=compiled)
         memory = memory_bytes(changed, stage, gpus) / 1e9
         planned.append(Training(notebook, stage, number, steps, tokens, flops, flops / speed / 3600, memory))
     return planned
@@ -214,20 +247,26 @@ def _micro_batch(budget: int, texts: Texts, gpus: int) -> tuple[int, int]:
 
 def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
     """Tokens and FLOPs of one step on all GPUs."""
-    config, shape, (total, body) = getattr(preset, stage), preset.backbone, parameters(preset)
-    attention = 4 * shape.layers * shape.heads * shape.head_size
+    config, (total, body) = getattr(preset, stage), parameters(preset)
     cached = stage not in (*PRETRAINING, "reranker")
     read, flops = 0, 0.0
     for texts in work(preset, stage):
         _, groups = _micro_batch(config.token_budget, texts, gpus)
         passes = 3 + config.gradient_checkpointing + cached * (groups - 1) / groups
-        flops += passes * sum(count * length * (2 * body + attention * length) for count, length in texts)
+        flops += passes * _forward(preset, texts)
         read += sum(number * length for number, length in texts)
     if stage in PRETRAINING:
         paid = config.masked_share if stage == "diffusion" else 1
         flops += 3 * 2 * (total - body) * paid * read
     losses = getattr(config, "accumulation", 1)  # independent ones of a step
     return losses * read, losses * flops
+
+
+def _forward(preset: Preset, texts: Texts) -> float:
+    """FLOPs of reading texts once."""
+    shape, (_, body) = preset.backbone, parameters(preset)
+    attention = 4 * shape.layers * shape.heads * shape.head_size
+    return sum(number * length * (2 * body + attention * length) for number, length in texts)
 
 
 def _layer_parameters(shape: BackboneConfig) -> int:
