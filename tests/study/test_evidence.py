@@ -74,17 +74,64 @@ def test_what_is_no_mean_is_computed_in_every_resample():
 # Seeds
 
 
-def test_pooling_is_a_crossed_bootstrap():
-    effects = [evidence.bootstrap(RNG.random(60), 300) for _ in range(3)]
-    drawn_SB = np.random.default_rng(1).integers(3, size=(3, 300))
-    naive = [
-        np.mean([effects[seed].replicates_B[number] for seed in drawn_SB[:, number]]) for number in range(300)
-    ]
-    together = evidence.pool(effects)
-    assert together.replicates_B == pytest.approx(naive)
-    assert together.value == pytest.approx(np.mean([effect.value for effect in effects]))
-    assert together.interval == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])))
+def test_pooling_adds_what_other_seeds_would_to_what_other_queries_would():
+    effects = [evidence.bootstrap(RNG.random(60), 2000) for _ in range(3)]
+    together, values = evidence.pool(effects), [effect.value for effect in effects]
+    assert together.value == pytest.approx(np.mean(values))
+    drawn = np.random.default_rng(7)
+    queries = np.mean([effect.replicates_B for effect in effects], axis=0)
+    naive = drawn.choice(queries, 10**6) + drawn.standard_t(2, 10**6) * np.std(values, ddof=1) / 3**0.5
+    assert together.interval == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])), abs=0.01)
     assert (evidence.pool(effects[:1]).replicates_B == effects[0].replicates_B).all()
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])  # of the seeds, in standard errors of one seed's queries
+def test_intervals_over_seeds_hold_the_truth(seeds, spread):
+    """Queries and seeds have effects of their own, and so has each query in each seed; the truth is 0."""
+    rng, trials, n = np.random.default_rng(0), 300, 100
+    rows_TSB, held = rng.integers(n, size=(200, n)), 0
+    for _ in range(trials):
+        own_S1 = rng.standard_normal((seeds, 1)) * spread / n**0.5
+        values_SN = own_S1 + rng.standard_normal(n) + rng.standard_normal((seeds, n)) / 2
+        replicates = values_SN[:, rows_TSB].mean(axis=2)
+        effects = [evidence.Effect(v.mean(), r) for v, r in zip(values_SN, replicates, strict=True)]
+        low, high = evidence.pool(effects).interval
+        held += low <= 0 <= high
+    assert held / trials >= 0.93
+
+
+def test_neighbouring_steps_are_drawn_together():
+    walk = np.cumsum(np.random.default_rng(3).standard_normal(60)) / 5  # every step is like the one before
+    alone, blocks = (evidence.bootstrap(walk, 500, block) for block in (1, 10))
+    assert alone.value == blocks.value
+    assert np.std(blocks.replicates_B) > 2 * np.std(alone.replicates_B)
+    wrapped = np.concatenate([walk, walk])
+    drawn = np.random.default_rng(0)
+    starts = [np.flatnonzero(np.isclose(sums(walk, 10), one))[0] for one in drawn.choice(sums(walk, 10), 6)]
+    assert blocks.replicates_B[0] == pytest.approx(np.mean([wrapped[s : s + 10].mean() for s in starts]))
+
+
+def sums(values, block):
+    return np.array([np.concatenate([values, values])[i : i + block].mean() for i in range(len(values))])
+
+
+def test_holms_correction_takes_back_what_chance_may_have_found(study):
+    def line(number, p, verdict="reproduced", **more):
+        return {"claim": str(number), "headline": True, "p": p, "verdict": verdict, "ours": "+1"} | more
+
+    claims = [line(i, p) for i, p in enumerate([0.02, 0.001, 0.012, 0.03])]
+    claims += [line(4, 0.2, "not at this scale"), line(5, 0.0, "invalid"), line(6, 0.04, headline=False)]
+    claims += [line(7, None, headline=True)]
+    found = [one["verdict"] for one in evidence.corrected(claims)]
+    # 0.001 ≤ 0.05/5, 0.012 ≤ 0.05/4, but 0.02 > 0.05/3, and what comes after it falls with it.
+    few = "not at this scale"
+    assert found == [few, "reproduced", "reproduced", few, few, "invalid", "reproduced", "reproduced"]
+    assert evidence.corrected(claims)[0]["ours"] == "+1; p = 0.020, by chance perhaps among 5 headline claims"
+    effect = evidence.bootstrap(np.array([0.1, 0.2, 0.3]), 999)
+    assert evidence.claim(study, "works", effect)["p"] == effect.chance(0.1)
+    below = np.sum(effect.replicates_B <= 0.1)
+    assert effect.chance(0.1) == pytest.approx(2 * (1 + below) / 1000)
 
 
 # Gates

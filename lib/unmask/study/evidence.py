@@ -68,6 +68,12 @@ class Effect:
         low, high = np.quantile(self.replicates_B, [0.025, 0.975])
         return float(low), float(high)
 
+    def chance(self, bar: float) -> float:
+        """Two-sided p of an effect that is really at the bar: twice the smaller share of resamples on either
+        side of it."""
+        beyond = min(np.sum(self.replicates_B <= bar), np.sum(self.replicates_B >= bar))
+        return min(1.0, 2 * (1 + float(beyond)) / (1 + len(self.replicates_B)))
+
     def __iter__(self) -> Iterator[float]:
         """value, low, high."""
         return iter((self.value, *self.interval))
@@ -81,29 +87,35 @@ class Effect:
         return Effect(self.value / max(whole.value, NOTHING), replicates_B)
 
 
-def bootstrap(values_N: Values, samples: int) -> Effect:
+def bootstrap(values_N: Values, samples: int, block: int = 1) -> Effect:
     """The mean over queries, by resampling queries.
 
     Args:
         values_N: a metric per query; NaN where a run has no value for a query that other seeds may have.
         samples: number of resamples.
+        block: values in a row that are drawn together, the first after the last: more than 1 for values that
+            depend on their neighbours, as the losses of training steps do.
     """
     values_N = np.asarray(values_N, dtype=np.float64)
+    means_N = np.mean(
+        [np.roll(values_N, -shift) for shift in range(block)], axis=0
+    )  # of the block that begins here
     generator = np.random.default_rng(0)  # one stream for all, see the top of this file
-    replicates = [np.nanmean(generator.choice(values_N, len(values_N))) for _ in range(samples)]
+    blocks = math.ceil(len(values_N) / block)
+    replicates = [np.nanmean(generator.choice(means_N, blocks)) for _ in range(samples)]
     return Effect(float(np.nanmean(values_N)), np.array(replicates))
 
 
-def paired_bootstrap(a_N: Values, b_N: Values, samples: int) -> Effect:
+def paired_bootstrap(a_N: Values, b_N: Values, samples: int, block: int = 1) -> Effect:
     """Mean of a − b over the same queries, by resampling queries.
 
     Args:
         a_N, b_N: a metric per query of two systems, aligned (`retrieval_metrics(..., per_query=True)`).
-        samples: number of resamples.
+        samples, block: as for `bootstrap`.
 
     Raises: ValueError if the two differ in length.
     """
-    return bootstrap(np.subtract(a_N, b_N, dtype=np.float64), samples)
+    return bootstrap(np.subtract(a_N, b_N, dtype=np.float64), samples, block)
 
 
 def compare(ours: Scores, other: Scores, names: Iterable[str], config: EvaluationConfig) -> Effect:
@@ -124,16 +136,23 @@ def highest(effects: Sequence[Effect]) -> Effect:
 
 
 def pool(effects: Sequence[Effect]) -> Effect:
-    """One effect of several seeds: its mean, by resampling queries and seeds (a crossed bootstrap).
+    """One effect of several seeds: its mean, over other queries and other seeds.
 
-    In resample b, seeds s₁ … s_S are drawn with replacement, and the replicate is the mean of their own
-    replicates b, which all hold the same queries: r_b = 1/S · Σ_i r[s_i, b]. One seed changes nothing.
+        r_b = 1/S · Σ_s r[s, b] + t_b · σ/√S
+
+    The first part has the same queries resampled for all seeds. The second is what other seeds would add: σ
+    is the standard deviation of the seeds' values, and t_b are the quantiles of Student's t distribution with
+    S − 1 degrees of freedom, in random order. One seed changes nothing.
+
+    Of few seeds, drawing with replacement makes intervals that are too short; these hold the true effect in
+    95 to 98 % of simulated studies of 3 to 5 seeds, whether queries or seeds decide.
     """
-    replicates_SB = np.stack([effect.replicates_B for effect in effects])
-    seeds, samples = replicates_SB.shape
-    drawn_SB = np.random.default_rng(1).integers(seeds, size=(seeds, samples))
-    value = float(np.mean([effect.value for effect in effects]))
-    return Effect(value, np.take_along_axis(replicates_SB, drawn_SB, axis=0).mean(axis=0))
+    values_S, seeds = [effect.value for effect in effects], len(effects)
+    replicates_B = np.mean([effect.replicates_B for effect in effects], axis=0)
+    if seeds > 1:
+        shares_B = (np.random.default_rng(1).permutation(len(replicates_B)) + 0.5) / len(replicates_B)
+        replicates_B = replicates_B + stats.t.ppf(shares_B, seeds - 1) * stats.sem(values_S)
+    return Effect(float(np.mean(values_S)), replicates_B)
 
 
 def points(effect: Effect, unit: str = "points") -> str:
@@ -283,7 +302,7 @@ def not_run(key: str, why: str = "") -> Line:
 
 def _line(key: str, **sizes: Any) -> Line:
     about = {"unit": "points", "headline": False} | stated()[key]
-    blank = dict.fromkeys(("value", "interval", "bar")) | dict.fromkeys(("ours", "effect", "detail"), "")
+    blank = dict.fromkeys(("value", "interval", "bar", "p")) | dict.fromkeys(("ours", "effect", "detail"), "")
     told = {name: about[name] for name in ("source", "paper", "notebook", "unit", "headline")}
     return blank | told | {"claim": about["claim"].format(**sizes), "gates": [], "values": {}}
 
@@ -293,7 +312,7 @@ def _judged(line: Line, effect: Effect) -> Line:
     shown, passed = points(effect, line["unit"]), all(gate["passed"] for gate in line["gates"])
     verdict = judge(effect.interval, **line["bar"]) if passed else "invalid"
     ours = f"{shown}; {line['detail']}" if line["detail"] else shown
-    told = {"ours": ours, "effect": shown, "verdict": verdict}
+    told = {"ours": ours, "effect": shown, "verdict": verdict, "p": effect.chance(*line["bar"].values())}
     return told | {"value": effect.value, "interval": list(effect.interval)}
 
 
@@ -381,8 +400,31 @@ def pooled(study: Run) -> list[Line]:
         for one in own.get("claims", ()):
             same = {seed: line for seed, row in rows.items() for line in row if line["claim"] == one["claim"]}
             at = {seed: replace(every[seed], stage=stage) for seed in same}
-            claims.append(_over_seeds(one, same, at) if len(same) > 1 else one)
+            if len(same) > 1:
+                one = _over_seeds(one, same, at)
+            elif one["value"] is not None:
+                one = one | _judged(one, _effect(*at.values(), one))
+            claims.append(one)
     return claims
+
+
+def corrected(claims: Sequence[Line]) -> list[Line]:
+    """The claims, of whose headline ones so many are tested that one or another would hold by chance: Holm's
+    correction.
+
+    In the order of their p, the k-th of m must have p ≤ 0.05 / (m − k + 1); from the first on that has not,
+    they are "not at this scale". What is invalid is no test.
+    """
+    tested = [
+        one for one in claims if one["headline"] and one["p"] is not None and one["verdict"] != "invalid"
+    ]
+    tested, held, lost = sorted(tested, key=lambda one: one["p"]), True, {}
+    for number, one in enumerate(tested):
+        held = held and one["p"] * (len(tested) - number) <= 0.05
+        if not held and one["verdict"] != "not at this scale":
+            why = f"p = {one['p']:.3f}, by chance perhaps among {len(tested)} headline claims"
+            lost[one["claim"]] = {"verdict": "not at this scale", "ours": f"{one['ours']}; {why}"}
+    return [one | lost.get(one["claim"], {}) for one in claims]
 
 
 def _over_seeds(one: Line, same: Mapping[int, Line], at: Mapping[int, Run]) -> Line:
