@@ -24,7 +24,6 @@ from typing import Any
 import contrastive
 import diffusion
 import encode
-import gpu
 import matplotlib.pyplot as plt
 import measure
 import preparation
@@ -118,7 +117,6 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         several, {"metrics": "ranking metrics", "metrics-tied": "ranking metrics, tied scores"}, **SPEED
     ),
     "preparation": partial(compare, "preparation", "tokenising text into files", **SPEED),
-    "gpu": gpu.rows,
 }
 
 
@@ -172,10 +170,7 @@ def rounded(row: Row) -> dict[str, Any]:
 
 
 def in_child(kind: str, name: str, *rest: str) -> dict:
-    """speeds CASE: all programs, in turn; peak CASE PROGRAM VARIANT STEPS: the memory of one program; gpu
-    STAGE: a training stage on a GPU."""
-    if kind == "gpu":
-        return gpu.measure(name)
+    """speeds CASE: all programs, in turn; peak CASE PROGRAM VARIANT STEPS: the memory of one program."""
     case = CASES[name]()
     if kind == "speeds":
         facts = {"setting": case.setting, "unit": case.unit, "missing": case.missing}

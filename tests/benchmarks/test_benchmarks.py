@@ -69,7 +69,7 @@ def test_every_row_that_is_known_can_be_measured_again():
     assert {row["command"].split()[-1] for row in known} <= set(run.SUBJECTS)
 
 
-@pytest.mark.parametrize("name", gpu.TITLES)
+@pytest.mark.parametrize("name", gpu.BATCH)
 def test_the_gpu_measurement_runs_anywhere_on_a_small_model(name, monkeypatch):
     monkeypatch.setattr(gpu, "BATCH", dict.fromkeys(gpu.BATCH, 4))
     found = gpu.measure(name, load_preset("smoke"))
