@@ -224,6 +224,8 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
     short = _with(preset, "contextual", steps=conteb.steps)
     yield "08_conteb", "contextual", 1 + len(conteb.lambdas), short
     yield "08_conteb", "contextual", 1, preset
+    alone = preset.contextual.batch * preset.contextual.chunks
+    yield "08_conteb", "contextual", 1, _with(preset, "contextual", chunks=1, batch=alone)
     sizes = Counter((changes["batch"], changes["context"]) for changes in preset.cde.trainings.values())
     for (batch, context), number in sizes.items():
         yield "10_cde", "cde", number, _with(preset, "cde", batch=batch, context=context)
