@@ -170,7 +170,7 @@ def test_a_document_beyond_the_window_has_the_vectors_of_the_windows_with_most_c
     """Against one forward pass per window in float64, and windows and contexts counted one by one."""
     chunks = [TEXTS[i] for i in np.random.default_rng(0).integers(0, len(TEXTS), 40)]
     ids = tokenize(tiny.tokenizer(), chunks, 20)
-    monkeypatch.setattr(module, "WINDOW", window)
+    monkeypatch.setattr(embedder, "window", window)
     monkeypatch.setattr(module, "OVERLAP", overlap)
     found = embedder.encode_documents([["a"], chunks, ["b", "c"]], "float32", chunk_length=20)
     assert [len(part) for part in found] == [1, 40, 2]

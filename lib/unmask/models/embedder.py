@@ -173,9 +173,10 @@ class Embedder:
         """Embeds the chunks of documents in the light of their document: late chunking (pplx-embed, section
         2.4).
 
-        A document beyond 10,000 tokens, or beyond the model's positions, is read in overlapping windows of
-        whole chunks, and each chunk has the vector of the window where it has most context:
-        `encoding.context_windows` says how. Every chunk has one vector, always.
+        A document beyond 10,000 tokens, or beyond `self.window` (the model's positions, unless it is set to
+        what the model was trained on), is read in overlapping windows of whole chunks, and each chunk has the
+        vector of the window where it has most context: `encoding.context_windows` says how. Every chunk has
+        one vector, always.
 
         Args:
             documents: a list of chunks for each document.
