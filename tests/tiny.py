@@ -39,5 +39,13 @@ def sequences(count: int, *, seed: int = 0, longest: int = 30) -> list[np.ndarra
     return [rng.integers(4, 300, rng.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
 
 
+class Distinct(list):
+    """Tokenised documents that are all different."""
+
+    @property
+    def keys(self) -> range:
+        return range(len(self))
+
+
 def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}

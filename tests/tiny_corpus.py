@@ -22,7 +22,7 @@ TEXTS = [
     {"text": f"{i} and {i + 1} make {2 * i + 1}. " * 8, "kind": "prose", **EVERYWHERE} for i in range(60)
 ]
 DOCUMENTS = [
-    {"document_id": str(i), **OF_DOCUMENTS, **EVERYWHERE}
+    {"document_id": str(i), "key": str(i), **OF_DOCUMENTS, **EVERYWHERE}
     | {"chunks": [f"Number {i} comes first.", f"Then comes {i + 1}.", f"The last one is {i + 2}."]}
     | {"queries": [f"What comes after {i}?", f"Where does {i} end?"], "golds": [1, 2]}
     for i in range(30)

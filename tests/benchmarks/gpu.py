@@ -24,6 +24,7 @@ import torch
 import torch._dynamo.utils
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import tiny
 from unmask.config import Preset, load_preset, resolved
 from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.study.plan import PEAK, memory_bytes, parameters
@@ -61,7 +62,7 @@ def work_of(preset: Preset, name: str, mixed: bool = False) -> tuple[Stage, list
         for _ in range(n)
     ]
     length = config.chunks * (config.chunk_length + 1) - 1  # separators
-    stage = Contextual(asked, data={"random": documents}, separator_id=0)
+    stage = Contextual(asked, data={"random": tiny.Distinct(documents)}, separator_id=0)
     return stage, [(n, config.query_length), (n, length)]
 
 

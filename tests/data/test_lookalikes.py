@@ -164,7 +164,7 @@ def test_the_filter_compares_each_query_of_a_document_with_the_other_documents(s
     queries = [["1?", "a?"], ["22?"], ["e?", "1?", "333?"]]
     nested = [Ragged(tokens(list(chain(*x))), np.cumsum(list(map(len, x)))) for x in (chunks, queries)]
     golds = Ragged(np.zeros(6, np.int32), nested[1].ends)
-    data, rows = TokenDocuments(*nested, golds, identity="some documents"), [2, 0, 1]
+    data, rows = TokenDocuments(*nested, golds, np.arange(3), identity="some documents"), [2, 0, 1]
     own = find(data, stored, Surrogate("letters", Letters))
     document_N, query_N = np.array([0, 0, 1, 2]), np.array([2, 1, 0, 0])
     d_MD = own.points(rows)[1].astype(np.float64)

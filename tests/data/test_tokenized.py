@@ -116,6 +116,7 @@ DOCUMENTS = Dataset.from_dict(
         "chunks": [["one", "two", "three", "four", "five"], ["six"], ["seven", "eight", "nine"]],
         "queries": [["first", "fourth", "fifth"], ["sixth", "6"], ["seventh"]],
         "golds": [[0, 3, 4], [0, 0], [0]],
+        "key": ["a", "b", "a"],
     }
 )
 
@@ -173,6 +174,8 @@ def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
     assert [(lists(d.chunks), lists(d.queries), d.golds) for d in found] == [
         (tokens(chunks), tokens(queries), golds) for chunks, queries, golds in expected
     ]
+    a, *same, b, last = found.keys
+    assert same == [a, a] and last == a != b  # parts of one, or a document of its key
     counted = {"documents divided": 2, "chunks without a query near them": 1, "rows": 5}
     assert counted.items() <= found.counters.items()
 

@@ -86,7 +86,7 @@ def stage(name, settings, data=None):
     if name in ("ar", "diffusion"):
         made = {"data": np.random.default_rng(0).integers(4, 300, (20, 16)).astype(np.int32)}
     elif name == "contextual":
-        made = {"data": {"one": documents(9)}, "separator_id": 0}
+        made = {"data": {"one": tiny.Distinct(documents(9))}, "separator_id": 0}
     elif name in ("pair", "cde"):
         made = {"data": {"one": pairs(12), "two": pairs(9, seed=7)}}
     else:

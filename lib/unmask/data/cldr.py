@@ -192,13 +192,14 @@ def _statistics(entity: Named, seed: int) -> Iterator[dict]:
         if len(sections) < 4 or not name or name.lower() in used:
             continue
         used.add(name.lower())
+        key = f"cldr/{entity.kind}/{entity.code}"
         path = f"{entity.kind}/{entity.code}/{language}"
         draw = random.Random(f"{seed}/statistics/{path}")
         mixed = draw.sample(sections, len(sections))
         heading = draw.choice(_TABLES["headings"]).format(name=name, noun=_TABLES["nouns"][entity.kind])
         queries = [draw.choice(_TABLES["queries"]).format(topic=topic, name=name) for topic, _ in mixed]
         chunks = [heading, *(draw.choice(sentences) for _, sentences in mixed)]
-        about = {"document_id": f"cldr/{path}", "dataset": "statistics", "package": "cldr"}
+        about = {"document_id": f"cldr/{path}", "key": key, "dataset": "statistics", "package": "cldr"}
         told = {"chunks": chunks, "queries": queries, "golds": list(range(1, len(chunks)))}
         yield about | told | {"language": language, "split": entity.split}
 

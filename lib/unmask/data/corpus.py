@@ -27,7 +27,7 @@ SCHEMAS = {
     "pairs": pa.schema(_pair),
     "triplets": pa.schema(_pair | {"negatives": pa.list_(_text)}),
     "documents": pa.schema(
-        dict.fromkeys(("document_id", "dataset", "task", "package", "language"), _text)
+        dict.fromkeys(("document_id", "key", "dataset", "task", "package", "language"), _text)
         | {"chunks": pa.list_(_text), "queries": pa.list_(_text), "golds": pa.list_(_number)}
     ),
 }
@@ -42,8 +42,8 @@ class Corpus:
     pairs: query, document, key, dataset, task, group, language, package; rows of one key are the same thing,
         never negatives. A batch holds one data set, a held-out task may join several.
     triplets: as pairs, with negatives.
-    documents: document_id, dataset, task, package, language, chunks, queries, golds (index of each query's
-        gold chunk).
+    documents: document_id, key, dataset, task, package, language, chunks, queries, golds (index of each
+        query's gold chunk); those of one key are parts, copies or translations of one, and never negatives.
 
     With `families`, data sets of pairs and triplets of other groups are not there, and documents only if
     "contextual" is one of them.

@@ -300,7 +300,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
     Args:
         owners: those of one split; a class name that several of them share is qualified with its module.
         seed: of the choice of query templates.
-    Returns: rows with document_id, dataset, package, language, chunks, queries, golds.
+    Returns: rows with document_id, key, dataset, package, language, chunks, queries, golds.
     """
     owned = Counter(owner.name.lower() for owner in owners if owner.kind == "class")
     named = Counter(name for owner in owners for name, _, _ in owner.members)
@@ -320,9 +320,11 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
             of_part = enumerate(of_owner[part::parts], 1)
             golds = {topic: gold for gold, topic in of_part if of_owner.count(topic) == 1}
             chosen = sorted(golds, key=lambda topic: (-asked[topic], golds[topic]))[:QUERIES_PER_DOCUMENT]
-            document_id = f"{owner.package}/{owner.module}/{owner.kind}/{owner.name}/{part}"
+            key = f"{owner.package}/{owner.module}/{owner.kind}/{owner.name}"
+            document_id = f"{key}/{part}"
             rows.append({
                 "document_id": document_id,
+                "key": key,
                 "dataset": "modules",
                 "package": owner.package,
                 "language": "en",

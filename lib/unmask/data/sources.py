@@ -224,7 +224,8 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     if "key" in row:
         told["key"] = fingerprint(row["key"])
     if "chunks" in row:
-        told["document_id"] = f"{source.name}/{row.get('id') or fingerprint(row['chunks'])}"
+        told["key"] = fingerprint(row["chunks"])
+        told["document_id"] = f"{source.name}/{row.get('id') or told['key']}"
     return {**row, **told}
 
 

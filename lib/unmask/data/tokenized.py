@@ -37,7 +37,7 @@ from unmask.store import artifacts_root, code_fingerprint, fingerprint, read_jso
 Limit = tuple[int, Around]  # tokens of a text at most, what is put around it included
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
 Rows = Iterable[tuple[int, Mapping[str, Any]]]  # rows of a table with their numbers
-Arranged = Iterator[tuple[int, Mapping[str, Sequence[str]], Sequence[int]]]  # number, texts, keys or golds
+Arranged = Iterator[tuple[int, Mapping[str, Sequence[str]], Sequence[int], str]]  # number, texts, golds, key
 UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 ROWS = 4096  # of a table, tokenised at a time
 JOURNAL = "progress.json"
@@ -301,11 +301,13 @@ class TokenDocument:
 
 @dataclass(frozen=True)
 class TokenDocuments(Sequence):
-    """Tokenised documents, each made when it is asked for; `counters` and `identity` as in `TokenPairs`."""
+    """Tokenised documents, each made when it is asked for; `keys`, `counters` and `identity` as in
+    `TokenPairs`."""
 
     chunks: Ragged
     queries: Ragged
     golds: Ragged
+    keys: Sequence | np.ndarray
     counters: Mapping[str, int] = field(default_factory=dict)
     identity: str = ""
 
@@ -338,7 +340,7 @@ def token_pairs(
     limits = {"queries": query, "documents": document, "negatives": document}
     done = _prepared("pairs", rows, stored, name, identity, limits, _pairs, negatives)
     queries, documents = (done.texts(column, stored.dtype) for column in ("queries", "documents"))
-    keys, hard = done.array("numbers", np.uint64), done.lists("negatives", stored.dtype)
+    keys, hard = done.array("keys", np.uint64), done.lists("negatives", stored.dtype)
     return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
 
 
@@ -354,8 +356,9 @@ def token_documents(
     limits = {"chunks": (chunk_length, ("", "")), "queries": (query_length, ("", ""))}
     done = _prepared("documents", rows, stored, name, identity, limits, _windows, chunks)
     parts, queries = (done.lists(column, stored.dtype) for column in limits)
-    golds = Ragged(done.array("numbers", np.uint64), queries.ends)
-    return TokenDocuments(parts, queries, golds, done.counters, done.folder.name)
+    golds = Ragged(done.array("golds", np.int64), queries.ends)
+    keys = done.array("keys", np.uint64)
+    return TokenDocuments(parts, queries, golds, keys, done.counters, done.folder.name)
 
 
 def single_chunks(
@@ -376,7 +379,7 @@ def single_chunks(
     one_each = np.arange(1, len(pairs.keys) + 1)
     golds = np.zeros(len(pairs.keys), np.int32)
     parts = (Ragged(part, one_each) for part in (pairs.documents, pairs.queries, golds))
-    return TokenDocuments(*parts, pairs.counters, pairs.identity)
+    return TokenDocuments(*parts, pairs.keys, pairs.counters, pairs.identity)
 
 
 def _prepared(
@@ -397,13 +400,17 @@ def _tokenised(
     """Tokenises a piece of a table: the number of its first row, and its rows."""
     counters = Counter()
     rows = list(arrange(enumerate(piece[1].to_list(), piece[0]), counters))
-    columns = {"numbers": np.array([number for *_, numbers in rows for number in numbers], np.uint64)}
+    digests = (blake2b(key.encode(), digest_size=8).digest() for *_, key in rows)
+    columns = {
+        "keys": np.array([int.from_bytes(digest) for digest in digests], np.uint64),
+        "golds": np.array([gold for _, _, golds, _ in rows for gold in golds], np.int64),
+    }
     for column, limit in limits.items():
-        texts = [(row, text) for row, own, _ in rows for text in own[column]]
+        texts = [(row, text) for row, own, *_ in rows for text in own[column]]
         ids = list(_cut(stored, f"data set {name!r}, {column}", texts, limit, counters))
         columns[column] = np.concatenate([np.empty(0, stored.dtype), *ids])
         columns[f"{column}.lengths"] = np.array([*map(len, ids)], np.int32)
-        columns[f"{column}.counts"] = np.array([len(own[column]) for _, own, _ in rows], np.int32)
+        columns[f"{column}.counts"] = np.array([len(own[column]) for _, own, *_ in rows], np.int32)
         counters["tokens"] += len(columns[column])
     counters["rows"] = len(rows)
     return columns, counters
@@ -438,8 +445,7 @@ def _pairs(negatives: int, rows: Rows, counters: Counter[str]) -> Arranged:
             counters["rows with too few negatives"] += 1
         else:
             texts = {"queries": [own["query"]], "documents": [own["document"]], "negatives": hard}
-            key = blake2b(own["key"].encode(), digest_size=8).digest()
-            yield row, texts, [int.from_bytes(key)]
+            yield row, texts, [], own["key"]
 
 
 def _windows(most: int, rows: Rows, counters: Counter[str]) -> Arranged:
@@ -451,6 +457,6 @@ def _windows(most: int, rows: Rows, counters: Counter[str]) -> Arranged:
             near = [i for i, gold in enumerate(own["golds"]) if first <= gold < first + most]
             texts = {"chunks": chunks, "queries": [own["queries"][i] for i in near]}
             if near:
-                yield row, texts, [own["golds"][i] - first for i in near]
+                yield row, texts, [own["golds"][i] - first for i in near], own["key"]
             else:
                 counters["chunks without a query near them"] += len(chunks)

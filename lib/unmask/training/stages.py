@@ -385,8 +385,7 @@ class Contrastive(Stage):
 
     @cached_property
     def plan(self) -> BatchPlan:
-        config, data = self.config, self.data.items()
-        keys = {name: rows.keys if isinstance(rows, TokenPairs) else len(rows) for name, rows in data}
+        config, keys = self.config, {name: rows.keys for name, rows in self.data.items()}
         near = self.neighbours.items() if config.cluster_size else ()
         return BatchPlan(
             keys, batch=config.batch, steps=config.steps, seed=config.seed,
