@@ -175,6 +175,11 @@ class ContextualConfig(ContrastiveConfig):
     beta_end: Share = 0.5  # last step
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
 
+    @property
+    def document_length(self) -> int:
+        """Tokens of a document at most, with a separator between chunks."""
+        return self.chunks * (self.chunk_length + 1) - 1
+
 
 class TripletConfig(ContrastiveConfig):
     """Contrastive training with mined hard negatives; `margin` bounds what is mined, the loss has none."""

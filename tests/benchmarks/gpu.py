@@ -61,9 +61,8 @@ def work_of(preset: Preset, name: str, mixed: bool = False) -> tuple[Stage, list
         TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
         for _ in range(n)
     ]
-    length = config.chunks * (config.chunk_length + 1) - 1  # separators
     stage = Contextual(asked, data={"random": tiny.Distinct(documents)}, separator_id=0)
-    return stage, [(n, config.query_length), (n, length)]
+    return stage, [(n, config.query_length), (n, config.document_length)]
 
 
 def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:

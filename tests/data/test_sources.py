@@ -221,6 +221,13 @@ def test_equal_documents_have_equal_keys_unless_the_source_maps_another(tmp_path
     source = own(tmp_path, rows, "triplets", columns=columns | {"key": "thing"})
     a, b, c = tables(source, tmp_path / "two")[1]["train"]["key"]
     assert a == c != b
+    rows = [{"title": t, "chunk": c, "query": "q", "thing": k} for t, c, k in ("afx", "bfy", "cgx")]
+    source = own(tmp_path, rows, "documents", columns=FLAT)
+    a, b, c = tables(source, tmp_path / "three")[1]["train"]["key"]
+    assert a == b != c
+    source = own(tmp_path, rows, "documents", columns=FLAT | {"key": "thing"})
+    a, b, c = tables(source, tmp_path / "four")[1]["train"]["key"]
+    assert a == c != b
 
 
 def test_a_source_without_a_usable_row_is_an_error_with_the_reasons(tmp_path):

@@ -12,7 +12,6 @@ from unmask import Embedder, cli
 from unmask.models import jobs
 
 TEXTS = [f"{text} {number}" for number, text in enumerate(tiny.TEXTS * 3)]
-DOCUMENTS = [TEXTS[i : i + 1 + i % 3] for i in range(len(TEXTS))]
 
 
 @pytest.fixture(scope="module")

@@ -205,6 +205,7 @@ def _gathered(rows: Rows, dropped: Counter[str]) -> Rows:
     documents: dict[str, dict[str, Any]] = {}
     for row in rows:
         new = {"id": row["title"], "split": row["split"], "chunks": {}, "queries": [], "golds": []}
+        new |= {"key": row["key"]} if "key" in row else {}
         document = documents.setdefault(row["title"], new)
         place = document["chunks"].setdefault(row["chunk"], len(document["chunks"]))
         if "query" in row:
@@ -221,10 +222,10 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with all columns of its table, and some more."""
     told = {"dataset": source.name, "task": source.task or source.name, "group": source.group, "kind": "text"}
     told |= {"language": source.language, "package": source.repo or source.name}
-    if "key" in row:
-        told["key"] = fingerprint(row["key"])
+    thing = row.get("key", row.get("chunks"))
+    if thing is not None:
+        told["key"] = fingerprint(thing)
     if "chunks" in row:
-        told["key"] = fingerprint(row["chunks"])
         told["document_id"] = f"{source.name}/{row.get('id') or told['key']}"
     return {**row, **told}
 

@@ -150,7 +150,7 @@ def _in_turn(work: Callable[[Any], Tokenised], units: Iterator[Any], workers: in
 
     if not ray.is_initialized():
         ray.init()
-    tasks = map(ray.remote(lambda unit: work(unit)).remote, units)
+    tasks = map(ray.remote(lambda unit: work(unit)).remote, units)  # ray takes functions, no partial ones
     ahead = deque(islice(tasks, 2 * int(ray.cluster_resources()["CPU"])))
     try:
         while ahead:

@@ -91,19 +91,18 @@ def bootstrap(values_N: Values, samples: int, block: int = 1) -> Effect:
     """The mean over queries, by resampling queries.
 
     Args:
-        values_N: a metric per query; NaN where a run has no value for a query that other seeds may have.
+        values_N: a metric per query.
         samples: number of resamples.
         block: values in a row that are drawn together, the first after the last: more than 1 for values that
             depend on their neighbours, as the losses of training steps do.
     """
     values_N = np.asarray(values_N, dtype=np.float64)
-    means_N = np.mean(
-        [np.roll(values_N, -shift) for shift in range(block)], axis=0
-    )  # of the block that begins here
+    rolled = [np.roll(values_N, -shift) for shift in range(block)]
+    means_N = np.mean(rolled, axis=0)  # of the block that begins here
     generator = np.random.default_rng(0)  # one stream for all, see the top of this file
     blocks = math.ceil(len(values_N) / block)
-    replicates = [np.nanmean(generator.choice(means_N, blocks)) for _ in range(samples)]
-    return Effect(float(np.nanmean(values_N)), np.array(replicates))
+    replicates = [generator.choice(means_N, blocks).mean() for _ in range(samples)]
+    return Effect(float(values_N.mean()), np.array(replicates))
 
 
 def paired_bootstrap(a_N: Values, b_N: Values, samples: int, block: int = 1) -> Effect:

@@ -16,9 +16,9 @@ FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
     training = forward × (3 + repetitions): one forward pass, a backward pass of two, and
         + 1          with gradient checkpointing (not for logits)
         + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
-GPU-hours = FLOPs / (peak × utilisation) / 3600
     clustering, on the CPU:                    2 K S for each iteration of each attempt, K clusters, S numbers
                                                    in the points of the sample
+GPU-hours = FLOPs / (peak × utilisation) / 3600
 
 Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     weights, gradients, two moments in float32  16 P, under fsdp2 divided by the GPUs
@@ -166,8 +166,7 @@ def work(preset: Preset, stage: str) -> list[Texts]:
     if stage in PRETRAINING:
         return [[(n, config.length)]]
     if stage == "contextual":
-        document = config.chunks * (config.chunk_length + 1) - 1  # with separators
-        return [[(n * config.queries_per_document, config.query_length), (n, document)]]
+        return [[(n * config.queries_per_document, config.query_length), (n, config.document_length)]]
     read = (1 + getattr(config, "negatives", 0)) * n
     if stage == "reranker":
         return [[(read, PROMPT_TOKENS + config.query_length + config.document_length)]]
