@@ -103,12 +103,11 @@ def test_the_stated_size_is_the_models(name, stated):
 def test_every_preset_fits_its_machine_and_its_texts_fit_the_positions(name):
     preset = load_preset(name)
     assert f"plan of preset {name!r}" in describe(preset, gpus=preset.parallel.num_processes)
-    contextual = preset.contextual
-    document = contextual.chunks * contextual.chunk_length + contextual.chunks - 1
     texts = [getattr(preset, name) for name in ("pair", "triplet", "cde", "qwen3", "reranker", "evaluation")]
     lengths = [length for config in texts for length in (config.query_length, config.document_length)]
     prompt = PROMPT_TOKENS + preset.reranker.query_length + preset.reranker.document_length
-    assert max(document, preset.diffusion.length, prompt, *lengths) <= preset.backbone.max_length
+    lengths += [preset.contextual.document_length, preset.diffusion.length, prompt]
+    assert max(lengths) <= preset.backbone.max_length
 
 
 @pytest.mark.parametrize(("name", "hours"), [("gpu", 29 / 60), ("hub-0.6b", 24)])

@@ -197,7 +197,7 @@ class TripletConfig(ContrastiveConfig):
 class ClustersConfig(Section):
     """How rows that look alike are found, for every stage with a `cluster_size` or a `filter_margin`."""
 
-    surrogate: str = "lsa"  # word statistics of the training data; or an embedder: directory or Hub name
+    surrogate: str = ""  # an embedder: directory or Hub name; notebook 10 without one: the pair checkpoint
     iterations: Count = 100  # of k-means; CDE's
     attempts: Count = 3  # of k-means, of which the best counts; CDE's
 
@@ -339,6 +339,7 @@ class AblationConfig(Section):
     batch: Whole = 0  # pairs of a step; 0: the pair stage's
     seeds: Count = 1  # so many times all arms are trained, from the same backbones
     controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
+    benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones
 
 
 class Preset(Section):

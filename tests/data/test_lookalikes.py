@@ -150,11 +150,11 @@ def test_every_distinct_text_is_embedded_once_and_kept(stored):
     assert own.packing is None and sorted(again.packing.rows_N) == [0, 1, 2]
 
 
-def test_word_statistics_find_what_is_alike(stored):
-    numbers = [f"the number {i} and what follows it" for i in range(40)]
-    names = [f"read a table from file {i} row by row" for i in range(40)]
+def test_clusters_hold_what_is_alike(stored):
+    numbers = [f"{i:04}" for i in range(40)]
+    names = ["aei" * (1 + i % 3) for i in range(40)]
     data = token_pairs(numbers + names, [text + ", then stop" for text in numbers + names])
-    packing = find(data, stored, Surrogate(mining.LSA), cluster_size=40).packing
+    packing = find(data, stored, Surrogate("letters", Letters), cluster_size=40).packing
     sides = [set(part // 40) for part in np.split(packing.rows_N, packing.ends_K[:-1])]
     assert sorted(map(tuple, sides)) == [(0,), (1,)]
 

@@ -13,7 +13,7 @@ import tiny
 from unmask.config import load_preset
 from unmask.evaluation import mteb as in_mteb
 from unmask.evaluation.metrics import retrieval_metrics
-from unmask.evaluation.mteb import MtebEncoder, benchmark_tasks, run_benchmark
+from unmask.evaluation.mteb import MtebEncoder, benchmark_tasks, run_benchmark, tool_kinds
 from unmask.evaluation.search import similarity
 from unmask.models.embedder import Embedder, instructed
 
@@ -105,6 +105,12 @@ def test_the_benchmarks_are_the_papers():
     assert len(table9) == 12 and table9["MIRACLRetrievalHardNegatives"].hf_subsets == ["en"]
     assert table9["MSMARCO"].eval_splits == ["dev"]
     assert [len(task.hf_subsets) for task in benchmark_tasks("ToolRet")] == [35, 35]
+    kinds = tool_kinds(
+        {name: float(name.startswith("to")) for name in benchmark_tasks("ToolRet")[0].hf_subsets}
+    )
+    assert kinds == pytest.approx(
+        {"Code nDCG": 1 / 7, "Custom nDCG": 3 / 9, "Web nDCG": 5 / 19, "Avg nDCG": 0.2465}, abs=1e-4
+    )
     assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
 
 

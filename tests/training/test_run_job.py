@@ -68,12 +68,13 @@ def test_a_set_with_fewer_negatives_than_are_wanted_gives_what_it_has(start, tmp
 
 @pytest.mark.parametrize("stage", ["pair", "contextual"])
 def test_a_stage_trains_on_look_alikes_that_were_prepared_before(stage, start, tmp_path):
-    """From the data's own words, or with an embedder."""
     own = job(stage, start, tmp_path, changes={"cluster_size": 8, "filter_margin": 0.0})
-    for one in (own, own | {"surrogate": str(start)}):
-        report, rows = stage_of(one).prepare(), []
-        assert data_report(run_job(one, rows.append)) == report
-        assert [row["step"] for row in rows if "step" in row] == [0, 1]
+    with pytest.raises(ValueError, match=r"name one in clusters\.surrogate"):
+        stage_of(own).prepare()
+    own, rows = own | {"surrogate": str(start)}, []
+    report = stage_of(own).prepare()
+    assert data_report(run_job(own, rows.append)) == report
+    assert [row["step"] for row in rows if "step" in row] == [0, 1]
 
 
 def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
@@ -124,5 +125,6 @@ def test_a_causal_start_reads_both_sides_if_it_is_told_to(tmp_path, start):
     ],
 )
 def test_what_differs_between_two_jobs_is_named(start, tmp_path, more, names):
-    one, two = (job_identity(job("pair", start, tmp_path, **changed)) for changed in ({}, more))
+    base = {"surrogate": str(start)}
+    one, two = (job_identity(job("pair", start, tmp_path, **base | changed)) for changed in ({}, more))
     assert {name for name in one | two if one.get(name) != two.get(name)} == names

@@ -37,9 +37,6 @@ FEWEST = 64  # pairs drawn from a data set however small its share
 ROWS = 1024  # queries searched at once
 SCORES = 2**23  # scores of a whole ranking in memory at once
 
-LSA = "lsa"  # the surrogate that is no embedder
-COMPONENTS = 256  # LSA: dimensions
-FITTED = 50_000  # LSA: texts that it is computed from, at most
 TEXTS = 4096  # embedded at once
 ASSIGNED = 16_384  # assigned to clusters at once
 SAMPLE = 2**30  # bytes of the points that centroids are computed from, unless that were fewer than
@@ -282,10 +279,10 @@ def _dots(q_ND: np.ndarray, d_MD: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What says which texts are alike: an embedder, or LSA (`load` is None)."""
+    """The embedder that says which texts are alike."""
 
     identity: str
-    load: Callable[[], Encoder] | None = None
+    load: Callable[[], Encoder]
 
 
 def neighbours(
@@ -362,26 +359,6 @@ def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:
     return order_K
 
 
-def latent_semantics(texts: Sequence[np.ndarray], vocabulary: int) -> Callable[[Sequence], np.ndarray]:
-    """LSA of texts (token ids) as bags of tokens: X ≈ U Σ Vᵀ, of which a text's vector is its row of U Σ^½.
-
-    X holds TF-IDF with 1 + log tf. Half of Σ is left out, else the few topics that every text is about
-    would outweigh the rest. Returns the function from texts to vectors.
-    """
-    from sklearn.decomposition import TruncatedSVD  # a second to import
-    from sklearn.feature_extraction.text import TfidfVectorizer
-
-    weights = TfidfVectorizer(
-        analyzer=np.ndarray.tolist, lowercase=False, vocabulary=range(vocabulary), sublinear_tf=True,
-        dtype=np.float32,
-    )  # fmt: skip
-    x_UV = weights.fit_transform(texts)
-    svd = TruncatedSVD(min(COMPONENTS, *x_UV.shape), random_state=0).fit(x_UV)
-    sigma_D = svd.singular_values_
-    scale_D = np.sqrt(np.maximum(sigma_D, np.finfo(np.float32).eps * sigma_D[0]))
-    return lambda texts: svd.transform(weights.transform(texts)) / scale_D
-
-
 def _texts(data: TokenPairs | TokenDocuments) -> tuple[Ragged, Ragged]:
     """The texts of each row's queries and of its documents."""
     if isinstance(data, TokenDocuments):
@@ -400,20 +377,10 @@ def _embedded(
     texts: Sequence[np.ndarray], first_U: np.ndarray, name: str, stored: StoredTokenizer, surrogate: Surrogate
 ) -> np.ndarray:
     """Vectors of the distinct texts, float16, unit length."""
-    tokenizer = stored.load()
-    if surrogate.load is None:
-        some = first_U[permuted(np.arange(min(FITTED, len(first_U))), len(first_U), 0)]
-        size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-        encode = latent_semantics([texts[int(i)] for i in some], size)
-    else:
-        encoder = surrogate.load()
-
-        def encode(own: Sequence[np.ndarray]) -> np.ndarray:
-            return encoder.encode(tokenizer.decode_batch([ids.tolist() for ids in own]))
-
-    blocks = []
+    tokenizer, encoder, blocks = stored.load(), surrogate.load(), []
     for part in tqdm(parts(len(first_U), TEXTS), desc=f"embedding the texts of {name}", leave=False):
-        x_UD = unit(encode([texts[int(i)] for i in first_U[part]]))
+        own = tokenizer.decode_batch([texts[int(i)].tolist() for i in first_U[part]])
+        x_UD = unit(encoder.encode(own))
         if not np.isfinite(x_UD).all():
             raise ValueError(f"the surrogate's vectors of data set {name!r} are not finite: check the model")
         blocks.append(x_UD.astype(np.float16))

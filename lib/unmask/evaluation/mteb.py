@@ -120,6 +120,15 @@ def benchmark_tasks(name: str) -> list[AbsTask]:
     return [mteb.get_task(name)]
 
 
+def tool_kinds(subsets: Mapping[str, float]) -> dict[str, float]:
+    """Table 5's nDCG of ToolRet's sets of requests: the mean of each kind of tool, and of the three kinds."""
+    names = list(mteb.get_task("ToolRetrieval").hf_subsets)  # by kind
+    custom, web = names.index("appbench"), names.index("apibank")
+    kinds = {"Code": names[:custom], "Custom": names[custom:web], "Web": names[web:]}
+    means = {f"{kind} nDCG": float(np.mean([subsets[name] for name in own])) for kind, own in kinds.items()}
+    return means | {"Avg nDCG": float(np.mean(list(means.values())))}
+
+
 def run_benchmark(
     embedder: Embedder, names: Iterable[str], config: EvaluationConfig, folder: Path, precision: str = "int8"
 ) -> list[dict[str, Any]]:

@@ -38,9 +38,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 
-from unmask.config import BackboneConfig, Preset
+from unmask.config import BackboneConfig, Preset, PretrainConfig
 from unmask.data.mining import SAMPLE
 from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
 
@@ -119,6 +119,8 @@ def _beside(preset: Preset, notebooks: Collection[str]) -> Iterator[str]:
         mined = [(triplet.max_pairs, triplet.query_length), (triplet.max_pairs, triplet.document_length)]
         yield READ.format("04_triplet", "mining", 2, *_read(preset, 2, mined))
     if "10_cde" in notebooks and cde.max_pairs:
+        seen = [(cde.max_pairs, cde.query_length), (cde.max_pairs, cde.document_length)]
+        yield READ.format("10_cde", "surrogate", 1, *_read(preset, 1, seen))
         clusters = -(-cde.max_pairs // min(cde.cluster_sizes))
         flops = 2 * clusters * (SAMPLE / 4) * preset.clusters.iterations * preset.clusters.attempts
         yield f"  10_cde: up to {clusters:,} clusters of look-alikes, at most {flops:.2e} FLOP on its CPUs"
@@ -216,7 +218,8 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
     for number, (width, depth) in zip((1, 1, 2), study.shapes, strict=True):
         yield "06_quantization", "pair", number, _with(short, "backbone", hidden_size=width, layers=depth)
     if ablation.controls:
-        yield "07_diffusion_vs_ar", "ar", 1, _with(preset, "ar", steps=preset.diffusion.steps)
+        same = {field.name: getattr(preset.diffusion, field.name) for field in fields(PretrainConfig)}
+        yield "07_diffusion_vs_ar", "ar", 1, _with(preset, "ar", **same)
         yield "07_diffusion_vs_ar", "diffusion", 1, preset
     short = _with(preset, "pair", steps=ablation.steps, batch=ablation.batch or preset.pair.batch)
     yield "07_diffusion_vs_ar", "pair", ablation.seeds * (7 if ablation.controls else 5), short

@@ -29,7 +29,7 @@ from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
-from unmask.data.mining import LSA, Encoder, Neighbours, Surrogate, neighbours, sample
+from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
 from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
@@ -343,10 +343,15 @@ class Contrastive(Stage):
 
     @cached_property
     def surrogate(self) -> Surrogate:
-        """The embedder that says which texts are alike: one of ours, or any of sentence-transformers'."""
+        """The embedder that says which texts are alike: one of ours, or any of sentence-transformers'.
+
+        Raises: ValueError where none is named.
+        """
         name = self.asked.get("surrogate") or self.preset.clusters.surrogate
-        if name == LSA:
-            return Surrogate(LSA)
+        if not name:
+            raise ValueError(
+                "cluster_size and filter_margin need an embedder: name one in clusters.surrogate"
+            )
         path = backbone.require_checkpoint(name)
 
         def load() -> Encoder:
