@@ -152,6 +152,8 @@ def test_means_weigh_tasks_not_queries():
     means = family_means(scores, tasks)
     assert means == pytest.approx({"x": 0.5, "y": 0.3, "average": (0.25 + 0.75 + 0.3) / 3})
     assert list(means) == ["x", "y", "average"]
+    read = [Task(name, family, [], [], []) for name, family in (("a", "english"), ("b", "code"), ("c", "y"))]
+    assert family_means(scores, read)["average"] == pytest.approx((0.25 + 0.75) / 2)
 
 
 CHUNKS = [f"Number {i}, {'and more ' * (i % 5)}that is all." for i in range(30)]

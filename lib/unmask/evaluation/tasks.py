@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -221,11 +222,13 @@ def evaluate_bm25(tasks: list[Task]) -> dict[str, np.ndarray]:
 
 
 def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, float]:
-    """Unweighted mean over the tasks of each family, and over all tasks as "average"."""
+    """Unweighted mean over the tasks of each family; and as "average" over those in English and code, which
+    every system reads (without such, over all)."""
     families: dict[str, list[float]] = {}
     for task in tasks:
         families.setdefault(task.family, []).append(float(scores[task.name].mean()))
-    families["average"] = [mean for row in families.values() for mean in row]
+    read = [row for family, row in families.items() if family in ("english", "code")]
+    families["average"] = list(chain(*(read or families.values())))
     return {family: float(np.mean(row)) for family, row in families.items()}
 
 
