@@ -208,11 +208,14 @@ def test_plans_repeat_and_languages_take_turns():
     assert tasks == plan_pairs(PASSAGES[::-1], Words(), settings)
     assert Counter(task.language for task in tasks) == {"English": 8, "German": 8, "Japanese": 8}
     doubled = [passage(901), passage(901), passage(902)]
+    answered = [passage(800), passage(801), DOCUMENTS[0][1]]
     drawn, tasks = plan_documents(
-        [*DOCUMENTS, ["one chunk only"], doubled], Words(), replace(settings, documents=9)
-    )
+        [*DOCUMENTS, ["one chunk only"], doubled, answered[:2]], Words(),
+        replace(settings, documents=9, queries_per_document=9), answered,
+    )  # fmt: skip
     assert sorted(drawn) == sorted([*DOCUMENTS, doubled])
-    assert passage(901) not in {task.passage for task in tasks}
+    every = {chunk for chunks in drawn for chunk in chunks}
+    assert {task.passage for task in tasks} == every - {passage(901), DOCUMENTS[0][1]}
     assert all(drawn[task.document][task.gold] == task.passage for task in tasks)
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -187,9 +187,11 @@ def synthesize_pairs(
 
 
 def synthesize_documents(
-    documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig, folder: Path
-) -> Synthesis:
-    """Writes folder/documents.jsonl: documents of chunks, with queries that one of the chunks answers.
+    documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig, folder: Path,
+    answered: Collection[str] = (),
+) -> Synthesis:  # fmt: skip
+    """Writes folder/documents.jsonl: documents of chunks, with queries that one of the chunks answers; those
+    `answered` already get no other.
 
     Rows hold document_id, chunks, queries and golds; a document of which no query is kept is left out. A
     query is compared with its chunk and the chunks around it, because it may speak of what only these say.
@@ -197,7 +199,7 @@ def synthesize_documents(
     Raises: as `synthesize_pairs`.
     """
     chat = Chat(config, folder / "documents.journal")
-    drawn, tasks = prompts.plan_documents(documents, embedder, config)
+    drawn, tasks = prompts.plan_documents(documents, embedder, config, answered)
     drafts, rows = _drafts(chat, tasks, embedder), {}
     for draft in drafts:
         if draft.outcome == "kept":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -108,21 +108,28 @@ def plan_pairs(passages: Iterable[str], embedder: Encoder, config: SynthesisConf
 
 
 def plan_documents(
-    documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig
-) -> tuple[list[list[str]], list[Task]]:
-    """Draws documents of several chunks, and in each some chunks that a query is wanted for.
+    documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig,
+    answered: Collection[str] = (),
+) -> tuple[list[list[str]], list[Task]]:  # fmt: skip
+    """Draws documents of several chunks, and in each some chunks that lack a query.
 
+    Args:
+        answered: chunks that have one.
     Returns: the documents drawn, and the tasks in their order.
     Raises: ValueError for an unknown language, or if no document has several chunks, one of them of
-        `SHORTEST` characters.
+        `SHORTEST` characters and without a query.
     """
-    fit = (list(chunks) for chunks in documents if len(chunks) > 1 and max(map(len, chunks)) >= SHORTEST)
+
+    def lacking(chunks: Sequence[str]) -> list[int]:
+        once = Counter(chunks)  # of a chunk that is there twice, neither is the right one
+        fit = (len(chunk) >= SHORTEST and once[chunk] == 1 and chunk not in answered for chunk in chunks)
+        return [number for number, one in enumerate(fit) if one]
+
+    fit = (list(chunks) for chunks in documents if len(chunks) > 1 and lacking(chunks))
     drawn, places = sample(fit, config.documents, config.seed), []
     for number, chunks in enumerate(drawn):
-        once = Counter(chunks)  # of a chunk that is there twice, neither is the right one
-        long = [i for i, chunk in enumerate(chunks) if len(chunk) >= SHORTEST and once[chunk] == 1]
-        draw = random.Random(f"{config.seed} {json.dumps(chunks)}")
-        for gold in sorted(draw.sample(long, min(len(long), config.queries_per_document))):
+        draw, wanted = random.Random(f"{config.seed} {json.dumps(chunks)}"), lacking(chunks)
+        for gold in sorted(draw.sample(wanted, min(len(wanted), config.queries_per_document))):
             before = tuple(chunks[max(0, gold - NEIGHBOURS) : gold])
             after = tuple(chunks[gold + 1 : gold + 1 + NEIGHBOURS])
             places.append({"before": before, "after": after, "document": number, "gold": gold})
