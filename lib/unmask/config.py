@@ -158,6 +158,7 @@ class PairConfig(ContrastiveConfig):
     document_length: Count
     pooling: Literal["mean", "last"] = "mean"
     quantize: bool = True  # INT8 from the first step; false, for the comparison: the unquantised mean
+    query_query: bool = True  # whether queries are each other's negatives (Qwen3's loss always has that)
     curriculum: tuple[Share, Share, Share]  # shares of the steps: English; + cross-lingual; everything
 
 
@@ -339,6 +340,7 @@ class AblationConfig(Section):
     batch: Whole = 0  # pairs of a step; 0: the pair stage's
     seeds: Count = 1  # so many times all arms are trained, from the same backbones
     controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
+    parts: bool = False  # also leave out each part of the pair loss and its curriculum
     benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones
 
 

@@ -22,7 +22,7 @@ TILE_SCORES = 2**24
 
 def pair_loss(
     q_ND: Tensor, d_ND: Tensor, *, temperature: float = 0.02, margin: float = 0.1,
-    negatives_NN: Tensor | None = None, queries: slice | None = None,
+    query_query: bool = True, negatives_NN: Tensor | None = None, queries: slice | None = None,
 ) -> Tensor:  # fmt: skip
     """InfoNCE of each query against its document, the other documents and the other queries.
 
@@ -39,6 +39,7 @@ def pair_loss(
             floats).
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; 0 or more.
+        query_query: whether the last sum is there; the paper's loss has it.
         negatives_NN: False where the document of pair j is known to be no negative of query i (CDE, section
             4.1); query j then is none either, which is our choice, CDE has no query–query term. The diagonal
             does not matter. Default: whatever the margin leaves.
@@ -68,13 +69,14 @@ def pair_loss(
         raise ValueError("pair_loss needs at least two pairs: a single query has no in-batch negative.")
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
-        qd_TN, qq_TN = cosine(q_TD, d_ND), cosine(q_TD, q_ND)
-        positive_T = qd_TN.diagonal(rows.start)
+        s_TN = [cosine(q_TD, x_ND) for x_ND in sides]
+        positive_T = s_TN[0].diagonal(rows.start)
         own_TN = no_negatives(one_hot(rows, q_ND), negatives_NN, rows)
-        negatives = [counted(s_TN, own_TN, positive_T, margin) for s_TN in (qd_TN, qq_TN)]
+        negatives = [counted(side_TN, own_TN, positive_T, margin) for side_TN in s_TN]
         return info_nce(positive_T, positive_T[:, None], *negatives, temperature=temperature)
 
-    return mean_over_queries(nats_of, q_ND, queries, candidates=2 * len(q_ND))
+    sides = (d_ND, q_ND) if query_query else (d_ND,)
+    return mean_over_queries(nats_of, q_ND, queries, candidates=len(sides) * len(q_ND))
 
 
 def triplet_loss(

@@ -223,8 +223,10 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
         yield "07_diffusion_vs_ar", "diffusion", 1, preset
     short = _with(preset, "pair", steps=ablation.steps, batch=ablation.batch or preset.pair.batch)
     yield "07_diffusion_vs_ar", "pair", ablation.seeds * (7 if ablation.controls else 5), short
+    if ablation.parts:
+        yield "07_diffusion_vs_ar", "pair", 4 * ablation.seeds, short
     short = _with(preset, "contextual", steps=conteb.steps)
-    yield "08_conteb", "contextual", 1 + len(conteb.lambdas), short
+    yield "08_conteb", "contextual", 2 + len(conteb.lambdas), short
     yield "08_conteb", "contextual", 1, preset
     alone = preset.contextual.batch * preset.contextual.chunks
     yield "08_conteb", "contextual", 1, _with(preset, "contextual", chunks=1, batch=alone)

@@ -455,7 +455,7 @@ class Pair(Contrastive):
         rows_RD = int8(rows_RD) if config.quantize else rows_RD
         return losses.pair_loss(
             rows_RD[:n], rows_RD[n:], temperature=config.temperature, margin=config.margin,
-            negatives_NN=batch.negatives, queries=processes.slice(n),
+            query_query=config.query_query, negatives_NN=batch.negatives, queries=processes.slice(n),
         )  # fmt: skip
 
 
