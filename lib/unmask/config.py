@@ -266,6 +266,7 @@ class RetrievalConfig(Section):
     document_sizes: Sizes  # corpora of the query-to-document benchmark
     pool_depth: Count  # documents that each system puts into the pool of a query
     passages: Count = 5  # that a generator reads for a question; the paper's
+    xquad: tuple[str, ...] = ("en",)  # languages of XQuAD, where a mirror holds it
 
 
 class ContebConfig(Section):

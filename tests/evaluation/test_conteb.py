@@ -8,7 +8,7 @@ import tiny
 from unmask import Embedder
 from unmask.data.mining import unit
 from unmask.evaluation import conteb
-from unmask.evaluation.conteb import as_task, load, maxsim, resized, squad
+from unmask.evaluation.conteb import as_task, load, maxsim, resized, squad, xquad
 from unmask.evaluation.tasks import Task
 
 CHUNKS = [("b_1", "second of b"), ("b_0", "first of b"), ("a_10", "last of a"), ("a_2", "middle of a")]
@@ -56,6 +56,12 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path):
     fewer = squad(paragraphs=5, questions=3)
     assert fewer.documents == task.documents[:2]
     assert fewer.queries == [query for query in task.queries if not query.startswith("M")][:3]
+    assert xquad("de") is None
+    Dataset.from_list(rows[:2]).to_parquet(
+        tmp_path / "google" / "xquad" / "xquad.de" / "validation-0.parquet"
+    )
+    german = xquad("de")
+    assert (german.name, german.chunks, len(german.queries)) == ("XQuAD de", ["Z paragraph 0"], 2)
 
 
 def test_what_is_not_there_is_named():

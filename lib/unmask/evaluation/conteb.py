@@ -27,7 +27,8 @@ from unmask.store import nearest
 
 Rows = Iterable[Mapping[str, Any]]
 
-SQUAD = "rajpurkar/squad"
+SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
+LENGTHS = {"query_length": 64, "document_length": 320, "chunk_length": 320}  # tokens of their texts
 TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
 
 
@@ -79,8 +80,17 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
         questions: asked at most, drawn by their hash; of all there are 10,570.
     Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
     """
-    folder = hub.local(SQUAD)
-    files = sorted(map(str, folder.glob("plain_text/validation-*.parquet"))) if folder else []
+    return _articles("SQuAD", SQUAD, "plain_text", paragraphs, questions)
+
+
+def xquad(language: str) -> Task | None:
+    """As `squad`, for XQuAD: 240 of its paragraphs and 1,190 questions, in English ("en") or translated."""
+    return _articles(f"XQuAD {language}", XQUAD, f"xquad.{language}", 0, 2000)
+
+
+def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int) -> Task | None:
+    folder = hub.local(repo)
+    files = sorted(map(str, folder.glob(f"{config}/validation-*.parquet"))) if folder else []
     if not files:
         return None
     rows = load_dataset("parquet", data_files=files, split="train").to_list()
@@ -98,7 +108,7 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
     asked.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
     relevant = [{number[row["title"], row["context"]]} for row in asked[:questions]]
     texts = [row["question"] for row in asked[:questions]]
-    return Task("SQuAD", "contextual", texts, list(map(list, articles.values())), relevant, ids)
+    return Task(name, "contextual", texts, list(map(list, articles.values())), relevant, ids)
 
 
 def resized(task: Task, words: int) -> Task:
