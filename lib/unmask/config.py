@@ -183,8 +183,9 @@ class ContextualConfig(ContrastiveConfig):
 
 
 class TripletConfig(ContrastiveConfig):
-    """Contrastive training with mined hard negatives; `margin` bounds what is mined, the loss has none."""
+    """Contrastive training with mined hard negatives."""
 
+    margin: float = 0.0  # negatives are at most this much better than the positive; the loss has no mask
     accumulation: Count  # a batch of `batch` is split into this many independent losses
     document_length: Count
     temperature: Positive = 0.03

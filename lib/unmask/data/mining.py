@@ -68,7 +68,7 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
 
     Of the distinct documents, a pair's own ones are left out: its document and those of pairs with its key or
     its query. The `rank_window` best of the others are its window. What is more than `margin` better than the
-    positive is probably an unlabelled answer, and unsafe (the rule of the pair loss). The negatives are
+    positive is probably an unlabelled answer, and unsafe. The negatives are
 
     1. drawn at random from the safe documents of the window; if there are not enough of them,
     2. the most similar of all safe documents; if there are not enough of them,
