@@ -73,7 +73,7 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
     """ConTEB's SQuAD task, built from the validation split of SQuAD 1.1 in the mirror.
 
     Articles are documents, their paragraphs chunks, and a question's own paragraph answers it. With the
-    chunks embedded alone this is plain retrieval of paragraphs. Nothing is ever trained on it.
+    chunks embedded alone this is plain retrieval of paragraphs. XQuAD is a part of it.
 
     Args:
         paragraphs: take whole articles while they fit into so many; 0: all, 2,067.
