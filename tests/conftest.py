@@ -1,7 +1,5 @@
 """Shared by all tests: what is skipped where, and a checkout of toy notebooks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -7,8 +7,6 @@ ones; then the notebooks, with two steps a training.
 Rows, configurations and columns are as in the registry, batches as in the preset; SMALL says what is not.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -68,33 +66,12 @@ SMALL = {
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "data" / "documented_schemas.yaml").read_text("utf8"))
 # Qwen3's special tokens in the order of their ids, from 151,643 on; the last twelve are ordinary added ones.
 SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    "<|fim_pad|>",
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-]
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<|fim_prefix|>",
+    "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>",
+    "</tool_response>", "<think>", "</think>",
+]  # fmt: skip
 FIRST_SPECIAL, VOCABULARY = 151_643, 151_936
 
 
@@ -248,11 +225,15 @@ def write_gtr(folder: Path) -> None:
     SentenceTransformer(modules=[*parts, dense, Normalize()], device="cpu").save(str(folder))
 
 
+def told(changes: dict[str, Any]) -> list[str]:
+    """Changed values as the command line takes them."""
+    return [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
+
+
 def rehearse(preset: str, processes: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Runs a preset on the mirror in a folder."""
     changes = SMALL | {"parallel.num_processes": processes, "parallel.num_machines": 1}
-    told = [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
-    command = [sys.executable, "-m", "unmask", "run", "--preset", preset, *told, *arguments]
+    command = [sys.executable, "-m", "unmask", "run", "--preset", preset, *told(changes), *arguments]
     run = ["--run", f"rehearsal-{preset}-{processes}"]
     environment = {"UNMASK_MIRROR": str(folder / "mirror"), "UNMASK_ARTIFACTS": str(folder / "artifacts")}
     return subprocess.run([*command, *run], cwd=repository(), env=os.environ | environment, text=True)

@@ -1,37 +1,14 @@
-"""Processes that die with their parent, and the signals that stop them."""
-
-from __future__ import annotations
+"""The signals that stop a child. That it dies with its parent: test_execution.py."""
 
 import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
 from unmask.children import bound, ended_together
 
-# Starts a child, says which, and waits.
-PARENT = """
-import subprocess, sys, time
-from unmask.children import bound
-print(subprocess.Popen(bound(["sleep", "99"]), start_new_session=True).pid, flush=True)
-time.sleep(99)
-"""
 DEAF = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); time.sleep(99)"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
-def test_a_child_dies_with_its_killed_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
-        child = psutil.Process(int(parent.stdout.readline()))
-        parent.kill()
-    for _ in range(100):
-        if not child.is_running() or child.status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.1)
-    pytest.fail("it lives")
 
 
 @pytest.mark.parametrize("deaf", [False, True])

@@ -1,7 +1,5 @@
 """The command line: answers that need no kernel, and what it says to a request that cannot work."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -79,9 +77,10 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
     asked = ("status", "--preset", "smoke", "--set")
     # Nothing listens on port 9.
     offline = {"UNMASK_MIRROR": "", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    result = two.unmask(*asked, "data.source=hub.yaml", **offline)
-    assert result.returncode == 0 and result.stderr == ""
-    assert "note: the data are on the Hub" in result.stdout
+    question = two.start(*asked, "data.source=hub.yaml", **offline)
+    output, errors = question.communicate(timeout=600)
+    assert question.returncode == 0 and errors == ""
+    assert "note: the data are on the Hub" in output
     gone = two.unmask(*asked, "data.source=nowhere")
     assert gone.returncode == 2 and "nowhere" in gone.stderr
 
@@ -90,10 +89,8 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
     ("arguments", "message"),
     [
         (["--preset", "smok"], "unknown preset 'smok'; did you mean 'smoke'?"),
-        (["--set", "pair.stepz=3"], "unknown key 'stepz'; did you mean 'steps'?"),
         (["--set", "pair.steps"], "write key=value"),
         (["--only", "2_pair"], "no notebook '2_pair'; did you mean '02_pair'?"),
-        (["--only", "02"], "02_pair needs the output of 01_diffusion_cpt, which never ran"),
         (["--run", "../elsewhere"], "--run ../elsewhere: a run's name is its folders'"),
         (["--gpus", "0"], "parallel.num_processes must be greater than or equal to 1, got 0"),
         (["--gpus", "99"], "99 GPUs are needed on this machine, and it has "),

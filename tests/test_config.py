@@ -45,11 +45,6 @@ def test_a_wrong_key_or_value_is_refused_with_the_remedy(overrides, message):
         load_preset("smoke", overrides)
 
 
-def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'smoke'"):
-        load_preset("smoek")
-
-
 def test_the_study_of_batches_crosses_sizes_and_filters_and_encoders():
     sizes = {"batch_sizes": [32, 128], "cluster_sizes": [16], "batch": 64, "cluster_size": 16}
     changes = {f"cde.{key}": value for key, value in sizes.items()} | {"cde.filter_margin": 0.1}

@@ -1,7 +1,5 @@
 """The lists of dependencies agree, and the Makefile says what it needs."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import os

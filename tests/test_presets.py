@@ -1,7 +1,5 @@
 """The paper presets hold the paper's numbers, and every preset describes the model it says."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

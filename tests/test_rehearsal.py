@@ -1,7 +1,6 @@
 """The presets that read the Hub, on made-up rows in the documented schemas: every stage finds what it reads,
 and two processes train as FSDP2 would on GPUs. All notebooks: `make rehearse`."""
 
-import json
 import re
 
 import pytest
@@ -51,10 +50,7 @@ def test_every_stage_and_every_task_finds_what_it_reads(preset, tmp_path):
 
 
 def test_what_was_prepared_without_a_gpu_is_what_trainings_read(preset, tmp_path, monkeypatch, capfd):
-    told = [
-        part for key, value in rehearsal.SMALL.items() for part in ("--set", f"{key}={json.dumps(value)}")
-    ]
-    assert main(["prepare", "--preset", "hub-0.6b", *told]) == 0
+    assert main(["prepare", "--preset", "hub-0.6b", *rehearsal.told(rehearsal.SMALL)]) == 0
     assert re.search("pair: data set paq, .*rows 12", capfd.readouterr().out)
     monkeypatch.setattr(tokenized, "encode", None)  # nothing is tokenised any more
     for name in ("diffusion", "pair", "contextual", "triplet"):

@@ -1,16 +1,19 @@
 """A checkout of toy notebooks, for the tests of the pipeline and of the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from unmask import cli
 from unmask.run import Folders
 
 PARAMETERS = 'preset: str = "smoke"  # which preset\noverrides: dict = {}\nrun: str = ""'
@@ -45,7 +48,7 @@ class Checkout:
         return path
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Starts the command line in this checkout."""
+        """Starts the command line in this checkout, as a process of its own."""
         own = {key: value for key, value in os.environ.items() if key != "UNMASK_ARTIFACTS"}
         return subprocess.Popen(
             [sys.executable, "-m", "unmask", *arguments],
@@ -56,11 +59,15 @@ class Checkout:
             text=True,
         )
 
-    def unmask(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs the command line in this checkout and waits for it."""
-        process = self.start(*arguments, **environment)
-        output, errors = process.communicate(timeout=600)
-        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+    def unmask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """What the command line says and returns in this checkout; it need not be loaded again."""
+        output, errors = StringIO(), StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
+            patch.setattr("unmask.run.repository", lambda: self.root)
+            patch.setenv("UNMASK_ARTIFACTS", str(self.root / "artifacts"))
+            patch.chdir(self.root)
+            status = cli.main(arguments)
+        return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
 
     def path_with(self, name: str, script: str) -> str:
         """A PATH on which `name` is this shell script."""

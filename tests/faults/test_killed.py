@@ -3,8 +3,6 @@
 UNMASK_FAULTS_SEED picks other moments; the default is 0.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -12,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from unmask.data import sources
 from unmask.models import backbone
 from unmask.store import repository
 from unmask.training.launch import history
+from waiting import live_in, wait_for
 
 linux = {"condition": sys.platform != "linux", "reason": "only Linux tells a child that its parent died"}
 pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
@@ -80,26 +78,7 @@ def hit(rng: random.Random, process: subprocess.Popen, artifacts: Path) -> None:
         process.wait(2 * GRACE)
     process.kill()
     process.wait()
-    until(lambda: not working_in(artifacts), "all processes to end")
-
-
-def working_in(folder: Path) -> list[psutil.Process]:
-    """Live processes whose command line or environment names a folder, this one apart."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            words = [*process.cmdline(), *process.environ().values()]
-            live = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
-            if live and any(str(folder) in word for word in words):
-                found.append(process)
-    return found
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s in vain for {what}"
-        time.sleep(0.01)
+    wait_for(lambda: not live_in(artifacts), seconds=120)
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,7 +113,7 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(tmp_path, monkeypatch
     def inject(at_the_start: bool) -> None:
         process, before = begin("hit"), newest()
         if not at_the_start:
-            until(lambda: newest() > before or process.poll() is not None, "a checkpoint", 600)
+            wait_for(lambda: newest() > before or process.poll() is not None, seconds=600)
         time.sleep(rng.uniform(0, 1))
         hit(rng, process, tmp_path)
 

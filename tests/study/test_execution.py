@@ -1,13 +1,9 @@
 """Executing toy notebooks through the command line: what is written, what is skipped, what is left behind."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,7 @@ import psutil
 import pytest
 
 from toy_checkout import Checkout
+from waiting import live, wait_for
 
 LOOK = """
 import json, os, sys
@@ -27,27 +24,6 @@ for step in range(3):
     print(f"\\rstep {step}", end="", file=sys.stderr, flush=True)
 print(file=sys.stderr)
 """
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    """Returns once the condition holds; fails after some minutes."""
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.1)
-    pytest.fail("waited in vain")
-
-
-def assert_ended(processes: list[psutil.Process]) -> None:
-    """None of them runs, though nobody may have collected them."""
-
-    def running(process: psutil.Process) -> bool:
-        try:
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    wait_for(lambda: not any(map(running, processes)))
 
 
 def text_of(notebook: dict[str, Any], cell: int) -> str:
@@ -148,38 +124,6 @@ raise RuntimeError("the training was told to stop")
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
-)
-def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(
-    checkout: Checkout, number: signal.Signals, status: int
-) -> None:
-    checkout.notebook("00_train", [START])
-    run = checkout.start("run", "--preset", "smoke")
-    try:
-        wait_for(lambda: (checkout.root / "started").exists() or run.poll() is not None)
-        started = psutil.Process(run.pid).children(recursive=True)
-        assert len(started) == 3  # papermill, kernel, training
-        if number == signal.SIGTERM:
-            second = checkout.unmask("run", "--preset", "smoke")
-            assert second.returncode == 2 and "another process executes this run" in second.stderr
-        run.send_signal(number)
-        run.send_signal(number)  # as `timeout` does: to the process, and to its group
-        output, errors = run.communicate(timeout=300)
-    finally:
-        run.kill()
-    assert run.returncode == status
-    assert_ended(started)
-    assert not (checkout.folders.artifacts / "00_train" / "done.json").exists()
-    assert (checkout.folders.executed / "00_train.ipynb").exists()  # as far as it got
-    if number == signal.SIGKILL:
-        assert not (checkout.root / "checkpoint").exists()
-    else:
-        assert (checkout.root / "checkpoint").read_text() == "1"
-        assert errors == f"unmask: stopped by {number.name}; the same command goes on from here\n"
-        assert "00_train · stopped after" in output
-
-
 DEAF = """
 import signal, subprocess, time
 from pathlib import Path
@@ -191,18 +135,46 @@ time.sleep(300)
 """
 
 
-def test_what_does_not_end_in_time_is_killed(checkout: Checkout) -> None:
-    checkout.notebook("00_deaf", [DEAF])
-    run = checkout.start("run", "--preset", "smoke", UNMASK_GRACE_SECONDS="1.5")
+@pytest.mark.parametrize(
+    ("cell", "grace", "number", "status"),
+    [
+        (START, 120, signal.SIGTERM, 75),
+        (START, 120, signal.SIGINT, 130),
+        (START, 120, signal.SIGKILL, -signal.SIGKILL),
+        (DEAF, 1.5, signal.SIGTERM, 75),
+    ],
+    ids=["SIGTERM", "SIGINT", "SIGKILL", "deaf"],
+)
+def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(
+    checkout: Checkout, cell: str, grace: float, number: signal.Signals, status: int
+) -> None:
+    """What does not end in time is killed."""
+    checkout.notebook("00_train", [cell])
+    run = checkout.start("run", "--preset", "smoke", UNMASK_GRACE_SECONDS=str(grace))
     try:
         wait_for(lambda: (checkout.root / "started").exists() or run.poll() is not None)
         started = psutil.Process(run.pid).children(recursive=True)
-        run.terminate()
-        _, errors = run.communicate(timeout=300)
+        assert len(started) == 3  # papermill, kernel, training
+        if number == signal.SIGINT:
+            second = checkout.unmask("run", "--preset", "smoke")
+            assert second.returncode == 2 and "another process executes this run" in second.stderr
+        run.send_signal(number)
+        run.send_signal(number)  # as `timeout` does: to the process, and to its group
+        output, errors = run.communicate(timeout=300)
     finally:
         run.kill()
-    assert run.returncode == 75, errors
-    assert_ended(started)
+    assert run.returncode == status
+    wait_for(lambda: not live(started))
+    assert not (checkout.folders.artifacts / "00_train" / "done.json").exists()
+    assert (checkout.folders.executed / "00_train.ipynb").exists()  # as far as it got
+    saved = checkout.root / "checkpoint"
+    if cell == DEAF or number == signal.SIGKILL:
+        assert not saved.exists()
+    else:
+        assert saved.read_text() == "1"
+    if number != signal.SIGKILL:
+        assert errors == f"unmask: stopped by {number.name}; the same command goes on from here\n"
+        assert "00_train · stopped after" in output
 
 
 def test_a_training_that_was_told_to_stop_ends_the_run_as_if_pre_empted(checkout: Checkout) -> None:

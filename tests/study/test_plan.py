@@ -1,7 +1,5 @@
 """The plan's formulas against what torch counts, and its refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

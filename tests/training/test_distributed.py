@@ -9,36 +9,28 @@ import pytest
 import torch
 import worker
 from safetensors.torch import load_file
+from tiny_stages import difference
 
 from unmask.training.distributed import Processes
 
 
-def by_two(*arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [worker.__file__, *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
-def computed(request, tmp_path_factory):
-    """What two processes computed, in one torchrun for all cases."""
+@pytest.fixture(scope="module", params=worker.BEGUN)
+def by_two(request, tmp_path_factory):
+    """A strategy, and the folder of what two processes computed and began with it."""
     out = tmp_path_factory.mktemp(request.param)
-    done = by_two(request.param, out)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return out
-
-
-def difference(found, expected):
-    """Of gradients, in parts of their norm."""
-    error = torch.stack([(found[key] - own).norm() for key, own in expected.items()]).norm()
-    return error / torch.stack([own.norm() for own in expected.values()]).norm()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [worker.__file__, request.param, str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+    saved = [path.name for path in out.glob("checkpoints/*")]
+    assert saved == ["step-0000004-a"], done.stderr[-6000:]
+    return request.param, out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", worker.CASES)
-def test_two_processes_give_the_loss_and_gradient_of_one(computed, case):
-    out = computed
+def test_two_processes_give_the_loss_and_gradient_of_one(by_two, case):
+    _, out = by_two
     expected, gradients = worker.compute(case)
     for rank in (0, 1):
         facts = json.loads((out / f"{case}-{rank}.json").read_text())
@@ -48,18 +40,13 @@ def test_two_processes_give_the_loss_and_gradient_of_one(computed, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "stage"), [("ddp", "pair"), ("fsdp2", "cde")])
-def test_a_training_begun_by_two_processes_is_finished_by_one(tmp_path, strategy, stage):
+def test_a_training_begun_by_two_processes_is_finished_by_one(by_two, tmp_path):
     """Killed after its last checkpoint; the samples are the same, the sums are rounded differently."""
-    by_two(strategy, tmp_path / "parts", stage)
-    assert [p.name for p in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-0000004-a"]
-    whole, _ = worker.train_stage(stage, tmp_path / "whole")
-    resumed, first = worker.train_stage(stage, tmp_path / "parts")
+    strategy, parts = by_two
+    whole, _ = worker.train_stage(worker.BEGUN[strategy], tmp_path)
+    resumed, first = worker.train_stage(worker.BEGUN[strategy], parts)
     assert first == {"total": 8, "done": 4}
-    rows = [
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
-        for name in ("whole", "parts")
-    ]
+    rows = [[json.loads(line) for line in (path / "metrics.jsonl").open()] for path in (tmp_path, parts)]
     for one, two in zip(*rows, strict=True):
         assert (one["step"], one["dataset"], one["tokens"]) == (two["step"], two["dataset"], two["tokens"])
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)

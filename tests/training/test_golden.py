@@ -7,9 +7,6 @@ import pytest
 import tiny_stages
 import torch
 
-import tiny
-from unmask.training.distributed import ALONE
-
 STEPS = 3
 ALIKE = {"cluster_size": 3, "filter_margin": 0.0}
 CASES = {name: (name, {}) for name in tiny_stages.STAGES} | {
@@ -24,13 +21,12 @@ FILE = Path(__file__).with_name("golden.json")  # {case: [[loss, norm of the gra
 
 def measured(case):
     name, changes = CASES[case]
-    stage, model = tiny_stages.stage(name, tiny_stages.config(name, **changes)), tiny_stages.model(name)
-    module, found = stage.module(model), []
-    for step in range(STEPS):
-        model.zero_grad()
-        loss = stage.backward(module, stage.batch(step), step, ALONE)["loss"]
-        norm = torch.stack([gradient.double().norm() for gradient in tiny.gradients(model).values()]).norm()
-        found.append([float(loss), float(norm)])
+    stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
+    found = []
+    for number in range(STEPS):
+        loss, gradients = tiny_stages.step(stage, model, stage.batch(number), number)
+        norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
+        found.append([loss, float(norm)])
     return found
 
 

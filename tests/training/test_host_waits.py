@@ -68,7 +68,7 @@ def as_on_a_gpu(monkeypatch):
 def test_a_step_fetches_nothing_from_a_gpu_in_between(name, as_on_a_gpu):
     # What is cut needs a mask, which is looked at.
     changes = {"cut_fraction": 0.0} if name == "diffusion" else {}
-    stage, model = tiny_stages.stage(name, tiny_stages.config(name, **changes)), tiny_stages.model(name)
+    stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
     batch = stage.batch(0)
     with Gpu(model) as gpu:
         row = stage.backward(stage.module(model), batch, 0, ALONE)

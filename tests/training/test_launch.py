@@ -4,17 +4,14 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import tiny
-import tiny_corpus
 from unmask.models import backbone
 from unmask.run import Run
 from unmask.store import read_json, write_atomic
@@ -22,21 +19,11 @@ from unmask.training import launch as launching
 from unmask.training import loop
 from unmask.training.launch import TrainingStopped, history, launch, launch_all
 from unmask.training.loop import run_job
+from waiting import live_in, wait_for
 
-LIB = Path(backbone.__file__).parents[2]
-STEPS = 100
-OVERRIDES = {"pair.steps": STEPS, "pair.batch": 8, "pair.checkpoint_every": 5, "pair.precision": "fp32"}
+OVERRIDES = {"pair.steps": 60, "pair.batch": 8, "pair.checkpoint_every": 5, "pair.precision": "fp32"}
 # At a low rate: rounding to INT8 amplifies what two processes round otherwise.
 TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-4}
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    """A checkpoint to start from, in a workspace whose corpus is already there."""
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(LIB))
-    tiny_corpus.install(monkeypatch)
-    return backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
 
 
 def opened(overrides=OVERRIDES, **changes):
@@ -47,31 +34,6 @@ def few_steps(start, **changes):
     return "pair", {"start": start, "changes": {"steps": 6, "warmup": 2} | changes}
 
 
-def started(function, *arguments):
-    """What a notebook's kernel does, in a process that can be killed."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
-    process.start()
-    return process
-
-
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "nothing happened in time"
-        time.sleep(0.005)
-    return value
-
-
-def processes_of(folder):
-    """Every live process whose command line names a folder."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline", "status"])
-        if any(str(folder) in part for part in process.info["cmdline"] or [])
-        and process.info["status"] != psutil.STATUS_ZOMBIE
-    ]
-
-
 def alone(model, folder):
     """The same job in this process, uninterrupted."""
     job = read_json(model.parent / "job.json")
@@ -80,30 +42,45 @@ def alone(model, folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(("overrides", "least"), [(OVERRIDES, 1), (TWO, 3)], ids=["one", "torchrun and two"])
-def test_killed_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupted(
-    start, tmp_path, capsys, overrides, least
+def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupted(
+    start, tmp_path, capfd, overrides, least, number
 ):
-    run, folder = opened(overrides), tmp_path / "r" / "02_pair" / "pair"
-    notebook = started(launch, run, "pair", {"start": start})
-    try:
-        wait_for(lambda: not notebook.is_alive() or list(folder.glob("checkpoints/step-*")))
-        assert len(processes_of(folder)) >= least
-    finally:
-        notebook.kill()
-        notebook.join()
-    wait_for(lambda: not processes_of(folder), seconds=20)
-    assert not (folder / "model").exists(), "the training was over before it could be killed"
-    assert list(folder.glob("checkpoints/step-*"))
+    """In the second of three: the first one stays, the third one is not begun."""
+    run, folder, told = opened(overrides), tmp_path / "r" / "02_pair", number == signal.SIGTERM
+    one, three = few_steps(start), few_steps(start, seed=1)
+    trainings = {"one": one, "two": ("pair", {"start": start}), "three": three}
 
-    model = launch(run, "pair", {"start": start})
-    assert model == folder / "model" and not (folder / "checkpoints").exists()
-    assert launch(run, "pair", {"start": start}) == model
-    assert "already trained" in capsys.readouterr().out
-    whole = alone(model, tmp_path / "whole")
-    assert backbone.facts(model) == backbone.facts(whole)
+    def notebook():
+        try:
+            launch_all(run, trainings)
+        except TrainingStopped as stop:
+            print(f"STOPPED {stop}")
+
+    process = multiprocessing.get_context("fork").Process(target=notebook)  # as a kernel would be
+    process.start()
+    try:
+        wait_for(lambda: not process.is_alive() or list(folder.glob("two/checkpoints/step-*")))
+        assert len(live_in(folder)) >= least
+    finally:
+        os.kill(process.pid, number)
+        process.join(60)
+    assert process.exitcode == (0 if told else -number)
+    assert ("STOPPED training two was told to stop" in capfd.readouterr().out) == told
+    wait_for(lambda: not live_in(folder), seconds=0 if told else 20)
+    assert not [name for name in ("two", "three") if (folder / name / "model").exists()], "it was over before"
+    done = max(int(path.name.split("-")[1]) for path in folder.glob("two/checkpoints/step-*"))
+    before = (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done]
+
+    models = launch_all(run, trainings)
+    assert capfd.readouterr().out.count("already trained") == 1
+    assert [len(history(model)) for model in models.values()] == [6, run.config.pair.steps, 6]
+    assert (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done] == before
+    assert not list(folder.glob("*/checkpoints"))
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
-    assert len(history(model)) == run.config.pair.steps
+    model, whole = models["two"], alone(models["two"], tmp_path / "whole")
+    assert backbone.facts(model) == backbone.facts(whole)
     for here, there in zip(history(model), history(whole), strict=True):
         for key in ("step", "dataset", "tokens"):
             assert here[key] == there[key]
@@ -133,40 +110,6 @@ def test_a_failure_stops_the_list_and_names_its_training(start, tmp_path, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_sigterm_in_the_second_of_three_keeps_what_was_done(start, tmp_path, processes, capfd):
-    run, folder = opened(**{"parallel.num_processes": processes}), tmp_path / "r" / "02_pair"
-    trainings = {
-        "one": few_steps(start),
-        "two": few_steps(start, steps=120),
-        "three": few_steps(start, seed=1),
-    }
-
-    def notebook():
-        try:
-            launch_all(run, trainings)
-        except TrainingStopped as stop:
-            print(f"STOPPED {stop}")
-
-    process = started(notebook)
-    wait_for(lambda: not process.is_alive() or (folder / "two" / "checkpoints").exists())
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == 0
-    assert "STOPPED training two was told to stop" in capfd.readouterr().out
-    assert not processes_of(folder)
-    assert len(history(folder / "one" / "model")) == 6
-    (checkpoint,) = (folder / "two" / "checkpoints").glob("step-*")
-    assert not [name for name in ("two", "three") if (folder / name / "model").exists()]
-
-    done = int(checkpoint.name.split("-")[1])
-    before = (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done]
-    models = launch_all(run, trainings)
-    assert [len(history(model)) for model in models.values()] == [6, 120, 6]
-    assert (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done] == before
-
-
-@pytest.mark.slow
 def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkeypatch):
     """`srun` of two machines, which here are one."""
     tool = tmp_path / "bin" / "srun"
@@ -190,61 +133,33 @@ def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkey
         torch.testing.assert_close(weights[key], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
-def test_a_source_file_edited_between_two_starts_costs_no_step(start, tmp_path, monkeypatch):
-    shutil.copytree(LIB / "unmask", tmp_path / "lib" / "unmask", ignore=shutil.ignore_patterns("*.pyc"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
-    monkeypatch.setattr(loop, "LIBRARY", tmp_path / "lib" / "unmask")
-    source, folder = loop.LIBRARY / "training" / "loop.py", tmp_path / "r" / "02_pair" / "pair"
-
-    def killed():
-        notebook, before = started(launch, opened(), "pair", {"start": start}), there()
-        wait_for(lambda: not notebook.is_alive() or len(there() - before) > 1)
-        notebook.kill()
-        notebook.join()
-        wait_for(lambda: not processes_of(folder), seconds=20)
-
-    def there():
-        return {path.name for path in folder.glob("checkpoints/step-*")}
-
-    killed()
-    source.write_text(source.read_text() + "\n# a remark\n")
-    killed()  # which went on: a remark is no code
-    kept = there()
-    source.write_text(source.read_text().replace("lower lr or clip", "lower the rate, or clip"))
-    with pytest.raises(RuntimeError, match="differs in code"):
-        launch(opened(), "pair", {"start": start})
-    assert kept and there() == kept
-    monkeypatch.setenv("UNMASK_ACCEPT_CODE", "1")
-    model = launch(opened(), "pair", {"start": start})
-    whole = alone(model, tmp_path / "whole")
-    assert (model / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-
 def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, monkeypatch):
     began: list[dict] = []
     monkeypatch.setattr(loop.Pair, "prepare", lambda stage: [])
     monkeypatch.setattr(launching, "_train", lambda run, jobs: began.extend(map(read_json, jobs.values())))
+    monkeypatch.setattr(loop, "LIBRARY", tmp_path / "library")
+    code = write_atomic(loop.LIBRARY / "training" / "loop.py", "rate = 1\n")
     launch(opened(), "pair", {"start": start})
     folder, other = tmp_path / "r" / "02_pair" / "pair", opened(**{"pair.lr": 0.5})
     (folder / "checkpoints" / "step-0000005").mkdir(parents=True)
 
-    monkeypatch.setattr(loop, "code_fingerprint", lambda *paths: "tomorrow's")
-    with pytest.raises(RuntimeError, match=r"differs in code \(.* → tomorrow's\)\. .* --accept-code`\. "):
+    code.write_text("rate = 1  # a remark is no code\n")
+    launch(opened(), "pair", {"start": start})  # goes on, as the same training
+    code.write_text("rate = 2\n")
+    with pytest.raises(RuntimeError, match=r"differs in code \(\w+ → \w+\)\. .* --accept-code`\. "):
         launch(opened(), "pair", {"start": start})
     monkeypatch.setenv("UNMASK_ACCEPT_CODE", "1")
     with pytest.raises(RuntimeError, match=r"code .*, pair.lr \(0.0?\d* → 0.5\)\. Train anew: move"):
         launch(other, "pair", {"start": start})
-    launch(opened(), "pair", {"start": start})  # goes on, as the same training
+    launch(opened(), "pair", {"start": start})
     monkeypatch.delenv("UNMASK_ACCEPT_CODE")
     launch(opened(), "pair", {"start": start})  # once is enough
-    assert len(began) == 3 and len({job["fingerprint"] for job in began}) == 1
+    assert len(began) == 4 and len({job["fingerprint"] for job in began}) == 1
 
     # A finished model of accepted code is not trained again; with other values it is.
     shutil.rmtree(folder / "checkpoints")
     write_atomic(folder / "model" / "unmask.json", json.dumps({"fingerprint": began[0]["fingerprint"]}))
     launch(opened(), "pair", {"start": start})
-    assert len(began) == 3
+    assert len(began) == 4
     launch(other, "pair", {"start": start})
-    assert len(began) == 4 and began[3]["fingerprint"] != began[0]["fingerprint"]
+    assert len(began) == 5 and began[4]["fingerprint"] != began[0]["fingerprint"]

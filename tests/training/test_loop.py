@@ -1,37 +1,29 @@
 import json
 import os
 import resource
+import shutil
 import signal
 
 import pytest
 import tiny_stages
 import torch
+from tiny_stages import Interrupted, stop_at
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tiny
 from unmask.children import on_signal
 from unmask.models import backbone
-from unmask.training.loop import Preempted, finish, parameter_groups, train
+from unmask.training.loop import Preempted, finish, lr_factor, parameter_groups, train
 
-
-class Interrupted(Exception):
-    pass
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def fit(
     folder, name="pair", *, fingerprint="a", backward=None, report=lambda row: None, signals=(), **changes
 ):
-    stage, model = tiny_stages.stage(name, tiny_stages.config(name, **changes)), tiny_stages.model(name)
+    stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
     stage.backward = backward or stage.backward
     return train(stage, model, folder, fingerprint=fingerprint, report=report, signals=signals)
-
-
-def stop_at(step):
-    def report(row):
-        if row.get("step") == step:
-            raise Interrupted
-
-    return report
 
 
 def rows(folder):
@@ -62,15 +54,19 @@ def test_resumed_equals_uninterrupted(tmp_path, name, precision):
 
 
 def test_another_training_is_not_continued_and_its_checkpoints_stay(tmp_path):
+    """Without pickle; what a kill left half-written is not taken, and does not stay."""
     with pytest.raises(Interrupted):
         fit(tmp_path, fingerprint="other", report=stop_at(5))
+    (paid,) = (tmp_path / "checkpoints").iterdir()
+    assert [path.name for path in paid.iterdir()] == [SHARD]
+    shutil.copytree(paid, paid.with_name(".step-0000007-a.tmp"))
     seen = []
     fresh = fit(tmp_path, report=seen.append)
     assert seen[0]["done"] == 0
     assert_same(fresh, fit(tmp_path / "again"), (tmp_path, tmp_path / "again"))
     backbone.save(fresh, tiny.tokenizer(), tmp_path / "model", fingerprint="a")
     finish(tmp_path)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004-other"]
+    assert list((tmp_path / "checkpoints").iterdir()) == [paid]
 
 
 def poisoned(step, *, loss):
@@ -133,3 +129,18 @@ def test_gains_of_norms_do_not_decay():
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert {id(p) for p in kept["params"]} == {id(p) for n, p in model.named_parameters() if "norm" in n}
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"schedule": "wsd", "decay": 20}, {0: 0.1, 9: 1, 50: 1, 90: 1, 100: 0.5}),
+        ({"schedule": "cosine"}, {0: 0.1, 9: 1, 10: 1, 60: 0.5}),
+        ({"schedule": "linear"}, {0: 0.1, 9: 1, 10: 1, 35: 0.75, 60: 0.5, 109: 0.01}),
+    ],
+)
+def test_a_schedule_rises_and_falls_as_its_name_says(changes, expected):
+    config = tiny_stages.config("pair", steps=110, warmup=10, **changes)
+    found = [lr_factor(config, step) for step in range(110)]
+    assert {step: found[step] for step in expected} == pytest.approx(expected)
+    assert found[10:] == sorted(found[10:], reverse=True) and 0 < found[-1] < 0.02

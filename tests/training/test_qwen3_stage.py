@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny_stages
 import torch
-from safetensors.torch import load_file
+from tiny_stages import Interrupted, assert_same, backpropagated, step, stop_at
 
 import tiny
 import tiny_corpus
@@ -16,7 +16,6 @@ from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS, instructed
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
-from unmask.training.distributed import ALONE
 from unmask.training.launch import milestones
 from unmask.training.loop import data_report, run_job
 from unmask.training.neighbours import numbered
@@ -24,23 +23,14 @@ from unmask.training.neighbours import numbered
 
 @pytest.mark.parametrize("changes", [{}, {"negatives": 0}, {"quantize": True}])
 def test_a_step_is_the_mean_of_the_loss_over_the_prefixes(changes):
-    settings = tiny_stages.config("qwen3", batch=6, **changes)
-    model, stage = tiny_stages.model("qwen3"), tiny_stages.stage("qwen3", settings)
-    batch = stage.batch(0)
-    n, k = batch.count, settings.negatives
+    stage, model = tiny_stages.stage("qwen3", batch=6, **changes), tiny_stages.model("qwen3")
+    config, batch = stage.config, stage.batch(0)
     rows = torch.cat([encode_rows(model, [s], pooling="last") for s in batch.sequences])
-    rows = int8(rows) if settings.quantize else rows
-    q, d, hard = rows[:n], rows[n : 2 * n], rows[2 * n :].unflatten(0, (n, k))
-    options = {"temperature": settings.temperature, "margin": settings.margin}
+    rows = int8(rows) if config.quantize else rows
+    q, d, hard = rows[:6], rows[6:12], rows[12:].unflatten(0, (6, config.negatives))
+    options = {"temperature": config.temperature, "margin": config.margin}
     loss = sum(qwen3_loss(q[:, :p], d[:, :p], hard[..., :p], **options) for p in (16, 32)) / 2
-    loss.backward()
-    expected = tiny.gradients(model)
-    model.zero_grad()
-    row = stage.backward(model, batch, 0, ALONE)
-    assert float(row["loss"]) == pytest.approx(loss.item(), rel=1e-5)
-    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    found = tiny.gradients(model)
-    assert torch.stack([(found[key] - expected[key]).norm() for key in expected]).norm() <= 1e-5 * norm
+    assert_same(step(stage, model, batch), backpropagated(loss, model))
 
 
 def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers():
@@ -48,7 +38,7 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
     hard = {"x": [b, c], "y": [c, a], "z": [a, b]}
     queries = [np.append(q, np.uint16(i)) for i in range(3)]
     data = TokenPairs(queries, [a, b, a], list(hard), list(hard.values()))
-    stage = tiny_stages.stage("qwen3", tiny_stages.config("qwen3", batch=3), {"one": data})
+    stage = tiny_stages.stage("qwen3", {"one": data}, batch=3)
     batch = stage.batch(0)
     texts = [s.tokens_L.tolist() for s in batch.sequences]
     numbers = numbered(batch.sequences[3:]).tolist()
@@ -58,15 +48,11 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
+def job(causal, tmp_path):
     """The second phase, from a causal checkpoint."""
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    tiny_corpus.install(monkeypatch)
-    model = tiny.model(bidirectional=False, head=True)
-    start = backbone.save(model, tiny.tokenizer(), tmp_path / "start", stage="ar", fingerprint="tiny")
     values = {"steps": 6, "query_length": 90, "document_length": 9, "negatives": 2, "dimensions": [16, 32]}
     more = tiny_stages.mined(tmp_path) | {"milestones": [3, 6], "groups": ["english"]}
-    return tiny_stages.job("qwen3", start, tmp_path / "full", values | {"checkpoint_every": 2}, more)
+    return tiny_stages.job("qwen3", causal, tmp_path / "full", values | {"checkpoint_every": 2}, more)
 
 
 def test_both_phases_train_and_leave_an_embedder_with_instructions(job, tmp_path):
@@ -88,12 +74,8 @@ def test_both_phases_train_and_leave_an_embedder_with_instructions(job, tmp_path
     assert embedder.around[1].tolist() == [embedder.tokenizer.convert_tokens_to_ids(END_OF_TEXT)]
 
 
-class Interrupted(Exception):
-    pass
-
-
 def weights(path):
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(path / "model.safetensors").items()}
+    return (path / "model.safetensors").read_bytes()
 
 
 def test_milestones_are_kept_also_where_the_training_was_interrupted(job, tmp_path):
@@ -103,16 +85,9 @@ def test_milestones_are_kept_also_where_the_training_was_interrupted(job, tmp_pa
     assert weights(last) == weights(whole) != weights(first)
     assert backbone.facts(first) == backbone.facts(whole) | {"fingerprint": "x-3"}
 
-    def stop_at(step):
-        def report(row):
-            if row.get("step") == step:
-                raise Interrupted
-
-        return report
-
     parts = job | {"folder": str(tmp_path / "parts")}
-    for step in (2, 4):  # before the milestone, which the checkpoint of step 2 comes before; after it
+    for number in (2, 4):  # before the milestone, which the checkpoint of step 2 comes before; after it
         with pytest.raises(Interrupted):
-            run_job(parts, stop_at(step))
+            run_job(parts, stop_at(number))
     found = milestones(run_job(parts, lambda row: None))
     assert [weights(path) for path in found] == [weights(first), weights(last)]

@@ -3,45 +3,29 @@ import pytest
 import tiny_stages
 import torch
 from datasets import Dataset
+from tiny_stages import assert_same, backpropagated, step
 from transformers import AutoModelForCausalLM
 
-import tiny
-import tiny_corpus
 from unmask.losses import answer_loss
-from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
-from unmask.training.distributed import ALONE
 from unmask.training.loop import run_job, stage_of
 
 
 def test_a_step_is_the_mean_over_prompts_that_are_read_alone():
-    model = tiny_stages.model("reranker")
-    stage = tiny_stages.stage("reranker", tiny_stages.config("reranker", token_budget=40))
-    batch = stage.batch(0)
-    losses = []
+    stage, model = tiny_stages.stage("reranker", token_budget=40), tiny_stages.model("reranker")
+    batch, losses = stage.batch(0), []
     for prompt_L, answer in zip(batch.prompts, batch.answer_B):
         logits_V = model(torch.from_numpy(prompt_L.astype(np.int64))[None]).logits[0, -1]
         losses.append(-logits_V.log_softmax(0)[answer])
-    torch.stack(losses).mean().backward()
-    expected = tiny.gradients(model)
-    model.zero_grad()
-    row = stage.backward(stage.module(model), batch, 0, ALONE)
-    assert row["loss"].item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
-    for name, gradient in tiny.gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+    assert_same(step(stage, model, batch), backpropagated(torch.stack(losses).mean(), model))
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch):
+def job(causal, tmp_path):
     """A reranker's training on mined triplets of a tiny corpus."""
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    tiny_corpus.install(monkeypatch)
-    model = tiny.model(bidirectional=False, head=True)
-    model.config.max_position_embeddings = 1024
-    start = backbone.save(model, tiny.tokenizer(), tmp_path / "start", stage="tiny", fingerprint="tiny")
     values = {"query_length": 5, "document_length": 9, "negatives": 2}
-    return tiny_stages.job("reranker", start, tmp_path / "reranker", values, tiny_stages.mined(tmp_path))
+    return tiny_stages.job("reranker", causal, tmp_path / "reranker", values, tiny_stages.mined(tmp_path))
 
 
 def test_a_trained_checkpoint_is_a_causal_language_model_that_reranks(job):

@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import tiny_stages
 import torch
+from tiny_stages import assert_same, backpropagated, step
 
-import tiny
 from unmask.data.documents import split_rows
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
-from unmask.training.distributed import ALONE
-from unmask.training.stages import noise
+from unmask.training.stages import cosine_ramp, noise
 
 
 def plain(value):
@@ -23,48 +22,27 @@ def plain(value):
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def step(stage, model, batch):
-    """Loss and gradients of the stage's own pass."""
-    model.zero_grad()
-    row = stage.backward(stage.module(model), batch, 0, ALONE)
-    return float(row["loss"]), tiny.gradients(model)
-
-
-def backpropagated(loss, model):
-    model.zero_grad()
-    loss.backward()
-    return loss.item(), tiny.gradients(model)
-
-
-def assert_same(found, expected):
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
-    assert found[1].keys() == expected[1].keys()
-    error = torch.stack([(found[1][name] - own).norm() for name, own in expected[1].items()]).norm()
-    assert error <= 1e-5 * torch.stack([own.norm() for own in expected[1].values()]).norm()
-
-
 @pytest.mark.parametrize("name", tiny_stages.STAGES)
 def test_a_batch_is_a_function_of_seed_and_step(name):
-    one, two = (tiny_stages.stage(name, tiny_stages.config(name)) for _ in range(2))
+    one, two = (tiny_stages.stage(name) for _ in range(2))
     forward = [plain(one.batch(step)) for step in range(8)]
     assert forward == [plain(two.batch(step)) for step in reversed(range(8))][::-1]
     assert len({str(batch) for batch in forward}) == 8
-    other = tiny_stages.stage(name, tiny_stages.config(name, seed=6))
-    assert plain(other.batch(0)) != forward[0]
+    assert plain(tiny_stages.stage(name, seed=6).batch(0)) != forward[0]
 
 
 @pytest.mark.parametrize("name", tiny_stages.STAGES)
 def test_the_token_budget_changes_memory_not_the_gradient(name):
     results = []
     for budget in (10**6, 32):
-        stage = tiny_stages.stage(name, tiny_stages.config(name, token_budget=budget))
+        stage = tiny_stages.stage(name, token_budget=budget)
         results.append(step(stage, tiny_stages.model(name), stage.batch(3)))
     assert_same(*results)
 
 
 def test_pretraining_stages_compute_the_loss_of_the_whole_batch():
-    stage = tiny_stages.stage("diffusion", tiny_stages.config("diffusion", cut_fraction=0.5, batch=8))
-    model, batch = tiny_stages.model("diffusion"), stage.batch(0)
+    stage, model = tiny_stages.stage("diffusion", cut_fraction=0.5, batch=8), tiny_stages.model("diffusion")
+    batch = stage.batch(0)
     assert not batch.valid_BL.all()
     noisy = batch.tokens_BL.masked_fill(batch.masked_BL, tiny_stages.MASK_ID)
     hidden = model.model(noisy, attention_mask=batch.valid_BL.long()).last_hidden_state
@@ -72,7 +50,7 @@ def test_pretraining_stages_compute_the_loss_of_the_whole_batch():
     expected = backpropagated(diffusion_loss(hidden, model.lm_head.weight, *drawn), model)
     assert_same(step(stage, model, batch), expected)
 
-    stage, model = tiny_stages.stage("ar", tiny_stages.config("ar")), tiny_stages.model("ar")
+    stage, model = tiny_stages.stage("ar"), tiny_stages.model("ar")
     tokens = stage.batch(0)
     loss = next_token_loss(model.model(tokens).last_hidden_state, model.lm_head.weight, tokens)
     assert_same(step(stage, model, tokens), backpropagated(loss, model))
@@ -122,12 +100,11 @@ def test_a_share_of_the_sequences_is_cut_and_nothing_is_masked_beyond():
 
 @pytest.mark.parametrize("quantize", [True, False])
 def test_a_pair_step_compares_codes_or_means_as_configured(quantize):
-    settings = tiny_stages.config("pair", quantize=quantize)
-    model, stage = tiny_stages.model("pair"), tiny_stages.stage("pair", settings)
-    batch = stage.batch(0)
+    stage, model = tiny_stages.stage("pair", quantize=quantize), tiny_stages.model("pair")
+    config, batch = stage.config, stage.batch(0)
     rows_RD = encode_rows(model, batch.sequences)
     rows_RD = int8(rows_RD) if quantize else rows_RD
-    loss = pair_loss(rows_RD[:4], rows_RD[4:], temperature=settings.temperature, margin=settings.margin)
+    loss = pair_loss(rows_RD[:4], rows_RD[4:], temperature=config.temperature, margin=config.margin)
     assert_same(step(stage, model, batch), backpropagated(loss, model))
 
 
@@ -135,14 +112,14 @@ def test_a_pair_step_compares_codes_or_means_as_configured(quantize):
 def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(accumulation):
     keys = ["a", "a", "b", "c", "d", "e", "f"]  # six distinct rows, so that the batch divides unevenly
     data = {"one": tiny_stages.pairs(7, keys=keys, negatives=3)}
-    settings = tiny_stages.config("triplet", batch=7, token_budget=80, accumulation=accumulation)
-    model, stage = tiny.model(), tiny_stages.stage("triplet", settings, data)
+    options = {"batch": 7, "token_budget": 80, "accumulation": accumulation}
+    stage, model = tiny_stages.stage("triplet", data, **options), tiny_stages.model("triplet")
     parts, total = stage.batch(0), 0.0
     assert sum(part.count for part in parts) == 6
     for part in parts:
         n, rows = part.count, int8(torch.cat([encode_rows(model, [s]) for s in part.sequences]))
         hard = rows[2 * n :].reshape(n, 3, -1)
-        loss = triplet_loss(rows[:n], rows[n : 2 * n], hard, temperature=settings.temperature)
+        loss = triplet_loss(rows[:n], rows[n : 2 * n], hard, temperature=stage.config.temperature)
         total = total + loss * n / 6
     assert_same(step(stage, model, parts), backpropagated(total, model))
 
@@ -152,8 +129,8 @@ def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
     """Without either, batches and losses are those of before; the filter takes terms from the loss."""
     found = {}
     for size, margin in ((0, -1.0), (4, -1.0), (0, 0.0), (4, 0.0), (0, 9.0)):
-        settings = tiny_stages.config(name, cluster_size=size, filter_margin=margin, steps=4)
-        stage, model = tiny_stages.stage(name, settings), tiny_stages.model(name)
+        stage = tiny_stages.stage(name, cluster_size=size, filter_margin=margin, steps=4)
+        model = tiny_stages.model(name)
         losses = [step(stage, model, stage.batch(number))[0] for number in range(4)]
         found[size, margin] = [stage.plan.samples(number) for number in range(4)], losses
     random, unfiltered = found[0, -1.0]
@@ -167,17 +144,20 @@ def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
 
 def test_the_contextual_stage_computes_the_objective_that_is_configured():
     """InSeNT on the codes, at each Matryoshka prefix, without the document-level term."""
-    settings = tiny_stages.config("contextual", objective="insent", alpha=0.3, temperature=0.05)
-    stage, model = tiny_stages.stage("contextual", settings), tiny.model()
+    stage = tiny_stages.stage("contextual", objective="insent", alpha=0.3, temperature=0.05)
+    model = tiny_stages.model("contextual")
     drawn = stage.batch(0)
     batch = drawn.layout
     q, chunks, _, mask = split_rows(torch.cat([encode_rows(model, [s]) for s in batch.sequences]), batch)
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}
     losses = [
         insent_loss(int8(q)[:, :d], int8(chunks)[..., :d], **where, lam=0.3, temperature=0.05)
-        for d in settings.dimensions
+        for d in stage.config.dimensions
     ]
     insent = step(stage, model, drawn)
     assert_same(insent, backpropagated(sum(losses) / len(losses), model))
-    paper = tiny_stages.stage("contextual", tiny_stages.config("contextual"))
-    assert step(paper, model, drawn)[0] != insent[0]
+    assert step(tiny_stages.stage("contextual"), model, drawn)[0] != insent[0]
+
+
+def test_beta_goes_from_its_start_to_its_end():
+    assert [cosine_ramp(0.2, 0.5, step, 11) for step in (0, 5, 10)] == pytest.approx([0.2, 0.35, 0.5])

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
+import torch
 from datasets import Dataset
 
 import tiny
@@ -11,6 +13,7 @@ from unmask.config import load_preset, resolved
 from unmask.data.mining import Neighbours, clusters, pack, unit
 from unmask.data.tokenized import Ragged, TokenDocument, TokenPairs
 from unmask.models.context_encoder import ContextualEncoder
+from unmask.training.distributed import ALONE
 from unmask.training.loop import STAGES as CLASSES
 
 STAGES = tuple(CLASSES)
@@ -55,14 +58,9 @@ def pairs(count, *, keys=None, negatives=0, seed=0):
 
 
 def documents(count):
-    return [
-        TokenDocument(
-            tiny.sequences(2 + i % 3, seed=10 + i, longest=8),
-            tiny.sequences(3, seed=100 + i, longest=6),
-            [0, 1, 1],
-        )
-        for i in range(count)
-    ]
+    chunks = [tiny.sequences(2 + i % 3, seed=10 + i, longest=8) for i in range(count)]
+    queries = [tiny.sequences(3, seed=100 + i, longest=6) for i in range(count)]
+    return [TokenDocument(*texts, [0, 1, 1]) for texts in zip(chunks, queries)]
 
 
 def neighbours(rows, settings):
@@ -81,8 +79,9 @@ def neighbours(rows, settings):
     return replace(own, packing=pack(clusters(own, size, _PRESET.clusters, settings.seed))) if size else own
 
 
-def stage(name, settings, data=None):
-    """A stage on random tokens, or on the rows given."""
+def stage(name, data=None, **changes):
+    """A stage with some values of its own, on random tokens or on the rows given."""
+    settings = config(name, **changes)
     if name in ("ar", "diffusion"):
         made = {"data": np.random.default_rng(0).integers(4, 300, (20, 16)).astype(np.int32)}
     elif name == "contextual":
@@ -100,10 +99,50 @@ def stage(name, settings, data=None):
     return CLASSES[name](asked, mask_token_id=MASK_ID, answers=ANSWERS, **made)
 
 
-def mined(folder, negatives=("Number 7?", "Number 8", "Number 9")):
-    """The pairs with negatives, in a file: a part of a job."""
-    path = folder / "negatives.parquet"
-    Dataset.from_list([row | {"negatives": list(negatives)} for row in tiny_corpus.PAIRS]).to_parquet(path)
+def step(stage, model, batch, number=0):
+    """Loss and gradients of the stage's own pass."""
+    model.zero_grad()
+    row = stage.backward(stage.module(model), batch, number, ALONE)
+    return float(row["loss"]), tiny.gradients(model)
+
+
+def backpropagated(loss, model):
+    """The same of a loss that was computed without it."""
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), tiny.gradients(model)
+
+
+def assert_same(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert difference(found[1], expected[1]) <= 1e-5
+
+
+def difference(found, expected):
+    """Of gradients, in parts of their norm."""
+    assert found.keys() == expected.keys()
+    error = torch.stack([(found[key] - own).norm() for key, own in expected.items()]).norm()
+    return error / torch.stack([own.norm() for own in expected.values()]).norm()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def stop_at(step):
+    """A report that ends a training once a step is reported."""
+
+    def report(row):
+        if row.get("step") == step:
+            raise Interrupted
+
+    return report
+
+
+def mined(folder, count=3):
+    """The pairs with so many negatives, in a file: a part of a job."""
+    path, negatives = folder / "negatives.parquet", ["Number 7?", "Number 8", "Number 9"][:count]
+    Dataset.from_list([row | {"negatives": negatives} for row in tiny_corpus.PAIRS]).to_parquet(path)
     return {"negatives": str(path)}
 
 

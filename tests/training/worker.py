@@ -1,6 +1,7 @@
 """What several processes compute, for test_distributed.py: torchrun --nproc-per-node 2 worker.py STRATEGY OUT
 
-Every process writes OUT/<stage>-<rank>.safetensors (whole gradients) and OUT/<stage>-<rank>.json.
+Every process writes OUT/<case>-<rank>.safetensors (whole gradients) and OUT/<case>-<rank>.json. Then they
+begin a training in OUT and are killed after its last checkpoint.
 """
 
 import json
@@ -8,7 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 TESTS = Path(__file__).parents[1]
@@ -36,14 +36,14 @@ CASES = {
     "one micro-batch": {"stage": "pair", "batch": 9, "token_budget": 10_000},
     "too few": {"stage": "pair", "batch": 2, "token_budget": 10_000},
 }
+BEGUN = {"ddp": "pair", "fsdp2": "cde"}  # by two processes
 
 
 def compute(case, processes=ALONE):
     """Metrics and whole gradients of one step."""
     settings = dict(CASES[case])
     name = settings.pop("stage", case)
-    stage = tiny_stages.stage(name, tiny_stages.config(name, **settings))
-    model = tiny_stages.model(name)
+    stage, model = tiny_stages.stage(name, **settings), tiny_stages.model(name)
     module = processes.parallel(stage.module(model))
     row = stage.backward(module, stage.batch(STEP), STEP, processes)
     gradients = {}
@@ -62,23 +62,19 @@ def train_stage(name, folder, processes=ALONE, stop_after=-1):
         if row.get("step") == stop_after:
             os._exit(1)
 
-    settings = tiny_stages.config(name, **CASES[name])
-    stage, model = tiny_stages.stage(name, settings), tiny_stages.model(name)
+    stage, model = tiny_stages.stage(name, **CASES[name]), tiny_stages.model(name)
     train(stage, model, folder, fingerprint="a", report=report, processes=processes)
     return model, seen[0]
 
 
-def main(strategy, out, trained=""):
-    if trained:
-        train_stage(trained, Path(out), Processes.start("fp32", strategy), stop_after=5)
+def main(strategy, out):
     processes = Processes.start("fp32", strategy)
     for case in CASES:
         facts, gradients = compute(case, processes)
         name = f"{case}-{processes.rank}"
         save_file(gradients, Path(out) / f"{name}.safetensors")
         (Path(out) / f"{name}.json").write_text(json.dumps(facts))
-    processes.wait()
-    dist.destroy_process_group()
+    train_stage(BEGUN[strategy], Path(out), processes, stop_after=5)
 
 
 if __name__ == "__main__":
