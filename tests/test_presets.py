@@ -91,7 +91,7 @@ def test_every_value_has_a_source(name):
 def test_the_stated_size_is_the_models(name, stated):
     preset = load_preset(name)
     with torch.device("meta"):
-        model = backbone.build(preset.backbone, Vocabulary(range(preset.data.vocab_size)), seed=0)
+        model = backbone.build(preset.backbone, Vocabulary(range(preset.data.vocab_size)), seed=0).model
     everything = sum(p.numel() for p in model.parameters())
     assert everything == pytest.approx(stated, rel=0.05 if name in ("gpu", "cpu") else 0.002)
     assert parameters(preset) == (everything, everything - model.get_input_embeddings().weight.numel())

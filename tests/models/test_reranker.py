@@ -87,7 +87,7 @@ def test_ranking_is_by_score_and_equal_ones_keep_their_order():
     assert one.rerank("q", DOCUMENTS, top=2) == ranked[:2]
     assert one.rerank("q", []) == []
     with torch.no_grad():
-        one.model.get_input_embeddings().weight[list(answers(one.tokenizer.backend_tokenizer))] = 0
+        one.model.get_output_embeddings().weight[list(answers(one.tokenizer.backend_tokenizer))] = 0
     assert one.rerank("q", DOCUMENTS) == [(index, 0.5) for index in range(len(DOCUMENTS))]
 
 
@@ -96,7 +96,7 @@ def test_a_saved_and_a_released_reranker_load(tmp_path):
     one.save_pretrained(tmp_path / "model")
     again = Reranker.from_pretrained(tmp_path / "model", device="cpu")
     np.testing.assert_array_equal(again.score("q", DOCUMENTS), one.score("q", DOCUMENTS))
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.tie_word_embeddings
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.tie_word_embeddings is False
     # The layout of Qwen3-Reranker: half precision, nothing of ours.
     copy.deepcopy(one.model).to(torch.bfloat16).save_pretrained(tmp_path / "released")
     tiny.tokenizer().save_pretrained(tmp_path / "released")

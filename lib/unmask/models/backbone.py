@@ -9,6 +9,7 @@ each; here they become an ordinary checkpoint, once, under artifacts/data.
 """
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -51,8 +52,21 @@ dequantised to float32: what four bits lost stays lost."""
 disable_progress_bar()  # a bar for every load would bury what a notebook shows
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a report on loading says more than that an embedder leaves out a language model's head."""
+    rows = [line for line in record.getMessage().splitlines() if " | " in line and "Status" not in line]
+    return not (len(rows) == 1 and "lm_head.weight | UNEXPECTED" in rows[0])
+
+
+logging.getLogger("transformers.modeling_utils").addFilter(_is_news)
+
+
 def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen3ForCausalLM:
-    """A causal Qwen3 decoder from scratch, the small stand-in for Qwen3-*-Base."""
+    """A causal Qwen3 decoder from scratch, the small stand-in for Qwen3-*-Base.
+
+    Unlike these it has an output matrix of its own. With a tied one a small model must first unlearn to
+    predict the token that it has just read, and pushes all its vectors into one direction.
+    """
     torch.manual_seed(seed)
     shape = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -63,7 +77,7 @@ def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: i
         num_key_value_heads=config.kv_heads,
         head_dim=config.head_size,
         max_position_embeddings=config.max_length,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.pad_token_id,

@@ -5,9 +5,10 @@ Texts are taken to be as long as the preset allows, so the plan is an upper boun
 are. Beside the trainings it says what mining, clustering and an evaluation take, on one machine.
 
 Symbols: n layers · H hidden size · A, K widths of queries and keys · M MLP size · V vocabulary · P parameters
-· E = V·H of them embeddings, tied to the output. A contextual encoder (CDE) is two such models: the first
-reads the context documents of a step, the second each text behind as many slots, which count as tokens.
-Weights, FLOPs and activations of the two add up.
+· E = V·H of them embeddings, which are the output matrix, too; a model from scratch has one of its own, which
+adds E to P where tokens are predicted. A contextual encoder (CDE) is two models: the first reads the context
+documents of a step, the second each text behind as many slots, which count as tokens. Weights, FLOPs and
+activations of the two add up.
 
 FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
     forward, per token of a text of L tokens:  2 (P − E) + 4 n A L    weights, attention (in full, not halved)
@@ -50,6 +51,7 @@ PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and 
 # pretraining. Norms and activations that are not compiled take half of a narrow model's time.
 UTILISATION = {"pretraining": 0.35, "others": 0.30}
 PRETRAINING = ("ar", "diffusion")
+PREDICTING = (*PRETRAINING, "reranker")
 NARROW, EAGER = 1024, 0.5  # hidden sizes up to this, and what is left there without compiled layers
 RUNTIME_BYTES = 4e9
 PROMPT_TOKENS = 100  # of a reranker's prompt, without query and document
@@ -182,6 +184,7 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
     config, shape, models = getattr(preset, stage), preset.backbone, work(preset, stage)
     total, body = parameters(preset)
     embeddings, sharded = total - body, preset.parallel.strategy == "fsdp2"
+    total += embeddings * (stage in PREDICTING and not preset.backbone.checkpoint)
     weights = 18 * total * len(models)
     if sharded:
         weights = 2 * (embeddings + 2 * _layer_parameters(shape)) + (16 / gpus + 4) * total * len(models)
@@ -254,7 +257,7 @@ def _micro_batch(budget: int, texts: Texts, gpus: int) -> tuple[int, int]:
 def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
     """Tokens and FLOPs of one step on all GPUs."""
     config, (total, body) = getattr(preset, stage), parameters(preset)
-    cached = stage not in (*PRETRAINING, "reranker")
+    cached = stage not in PREDICTING
     read, flops = 0, 0.0
     for texts in work(preset, stage):
         _, groups = _micro_batch(config.token_budget, texts, gpus)
