@@ -68,8 +68,7 @@ def test_flops_of_pretraining_are_what_torch_counts():
     def next_token():
         next_token_loss(hidden(), model.lm_head.weight, tokens).backward()
 
-    uniform = {"log_uniform": False, "t_min": 0.001}  # half of the tokens
-    assert planned("diffusion", batch=4, length=64, **uniform) == pytest.approx(counted(diffusion), rel=0.02)
+    assert planned("diffusion", batch=4, length=64) == pytest.approx(counted(diffusion), rel=0.02)
     assert planned("ar", 0, batch=4, length=64) == pytest.approx(counted(next_token), rel=0.02)
 
 
