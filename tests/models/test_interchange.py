@@ -214,9 +214,10 @@ def run_onnx(path, texts: list[str]) -> dict[str, np.ndarray]:
     return dict(zip(names, session.run(None, fed)))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"pooling": "last", "normalize": True}, marks=pytest.mark.slow)]
+    ("family", "options"),
+    [("qwen3", {}), ("llama", {}), ("olmo2", {}), ("qwen3", {"pooling": "last", "normalize": True})],
 )
 def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options):
     pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
