@@ -1,0 +1,66 @@
+"""Every measured number that README and reports tell stands in a run that is committed."""
+
+import json
+import re
+from statistics import mean, stdev
+
+import pytest
+import yaml
+
+from unmask.store import repository
+
+RESULTS = repository() / "results"
+PAPER = repository() / "lib" / "unmask" / "study" / "paper.yaml"
+NUMBER = re.compile(r"(?<!≥ )(?<![\w.,/=-])[−+-]?(\d{1,3}(?:,\d{3})+|\d+\.\d+)(?![\w.]*\d|[/-])")
+SCALES = 1, 100, 1e-2, 1e-6  # as it is, in hundredths, a share of hundredths, in millions
+
+
+def leaves(value, path=()):
+    """(path, number) of all numbers in a nested value; of a text those with decimals or thousands."""
+    if isinstance(value, dict | list):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(one, (*path, key))
+    elif isinstance(value, str):
+        found = NUMBER.findall(value)
+        yield from ((path, float(number.replace(",", ""))) for number in found)
+    elif isinstance(value, int | float):
+        yield path, abs(value)
+
+
+def measured(run):
+    """What a run saved, and what its seeds make of it: means and standard deviations."""
+    by_path = {}
+    for folder in (run, *RESULTS.glob(f"{run.name}-seed*")):
+        for file in folder.glob("*.json"):
+            for path, value in leaves(json.loads(file.read_text()), (file.name,)):
+                by_path.setdefault(path, []).append(value)
+    for values in by_path.values():
+        yield from values
+        yield from (mean(values), stdev(values)) if len(values) > 1 else ()
+
+
+def missing(text, runs):
+    """Numbers of a text that neither these runs nor the papers have, rounded as the text does."""
+    values = {value for _, value in leaves(yaml.safe_load(PAPER.read_text()))}
+    values |= {value for run in runs for value in measured(run)}
+    found, rounded = [], {}
+    for number in NUMBER.findall(text):
+        whole, _, decimals = number.replace(",", "").partition(".")
+        digits = len(decimals) or len(whole.rstrip("0")) - len(whole)
+        if digits not in rounded:
+            rounded[digits] = {round(value * scale, digits) for value in values for scale in SCALES}
+        if float(f"{whole}.{decimals}") not in rounded[digits]:
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("report", sorted(RESULTS.glob("*/report.md")), ids=lambda path: path.parent.name)
+def test_every_number_of_a_report_is_measured(report):
+    assert missing(report.read_text(), [report.parent]) == []
+
+
+def test_every_number_of_the_readme_is_measured():
+    text = re.sub(r"^\|.*$|```.*?```", "", (repository() / "README.md").read_text(), flags=re.M | re.S)
+    for paragraph in text.split("\n\n"):
+        named = [folder for folder in RESULTS.iterdir() if f"`{folder.name}`" in paragraph]
+        assert missing(paragraph, named or RESULTS.iterdir()) == []
