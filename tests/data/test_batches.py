@@ -42,24 +42,19 @@ def test_a_step_is_a_function_of_seed_and_step():
     assert any(one(s)[0] != plan(seed=4)(s)[0] for s in range(50))
 
 
-def test_data_sets_are_drawn_in_proportion_to_their_size():
-    one = plan()
-    draws = [one(step)[0] for step in range(400)]
-    assert abs(draws.count("small") / 400 - 0.1) < 0.04
+def test_data_sets_are_drawn_by_their_size_and_an_epoch_shows_every_row_at_most_once():
+    names, rows = zip(*map(plan(), range(400)), strict=True)
+    assert abs(names.count("small") / 400 - 0.1) < 0.04
+    first_epoch = np.concatenate([own for name, own in zip(names, rows, strict=True) if name == "large"][:11])
+    assert len(first_epoch) == len(set(first_epoch.tolist())) == 88
 
 
-def test_an_epoch_shows_every_row_at_most_once():
-    one = plan()
-    first_epoch = [one(s)[1] for s in range(400) if one(s)[0] == "large"][:11]
-    rows = np.concatenate(first_epoch)
-    assert len(rows) == len(set(rows.tolist())) == 88
-
-
-def test_a_batch_never_holds_two_rows_of_one_key():
-    keys = [i // 3 for i in range(60)]
-    one = BatchPlan({"x": keys}, batch=30, steps=20, seed=0)
-    for step in range(20):
-        chosen = [keys[i] for i in one(step)[1]]
+@pytest.mark.parametrize(("keys", "batch"), [([i // 3 for i in range(60)], 30), ([0] * 97 + [1], 2)])
+def test_a_batch_never_holds_two_rows_of_one_key(keys, batch):
+    """It goes on to other rows where all are the same thing."""
+    one = BatchPlan({"x": keys}, batch=batch, steps=49, seed=0)
+    for step in range(49):
+        chosen = [keys[row] for row in one(step)[1]]
         assert len(chosen) == len(set(chosen)) > 1
 
 
@@ -69,22 +64,12 @@ def test_the_curriculum_adds_languages_in_three_steps():
     assert allowed(0) == allowed(49) == {"docs"}
     assert allowed(50) == allowed(74) == {"docs", "cross"}
     assert allowed(75) == allowed(99) == set(groups)
+    # Data without English begin with the next step.
+    allowed = curriculum({"a": "multilingual", "b": "cross-lingual"}, (0.5, 0.25, 0.25), 100)
+    assert [allowed(step) for step in (0, 60, 99)] == [{"b"}, {"b"}, {"a", "b"}]
+    assert curriculum({"a": "code"}, (0.5, 0.25, 0.25), 100)(0) == {"a"}
 
 
 def test_one_pair_only_is_refused():
     with pytest.raises(ValueError, match=r"3 usable row.* at least 2"):
         BatchPlan({"x": ["a", "a", "a"]}, batch=4, steps=1, seed=0)
-
-
-def test_a_batch_goes_on_to_other_rows_when_all_are_the_same_thing():
-    keys = ["a"] * 97 + ["b"]
-    one = BatchPlan({"x": keys}, batch=2, steps=49, seed=0)
-    for step in range(49):
-        rows = one(step)[1]
-        assert sorted(keys[row] for row in rows) == ["a", "b"]
-
-
-def test_data_without_english_begin_with_the_next_step():
-    allowed = curriculum({"a": "multilingual", "b": "cross-lingual"}, (0.5, 0.25, 0.25), 100)
-    assert [allowed(step) for step in (0, 60, 99)] == [{"b"}, {"b"}, {"a", "b"}]
-    assert curriculum({"a": "code"}, (0.5, 0.25, 0.25), 100)(0) == {"a"}

@@ -2,8 +2,8 @@
 
 import os
 import re
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.environment import Package, clean, digest, installed_packages, split_summary, words_of
 
 LANGUAGES = ("en", "de", "fr")
+TOPICS = {"alpha": ("weather", "WeatherKeeper"), "beta": ("music", "Player"), "gamma": ("harvest", "Store")}
 SHARED = "Vendored helper that every package copies"
 MODULE = '''"""Tools of {name} for {topic} and little else besides."""
 import os
@@ -52,11 +53,7 @@ def vendored(values):
 
 def make_packages(root: Path) -> list[Package]:
     packages = []
-    for name, topic, cls in (
-        ("alpha", "weather", "WeatherKeeper"),
-        ("beta", "music", "MusicPlayer"),
-        ("gamma", "harvest", "GrainStore"),
-    ):
+    for name, (topic, cls) in TOPICS.items():
         folder = root / name
         folder.mkdir(parents=True)
         (folder / "tools.py").write_text(MODULE.format(name=name, topic=topic, cls=cls, shared=SHARED))
@@ -71,10 +68,13 @@ def make_config(**changes) -> SimpleNamespace:
     return SimpleNamespace(**values | changes)
 
 
+def built(root: Path, **changes) -> Corpus:
+    return environment.build(make_config(**changes), make_packages(root / "site"), root / "built", LANGUAGES)
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
-    root = tmp_path_factory.mktemp("corpus")
-    return environment.build(make_config(), make_packages(root / "site"), root / "built", LANGUAGES)
+    return built(tmp_path_factory.mktemp("corpus"))
 
 
 def test_every_split_has_rows_of_every_kind(corpus):
@@ -132,18 +132,11 @@ def test_nothing_is_executed_and_what_cannot_be_read_is_counted(corpus):
     assert corpus.card["dropped"]["environment"]["files that are unreadable, generated or too large"] == 3
 
 
-def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path):
-    other = environment.build(make_config(seed=1), make_packages(tmp_path / "x"), tmp_path / "y", LANGUAGES)
-    assert other.hash != corpus.hash
-    program = (
-        "import sys; from pathlib import Path; from test_environment import *\n"
-        f"root = Path({str(tmp_path)!r})\n"
-        "print(environment.build(make_config(), make_packages(root / 'a'), root / 'b', LANGUAGES).hash)"
-    )
-    folders = [str(Path(__file__).parent), str(Path(environment.__file__).parents[2])]
-    variables = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(folders)}
-    result = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
-    assert result.stdout.strip() == corpus.hash, result.stderr
+def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path, monkeypatch):
+    assert built(tmp_path / "other", seed=1).hash != corpus.hash
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        assert process.submit(built, tmp_path / "again").result().hash == corpus.hash
 
 
 @pytest.mark.parametrize(
@@ -156,7 +149,7 @@ def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path):
 )
 def test_bad_configuration_is_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        environment.build(make_config(**changes), make_packages(tmp_path / "site"), tmp_path / "built")
+        built(tmp_path, **changes)
     assert not (tmp_path / "built").exists()
 
 

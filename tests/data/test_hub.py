@@ -1,22 +1,17 @@
 """Mirrors: pulled over the wire from a Hub on localhost, whatever goes wrong there, then read offline."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from hashlib import sha256
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fake_hub import FakeHub, fake_hub
+from fake_hub import fake_hub
 from unmask.config import load_preset
 from unmask.data import hub
 from unmask.data.reading import MANIFEST, read, units
@@ -44,14 +39,14 @@ ALL = TEXT | {"org/answers/train.jsonl"}
 ALL |= {f"org/base/{name}" for name in ("config.json", "tokenizer.json", "model.safetensors")}
 
 
-def parquet(path: Path, part: int) -> bytes:
+def parquet(path, part):
     texts = [sha256(b"%d" % (1000 * part + row)).hexdigest() * 100 for row in range(200)]
     pq.write_table(pa.table({"id": list(range(200)), "text": texts}), path)
     return path.read_bytes()
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Iterator[FakeHub]:
+def fake(tmp_path):
     with fake_hub() as fake:
         parts = {name: parquet(tmp_path / "part", part) for part, name in enumerate(WEB)}
         rest = {"eng/test-00000.parquet": b"P" * 2000, "other/0.parquet": b"P" * 2000, "big.bin": b"B" * 9000}
@@ -65,65 +60,51 @@ def fake(tmp_path: Path) -> Iterator[FakeHub]:
 class Mirror:
     """A mirror of the fake Hub, pulled by the command line in child processes that see no other Hub."""
 
-    def __init__(self, fake: FakeHub, folder: Path) -> None:
+    def __init__(self, fake, folder):
         self.fake, self.folder, self.registry = fake, folder / "mirror", folder / "registry.yaml"
         self.registry.write_text(REGISTRY)
+        self.settings = {"data.source": str(self.registry), "data.max_text_mb": 100}
+        self.settings |= {"backbone.checkpoint": "org/base"}
         inherited = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "UNMASK_MIRROR")}
-        self.environment = inherited | {
-            "HF_ENDPOINT": fake.url,
-            "HF_HUB_OFFLINE": "0",
-            "HF_HOME": str(folder / "home"),
-            "UNMASK_ARTIFACTS": str(folder / "artifacts"),
-            "NO_PROXY": "127.0.0.1,localhost",
-        }
+        hub = {"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1,localhost"}
+        kept = {"HF_HOME": str(folder / "home"), "UNMASK_ARTIFACTS": str(folder / "artifacts")}
+        self.environment = inherited | hub | kept
 
-    def settings(self) -> dict[str, Any]:
-        return {"data.source": str(self.registry), "data.max_text_mb": 100, "backbone.checkpoint": "org/base"}
-
-    def unmask(self, *arguments: str, **environment: str) -> tuple[int, str]:
+    def unmask(self, *arguments, settings=(), **environment):
         """Exit status and the last line, which is the message of an error."""
-        chosen = [part for key, value in self.settings().items() for part in ("--set", f"{key}={value}")]
-        done = subprocess.run(
-            [sys.executable, "-m", "unmask", *arguments[:2], "--preset", "smoke", *chosen, *arguments[2:]],
-            env=self.environment | environment,
-            cwd=repository(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        given = [*(f"{key}={value}" for key, value in self.settings.items()), *settings]
+        command = [sys.executable, "-m", "unmask", "mirror", *arguments, "--preset", "smoke"]
+        command += [part for setting in given for part in ("--set", setting)]
+        options = {"env": self.environment | environment, "cwd": repository(), "timeout": 120}
+        done = subprocess.run(command, capture_output=True, text=True, **options)
         assert "Traceback" not in done.stderr
         return done.returncode, (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
 
-    def pull(self, *settings: str, **environment: str) -> tuple[int, str]:
-        chosen = [part for setting in settings for part in ("--set", setting)]
-        return self.unmask("mirror", "pull", "--to", str(self.folder), *chosen, **environment)
+    def pull(self, *settings, **environment):
+        return self.unmask("pull", "--to", str(self.folder), settings=settings, **environment)
 
-    def check(self, *, quick: bool = False, **settings: Any) -> str:
+    def check(self, *, quick=False, **settings):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("UNMASK_MIRROR", str(self.folder))
-            wrong = hub.check(load_preset("smoke", self.settings() | settings), quick=quick)
+            wrong = hub.check(load_preset("smoke", self.settings | settings), quick=quick)
         return "; ".join(f"{what} {why}" for what, why in wrong)
 
-    def whole(self, wanted: set[str]) -> bool:
+    def whole(self, wanted):
         """Whether just these files are there, beside notes, as the Hub has them."""
         found = [path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file()]
         names = {path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)}
-        contents = {
-            f"{name}/{path}": content
-            for name, repo in self.fake.repos.items()
-            for path, content in repo.files.items()
-        }
-        return names == wanted and all((self.folder / name).read_bytes() == contents[name] for name in names)
+        repos = ((self.folder / name, repo.files) for name, repo in self.fake.repos.items())
+        contents = {folder / path: content for folder, files in repos for path, content in files.items()}
+        paths = [self.folder / name for name in wanted]
+        return names == wanted and all(path.read_bytes() == contents[path] for path in paths)
 
 
 @pytest.fixture
-def to(fake: FakeHub, tmp_path: Path) -> Mirror:
+def to(fake, tmp_path):
     return Mirror(fake, tmp_path)
 
 
-def test_what_a_preset_needs_is_pulled_once_and_serves_offline(
-    fake: FakeHub, to: Mirror, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_preset_needs_is_pulled_once_and_serves_offline(fake, to, monkeypatch):
     assert to.pull() == (0, f"all that preset 'smoke' needs is there: UNMASK_MIRROR={to.folder} serves it")
     assert to.whole(ALL)
     noted = json.loads((to.folder / "org/web" / MANIFEST).read_text())
@@ -135,21 +116,21 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(
     assert to.pull()[0] == 0
     for path in ("train.jsonl", "tokenizer.json", "model.safetensors", WEB[1]):
         assert fake.fetched(path) and not fake.fetched(path, since=asked), path
-    status, message = to.unmask("mirror", "check", UNMASK_MIRROR=str(to.folder), HF_HUB_OFFLINE="1")
+    status, message = to.unmask("check", UNMASK_MIRROR=str(to.folder), HF_HUB_OFFLINE="1")
     assert status == 0 and message.startswith("all that preset 'smoke' needs is there")
 
     monkeypatch.setenv("UNMASK_MIRROR", str(to.folder))
-    preset = load_preset("smoke", to.settings())
+    preset = load_preset("smoke", to.settings)
     hub.require(preset)
     assert hub.offline(preset) and hub.local("org/base") == to.folder / "org/base"
     web, answers = load_registry(str(to.registry))
-    dropped: Counter[str] = Counter()
+    dropped = Counter()
     assert sum(1 for unit in units(web) for _ in read(web, unit, dropped)) == 800
     rows = [row for unit in units(answers) for row in read(answers, unit, dropped)]
     assert rows[3]["query"] == "why 3?" and len(rows) == 100 and not dropped.total()
 
 
-def test_after_a_failure_the_same_command_goes_on(fake: FakeHub, to: Mirror) -> None:
+def test_after_a_failure_the_same_command_goes_on(fake, to):
     fake.faults = {"train.jsonl": ["cut"], WEB[1]: [429], "tokenizer.json": [503]}
     status, message = to.pull()
     assert status == 1 and "goes on" in message
@@ -159,7 +140,7 @@ def test_after_a_failure_the_same_command_goes_on(fake: FakeHub, to: Mirror) -> 
     assert not fake.fetched("model.safetensors", since=done)
 
 
-def test_of_text_only_as_much_as_is_needed(to: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_text_only_as_much_as_is_needed(to, monkeypatch):
     little = {"data.max_text_mb": 1}
     assert to.pull("data.max_text_mb=1")[0] == 0  # a bit more is fetched: two files of 1.3 MB
     assert to.whole(ALL - {f"org/web/{part}" for part in WEB[2:]})
@@ -172,7 +153,7 @@ def test_of_text_only_as_much_as_is_needed(to: Mirror, monkeypatch: pytest.Monke
     assert to.pull("data.max_text_mb=1")[0] == 0 and to.check() == to.check(**little) == ""
 
 
-def test_check_finds_what_is_missing_short_or_altered(to: Mirror) -> None:
+def test_check_finds_what_is_missing_short_or_altered(to):
     with pytest.raises(ValueError, match=f"no mirror at {to.folder}: UNMASK_MIRROR names one"):
         to.check()
     assert to.pull()[0] == 0
@@ -190,8 +171,8 @@ def test_check_finds_what_is_missing_short_or_altered(to: Mirror) -> None:
     assert to.check() == "" and to.whole(ALL)
 
 
-def test_a_mirror_stays_at_its_commit_and_a_revision_can_be_pinned(fake: FakeHub, to: Mirror) -> None:
-    def pin(revision: str) -> None:
+def test_a_mirror_stays_at_its_commit_and_a_revision_can_be_pinned(fake, to):
+    def pin(revision):
         to.registry.write_text(REGISTRY.replace("config: eng", f"config: eng, revision: {revision}"))
 
     assert to.pull()[0] == 0
@@ -204,8 +185,8 @@ def test_a_mirror_stays_at_its_commit_and_a_revision_can_be_pinned(fake: FakeHub
 
 
 @pytest.mark.slow
-def test_what_the_hub_refuses_is_one_message(fake: FakeHub, to: Mirror) -> None:
-    def refused(message: str, *settings: str, **environment: str) -> None:
+def test_what_the_hub_refuses_is_one_message(fake, to):
+    def refused(message, *settings, **environment):
         status, last = to.pull(*settings, **environment)
         assert status in (1, 2) and message in last, last
 
@@ -221,10 +202,8 @@ def test_what_the_hub_refuses_is_one_message(fake: FakeHub, to: Mirror) -> None:
     refused("has no configuration 'deu'")
 
 
-def test_a_run_whose_mirror_lacks_something_says_so_at_once(
-    to: Mirror, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    preset = load_preset("smoke", to.settings())
+def test_a_run_whose_mirror_lacks_something_says_so_at_once(to, monkeypatch):
+    preset = load_preset("smoke", to.settings)
     monkeypatch.delenv("UNMASK_MIRROR", raising=False)
     assert not hub.offline(preset) and hub.data_on_hub(preset) and hub.offline(load_preset("smoke"))
     monkeypatch.setenv("UNMASK_MIRROR", str(to.folder.parent))
@@ -234,7 +213,7 @@ def test_a_run_whose_mirror_lacks_something_says_so_at_once(
         hub.require(preset)
 
 
-def test_a_checkpoint_put_there_by_hand_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_put_there_by_hand_is_read(tmp_path, monkeypatch):
     preset = load_preset("smoke", {"backbone.checkpoint": "org/base"})
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
     (tmp_path / "org/base").mkdir(parents=True)
@@ -246,7 +225,7 @@ def test_a_checkpoint_put_there_by_hand_is_read(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.mirror
-def test_a_mirror_made_by_hand_is_read_as_it_is() -> None:
+def test_a_mirror_made_by_hand_is_read_as_it_is():
     preset = load_preset("smoke", {"data.source": "mirror"})
     assert len(hub.needs(preset)) > 100
     hub.require(preset)

@@ -128,10 +128,6 @@ def tokens(texts):
     return Ragged(np.concatenate(ids), np.cumsum([*map(len, ids)]))
 
 
-def token_pairs(queries, documents):
-    return TokenPairs(tokens(queries), tokens(documents), np.arange(len(queries)), identity="some")
-
-
 def find(data, stored, surrogate, cluster_size=0):
     options = {"config": CONFIG, "cluster_size": cluster_size, "seed": 0}
     return neighbours(data, name="docs", stored=stored, surrogate=surrogate, **options)
@@ -139,7 +135,8 @@ def find(data, stored, surrogate, cluster_size=0):
 
 def test_every_distinct_text_is_embedded_once_and_kept(stored):
     queries, documents = ["is it 1?", "is it 2?", "is it 1?"], ["one: 1", "is it 2?", "two: 2"]
-    data, embedder = token_pairs(queries, documents), Letters()
+    data = TokenPairs(tokens(queries), tokens(documents), np.arange(3), identity="some")
+    embedder = Letters()
     own = find(data, stored, Surrogate("letters", lambda: embedder))
     assert sorted(embedder.seen) == sorted({*queries, *documents})
     for x_ND, texts in zip(own.points(range(3)), (queries, documents), strict=True):
@@ -147,16 +144,8 @@ def test_every_distinct_text_is_embedded_once_and_kept(stored):
     # For clusters nothing is embedded anew.
     again = find(data, stored, Surrogate("letters", lambda: pytest.fail("loaded again")), cluster_size=2)
     np.testing.assert_array_equal(again.vectors_UD, own.vectors_UD)
-    assert own.packing is None and sorted(again.packing.rows_N) == [0, 1, 2]
-
-
-def test_clusters_hold_what_is_alike(stored):
-    numbers = [f"{i:04}" for i in range(40)]
-    names = ["aei" * (1 + i % 3) for i in range(40)]
-    data = token_pairs(numbers + names, [text + ", then stop" for text in numbers + names])
-    packing = find(data, stored, Surrogate("letters", Letters), cluster_size=40).packing
-    sides = [set(part // 40) for part in np.split(packing.rows_N, packing.ends_K[:-1])]
-    assert sorted(map(tuple, sides)) == [(0,), (1,)]
+    assert own.packing is None
+    np.testing.assert_array_equal(again.packing.rows_N, pack(own, 2, CONFIG, seed=0).rows_N)
 
 
 def test_the_filter_compares_each_query_of_a_document_with_the_other_documents(stored):

@@ -133,11 +133,8 @@ def corpus(sizes):
 
 
 def test_pairs_are_drawn_from_the_wanted_groups_in_proportion():
-    groups, sizes = (
-        ("english", "code"),
-        {"a": ("english", 3000), "b": ("code", 1000), "tiny": ("english", 80)},
-    )
-    whole = corpus(sizes | {"other": ("multilingual", 500)})
+    sizes = {"a": ("english", 3000), "b": ("code", 1000), "tiny": ("english", 80)}
+    whole, groups = corpus(sizes | {"other": ("multilingual", 500)}), ("english", "code")
     drawn, again, other = (draw(whole, groups, 1020, seed) for seed in (0, 0, 1))
     assert {name: len(rows) for name, rows in drawn.items()} == {"a": 750, "b": 250, "tiny": 64}
     assert len(set(drawn["a"]["query"])) == 750

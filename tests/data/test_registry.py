@@ -1,12 +1,9 @@
 """Registries: what ours hold, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -21,16 +18,12 @@ NAMES = ("HuggingFaceFW/fineweb-edu", "epfml/FineWeb2-HQ", "HuggingFaceFW/finewe
 REPOSITORIES = dict(zip(("FineWeb-Edu", "FineWeb2-HQ", "FineWeb2"), NAMES, strict=True))
 
 HUB = {"kind": "hub", "repo": "some/set", "licence": "MIT"}
-PAIRS = HUB | {
-    "role": "pairs",
-    "group": "english",
-    "language": "eng",
-    "columns": {"query": "q", "document": "d"},
-}
+PAIRS = HUB | {"role": "pairs", "group": "english", "language": "eng"}
+PAIRS |= {"columns": {"query": "q", "document": "d"}}
 TEXT = HUB | {"role": "text", "columns": {"text": "text"}}
 
 
-def write(folder: Path, sources: dict[str, Any], **rest: Any) -> str:
+def write(folder, sources, **rest):
     path = folder / "some.yaml"
     path.write_text(yaml.safe_dump({"sources": sources, **rest}, sort_keys=False), encoding="utf8")
     return str(path)
@@ -40,7 +33,7 @@ def write(folder: Path, sources: dict[str, Any], **rest: Any) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
-def test_a_registry_trains_every_stage(name: str) -> None:
+def test_a_registry_trains_every_stage(name):
     sources = load_registry(name)
     assert {source.role for source in sources} >= {"text", "pairs", "documents"}
     assert all(source.licence for source in sources)
@@ -48,18 +41,16 @@ def test_a_registry_trains_every_stage(name: str) -> None:
         assert any(source.hold_out for source in sources if source.role == role)
 
 
-def test_the_text_of_the_paper_is_table_10() -> None:
-    table = {
-        (REPOSITORIES[row["Source"]], language): row["Prevalence"]
-        for language, row in paper_table(10).items()
-    }
+def test_the_text_of_the_paper_is_table_10():
+    rows = paper_table(10).items()
+    table = {(REPOSITORIES[row["Source"]], language): row["Prevalence"] for language, row in rows}
     ours = {(one.repo, one.language): one.share for one in load_registry("paper") if one.role == "text"}
     assert ours.keys() == table.keys() and sum(ours.values()) == pytest.approx(100, abs=1e-9)
     for key, share in ours.items():  # English takes what rounding left
         assert share == pytest.approx(table[key], abs=0.05 if key[1] == "eng_Latn" else 0)
 
 
-def test_the_pairs_of_the_paper_are_of_four_groups_and_60_languages() -> None:
+def test_the_pairs_of_the_paper_are_of_four_groups_and_60_languages():
     pairs = [one for one in load_registry("paper") if one.role == "pairs" and not one.optional]
     languages = {group: {one.language for one in pairs if one.group == group} for group in GROUPS}
     assert len(languages["multilingual"]) == 60
@@ -69,7 +60,7 @@ def test_the_pairs_of_the_paper_are_of_four_groups_and_60_languages() -> None:
 
 
 @pytest.mark.parametrize("role", ["pairs", "documents"])
-def test_own_data_are_as_their_registry_says(role: str) -> None:
+def test_own_data_are_as_their_registry_says(role):
     (source,) = (one for one in load_registry("own") if one.role == role)
     rows = [json.loads(line) for line in own_files(source)[0].read_text(encoding="utf8").splitlines()]
     assert len(rows) == source.rows and set(source.columns.values()) <= set(rows[0])
@@ -78,7 +69,7 @@ def test_own_data_are_as_their_registry_says(role: str) -> None:
         assert len(row["queries"]) == len(row["golds"]) and max(row["golds"]) < len(row["chunks"])
 
 
-def type_of(columns: Any, path: str) -> Any:
+def type_of(columns, path):
     """What is documented at a path such as "answers.text.0"; None where there is nothing."""
     value = columns
     for step in path.strip().split("."):
@@ -89,7 +80,7 @@ def type_of(columns: Any, path: str) -> Any:
     return value
 
 
-def config_of(source: Source, column: str) -> str:
+def config_of(source, column):
     """The configuration that a column is in."""
     of_queries = source.queries_config and column in ("query", "query_chunk_id")
     return source.queries_config if of_queries else source.config
@@ -99,13 +90,11 @@ HUB_SOURCES = [source for source in load_registry("paper") if source.kind == "hu
 
 
 @pytest.mark.parametrize("source", HUB_SOURCES, ids=lambda source: source.name)
-def test_columns_are_those_that_the_sets_document(source: Source) -> None:
+def test_columns_are_those_that_the_sets_document(source):
     assert source.documented
     for name, paths in source.columns.items():
         config, records = config_of(source, name), SCHEMAS[source.repo]
-        (record,) = (
-            one for one in records if any(fnmatchcase(config, pattern) for pattern in one["configs"])
-        )
+        (record,) = (one for one in records if any(fnmatchcase(config, x) for x in one["configs"]))
         for path in paths.split(","):
             wanted = (["string"], "string") if name == "negatives" else ("string",)
             assert type_of(record["columns"], path) in wanted, f"{path!r} for {name}"
@@ -114,7 +103,7 @@ def test_columns_are_those_that_the_sets_document(source: Source) -> None:
 @pytest.mark.hub
 @pytest.mark.slow
 @pytest.mark.parametrize("source", {one.repo: one for one in HUB_SOURCES}.values(), ids=lambda one: one.repo)
-def test_columns_are_those_of_the_hub(source: Source) -> None:
+def test_columns_are_those_of_the_hub(source):
     from datasets import load_dataset
 
     for name, paths in source.columns.items():
@@ -126,7 +115,7 @@ def test_columns_are_those_of_the_hub(source: Source) -> None:
 # ---- reading a registry
 
 
-def test_languages_make_an_entry_each_and_defaults_hold(tmp_path: Path) -> None:
+def test_languages_make_an_entry_each_and_defaults_hold(tmp_path):
     text = TEXT | {"config": "{language}", "languages": {"deu_Latn": 40, "cmn_Hani": 60.0}, "hold_out": 0.2}
     pairs = PAIRS | {"language": "{language}-eng", "languages": ["gsw", "arb"], "task": "all of them"}
     pairs |= {"columns": {"query": "text.{short}", "document": "text.en"}}
@@ -139,7 +128,7 @@ def test_languages_make_an_entry_each_and_defaults_hold(tmp_path: Path) -> None:
     assert (arabic.hold_out, arabic.split, arabic.revision) == (0.1, "test", "main")
 
 
-def test_files_start_at_the_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_start_at_the_registry(tmp_path, monkeypatch):
     for name in ("b.jsonl", "a.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "out"))
@@ -170,7 +159,7 @@ JOINED = {"chunk_id": "i", "chunk": "c", "query": "q", "query_chunk_id": "i"}
         ({"rows": "many"}, "rows must be a valid integer, got 'many'"),
     ],
 )
-def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refused(change, message, tmp_path):
     path = write(tmp_path, {"fine": PAIRS, "wrong": PAIRS | change})
     with pytest.raises(ConfigError) as error:
         load_registry(path)
@@ -178,7 +167,7 @@ def test_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [({"share": 50.0}, {"share": 49.0}), ({"share": 100.0}, {})])
-def test_shares_are_of_all_text(first: dict, second: dict, tmp_path: Path) -> None:
+def test_shares_are_of_all_text(first, second, tmp_path):
     text = TEXT | {"language": "eng"}
     with pytest.raises(ConfigError, match=r"sum to (99|100)\.00 percent"):
         load_registry(write(tmp_path, {"a": text | first, "b": text | second}))
@@ -192,21 +181,21 @@ def test_shares_are_of_all_text(first: dict, second: dict, tmp_path: Path) -> No
         ("sources: {some: {kind: hub}}", "some: missing role"),
     ],
 )
-def test_files_that_are_no_registry(text: str, message: str, tmp_path: Path) -> None:
+def test_files_that_are_no_registry(text, message, tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text(text, encoding="utf8")
     with pytest.raises(ConfigError, match=message):
         load_registry(str(path))
 
 
-def test_unknown_registries() -> None:
+def test_unknown_registries():
     with pytest.raises(ConfigError, match=r"there is no registry .*/papr\.yaml; did you mean 'paper'"):
         load_registry("papr")
     with pytest.raises(ConfigError, match=r"there is no registry .*/nowhere\.yaml"):
         load_registry("nowhere.yaml")
 
 
-def test_a_split_is_a_function_of_key_and_hold_out() -> None:
+def test_a_split_is_a_function_of_key_and_hold_out():
     one, other = (Source(name, "hub", "text", "eng", "", hold_out=0.1) for name in ("one", "other"))
     keys = [f"key {k}" for k in range(3000)]
     splits = [split_of(one, key) for key in keys]

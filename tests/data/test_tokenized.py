@@ -1,7 +1,6 @@
 """What a training reads, tokenised once: the same whatever the workers, the kills and the appetite; pairs,
 documents and blocks of text cut to a stage's lengths, in the sources' shares."""
 
-import json
 import os
 import signal
 from dataclasses import dataclass, replace
@@ -10,10 +9,10 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 from datasets import Dataset
+from tiny_sources import own, write_as
 
 import tiny
 from unmask.data import tokenized
-from unmask.data.registry import Source
 from unmask.data.tokenized import build, open_blocks, single_chunks, token_documents, token_pairs
 from unmask.data.tokens import StoredTokenizer, pack, tokenize
 from unmask.study.report import paper_table
@@ -97,20 +96,16 @@ def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path):
 
 # --- pairs and documents
 
-TABLE_10 = [
-    row["Prevalence"] for row in paper_table(10).values()
-]  # percent of the pretraining data by language
+SHARES = [row["Prevalence"] for row in paper_table(10).values()]  # of the pretraining data, by language
 TEXTS = ["Read a table from a file.", "Die Datei wird gelesen.", "Compute the mean of an array, ignoring it."]
 
 LENGTHS = {"query_length": 8, "document_length": 12}
-PAIRS = Dataset.from_dict(
-    {
-        "query": ["Read a table", "Read a file", "Compute the mean"],
-        "document": ["from a file", "from a file again", "of an array"],
-        "key": ["read", "read", "mean"],
-        "dataset": ["b", "b", "b"],
-    }
-)
+TABLE = [
+    ("Read a table", "from a file", "read"),
+    ("Read a file", "from a file again", "read"),
+    ("Compute the mean", "of an array", "mean"),
+]
+PAIRS = Dataset.from_list([dict(zip(("query", "document", "key"), row, strict=True)) for row in TABLE])
 DOCUMENTS = Dataset.from_dict(
     {
         "chunks": [["one", "two", "three", "four", "five"], ["six"], ["seven", "eight", "nine"]],
@@ -148,7 +143,7 @@ def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored):
     assert lists(found.queries) == tokens(PAIRS["query"][:], 2)
     assert lists(found.documents) == tokens(PAIRS["document"][:])
     assert found.keys[0] == found.keys[1] != found.keys[2]
-    over = [len(ids) - 2 for ids in tokens(PAIRS["query"][:], 99) if len(ids) > 2]
+    over = [len(ids) - 2 for ids in tokens(PAIRS["query"][:]) if len(ids) > 2]
     assert {"texts cut": len(over), "tokens cut": sum(over), "rows": 3}.items() <= found.counters.items()
     assert lists(pairs(PAIRS, stored).queries) == tokens(PAIRS["query"][:], 8)  # another preparation
 
@@ -204,61 +199,52 @@ def test_tables_are_prepared_in_pieces_by_any_number_of_workers(cores, stored, m
 
 
 @pytest.mark.parametrize("column", ["query", "document"])
-def test_a_text_without_tokens_is_named(column, stored):
+def test_a_text_without_tokens_and_a_length_without_room_are_refused(column, stored):
     rows = PAIRS.map(lambda row, i: {column: "" if i == 1 else row[column]}, with_indices=True)
     with pytest.raises(ValueError, match=r"data set 'b', \w+, row 1: '' has no tokens. Remove or fill it"):
         pairs(rows, stored)
-
-
-def test_a_length_without_room_for_a_text_is_refused(stored):
-    with pytest.raises(ValueError, match=r"queries: 2 tokens at most, .* raise the length"):
-        pairs(PAIRS, stored, query_length=2, around_query=("one two three ", ""))
+    around = {f"{column}_length": 2, f"around_{column}": ("one two three ", "")}
+    with pytest.raises(ValueError, match=r"(queries|documents): 2 tokens at most, .* raise the length"):
+        pairs(PAIRS, stored, **around)
 
 
 # --- blocks
 
 
-@pytest.fixture
-def tokenizer():
-    return tiny.tokenizer()
-
-
 def source(folder, name, texts, **more):
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    about = {"kind": "files", "role": "text", "language": "eng_Latn", "licence": "none"}
-    return Source(name=name, **about, files=(str(path),), columns={"text": "text"}, **more)
+    path = write_as(folder / f"{name}.jsonl", [{"text": text} for text in texts])
+    return own(path, role="text", name=name, **more)
+
+
+def opened(*sources, wanted=10**6, length=16, seed=0):
+    return open_blocks(sources, tiny.tokenizer(), length=length, wanted=wanted, seed=seed)
 
 
 def varied(count, start=0):
     return [f"{TEXTS[i % 3]} {i * 7919}" for i in range(start, start + count)]
 
 
-def test_shares_are_exact_to_the_block(tmp_path, tokenizer):
+def test_shares_are_exact_to_the_block(tmp_path):
     """Thirty sources of one block's worth each, told apart by a token of their own."""
-    stored = StoredTokenizer.of(tokenizer)
     letters = [chr(code) for code in range(ord("A"), ord("A") + 30)]
-    ids = [stored.load().encode(letter, add_special_tokens=False).ids[0] for letter in letters]
+    ids = [ids[0] for ids in tokens(letters)]
     sources = [
         source(tmp_path, f"s{i}", [letter] * 100, share=share)
-        for i, (letter, share) in enumerate(zip(letters, TABLE_10, strict=True))
+        for i, (letter, share) in enumerate(zip(letters, SHARES, strict=True))
     ]
     wanted = 9_973
-    found = open_blocks(sources, tokenizer, length=16, wanted=wanted, seed=0)
+    found = opened(*sources, wanted=wanted)
     assert found.shape == (wanted, 16)
     first_N = found[np.arange(wanted)].max(1)
     shares = [100 * (first_N == one).mean() for one in ids]
-    np.testing.assert_allclose(shares, np.array(TABLE_10) / sum(TABLE_10) * 100, atol=100 / wanted)
-    np.testing.assert_allclose(shares, TABLE_10, atol=0.1)
+    np.testing.assert_allclose(shares, np.array(SHARES) / sum(SHARES) * 100, atol=100 / wanted)
     np.testing.assert_allclose([row["share"] for row in found.report], shares)
-    blocks_of_its_own = 100 * 2 // 16  # two tokens a text
-    assert found.report[0]["epochs"] == pytest.approx(found.report[0]["blocks"] / blocks_of_its_own)
 
 
-def test_blocks_are_the_packed_texts(tmp_path, tokenizer):
+def test_blocks_are_the_packed_texts(tmp_path):
     texts = varied(300)
-    found = open_blocks([source(tmp_path, "a", texts)], tokenizer, length=32, wanted=10**6, seed=1)
-    packed = pack(tokenizer, texts, 32)
+    found = opened(source(tmp_path, "a", texts), length=32, seed=1)
+    packed = pack(tiny.tokenizer(), texts, 32)
     assert sorted(found[np.arange(len(found))].tolist()) == sorted(packed.tolist())
     assert found[np.arange(len(found))].tolist() != packed.tolist()  # in another order
     assert found[np.array([3, 3])].dtype == np.uint16
@@ -266,36 +252,31 @@ def test_blocks_are_the_packed_texts(tmp_path, tokenizer):
     assert (row["texts"], row["epochs"], row["share"]) == (300, 1.0, 100.0)
 
 
-def test_a_larger_appetite_later_changes_no_earlier_block(tmp_path, tokenizer):
+def test_a_larger_appetite_later_changes_no_earlier_block(tmp_path):
     sources = [source(tmp_path, "a", varied(400), share=60.0), source(tmp_path, "b", varied(300), share=40.0)]
     for i, one in enumerate(sources):
         files = [source(tmp_path, f"{one.name}{part}", varied(40, 40 * part)).files[0] for part in range(9)]
         sources[i] = replace(one, files=tuple(files))
-
-    def opened(wanted, length=16):
-        return open_blocks(sources, tokenizer, length=length, wanted=wanted, seed=0)
-
-    few = opened(40)
+    few = opened(*sources, wanted=40)
     before, texts = few[np.arange(40)].tolist(), few.report[0]["texts"]
-    assert 0 < texts < opened(300, length=8).report[0]["texts"]
-    assert opened(40)[np.arange(40)].tolist() == before
+    assert 0 < texts < opened(*sources, wanted=300, length=8).report[0]["texts"]
+    assert opened(*sources, wanted=40)[np.arange(40)].tolist() == before
     prepared = {path.name for path in (tmp_path / "data" / "prepared").iterdir() if path.is_dir()}
     assert len(prepared) == 2  # one file for every length
 
 
-def test_without_shares_sources_give_what_they_have(tmp_path, tokenizer):
+def test_without_shares_sources_give_what_they_have(tmp_path):
     sources = [source(tmp_path, "a", varied(300)), source(tmp_path, "b", varied(100))]
-    found = open_blocks(sources, tokenizer, length=16, wanted=40, seed=0)
+    found = opened(*sources, wanted=40)
     counts, tokens = zip(*((row["blocks"], row["tokens"]) for row in found.report), strict=True)
     assert sum(counts) == 40
     assert counts[0] / 40 == pytest.approx(tokens[0] / sum(tokens), abs=1 / 40)
-    everything = open_blocks(sources, tokenizer, length=16, wanted=10**6, seed=0)
-    assert [row["blocks"] for row in everything.report] == [n // 16 for n in tokens]
+    assert [row["blocks"] for row in opened(*sources).report] == [n // 16 for n in tokens]
 
 
-def test_a_small_source_repeats_in_another_order(tmp_path, tokenizer):
+def test_a_small_source_repeats_in_another_order(tmp_path):
     sources = [source(tmp_path, "a", varied(40), share=50.0), source(tmp_path, "b", varied(400), share=50.0)]
-    found = open_blocks(sources, tokenizer, length=16, wanted=200, seed=0)
+    found = opened(*sources, wanted=200)
     rows, distinct = found[np.arange(100)].tolist(), found.report[0]["tokens"] // 16
     assert distinct < 50
     one, two = rows[:distinct], rows[distinct : 2 * distinct]
@@ -303,21 +284,17 @@ def test_a_small_source_repeats_in_another_order(tmp_path, tokenizer):
     assert found.report[0]["epochs"] == pytest.approx(100 / distinct)
 
 
-def test_held_out_and_bad_rows_are_left_out_and_counted(tmp_path, tokenizer):
+def test_held_out_and_bad_rows_are_left_out_and_counted(tmp_path):
     texts = varied(400)
-    one = source(tmp_path, "a", [*texts, " ", ""], hold_out=0.3, bad_rows="drop")
-    found = open_blocks([one], tokenizer, length=16, wanted=10**6, seed=0)
-    (row,) = found.report
-    assert row["texts"] + row["held out"] == 400
-    assert 100 < row["held out"] < 220
+    (row,) = opened(source(tmp_path, "a", [*texts, " ", ""], hold_out=0.3, bad_rows="drop")).report
+    assert row["texts"] + row["held out"] == 400 and 100 < row["held out"] < 220
     assert sum(count for key, count in row.items() if key.startswith("dropped: ")) == 2
 
 
-def test_less_than_a_block_is_refused(tmp_path, tokenizer):
+def test_less_than_a_block_is_refused(tmp_path):
     full, short = source(tmp_path, "full", varied(50)), source(tmp_path, "short", ["Two words"])
-    with pytest.raises(ValueError, match=r"'short' has .* not one block of 64"):
-        open_blocks([full, short], tokenizer, length=64, wanted=10, seed=0)
     shared = [replace(full, share=99.0), replace(short, share=1.0)]
-    with pytest.raises(ValueError, match=r"'short' has .* not one block of 64"):
-        open_blocks(shared, tokenizer, length=64, wanted=100, seed=0)
-    assert len(open_blocks(shared, tokenizer, length=64, wanted=10, seed=0)) == 10  # not a block of it
+    for sources, wanted in (([full, short], 10), (shared, 100)):
+        with pytest.raises(ValueError, match=r"'short' has .* not one block of 64"):
+            opened(*sources, length=64, wanted=wanted)
+    assert len(opened(*shared, length=64, wanted=10)) == 10  # not a block of it

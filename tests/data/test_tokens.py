@@ -21,14 +21,9 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
+def tokenizer(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer")
     tokens.train_tokenizer(TEXTS * 3, 320, path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(path):
     return AutoTokenizer.from_pretrained(path)
 
 

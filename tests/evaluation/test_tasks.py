@@ -1,4 +1,7 @@
+"""Tasks from a corpus, and what models score on them: ours, with a reranker behind them, the reference."""
+
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,21 +12,13 @@ from datasets import Dataset
 import tiny
 from unmask import Embedder
 from unmask.config import load_preset
-from unmask.evaluation import retrieval_metrics
-from unmask.evaluation.tasks import (
-    Task,
-    Vectors,
-    assess,
-    build_tasks,
-    embed_task,
-    evaluate,
-    family_means,
-    rerank_task,
-    score_task,
-)  # fmt: skip
+from unmask.data.mining import unit
+from unmask.evaluation import retrieval_metrics, tasks
+from unmask.evaluation.tasks import REFERENCE, Task, Vectors, assess, build_tasks, score_task
 from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
+from unmask.study.report import markdown_table
 
 CONFIG = replace(load_preset("smoke").evaluation, max_queries=50, max_documents=50)
 PLAIN = {"docs": "english", "code": "code", "cross": "cross-lingual", "multi": "multilingual"}
@@ -66,35 +61,39 @@ def corpus(order=1):
 
 
 @pytest.fixture(scope="module")
-def tasks():
+def built():
     return build_tasks(corpus(), "test", CONFIG)
 
 
-def test_there_is_a_task_for_each_data_set_in_order(tasks):
-    assert {task.name: task.family for task in tasks} == PLAIN | dict.fromkeys(CONTEXTUAL, "contextual")
-    assert tasks == build_tasks(corpus(order=-1), "test", CONFIG)
+def test_there_is_a_task_for_each_data_set_in_order(built):
+    assert {task.name: task.family for task in built} == PLAIN | dict.fromkeys(CONTEXTUAL, "contextual")
+    assert built == build_tasks(corpus(order=-1), "test", CONFIG)
     empty = SimpleNamespace(datasets=lambda *_: [], pairs=None, documents=None)
     with pytest.raises(ValueError, match=r"the test split gives no task.* set hold_out in the registry"):
         build_tasks(empty, "test", CONFIG)
 
 
-def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, tasks):
+@pytest.fixture(autouse=True)
+def artifacts(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
+
+
+def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m", fingerprint="one")
     embedder = Embedder.from_pretrained(path, mixed_precision=backbone.computes_in_bf16(CONFIG.precision))
-    found = {late: assess(path, tasks, CONFIG, late_chunking=late) for late in (False, True)}
+    found = {late: assess(path, built, CONFIG, late_chunking=late) for late in (False, True)}
     for late, scores in found.items():
-        expected = evaluate(embedder, tasks, CONFIG, late_chunking=late)
+        expected = tasks.evaluate(embedder, built, CONFIG, late_chunking=late)
         assert all((scores[name] == expected[name]).all() for name in expected)
     monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
-    again = assess(path, tasks, CONFIG, late_chunking=True)
+    again = assess(path, built, CONFIG, late_chunking=True)
     assert all((again[name] == found[True][name]).all() for name in again)
     with pytest.raises(pytest.fail.Exception):
-        assess(path, tasks, replace(CONFIG, query_length=3))  # other lengths are other scores
+        assess(path, built, replace(CONFIG, query_length=3))  # other lengths are other scores
 
 
-def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(tasks):
-    for task in tasks[: len(PLAIN)]:
+def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(built):
+    for task in built[: len(PLAIN)]:
         assert len(task.queries) == 15 and len(set(task.chunks)) == len(task.chunks) == 13
         texts = {q: {task.chunks[i] for i in r} for q, r in zip(task.queries, task.relevant, strict=True)}
         assert texts[f"{task.name} query 1"] == {f"{task.name} answer 1"}
@@ -104,17 +103,17 @@ def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(tasks):
         assert texts["copied"] == {f"{task.name} answer 7"}
 
 
-def test_golds_are_counted_over_all_documents(tasks):
-    for task in tasks[len(PLAIN) :]:
+def test_golds_are_counted_over_all_documents(built):
+    for task in built[len(PLAIN) :]:
         assert len(task.queries) == 16
         for query, relevant in zip(task.queries, task.relevant, strict=True):
             name, number, _, which = query.split()
             assert [task.chunks[i] for i in relevant] == [f"{name} {number} chunk {1 - int(which)}"]
 
 
-def test_limits_hold_and_every_query_keeps_its_answer(tasks):
+def test_limits_hold_and_every_query_keeps_its_answer(built):
     small = build_tasks(corpus(), "test", replace(CONFIG, max_queries=3, max_documents=9))
-    for task, whole in zip(small, tasks, strict=True):
+    for task, whole in zip(small, built, strict=True):
         assert len(task.queries) == 3 and len(task.chunks) <= 9
         assert task.contextual or task.queries == whole.queries[:3]  # a part of the larger one
         assert all(relevant and max(relevant) < len(task.chunks) for relevant in task.relevant)
@@ -129,31 +128,33 @@ def test_fewer_dimensions_are_scored_on_the_prefix():
         assert score_task(task, vectors, precision, 2)[0] == pytest.approx(1 / np.log2(3))
 
 
-def test_only_contextual_tasks_are_chunked_late_and_each_has_its_lengths(tasks):
+def test_only_contextual_tasks_are_chunked_late_and_each_has_its_lengths(built):
     embedder = Embedder(tiny.model(), tiny.tokenizer())
     config = replace(CONFIG, query_length=3, document_length=4, chunk_length=5)
-    plain, contextual = tasks[0], tasks[-1]
+    plain, contextual = built[0], built[-1]
     late = np.concatenate(embedder.encode_documents(contextual.documents, "float32", chunk_length=5))
     for task, option, expected in (
         (plain, True, embedder.encode(plain.chunks, "float32", max_length=4)),
         (contextual, False, embedder.encode(contextual.chunks, "float32", max_length=5)),
         (contextual, True, late),
     ):
-        found = embed_task(embedder, task, config, late_chunking=option)
+        found = tasks.embed_task(embedder, task, config, late_chunking=option)
         np.testing.assert_array_equal(found.chunks_MD, expected)
-        np.testing.assert_array_equal(
-            found.queries_ND, embedder.encode(task.queries, "float32", max_length=3)
-        )
+        asked = embedder.encode(task.queries, "float32", max_length=3)
+        np.testing.assert_array_equal(found.queries_ND, asked)
 
 
 def test_means_weigh_tasks_not_queries():
-    tasks = [Task(name, family, [], [], []) for name, family in (("a", "x"), ("b", "x"), ("c", "y"))]
     scores = {"a": np.array([1.0, 0.0, 0.0, 0.0]), "b": np.array([0.75]), "c": np.array([0.2, 0.4])}
-    means = family_means(scores, tasks)
-    assert means == pytest.approx({"x": 0.5, "y": 0.3, "average": (0.25 + 0.75 + 0.3) / 3})
-    assert list(means) == ["x", "y", "average"]
-    read = [Task(name, family, [], [], []) for name, family in (("a", "english"), ("b", "code"), ("c", "y"))]
-    assert family_means(scores, read)["average"] == pytest.approx((0.25 + 0.75) / 2)
+
+    def means(*families):
+        named = [Task(name, family, [], [], []) for name, family in zip("abc", families, strict=True)]
+        return tasks.family_means(scores, named)
+
+    found = means("x", "x", "y")
+    assert found == pytest.approx({"x": 0.5, "y": 0.3, "average": (0.25 + 0.75 + 0.3) / 3})
+    assert list(found) == ["x", "y", "average"]
+    assert means("english", "code", "y")["average"] == pytest.approx((0.25 + 0.75) / 2)
 
 
 CHUNKS = [f"Number {i}, {'and more ' * (i % 5)}that is all." for i in range(30)]
@@ -170,7 +171,9 @@ def test_the_best_are_reordered_by_the_reranker_and_the_others_stay(candidates):
     model = tiny.model(bidirectional=False, head=True)
     model.config.max_position_embeddings = 1024
     one, lengths = Reranker(model, tiny.tokenizer()), {"query_length": 4, "document_length": 6}
-    before_N, after_N = rerank_task(one, NUMBERS, SCORES_NM, candidates=candidates, max_queries=5, **lengths)
+    before_N, after_N = tasks.rerank_task(
+        one, NUMBERS, SCORES_NM, candidates=candidates, max_queries=5, **lengths
+    )
     assert len(before_N) == len(after_N) == 5 and (before_N != after_N).any()
 
     def ordered(scores, columns):
@@ -187,3 +190,44 @@ def test_the_best_are_reordered_by_the_reranker_and_the_others_stay(candidates):
             place_1M = -np.argsort(ranking)[None].astype(float)
             expected = retrieval_metrics(place_1M, [NUMBERS.relevant[query]])["ndcg@10"]
             assert found[query] == pytest.approx(expected)
+
+
+# --- the reference
+
+TEXTS = ["Read a table from a file.", "東京は日本の首都です。", "Compute the mean of an array."]
+FILES = Task("files", "english", TEXTS[:2], [[text] for text in reversed(TEXTS)], [{2}, {1}])
+EXACT = replace(CONFIG, precision="fp32")
+
+
+def referred():
+    """What the reference scores on the task."""
+    return tasks.evaluate_reference([FILES], EXACT)[REFERENCE]["files"]
+
+
+def test_scores_of_the_reference_are_those_of_cosine_similarity_and_computed_once(monkeypatch):
+    embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
+    monkeypatch.setattr(tasks, "load_reference", lambda config: embedder)
+    scores_N = referred()
+    q_ND, d_MD = (unit(embedder.encode(texts, "float32")) for texts in (FILES.queries, FILES.chunks))
+    rank_N = [1 + (row > row[min(own)]).sum() for row, own in zip(q_ND @ d_MD.T, FILES.relevant, strict=True)]
+    np.testing.assert_allclose(scores_N, 1 / np.log2(1 + np.array(rank_N)))
+    monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
+    np.testing.assert_array_equal(referred(), scores_N)
+
+
+def test_without_the_extra_tables_say_not_run(monkeypatch):
+    monkeypatch.setattr(tasks, "PACKAGE", "no_such_package")
+    assert tasks.load_reference(EXACT) is None and tasks.evaluate_reference([FILES], EXACT) == {}
+    table = markdown_table([{"model": "BM25", "files": 0.5}, *tasks.missing_reference("model")])
+    assert table.splitlines()[-1] == f"| {REFERENCE} | not run |"
+
+
+@pytest.mark.skipif(not find_spec(tasks.PACKAGE), reason="no extra: install unmask[reference]")
+def test_the_reference_is_the_model_that_sentence_transformers_loads():
+    from sentence_transformers import SentenceTransformer
+
+    found = tasks.load_reference(EXACT)
+    texts = [*TEXTS, "a very long text of many words " * 60]  # 256 tokens are read
+    theirs = SentenceTransformer(found.model.config._name_or_path, device="cpu")
+    np.testing.assert_allclose(found.encode(texts, "float32"), theirs.encode(texts), atol=1e-5)
+    assert referred().tolist() == [1, 1] and tasks.missing_reference("model") == []
