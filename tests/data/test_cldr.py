@@ -10,7 +10,7 @@ LANGUAGES = ("en", "de", "fr", "ja", "ar")
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, list[dict]]:
+def rows():
     return cldr.harvest(0, LANGUAGES)
 
 

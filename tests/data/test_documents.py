@@ -5,33 +5,30 @@ import torch
 import tiny
 from unmask.data.documents import TokenDocument, contextual_batch, split_rows
 
-
-@pytest.fixture
-def documents() -> list[TokenDocument]:
-    return [
-        TokenDocument(tiny.sequences(chunks, seed=chunks), tiny.sequences(queries, seed=20 + chunks), golds)
-        for chunks, queries, golds in ((2, 1, [1]), (5, 4, [0, 4, 2, 2]), (1, 2, [0, 0]))
-    ]
+DOCUMENTS = [
+    TokenDocument(tiny.sequences(chunks, seed=chunks), tiny.sequences(queries, seed=20 + chunks), golds)
+    for chunks, queries, golds in ((2, 1, [1]), (5, 4, [0, 4, 2, 2]), (1, 2, [0, 0]))
+]
 
 
-def batch(documents, limit):
+def batch(limit):
     rng = np.random.default_rng(0)
-    return contextual_batch(documents, separator_id=0, queries_per_document=limit, rng=rng)
+    return contextual_batch(DOCUMENTS, separator_id=0, queries_per_document=limit, rng=rng)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 10])
-def test_queries_point_at_their_document_and_chunk(limit, documents):
-    found = batch(documents, limit)
-    counts = [min(limit, len(document.queries)) for document in documents]
+def test_queries_point_at_their_document_and_chunk(limit):
+    found = batch(limit)
+    counts = [min(limit, len(document.queries)) for document in DOCUMENTS]
     assert len(found.sequences) == sum(counts) + 3
     assert found.document_N.tolist() == np.repeat([0, 1, 2], counts).tolist()
     for n, (m, query, gold) in enumerate(zip(found.document_N, found.query_N, found.gold_N, strict=True)):
-        assert np.array_equal(found.sequences[n].tokens_L, documents[m].queries[query])
-        assert gold == documents[m].golds[query]
+        assert np.array_equal(found.sequences[n].tokens_L, DOCUMENTS[m].queries[query])
+        assert gold == DOCUMENTS[m].golds[query]
 
 
-def test_rows_are_split_into_queries_chunks_and_documents(documents):
-    found = batch(documents, 2)
+def test_rows_are_split_into_queries_chunks_and_documents():
+    found = batch(2)
     n = len(found.document_N)
     rows = torch.randn(n + 8, 4, dtype=torch.float64, requires_grad=True)
     q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows, found)
@@ -40,7 +37,7 @@ def test_rows_are_split_into_queries_chunks_and_documents(documents):
     assert torch.equal(chunks_MCD[mask_MC], rows[n:])
     assert not chunks_MCD[~mask_MC].any()
     start = n
-    for m, document in enumerate(documents):
+    for m, document in enumerate(DOCUMENTS):
         parts = rows[start : start + len(document.chunks)]
         weights = torch.tensor([len(chunk) for chunk in document.chunks], dtype=torch.float64)
         expected = (parts * weights[:, None]).sum(0) / weights.sum()

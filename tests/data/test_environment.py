@@ -4,13 +4,12 @@ import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from unmask.data import environment
-from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
+from unmask.data.corpus import SCHEMAS, SPLITS
 from unmask.data.environment import Package, clean, digest, installed_packages, split_summary, words_of
 
 LANGUAGES = ("en", "de", "fr")
@@ -51,7 +50,7 @@ def vendored(values):
 '''
 
 
-def make_packages(root: Path) -> list[Package]:
+def make_packages(root):
     packages = []
     for name, (topic, cls) in TOPICS.items():
         folder = root / name
@@ -62,18 +61,18 @@ def make_packages(root: Path) -> list[Package]:
     return packages
 
 
-def make_config(**changes) -> SimpleNamespace:
+def make_config(**changes):
     values = {"source": "environment", "seed": 0, "vocab_size": 512, "max_packages": 0, "max_text_mb": 1}
     values |= {"families": (), "dev_packages": ("beta",), "test_packages": ("gamma",)}
     return SimpleNamespace(**values | changes)
 
 
-def built(root: Path, **changes) -> Corpus:
+def built(root, **changes):
     return environment.build(make_config(**changes), make_packages(root / "site"), root / "built", LANGUAGES)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Corpus:
+def corpus(tmp_path_factory):
     return built(tmp_path_factory.mktemp("corpus"))
 
 
@@ -139,14 +138,14 @@ def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path, monkeypat
         assert process.submit(built, tmp_path / "again").result().hash == corpus.hash
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"test_packages": ("gama",)}, "gama is not installed; did you mean 'gamma'"),
-        ({"dev_packages": ("gamma",)}, "no package is left for dev"),
-        ({"max_packages": 2}, "no package is left for train"),
-    ],
-)
+REFUSED = [
+    ({"test_packages": ("gama",)}, "gama is not installed; did you mean 'gamma'"),
+    ({"dev_packages": ("gamma",)}, "no package is left for dev"),
+    ({"max_packages": 2}, "no package is left for train"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_bad_configuration_is_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         built(tmp_path, **changes)

@@ -97,10 +97,8 @@ def test_a_batch_of_look_alikes_is_filled_with_other_keys():
 def test_the_filter_is_its_rule(margin):
     own, rows = pairs(noise=1.5), np.random.default_rng(0).permutation(400)[:60]
     q_ND, d_ND = (x.astype(np.float64) for x in own.points(rows))
-    expected = [
-        [i == j or q @ other < q @ d_ND[i] + margin for j, other in enumerate(d_ND)]
-        for i, q in enumerate(q_ND)
-    ]
+    bars_N = [q @ d + margin for q, d in zip(q_ND, d_ND)]
+    expected = [[i == j or q @ d < bars_N[i] for j, d in enumerate(d_ND)] for i, q in enumerate(q_ND)]
     found = own.negatives(rows, margin)
     assert found.tolist() == expected
     assert 0 < (~found).mean() < 0.5

@@ -12,7 +12,6 @@ from unmask.data.mining import draw, mine, mine_to
 from unmask.evaluation.search import index, similarity
 
 CONFIG = replace(load_preset("smoke").triplet, negatives=3, margin=0.05, rank_window=10, seed=0)
-MARGINS, WINDOWS = (-2.5, 0.0, 0.05, 0.3, 2.5), (1, 10, 1000)
 
 
 class Stub:
@@ -45,13 +44,10 @@ def case(count=40, *, keys=None, queries=None, documents=None, seed=0, spread=60
 
 def linked(count=60):
     """Rows that share a key, a query or a document, and documents that share their vectors."""
-    numbers = range(count)
-    embedder, pairs, scores_NN = case(
-        count,
-        keys=[i // 2 if i < 20 else i for i in numbers],
-        queries=[i // 3 * 3 if 20 <= i < 32 else i for i in numbers],
-        documents=[i - 5 if 40 <= i < 45 else i for i in numbers],
-    )
+    keys = [i // 2 if i < 20 else i for i in range(count)]
+    queries = [i // 3 * 3 if 20 <= i < 32 else i for i in range(count)]
+    documents = [i - 5 if 40 <= i < 45 else i for i in range(count)]
+    embedder, pairs, scores_NN = case(count, keys=keys, queries=queries, documents=documents)
     for i in range(50, 55):  # equal vectors: equal scores, to be taken in order of appearance
         embedder.vectors[f"d{i}"] = embedder.vectors["d33"]
         scores_NN[:, i] = scores_NN[:, 33]
@@ -86,8 +82,8 @@ def naive(pairs, scores_NN, config):
     return [[int(document[j][1:]) for j in row] for row in negatives], ranks
 
 
-@pytest.mark.parametrize("margin", MARGINS)
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("margin", [-2.5, 0.0, 0.05, 0.3, 2.5])
+@pytest.mark.parametrize("window", [1, 10, 1000])
 def test_mining_equals_the_rule_written_row_by_row(margin, window, monkeypatch):
     monkeypatch.setattr(mining, "SCORES", 64)
     embedder, pairs, scores_NN = linked()
@@ -111,10 +107,10 @@ def test_statistics_and_lengths():
     assert found.positive_rank.tolist() == [min(count, 10) + 1 for count in above]
 
 
-@pytest.mark.parametrize(
-    ("columns", "left"),
-    [({"keys": [0, 0, 2, 3]}, 2), ({"queries": [0, 0, 0, 3]}, 1), ({"documents": [0] * 4}, 0)],
-)
+SMALL = [({"keys": [0, 0, 2, 3]}, 2), ({"queries": [0, 0, 0, 3]}, 1), ({"documents": [0] * 4}, 0)]
+
+
+@pytest.mark.parametrize(("columns", "left"), SMALL)
 def test_a_data_set_that_is_too_small_is_named(tmp_path, columns, left):
     embedder, pairs, _ = case(4, **columns)
     message = rf"'few': too few distinct documents for 3.* row 0 leaves {left} of"

@@ -6,11 +6,12 @@ import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from tiny_sources import PAIR_COLUMNS, own, write_as
+from tiny_sources import PAIR_COLUMNS, own, write_as, write_card
 
 from fake_hub import fake_hub
 from unmask.data import reading
@@ -49,12 +50,8 @@ def test_every_format_gives_the_rows_whatever_the_size_of_a_piece(tmp_path, suff
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_paths_reach_into_structs_and_lists(tmp_path, name):
-    row = {
-        "id": 7,
-        "question": "q",
-        "answers": {"text": ["one", "two"], "start": [1, 2]},
-        "passages": [{"text": "bad", "title": "t"}, {"text": "worse", "title": "u"}],
-    }
+    row = {"id": 7, "question": "q", "answers": {"text": ["one", "two"], "start": [1, 2]}}
+    row |= {"passages": [{"text": "bad", "title": "t"}, {"text": "worse", "title": "u"}]}
     columns = {"id": "id", "query": "question", "document": "answers.text.1", "key": "passages.0.title"}
     path = write_as(tmp_path / name, [row])
     expected = {"id": "7", "query": "q", "document": "two", "key": "t", "split": "train"}
@@ -147,14 +144,9 @@ def mirror(tmp_path, monkeypatch):
     """The folder of a repository: three configurations by its README, of the first no file."""
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path / "mirror"))
     folder = tmp_path / "mirror" / "org" / "name"
-    readme = "---\nconfigs:\n"
-    for config in ("ces", "deu", "fra"):
-        readme += f"- config_name: {config}\n  data_files:\n"
-        readme += f"  - split: train\n    path: {config}/train-*.parquet\n"
-        for part in range(2 if config != "ces" else 0):
-            (folder / config).mkdir(parents=True, exist_ok=True)
-            write_as(folder / config / f"train-{part}.parquet", [{"text": f"{config} {part}"}])
-    (folder / "README.md").write_text(f"{readme}---\n# A data set\n")
+    for config, part in product(("deu", "fra"), range(2)):
+        write_as(folder / config / f"train-{part}.parquet", [{"text": f"{config} {part}"}])
+    write_card(folder, {config: f"{config}/train-*.parquet" for config in ("ces", "deu", "fra")})
     return folder
 
 
@@ -167,16 +159,16 @@ def test_a_mirror_is_read_by_the_readme_of_a_repository_or_by_its_folders(mirror
     assert [row["text"] for row in rows_of(mirrored(config="fra"))] == ["fra 0", "fra 1"]
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"config": "due"}, "Source mine: org/name has no configuration 'due'; did you mean 'deu'?"),
-        ({"config": ""}, "org/name has no configuration 'default'; did you mean 'deu'?"),
-        ({"split": "test"}, "org/name, deu has no split 'test'; known: train"),
-        ({"config": "ces"}, "org/name cannot be read (no file of ces, split train); with internet"),
-        ({"repo": "org/other"}, "org/other cannot be read ("),
-    ],
-)
+ABSENT = [
+    ({"config": "due"}, "Source mine: org/name has no configuration 'due'; did you mean 'deu'?"),
+    ({"config": ""}, "org/name has no configuration 'default'; did you mean 'deu'?"),
+    ({"split": "test"}, "org/name, deu has no split 'test'; known: train"),
+    ({"config": "ces"}, "org/name cannot be read (no file of ces, split train); with internet"),
+    ({"repo": "org/other"}, "org/other cannot be read ("),
+]
+
+
+@pytest.mark.parametrize(("values", "expected"), ABSENT)
 def test_what_a_mirror_does_not_hold_is_named(mirror, values, expected):
     assert expected in refusal(mirrored(**values))
 

@@ -142,23 +142,23 @@ def test_files_start_at_the_registry(tmp_path, monkeypatch):
 JOINED = {"chunk_id": "i", "chunk": "c", "query": "q", "query_chunk_id": "i"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kolumns": {}}, "unknown key 'kolumns'; did you mean 'columns'"),
-        ({"kind": "hab"}, "kind must be 'hub', 'mirror', 'files' or "),
-        ({"group": ""}, "pairs need a group (english"),
-        ({"columns": {"querry": "q", "document": "d"}}, "pairs need query document"),
-        ({"role": "documents", "columns": JOINED}, "queries_config goes with"),
-        ({"repo": "some"}, "repo String should match"),
-        ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl; `optional: true`"),
-        ({"language": "english"}, "language String should match pattern"),
-        ({"language": False}, "language must be a valid string, got False"),
-        ({"hold_out": 0.6}, "hold_out must be less than or equal to 0.5, got 0.6"),
-        ({"share": 10}, "share is for text"),
-        ({"rows": "many"}, "rows must be a valid integer, got 'many'"),
-    ],
-)
+REFUSED = [
+    ({"kolumns": {}}, "unknown key 'kolumns'; did you mean 'columns'"),
+    ({"kind": "hab"}, "kind must be 'hub', 'mirror', 'files' or "),
+    ({"group": ""}, "pairs need a group (english"),
+    ({"columns": {"querry": "q", "document": "d"}}, "pairs need query document"),
+    ({"role": "documents", "columns": JOINED}, "queries_config goes with"),
+    ({"repo": "some"}, "repo String should match"),
+    ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl; `optional: true`"),
+    ({"language": "english"}, "language String should match pattern"),
+    ({"language": False}, "language must be a valid string, got False"),
+    ({"hold_out": 0.6}, "hold_out must be less than or equal to 0.5, got 0.6"),
+    ({"share": 10}, "share is for text"),
+    ({"rows": "many"}, "rows must be a valid integer, got 'many'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refused(change, message, tmp_path):
     path = write(tmp_path, {"fine": PAIRS, "wrong": PAIRS | change})
     with pytest.raises(ConfigError) as error:
@@ -173,14 +173,11 @@ def test_shares_are_of_all_text(first, second, tmp_path):
         load_registry(write(tmp_path, {"a": text | first, "b": text | second}))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sources: [", "while parsing"),
-        ("about: nothing", "missing sources"),
-        ("sources: {some: {kind: hub}}", "some: missing role"),
-    ],
-)
+BROKEN = {"sources: [": "while parsing", "about: nothing": "missing sources"}
+BROKEN |= {"sources: {some: {kind: hub}}": "some: missing role"}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN.items())
 def test_files_that_are_no_registry(text, message, tmp_path):
     path = tmp_path / "some.yaml"
     path.write_text(text, encoding="utf8")

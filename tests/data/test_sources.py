@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from datasets import Dataset
 from test_environment import make_config, make_packages
-from tiny_sources import PAIR_COLUMNS, own, write_as
+from tiny_sources import PAIR_COLUMNS, own, write_as, write_card
 
 from unmask.data import reading, sources
 from unmask.data.corpus import SCHEMAS, SPLITS
@@ -33,12 +33,10 @@ sources:
 def config(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
     folder = tmp_path / "own"
-    folder.mkdir()
-    (folder / "own.yaml").write_text(REGISTRY, encoding="utf8")
     write_as(folder / "notes.jsonl", [{"body": f"Note {i} is about the number {i}."} for i in range(100)])
-    write_as(
-        folder / "questions.jsonl", [{"q": f"What is {i}?", "a": f"{i} is a number"} for i in range(100)]
-    )
+    (folder / "own.yaml").write_text(REGISTRY, encoding="utf8")
+    questions = [{"q": f"What is {i}?", "a": f"{i} is a number"} for i in range(100)]
+    write_as(folder / "questions.jsonl", questions)
     manual = {"asked": ["open it?"], "golds": [1]}
     write_as(folder / "manuals.jsonl", [manual | {"chunks": [f"{i}", "open it"]} for i in range(40)])
     return make_config(source=str(folder / "own.yaml"), folder=folder)
@@ -218,15 +216,11 @@ def test_flat_rows_are_gathered_by_title(tmp_path):
 def test_chunks_and_queries_of_two_configurations_are_joined(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path / "mirror"))
     folder = tmp_path / "mirror" / "org" / "name"
-    folder.mkdir(parents=True)
     names = {"a_b_1": "second", "a_b_0": "first", "a_b_2": "first", "c_0": "other", "d_0": "unasked"}
     asked = {"q1": "a_b_1", "q2": "a_b_2", "q3": "c_0", "q4": "c_7", "q5": "e_0"}
     write_as(folder / "chunks.jsonl", [{"chunk_id": name, "chunk": text} for name, text in names.items()])
     write_as(folder / "queries.jsonl", [{"query": query, "chunk_id": name} for query, name in asked.items()])
-    (folder / "README.md").write_text(
-        "---\nconfigs:\n- config_name: documents\n  data_files: chunks.jsonl\n"
-        "- config_name: queries\n  data_files: queries.jsonl\n---\n"
-    )
+    write_card(folder, {"documents": "chunks.jsonl", "queries": "queries.jsonl"})
     values = {"repo": "org/name", "config": "documents", "queries_config": "queries", "columns": JOINED}
     source = Source("mine", "mirror", "documents", "eng", "", **values)
     card, stored = tables(source, tmp_path / "out")

@@ -3,7 +3,8 @@ documents and blocks of text cut to a stage's lengths, in the sources' shares.""
 
 import os
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
@@ -26,16 +27,11 @@ def work(unit):
     return columns, {"tokens": unit, "odd": unit % 2}
 
 
-@dataclass(frozen=True)
-class Killer:
+def work_until_killed(at, unit):
     """Does the work, and kills this process at unit `at`."""
-
-    at: int
-
-    def __call__(self, unit):
-        if unit == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return work(unit)
+    if unit == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return work(unit)
 
 
 def fail_at_twelve(unit):
@@ -71,7 +67,8 @@ def whole(tmp_path_factory):
 
 def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path):
     for at in (2, 3, 11):
-        assert in_processes(build, tmp_path / "x", UNITS, Killer(at), "", workers=1) == [-signal.SIGKILL]
+        killed = in_processes(build, tmp_path / "x", UNITS, partial(work_until_killed, at), "", workers=1)
+        assert killed == [-signal.SIGKILL]
         assert in_processes(die_before_the_journal, tmp_path / "x") == [-signal.SIGKILL]
     with pytest.raises(ValueError, match="unit 12 is bad"):
         build(tmp_path / "x", UNITS, fail_at_twelve, "", workers=1)
@@ -100,20 +97,12 @@ SHARES = [row["Prevalence"] for row in paper_table(10).values()]  # of the pretr
 TEXTS = ["Read a table from a file.", "Die Datei wird gelesen.", "Compute the mean of an array, ignoring it."]
 
 LENGTHS = {"query_length": 8, "document_length": 12}
-TABLE = [
-    ("Read a table", "from a file", "read"),
-    ("Read a file", "from a file again", "read"),
-    ("Compute the mean", "of an array", "mean"),
-]
-PAIRS = Dataset.from_list([dict(zip(("query", "document", "key"), row, strict=True)) for row in TABLE])
-DOCUMENTS = Dataset.from_dict(
-    {
-        "chunks": [["one", "two", "three", "four", "five"], ["six"], ["seven", "eight", "nine"]],
-        "queries": [["first", "fourth", "fifth"], ["sixth", "6"], ["seventh"]],
-        "golds": [[0, 3, 4], [0, 0], [0]],
-        "key": ["a", "b", "a"],
-    }
-)
+ANSWERS = {"document": ["from a file", "from a file again", "of an array"], "key": ["read", "read", "mean"]}
+PAIRS = Dataset.from_dict({"query": ["Read a table", "Read a file", "Compute the mean"]} | ANSWERS)
+CHUNKS = [["one", "two", "three", "four", "five"], ["six"], ["seven", "eight", "nine"]]
+ASKED = {"queries": [["first", "fourth", "fifth"], ["sixth", "6"], ["seventh"]]}
+ASKED |= {"golds": [[0, 3, 4], [0, 0], [0]], "key": ["a", "b", "a"]}
+DOCUMENTS = Dataset.from_dict({"chunks": CHUNKS} | ASKED)
 
 
 @pytest.fixture(autouse=True)
@@ -166,9 +155,8 @@ def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
         (["six"], ["sixth", "6"], [0, 0]),
         (["seven", "eight"], ["seventh"], [0]),
     ]
-    assert [(lists(d.chunks), lists(d.queries), d.golds) for d in found] == [
-        (tokens(chunks), tokens(queries), golds) for chunks, queries, golds in expected
-    ]
+    windows = [(lists(d.chunks), lists(d.queries), d.golds) for d in found]
+    assert windows == [(tokens(chunks), tokens(queries), golds) for chunks, queries, golds in expected]
     a, *same, b, last = found.keys
     assert same == [a, a] and last == a != b  # parts of one, or a document of its key
     counted = {"documents divided": 2, "chunks without a query near them": 1, "rows": 5}
@@ -226,13 +214,9 @@ def varied(count, start=0):
 
 def test_shares_are_exact_to_the_block(tmp_path):
     """Thirty sources of one block's worth each, told apart by a token of their own."""
-    letters = [chr(code) for code in range(ord("A"), ord("A") + 30)]
+    letters, wanted = [chr(ord("A") + i) for i in range(len(SHARES))], 9_973
     ids = [ids[0] for ids in tokens(letters)]
-    sources = [
-        source(tmp_path, f"s{i}", [letter] * 100, share=share)
-        for i, (letter, share) in enumerate(zip(letters, SHARES, strict=True))
-    ]
-    wanted = 9_973
+    sources = [source(tmp_path, one, [one] * 100, share=share) for one, share in zip(letters, SHARES)]
     found = opened(*sources, wanted=wanted)
     assert found.shape == (wanted, 16)
     first_N = found[np.arange(wanted)].max(1)

@@ -45,10 +45,9 @@ def test_special_tokens(tokenizer):
 def test_special_tokens_around_a_text(tokenizer):
     assert [ids.tolist() for ids in special_tokens_around(tokenizer)] == [[], []]
     other = copy.deepcopy(tokenizer)
-    other.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{SPECIAL_TOKENS[1]} $A {SPECIAL_TOKENS[2]} {SPECIAL_TOKENS[0]}",
-        special_tokens=[(token, number) for number, token in enumerate(SPECIAL_TOKENS)],
-    )
+    single = f"{SPECIAL_TOKENS[1]} $A {SPECIAL_TOKENS[2]} {SPECIAL_TOKENS[0]}"
+    around = processors.TemplateProcessing(single=single, special_tokens=[*zip(SPECIAL_TOKENS, range(4))])
+    other.backend_tokenizer.post_processor = around
     assert [ids.tolist() for ids in special_tokens_around(other)] == [[1], [2, 0]]
 
 
@@ -60,9 +59,10 @@ def test_pack(tokenizer):
     assert (blocks.ravel() == stream[: blocks.size]).all()
 
 
-@pytest.mark.parametrize(
-    ("size", "message"), [(100, "yield 260 tokens"), (50_000, "not data.vocab_size = 50000")]
-)
+UNUSABLE = {100: "yield 260 tokens", 50_000: "not data.vocab_size = 50000"}
+
+
+@pytest.mark.parametrize(("size", "message"), UNUSABLE.items())
 def test_unusable_vocabulary_sizes(size, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         tokens.train_tokenizer(TEXTS, size, tmp_path / "none")

@@ -22,6 +22,7 @@ def own(*files, role="pairs", **values):
 
 def write_as(path, rows):
     """Writes rows in the format that the suffix tells; tables in groups of seven rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     match path.suffix:
         case ".parquet":
             pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
@@ -35,3 +36,9 @@ def write_as(path, rows):
             data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
             path.write_bytes(gzip.compress(data, 1) if suffix == ".gz" else data)
     return path
+
+
+def write_card(folder, configs):
+    """The README of a repository, which says where the rows of its configurations lie."""
+    parts = [{"config_name": name, "data_files": path} for name, path in configs.items()]
+    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': parts})}\n---\n# A data set\n")

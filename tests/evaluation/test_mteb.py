@@ -1,7 +1,5 @@
 """Our embedder under mteb: scores equal to ours, the Hub's layout from a mirror, appendix C."""
 
-from __future__ import annotations
-
 import mteb
 import numpy as np
 import pytest
@@ -18,15 +16,14 @@ from unmask.evaluation.search import similarity
 from unmask.models.embedder import Embedder, instructed
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
-DOCUMENTS = [
-    f"The {animal} of number {i} likes {i % 7}." for i, animal in enumerate(["fox", "owl", "bee"] * 12)
-]
+ANIMALS = ["fox", "owl", "bee"] * 12
+DOCUMENTS = [f"The {animal} of number {i} likes {i % 7}." for i, animal in enumerate(ANIMALS)]
 QUERIES = [f"Who likes {i}?" for i in range(7)]
 RELEVANT = [{d for d in range(len(DOCUMENTS)) if d % 7 == i} for i in range(7)]
 
 
 @pytest.fixture(scope="module")
-def embedder() -> Embedder:
+def embedder():
     return Embedder(tiny.model(), tiny.tokenizer())
 
 
@@ -73,9 +70,8 @@ def test_mteb_reads_a_mirror_and_scores_as_we_do(animals, embedder, precision):
 
 def test_what_cannot_be_run_says_why_and_the_others_go_on(animals, embedder):
     (animals / "mirror" / "mteb" / "scifact").mkdir(parents=True)
-    damaged, absent, found = run_benchmark(
-        embedder, ["SciFact", "MIRACL", "Animals"], CONFIG, animals / "results"
-    )
+    names = ["SciFact", "MIRACL", "Animals"]
+    damaged, absent, found = run_benchmark(embedder, names, CONFIG, animals / "results")
     assert damaged["score"] is None and damaged["why"]
     assert absent["task"] == "MIRACLRetrievalHardNegatives" and absent["score"] is None
     assert "in no mirror" in absent["why"] and "HF_HUB_OFFLINE is set" in absent["why"]
@@ -105,20 +101,15 @@ def test_the_benchmarks_are_the_papers():
     assert len(table9) == 12 and table9["MIRACLRetrievalHardNegatives"].hf_subsets == ["en"]
     assert table9["MSMARCO"].eval_splits == ["dev"]
     assert [len(task.hf_subsets) for task in benchmark_tasks("ToolRet")] == [35, 35]
-    kinds = tool_kinds(
-        {name: float(name.startswith("to")) for name in benchmark_tasks("ToolRet")[0].hf_subsets}
-    )
-    assert kinds == pytest.approx(
-        {"Code nDCG": 1 / 7, "Custom nDCG": 3 / 9, "Web nDCG": 5 / 19, "Avg nDCG": 0.2465}, abs=1e-4
-    )
+    scores = {name: float(name.startswith("to")) for name in benchmark_tasks("ToolRet")[0].hf_subsets}
+    kinds = {"Code nDCG": 1 / 7, "Custom nDCG": 3 / 9, "Web nDCG": 5 / 19, "Avg nDCG": 0.2465}
+    assert tool_kinds(scores) == pytest.approx(kinds, abs=1e-4)
     assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
 
 
-def encode(encoder: MtebEncoder, name: str, kind: str, *texts: str) -> np.ndarray:
-    metadata, prompt_type = mteb.get_task(name).metadata, mteb.types.PromptType(kind)
-    return encoder.encode(
-        [{"text": [text]} for text in texts], task_metadata=metadata, prompt_type=prompt_type
-    )
+def encode(encoder, name, kind, *texts):
+    about = {"task_metadata": mteb.get_task(name).metadata, "prompt_type": mteb.types.PromptType(kind)}
+    return encoder.encode([{"text": [text]} for text in texts], **about)
 
 
 def test_arguana_queries_get_the_prompt_and_nothing_else_does(embedder):
@@ -140,8 +131,7 @@ def test_equal_documents_of_text2sql_are_told_apart_always_in_the_same_way(embed
 
 
 def test_lengths_are_the_presets_but_for_passkeys(embedder):
-    encoder = MtebEncoder(embedder, CONFIG)
-    text = " ".join(f"word{i}" for i in range(200))
+    encoder, text = MtebEncoder(embedder, CONFIG), " ".join(f"word{i}" for i in range(200))
     passkey = encode(encoder, "LEMBPasskeyRetrieval", "document", text)
     assert (passkey == embedder.encode([text])).all()  # as far as the model's window goes
     short = encode(encoder, "SCIDOCS", "document", text)

@@ -38,21 +38,15 @@ def pair_rows(name):
     ]
 
 
-def document_rows(name):
-    return [
-        {
-            "task": name,
-            "document_id": f"{name}-{d}",
-            "chunks": [f"{name} {d} chunk {c}" for c in range(2 + d % 3)],
-            "queries": [f"{name} {d} query {q}" for q in range(2)],
-            "golds": [1, 0],
-        }
-        for d in range(8)
-    ]
+def document_row(name, d):
+    chunks = [f"{name} {d} chunk {c}" for c in range(2 + d % 3)]
+    queries = [f"{name} {d} query {q}" for q in range(2)]
+    return {"task": name, "document_id": f"{name}-{d}", "chunks": chunks, "queries": queries, "golds": [1, 0]}
 
 
 def corpus(order=1):
-    pairs, documents = {n: pair_rows(n) for n in PLAIN}, {n: document_rows(n) for n in CONTEXTUAL}
+    pairs = {name: pair_rows(name) for name in PLAIN}
+    documents = {name: [document_row(name, d) for d in range(8)] for name in CONTEXTUAL}
     return SimpleNamespace(
         datasets=lambda kind, split: list(pairs if kind == "pairs" else documents)[::order],
         pairs=lambda split, name: Dataset.from_list(pairs[name][::order]),
@@ -159,10 +153,8 @@ def test_means_weigh_tasks_not_queries():
 
 CHUNKS = [f"Number {i}, {'and more ' * (i % 5)}that is all." for i in range(30)]
 IDS = [f"{(7 * i) % 30:02}" for i in range(30)]
-NUMBERS = Task(
-    "numbers", "english", [f"Which is number {i}?" for i in range(8)], [[text] for text in CHUNKS],
-    [{i, 29 - i} for i in range(8)], IDS,
-)  # fmt: skip
+ASKED = {f"Which is number {i}?": {i, 29 - i} for i in range(8)}
+NUMBERS = Task("numbers", "english", [*ASKED], [[text] for text in CHUNKS], [*ASKED.values()], IDS)
 SCORES_NM = torch.from_numpy(np.random.default_rng(0).integers(0, 6, (8, 30)) / 6)  # with ties
 
 
@@ -171,9 +163,8 @@ def test_the_best_are_reordered_by_the_reranker_and_the_others_stay(candidates):
     model = tiny.model(bidirectional=False, head=True)
     model.config.max_position_embeddings = 1024
     one, lengths = Reranker(model, tiny.tokenizer()), {"query_length": 4, "document_length": 6}
-    before_N, after_N = tasks.rerank_task(
-        one, NUMBERS, SCORES_NM, candidates=candidates, max_queries=5, **lengths
-    )
+    options = {"candidates": candidates, "max_queries": 5, **lengths}
+    before_N, after_N = tasks.rerank_task(one, NUMBERS, SCORES_NM, **options)
     assert len(before_N) == len(after_N) == 5 and (before_N != after_N).any()
 
     def ordered(scores, columns):

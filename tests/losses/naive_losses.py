@@ -8,25 +8,25 @@ import math
 from statistics import fmean
 
 
-def cosine(a, b) -> float:
+def cosine(a, b):
     return sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
 
 
-def nats(positive, others, temperature, margin=math.inf) -> float:
+def nats(positive, others, temperature, margin=math.inf):
     """−log e^{positive/τ} / (e^{positive/τ} + Σ e^{other/τ}) over the others within the margin."""
     kept = [s for s in others if s <= positive + margin]
     return math.log(sum(math.exp((s - positive) / temperature) for s in [positive, *kept]))
 
 
-def _may(negatives, query, document, own) -> bool:
+def _may(negatives, query, document, own):
     return negatives is None or document == own or negatives[query][document]
 
 
-def pair(q, d, temperature, margin, negatives=None) -> float:
+def pair(q, d, temperature, margin, negatives=None):
     return global_(q, d, list(range(len(q))), temperature, margin, negatives)
 
 
-def global_(q, documents, document, temperature, margin, negatives=None) -> float:
+def global_(q, documents, document, temperature, margin, negatives=None):
     """Sums over distinct documents; `pair` is the case of one query per document."""
     terms = []
     for i, own in enumerate(document):
@@ -37,7 +37,7 @@ def global_(q, documents, document, temperature, margin, negatives=None) -> floa
     return fmean(terms)
 
 
-def global_of_the_paper(q, d, hashes, temperature, margin) -> float:
+def global_of_the_paper(q, d, hashes, temperature, margin):
     """As printed: one (possibly repeated) document per query, and the matrix M^dup."""
     terms = []
     for i in range(len(q)):
@@ -59,17 +59,17 @@ def chunk_terms(q, chunks, document, gold, mask, negatives=None):
         yield own, cosine(q[i], chunks[own][gold[i]]), within, across
 
 
-def sequence(q, chunks, document, gold, temperature, mask) -> float:
+def sequence(q, chunks, document, gold, temperature, mask):
     terms = chunk_terms(q, chunks, document, gold, mask)
     return fmean(nats(positive, within, temperature) for _, positive, within, _ in terms)
 
 
-def batch(q, chunks, document, gold, temperature, mask, negatives=None) -> float:
+def batch(q, chunks, document, gold, temperature, mask, negatives=None):
     terms = chunk_terms(q, chunks, document, gold, mask, negatives)
     return fmean(nats(positive, within + across, temperature) for _, positive, within, across in terms)
 
 
-def insent(q, chunks, document, gold, lam, temperature, mask, negatives=None) -> float:
+def insent(q, chunks, document, gold, lam, temperature, mask, negatives=None):
     """The mean over the queries of each document, then over the documents that have some."""
     of_document = {}
     for own, positive, within, across in chunk_terms(q, chunks, document, gold, mask, negatives):
@@ -78,7 +78,7 @@ def insent(q, chunks, document, gold, lam, temperature, mask, negatives=None) ->
     return fmean(map(fmean, of_document.values()))
 
 
-def triplet(q, d, hard, temperature, negatives=None) -> float:
+def triplet(q, d, hard, temperature, negatives=None):
     terms = []
     for i in range(len(q)):
         others = [d[j] for j in range(len(q)) if j != i and _may(negatives, i, j, i)]
@@ -87,7 +87,7 @@ def triplet(q, d, hard, temperature, negatives=None) -> float:
     return fmean(terms)
 
 
-def qwen3(q, d, hard, temperature, margin, document, hard_document) -> float:
+def qwen3(q, d, hard, temperature, margin, document, hard_document):
     """`document` and `hard_document` are texts, of which equal ones are the same thing."""
     terms = []
     for i in range(len(q)):
@@ -99,12 +99,12 @@ def qwen3(q, d, hard, temperature, margin, document, hard_document) -> float:
     return fmean(terms)
 
 
-def _cross_entropy(hidden, unembedding, target) -> float:
+def _cross_entropy(hidden, unembedding, target):
     logits = [sum(x * w for x, w in zip(hidden, row)) for row in unembedding]
     return math.log(sum(math.exp(logit) for logit in logits)) - logits[target]
 
 
-def diffusion(hidden, unembedding, tokens, masked, t, valid) -> float:
+def diffusion(hidden, unembedding, tokens, masked, t, valid):
     total, positions = 0.0, 0
     for b in range(len(tokens)):
         for place in range(1, len(tokens[b])):
@@ -115,5 +115,5 @@ def diffusion(hidden, unembedding, tokens, masked, t, valid) -> float:
     return total / positions
 
 
-def answer(hidden, unembedding, last, answers) -> float:
+def answer(hidden, unembedding, last, answers):
     return fmean(_cross_entropy(hidden[b][place], unembedding, answers[b]) for b, place in enumerate(last))

@@ -5,26 +5,23 @@ import math
 import naive_losses
 import pytest
 import torch
-from sentence_transformers.sentence_transformer.losses import (
-    CachedMultipleNegativesRankingLoss,
-    MultipleNegativesRankingLoss,
-)
+from sentence_transformers.sentence_transformer import losses as peers
 
 from unmask.losses import contrastive, pair_loss, qwen3_loss, triplet_loss
 from unmask.losses.contrastive import cosine
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def batch(n: int, k: int, d: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(n, k, d, seed):
     """Pairs close enough that positives, true negatives and false ones (beyond the margin) all occur."""
     q_ND = randn(n, d, seed=seed)
     return q_ND, 0.5 * q_ND + randn(n, d, seed=seed + 1), randn(n, k, d, seed=seed + 2)
 
 
-def texts(n: int, k: int, seed: int) -> dict[str, torch.Tensor]:
+def texts(n, k, seed):
     """Numbers of documents of which some are equal, within and across the two kinds."""
     draw = torch.Generator().manual_seed(seed)
     document_N = torch.randint(n, (n,), generator=draw)
@@ -76,22 +73,19 @@ def test_what_is_known_to_be_no_negative_is_left_out(share, diagonal):
 def peer_loss(loss_class, **options):
     """sentence-transformers' loss as a function of embeddings: it never calls this model."""
     loss = loss_class(torch.nn.Sequential(torch.nn.Identity()), **options)
-    if loss_class is CachedMultipleNegativesRankingLoss:
+    if loss_class is peers.CachedMultipleNegativesRankingLoss:
         return lambda columns: loss.calculate_loss([[column] for column in columns])
     return lambda columns: loss.compute_loss_from_embeddings(columns, labels=None)
 
 
 PAIR = {"scale": 50, "directions": ("query_to_doc", "query_to_query")}
-QWEN3 = {
-    "scale": 50,
-    "directions": ("query_to_doc", "query_to_query", "doc_to_doc"),
-    "partition_mode": "joint",
-}
+QWEN3 = PAIR | {"directions": (*PAIR["directions"], "doc_to_doc"), "partition_mode": "joint"}
+RANKING, CACHED = peers.MultipleNegativesRankingLoss, peers.CachedMultipleNegativesRankingLoss
 PEERS = {
-    "pair": (lambda q, d, hard: pair_loss(q, d, margin=math.inf), MultipleNegativesRankingLoss, PAIR),
-    "cached": (lambda q, d, hard: pair_loss(q, d, margin=math.inf), CachedMultipleNegativesRankingLoss, PAIR),
-    "triplet": (triplet_loss, MultipleNegativesRankingLoss, {"scale": 1 / 0.03}),
-    "qwen3": (lambda q, d, hard: qwen3_loss(q, d, margin=math.inf), MultipleNegativesRankingLoss, QWEN3),
+    "pair": (lambda q, d, hard: pair_loss(q, d, margin=math.inf), RANKING, PAIR),
+    "cached": (lambda q, d, hard: pair_loss(q, d, margin=math.inf), CACHED, PAIR),
+    "triplet": (triplet_loss, RANKING, {"scale": 1 / 0.03}),
+    "qwen3": (lambda q, d, hard: qwen3_loss(q, d, margin=math.inf), RANKING, QWEN3),
 }
 
 
@@ -120,17 +114,17 @@ def test_a_zero_embedding_is_like_nothing_and_gets_no_gradient():
 TWO = torch.ones(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: pair_loss(torch.ones(3, 2), TWO), r"d_ND must have the shape \(3, 2\); got \(2, 2\)"),
-        (lambda: pair_loss(TWO[:1], TWO[:1]), "at least two pairs"),
-        (lambda: pair_loss(TWO, TWO, temperature=0), "temperature must be above 0"),
-        (lambda: pair_loss(TWO, TWO, margin=-0.1), "margin must be 0 or more"),
-        (lambda: triplet_loss(TWO, TWO, torch.ones(3, 1, 2)), r"hard_NKD must have the shape \(2, K, 2\)"),
-    ],
-)
-def test_bad_arguments_are_refused(call, message):
+REFUSED = {
+    r"d_ND must have the shape \(3, 2\); got \(2, 2\)": lambda: pair_loss(torch.ones(3, 2), TWO),
+    "at least two pairs": lambda: pair_loss(TWO[:1], TWO[:1]),
+    "temperature must be above 0": lambda: pair_loss(TWO, TWO, temperature=0),
+    "margin must be 0 or more": lambda: pair_loss(TWO, TWO, margin=-0.1),
+    r"hard_NKD must have the shape \(2, K, 2\)": lambda: triplet_loss(TWO, TWO, torch.ones(3, 1, 2)),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED.items())
+def test_bad_arguments_are_refused(message, call):
     with pytest.raises(ValueError, match=message):
         call()
 

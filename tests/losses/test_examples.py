@@ -6,9 +6,7 @@ from importlib import import_module
 import pytest
 
 
-@pytest.mark.parametrize(
-    "name", ["losses.contextual", "losses.contrastive", "losses.matryoshka", "losses.pretraining"]
-)
+@pytest.mark.parametrize("name", ["contextual", "contrastive", "matryoshka", "pretraining"])
 def test_docstring_examples(name):
-    result = doctest.testmod(import_module(f"unmask.{name}"))
+    result = doctest.testmod(import_module(f"unmask.losses.{name}"))
     assert result.attempted > 0 and result.failed == 0

@@ -117,13 +117,10 @@ def test_bad_arguments_are_refused():
         next_token_loss(hidden[:, :1], unembedding, tokens[:, :1])
 
 
-def prompts(dtype=torch.float64):
-    hidden, unembedding, *_ = problem(b=5, length=7, v=9, dtype=dtype)
-    return hidden.requires_grad_(), unembedding, torch.tensor([6, 0, 3, 3, 5]), torch.tensor([8, 2, 2, 8, 2])
-
-
 def test_answer_loss_is_the_formula_and_adds_up_over_micro_batches():
-    values = hidden, unembedding, last, answer = prompts()
+    hidden, unembedding, *_ = problem(b=5, length=7, v=9)
+    last, answer = torch.tensor([6, 0, 3, 3, 5]), torch.tensor([8, 2, 2, 8, 2])
+    values = hidden.requires_grad_(), unembedding, last, answer
     loss = answer_loss(*values)
     assert loss.item() == pytest.approx(naive_losses.answer(*(x.tolist() for x in values)))
     cut = slice(2), slice(2, 5)

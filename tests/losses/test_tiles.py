@@ -8,32 +8,24 @@ import test_contextual
 import test_contrastive
 import torch
 
-from unmask.losses import (
-    contextual_loss,
-    contrastive,
-    global_loss,
-    insent_loss,
-    local_loss,
-    pair_loss,
-    qwen3_loss,
-    triplet_loss,
-)
+from unmask import losses
 from unmask.models.quantize import int8
 
 N = 7
 Q, D, HARD = test_contrastive.batch(N, 2, 6, 30)
 CQ, CHUNKS, DOCUMENTS, DOCUMENT, GOLD, MASK = test_contextual.problem(N, 4, 3, 4, 13)
 FILTER = torch.rand(N, N, generator=torch.Generator().manual_seed(29)) > 0.3
+TEXTS = test_contrastive.texts(N, 2, 11)
 WHERE = {"document_N": DOCUMENT, "gold_N": GOLD, "chunk_mask_MC": MASK}
 LOSSES = {
-    "pair": (pair_loss, (Q, D)),
-    "filtered": (partial(pair_loss, negatives_NN=FILTER), (Q, D)),
-    "triplet": (triplet_loss, (Q, D, HARD)),
-    "qwen3": (partial(qwen3_loss, negatives_NN=FILTER, **test_contrastive.texts(N, 2, 11)), (Q, D, HARD)),
-    "global": (partial(global_loss, document_N=DOCUMENT), (CQ, DOCUMENTS)),
-    "local": (partial(local_loss, **WHERE), (CQ, CHUNKS)),
-    "contextual": (partial(contextual_loss, **WHERE, beta=0.4), (CQ, CHUNKS, DOCUMENTS)),
-    "insent": (partial(insent_loss, **WHERE, lam=0.4), (CQ, CHUNKS)),
+    "pair": (losses.pair_loss, (Q, D)),
+    "filtered": (partial(losses.pair_loss, negatives_NN=FILTER), (Q, D)),
+    "triplet": (losses.triplet_loss, (Q, D, HARD)),
+    "qwen3": (partial(losses.qwen3_loss, negatives_NN=FILTER, **TEXTS), (Q, D, HARD)),
+    "global": (partial(losses.global_loss, document_N=DOCUMENT), (CQ, DOCUMENTS)),
+    "local": (partial(losses.local_loss, **WHERE), (CQ, CHUNKS)),
+    "contextual": (partial(losses.contextual_loss, **WHERE, beta=0.4), (CQ, CHUNKS, DOCUMENTS)),
+    "insent": (partial(losses.insent_loss, **WHERE, lam=0.4), (CQ, CHUNKS)),
 }
 
 
@@ -60,7 +52,7 @@ def test_gradients_by_finite_differences(case):
 @pytest.mark.parametrize("scores", [2**24, 30, 1])  # one tile, uneven ones, tiles of one query
 def test_parts_and_tiles_change_neither_loss_nor_gradient(monkeypatch, case, bounds, scores):
     whole = loss_and_gradients(case)
-    monkeypatch.setattr(contrastive, "TILE_SCORES", scores)
+    monkeypatch.setattr(losses.contrastive, "TILE_SCORES", scores)
     parts = loss_and_gradients(case, [slice(a, b) for a, b in pairwise(bounds)])
     for part, expected in zip(parts, whole, strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-11, atol=1e-14)

@@ -1,7 +1,5 @@
 """The contextual encoder: what its second stage reads, and its embedder."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -27,7 +25,7 @@ def encoder(context=J):
 
 
 def embedder(**options):
-    return ContextEmbedder(encoder(), tiny.tokenizer(), device="cpu", **options)
+    return ContextEmbedder(encoder(), tiny.tokenizer(), **{"device": "cpu"} | options)
 
 
 def vectors(count, seed=0):
@@ -44,12 +42,12 @@ def rows(second, context_KD, items=None, **options):
     return encode_rows(second, items or sequences(second.slots), context_KD=context_KD, **options)
 
 
+def encoded(one, texts=TEXTS):
+    return one.encode(texts, "float32")
+
+
 def close(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-def far(found, expected):
-    assert (found - expected).norm() > 1e-2 * expected.norm()
 
 
 def naive(second, tokens_L, context_KD):
@@ -115,12 +113,6 @@ def test_the_stages_share_no_weights_and_the_null_vector_learns():
     assert torch.equal(two.second.null_D, built.second.null_D)
 
 
-def test_a_causal_backbone_is_refused(tmp_path):
-    backbone.save(tiny.model(bidirectional=False), tiny.tokenizer(), tmp_path / "model")
-    with pytest.raises(ValueError, match=r"is causal: .* bidirectional"):
-        cde.build(tmp_path / "model", context=J)
-
-
 def test_saved_and_loaded_it_is_the_same(tmp_path):
     built = encoder()
     path = cde.save(built, tiny.tokenizer(), tmp_path / "model", stage="cde", fingerprint="f")
@@ -131,12 +123,13 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
     for (name, one), (_, two) in zip(built.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(one, two), name
     plain = Embedder.from_pretrained(path / "first", device="cpu")
-    np.testing.assert_array_equal(
-        plain.encode(TEXTS, "float32"), Embedder(built.first, tiny.tokenizer()).encode(TEXTS, "float32")
-    )
+    np.testing.assert_array_equal(encoded(plain), encoded(Embedder(built.first, tiny.tokenizer())))
 
 
-def test_a_directory_that_holds_something_else_is_refused(tmp_path):
+def test_a_causal_backbone_and_a_directory_that_holds_something_else_are_refused(tmp_path):
+    backbone.save(tiny.model(bidirectional=False), tiny.tokenizer(), tmp_path / "causal")
+    with pytest.raises(ValueError, match=r"is causal: .* bidirectional"):
+        cde.build(tmp_path / "causal", context=J)
     backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "plain", pooling="mean")
     for path in (tmp_path / "plain", tmp_path / "none"):
         with pytest.raises(ValueError, match=f"{path} is no contextual encoder"):
@@ -149,30 +142,27 @@ def test_a_directory_that_holds_something_else_is_refused(tmp_path):
 def test_an_embedder_gives_the_rows_of_the_two_stages():
     ready = embedder().with_context(CORPUS)
     plain = Embedder(ready.encoder.first, tiny.tokenizer(), device="cpu")
-    context = torch.from_numpy(plain.encode(CORPUS, "float32"))
+    context = torch.from_numpy(encoded(plain, CORPUS))
     tokens = [np.array(tiny.tokenizer()(t)["input_ids"], np.int32) for t in TEXTS]
     expected = rows(ready.encoder.second, context, [after_context(TokenSequence(t), J) for t in tokens])
-    np.testing.assert_allclose(ready.encode(TEXTS, "float32"), expected, atol=1e-5)
+    np.testing.assert_allclose(encoded(ready), expected, atol=1e-5)
     documents = [join_chunks(tokens[:2], 0), join_chunks(tokens[2:], 0)]
     expected = rows(ready.encoder.second, context, [after_context(d, J) for d in documents])
     found = ready.encode_documents([TEXTS[:2], TEXTS[2:]], "float32")
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5)
     late = ready.encode_tokens(TEXTS)
     assert [len(t) for t in late] == [len(t) for t in tokens]
-    np.testing.assert_allclose([t.mean(0) for t in late], ready.encode(TEXTS, "float32"), atol=1e-5)
+    np.testing.assert_allclose([t.mean(0) for t in late], encoded(ready), atol=1e-5)
 
 
 def test_the_context_is_a_set_of_at_most_j_documents():
     ready = embedder()
-    full = ready.with_context([*CORPUS, "東京は日本の首都です。"])
+    full, other_order = (ready.with_context(texts) for texts in ([*CORPUS, TEXTS[2]], [TEXTS[2], *CORPUS]))
     assert full.encoder is ready.encoder
-    np.testing.assert_allclose(
-        ready.with_context(["東京は日本の首都です。", *CORPUS]).encode(TEXTS, "float32"),
-        full.encode(TEXTS, "float32"), atol=1e-5,
-    )  # fmt: skip
-    none = ready.encode(TEXTS, "float32")
-    np.testing.assert_array_equal(ready.with_context([]).encode(TEXTS, "float32"), none)
-    far(torch.from_numpy(full.encode(TEXTS, "float32")), torch.from_numpy(none))
+    found, none = encoded(full), encoded(ready)
+    np.testing.assert_allclose(encoded(other_order), found, atol=1e-5)
+    np.testing.assert_array_equal(encoded(ready.with_context([])), none)
+    assert np.linalg.norm(found - none) > 1e-2 * np.linalg.norm(none)
     with pytest.raises(ValueError, match=f"at most {J} context documents are read, got 5"):
         ready.with_context(["a file"] * 5)
     with pytest.raises(ValueError, match="Text 1 of 2 has no tokens"):
@@ -183,20 +173,15 @@ def test_an_embedder_is_saved_with_its_options(tmp_path):
     ready = embedder(max_length=9, normalize=True)
     path = ready.save_pretrained(tmp_path / "model")
     loaded = ContextEmbedder.from_pretrained(path, device="cpu")
-    facts = json.loads((path / "unmask.json").read_text())
-    assert facts == {
-        "pooling": "mean", "max_length": 9, "special_tokens": False, "normalize": True,
-        "context": J,
-    }  # fmt: skip
+    options = {"pooling": "mean", "max_length": 9, "special_tokens": False, "normalize": True}
+    assert backbone.facts(path) == options | {"context": J}
     for one, two in ((ready, loaded), (ready.with_context(CORPUS), loaded.with_context(CORPUS))):
-        np.testing.assert_array_equal(two.encode(TEXTS, "float32"), one.encode(TEXTS, "float32"))
+        np.testing.assert_array_equal(encoded(two), encoded(one))
 
 
 @pytest.mark.gpu
 def test_the_gpu_gives_the_embeddings_of_the_cpu():
-    expected = embedder().with_context(CORPUS).encode(TEXTS, "float32")
-    on_gpu = ContextEmbedder(encoder(), tiny.tokenizer(), device="cuda", mixed_precision=False)
-    np.testing.assert_allclose(on_gpu.with_context(CORPUS).encode(TEXTS, "float32"), expected, atol=1e-4)
-    half = ContextEmbedder(encoder(), tiny.tokenizer(), device="cuda", mixed_precision=True)
-    found = half.with_context(CORPUS).encode(TEXTS, "float32")
-    np.testing.assert_allclose(found, expected, atol=5e-2, rtol=5e-2)
+    expected = encoded(embedder().with_context(CORPUS))
+    for half, tolerance in ((False, {"atol": 1e-4}), (True, {"atol": 5e-2, "rtol": 5e-2})):
+        on_gpu = embedder(device="cuda", mixed_precision=half).with_context(CORPUS)
+        np.testing.assert_allclose(encoded(on_gpu), expected, **tolerance)

@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
+from test_embedder import DOCUMENTS, TEXTS, WORDS, naive
 from transformers import AutoModel, AutoTokenizer, Qwen3Model
 
 import tiny
@@ -21,14 +22,12 @@ from unmask.models.embedder import INSTRUCTIONS, instructed, prompt
 from unmask.models.interchange import export_onnx, load
 from unmask.models.quantizers import Int8Quantizer
 
-WORDS = " ".join(tiny.TEXTS[:5]).split()
-TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 1 + i * 5 % 23]) for i in range(24)]
 LONG = " ".join(WORDS * 12)  # more tokens than there are positions
-DOCUMENTS = [TEXTS[:3], TEXTS[3:4], TEXTS[4:9]]
 
 
-def edit(file, **changes):
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+def loaded(path):
+    """By sentence-transformers, and as an embedder."""
+    return SentenceTransformer(str(path), device="cpu"), Embedder.from_pretrained(path, device="cpu")
 
 
 @pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
@@ -37,33 +36,27 @@ def edit(file, **changes):
 def test_a_sentence_transformers_model_gives_the_same_vectors(tmp_path, make, normalize, pooling):
     source = make(tmp_path / "a")
     path = tiny_foreign.sentence_transformers(source, tmp_path / "b", pooling, normalize=normalize)
-    theirs = SentenceTransformer(str(path), device="cpu").encode([*TEXTS, LONG])
-    embedder = Embedder.from_pretrained(path, device="cpu")
-    np.testing.assert_allclose(embedder.encode([*TEXTS, LONG], "float32"), theirs, atol=1e-5)
+    theirs, embedder = loaded(path)
+    expected = theirs.encode([*TEXTS, LONG])
+    np.testing.assert_allclose(embedder.encode([*TEXTS, LONG], "float32"), expected, atol=1e-5)
     assert (embedder.special_tokens, embedder.normalize) == (True, normalize)
 
 
 def test_a_released_qwen3_embedding_gives_the_same_vectors(tmp_path):
-    path = tiny_foreign.qwen3_embedding(tmp_path / "a")
-    theirs = SentenceTransformer(str(path), device="cpu")
-    embedder = Embedder.from_pretrained(path, device="cpu")
+    theirs, embedder = loaded(tiny_foreign.qwen3_embedding(tmp_path / "a"))
     np.testing.assert_allclose(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS), atol=1e-5)
-    asked = "Given a web search query, retrieve relevant passages that answer the query"
-    queries = embedder.encode([instructed(asked, text) for text in TEXTS], "float32")
+    queries = embedder.encode([instructed(tiny_foreign.INSTRUCTION, text) for text in TEXTS], "float32")
     np.testing.assert_allclose(queries, theirs.encode(TEXTS, prompt_name="query"), atol=1e-5)
 
 
 def test_lengths_and_padding_in_a_models_own_files(tmp_path):
     path = tiny_foreign.sentence_transformers(tiny_foreign.bert(tmp_path / "a"), tmp_path / "b")
-    edit(path / "sentence_bert_config.json", max_seq_length=10)
+    tiny_foreign.edit(path / "sentence_bert_config.json", max_seq_length=10)
     cut = {"max_length": 6, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     pad = {"strategy": {"Fixed": 6}, "direction": "Right", "pad_id": 0, "pad_type_id": 0}
     pad |= {"pad_token": "[PAD]", "pad_to_multiple_of": None}
-    edit(path / "tokenizer.json", truncation=cut, padding=pad)
-    theirs, embedder = (
-        SentenceTransformer(str(path), device="cpu"),
-        Embedder.from_pretrained(path, device="cpu"),
-    )
+    tiny_foreign.edit(path / "tokenizer.json", truncation=cut, padding=pad)
+    theirs, embedder = loaded(path)
     assert embedder.max_length == theirs.max_seq_length == 10
     np.testing.assert_allclose(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS), atol=1e-5)
 
@@ -82,21 +75,13 @@ def test_what_an_embedder_cannot_do_is_refused(tmp_path):
             load(path)
 
 
-def naive(chunks: list[str]) -> np.ndarray:
-    """Vectors of a document's chunks in float64, with one forward pass."""
+def expected_of(chunks):
+    """Vectors of a document's chunks in float64; the positions turn as those of the released models."""
     config, tokenizer = tiny.model().config, tiny.tokenizer()
     config.rope_parameters = {"rope_type": "default", "rope_theta": 1_000_000.0}
-    model = Qwen3Model(config).double()
-    model.load_state_dict(tiny.model().double().state_dict())
-    tokens, spans = [], []
-    for chunk in chunks:
-        tokens += [tokenizer.convert_tokens_to_ids("<|endoftext|>")] if tokens else []
-        ids = tokenizer(chunk, add_special_tokens=False)["input_ids"]
-        spans.append(slice(len(tokens), len(tokens) + len(ids)))
-        tokens += ids
-    with torch.no_grad():
-        hidden_LD = model(torch.tensor([tokens])).last_hidden_state[0]
-    return np.stack([hidden_LD[span].mean(dim=0).numpy() for span in spans])
+    model = Qwen3Model(config)
+    model.load_state_dict(tiny.model().state_dict())
+    return naive(model, [tokenizer(chunk, add_special_tokens=False)["input_ids"] for chunk in chunks])
 
 
 @pytest.mark.parametrize("contextual", [False, True])
@@ -106,10 +91,10 @@ def test_a_released_pplx_embed_checkpoint_loads_into_the_stock_class(tmp_path, c
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
     embedder = Embedder.from_pretrained("perplexity/pplx-embed", device="cpu")
     assert type(embedder.model) is Qwen3Model
-    expected = np.concatenate([naive([text]) for text in TEXTS])
+    expected = np.concatenate([expected_of([text]) for text in TEXTS])
     np.testing.assert_allclose(embedder.encode(TEXTS, "float32"), expected, atol=2e-6)
     for ours, document in zip(embedder.encode_documents(DOCUMENTS, "float32"), DOCUMENTS, strict=True):
-        np.testing.assert_allclose(ours, naive(document), atol=2e-6)
+        np.testing.assert_allclose(ours, expected_of(document), atol=2e-6)
     stock = SentenceTransformer(str(embedder.save_pretrained(tmp_path / "stock")), device="cpu")
     assert not hasattr(stock[0].config, "auto_map")
     np.testing.assert_allclose(stock.encode(TEXTS), expected, atol=1e-5)
@@ -122,7 +107,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="nobody/nothing is no directory here"):
         load("nobody/nothing")
     path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m")
-    edit(path / "config.json", model_type="mamba7", auto_map={"AutoModel": "code.Mamba"})
+    tiny_foreign.edit(path / "config.json", model_type="mamba7", auto_map={"AutoModel": "code.Mamba"})
     with pytest.raises(ValueError, match="architecture 'mamba7' is unknown to the installed transformers"):
         load(path)
     shard = next(tiny_foreign.released(tmp_path / "a").glob("*.safetensors"))
@@ -148,9 +133,9 @@ def test_a_saved_embedder_comes_back_here_and_in_sentence_transformers(tmp_path,
     expected = embedder.encode([*TEXTS, LONG], "float32")
     theirs = SentenceTransformer(str(path), device="cpu", trust_remote_code=False)
     np.testing.assert_allclose(theirs.encode([*TEXTS, LONG]), expected, atol=1e-5)
-    loaded = Embedder.from_pretrained(path, device="cpu")
-    np.testing.assert_array_equal(loaded.encode([*TEXTS, LONG], "float32"), expected)
-    assert [loaded.max_length, loaded.pooling] == [embedder.max_length, embedder.pooling]
+    again = Embedder.from_pretrained(path, device="cpu")
+    np.testing.assert_array_equal(again.encode([*TEXTS, LONG], "float32"), expected)
+    assert [again.max_length, again.pooling] == [embedder.max_length, embedder.pooling]
     assert Embedder.from_pretrained(path, pooling="mean").pooling == "mean"
     assert not [file for file in path.rglob("*") if file.suffix in (".py", ".bin", ".pt", ".pkl")]
     if not options:
@@ -168,8 +153,8 @@ def test_the_quantiser_module_gives_the_same_codes_and_is_saved_with_a_pipeline(
     np.testing.assert_array_equal(codes, codes.astype(np.int8))
     assert (codes != expected).mean() <= 0.001 and abs(codes - expected).max() <= 1
     model.save(str(tmp_path / "pipeline"))
-    loaded = SentenceTransformer(str(tmp_path / "pipeline"), device="cpu", trust_remote_code=True)
-    np.testing.assert_array_equal(loaded.encode(TEXTS), codes)
+    again = SentenceTransformer(str(tmp_path / "pipeline"), device="cpu", trust_remote_code=True)
+    np.testing.assert_array_equal(again.encode(TEXTS), codes)
 
 
 # Letters, signs, digits and spaces follow the colon, which pre-tokenisation may join with some of them.
@@ -182,16 +167,12 @@ BEFORE = prompt(INSTRUCTIONS["contextual"])
 def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, monkeypatch, lengths):
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
     tokenizer, read = ending(tiny.tokenizer()), []
-    path = backbone.save(
-        tiny.model(bidirectional=False), tokenizer, tmp_path / "model",
-        pooling="last", special_tokens=True, prompts={"query": BEFORE, "document": ""},
-    )  # fmt: skip
+    facts = {"pooling": "last", "special_tokens": True, "prompts": {"query": BEFORE, "document": ""}}
+    path = backbone.save(tiny.model(bidirectional=False), tokenizer, tmp_path / "model", **facts)
     rows = Dataset.from_dict({"query": QUERIES, "document": ANSWERS, "key": list(map(str, range(11)))})
-    trained = token_pairs(
-        rows, StoredTokenizer.of(tokenizer), name="d", identity="",
-        query_length=lengths[0], document_length=lengths[1],
-        around_query=(BEFORE, END_OF_TEXT), around_document=("", END_OF_TEXT),
-    )  # fmt: skip
+    read_as = {"around_query": (BEFORE, END_OF_TEXT), "around_document": ("", END_OF_TEXT)}
+    read_as |= {"query_length": lengths[0], "document_length": lengths[1]}
+    trained = token_pairs(rows, StoredTokenizer.of(tokenizer), name="d", identity="", **read_as)
     embedder = Embedder.from_pretrained(path, device="cpu")
     for texts, length in (([BEFORE + query for query in QUERIES], lengths[0]), (ANSWERS, lengths[1])):
         read += [unit.sequence.tokens_L.tolist() for unit in embedder._texts(texts, length).units]
@@ -201,10 +182,10 @@ def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, monkeypatc
     np.testing.assert_allclose(theirs.encode(QUERIES, prompt_name="query"), expected, atol=1e-5)
 
 
-BATCHES = [["a"], [LONG[:300]], ["Read a table.", LONG[:300], "a"]]
+EXPORTED = [("qwen3", {}), ("llama", {}), ("olmo2", {}), ("qwen3", {"pooling": "last", "normalize": True})]
 
 
-def run_onnx(path, texts: list[str]) -> dict[str, np.ndarray]:
+def run_onnx(path, texts):
     onnxruntime = pytest.importorskip("onnxruntime", reason="no ONNX: pip install 'unmask[onnx]'")
     session = onnxruntime.InferenceSession(path / "model.onnx", providers=["CPUExecutionProvider"])
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -215,10 +196,7 @@ def run_onnx(path, texts: list[str]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("qwen3", {}), ("llama", {}), ("olmo2", {}), ("qwen3", {"pooling": "last", "normalize": True})],
-)
+@pytest.mark.parametrize(("family", "options"), EXPORTED)
 def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options):
     pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
     model = tiny_families.model(family, bidirectional=not options)
@@ -226,7 +204,7 @@ def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options
     path = export_onnx(embedder, tmp_path / "model")
     files = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} == files
-    for texts in BATCHES:
+    for texts in (["a"], [LONG[:300]], ["Read a table.", LONG[:300], "a"]):
         found = run_onnx(path, texts)
         np.testing.assert_allclose(found["sentence_embedding"], embedder.encode(texts, "float32"), atol=1e-4)
         assert found["int8"].dtype == np.int8

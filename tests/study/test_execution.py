@@ -5,12 +5,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from toy_checkout import Checkout
 from waiting import live, wait_for
 
 LOOK = """
@@ -26,15 +24,15 @@ print(file=sys.stderr)
 """
 
 
-def text_of(notebook: dict[str, Any], cell: int) -> str:
+def text_of(notebook, cell):
     return "".join("".join(output["text"]) for output in notebook["cells"][cell]["outputs"])
 
 
-def record(checkout: Checkout) -> dict[str, Any]:
+def record(checkout):
     return json.loads((checkout.folders.results / "provenance.json").read_text())
 
 
-def test_a_run_from_start_to_nothing_to_do(checkout: Checkout) -> None:
+def test_a_run_from_start_to_nothing_to_do(checkout):
     checkout.notebook("00_backbone", [LOOK, BAR])
     checkout.notebook("01_pair", ["print(overrides)"], needs=["00_backbone"], reads=["pair"])
     checkout.notebook("12a_page", prose="# The report", needs=["01_pair"], reads=[])
@@ -76,7 +74,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout: Checkout) -> None:
     assert "01_pair   preset section pair changed  0:00:" in stale and "00_backbone" not in stale
 
 
-def test_a_failed_cell_stops_the_run_and_is_reported(checkout: Checkout) -> None:
+def test_a_failed_cell_stops_the_run_and_is_reported(checkout):
     checkout.notebook("00_good", ["1"])
     checkout.notebook("01_bad", ["print('so far')", "# setting out\n1 / 0"], needs=["00_good"])
     checkout.notebook("02_never", ["1"], needs=["01_bad"])
@@ -92,11 +90,8 @@ def test_a_failed_cell_stops_the_run_and_is_reported(checkout: Checkout) -> None
     assert "so far\n" in log and "ZeroDivisionError: division by zero" in log
     assert "so far" in json.dumps(checkout.executed("01_bad"))
     states = checkout.unmask("status", "--preset", "smoke").stdout
-    assert [line.split()[:2] for line in states.splitlines()[2:]] == [
-        ["00_good", "done"],
-        ["01_bad", "not"],
-        ["02_never", "not"],
-    ]
+    found = [line.split()[:2] for line in states.splitlines()[2:]]
+    assert found == [["00_good", "done"], ["01_bad", "not"], ["02_never", "not"]]
     checkout.notebook("01_bad", ["import os; os._exit(9)"], needs=["00_good"])
     died = checkout.unmask("run", "--preset", "smoke")
     assert died.returncode == 1 and "[1/2] 01_bad · failed" in died.stdout
@@ -135,19 +130,16 @@ time.sleep(300)
 """
 
 
-@pytest.mark.parametrize(
-    ("cell", "grace", "number", "status"),
-    [
-        (START, 120, signal.SIGTERM, 75),
-        (START, 120, signal.SIGINT, 130),
-        (START, 120, signal.SIGKILL, -signal.SIGKILL),
-        (DEAF, 1.5, signal.SIGTERM, 75),
-    ],
-    ids=["SIGTERM", "SIGINT", "SIGKILL", "deaf"],
-)
-def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(
-    checkout: Checkout, cell: str, grace: float, number: signal.Signals, status: int
-) -> None:
+STOPS = {
+    "SIGTERM": (START, 120, signal.SIGTERM, 75),
+    "SIGINT": (START, 120, signal.SIGINT, 130),
+    "SIGKILL": (START, 120, signal.SIGKILL, -signal.SIGKILL),
+    "deaf": (DEAF, 1.5, signal.SIGTERM, 75),
+}
+
+
+@pytest.mark.parametrize(("cell", "grace", "sent", "status"), STOPS.values(), ids=STOPS)
+def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(checkout, cell, grace, sent, status):
     """What does not end in time is killed."""
     checkout.notebook("00_train", [cell])
     run = checkout.start("run", "--preset", "smoke", UNMASK_GRACE_SECONDS=str(grace))
@@ -155,11 +147,11 @@ def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(
         wait_for(lambda: (checkout.root / "started").exists() or run.poll() is not None)
         started = psutil.Process(run.pid).children(recursive=True)
         assert len(started) == 3  # papermill, kernel, training
-        if number == signal.SIGINT:
+        if sent == signal.SIGINT:
             second = checkout.unmask("run", "--preset", "smoke")
             assert second.returncode == 2 and "another process executes this run" in second.stderr
-        run.send_signal(number)
-        run.send_signal(number)  # as `timeout` does: to the process, and to its group
+        run.send_signal(sent)
+        run.send_signal(sent)  # as `timeout` does: to the process, and to its group
         output, errors = run.communicate(timeout=300)
     finally:
         run.kill()
@@ -167,40 +159,34 @@ def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(
     wait_for(lambda: not live(started))
     assert not (checkout.folders.artifacts / "00_train" / "done.json").exists()
     assert (checkout.folders.executed / "00_train.ipynb").exists()  # as far as it got
-    saved = checkout.root / "checkpoint"
-    if cell == DEAF or number == signal.SIGKILL:
-        assert not saved.exists()
-    else:
-        assert saved.read_text() == "1"
-    if number != signal.SIGKILL:
-        assert errors == f"unmask: stopped by {number.name}; the same command goes on from here\n"
+    saved = [path.read_text() for path in checkout.root.glob("checkpoint")]
+    assert saved == ([] if cell == DEAF or sent == signal.SIGKILL else ["1"])
+    if sent != signal.SIGKILL:
+        assert errors == f"unmask: stopped by {sent.name}; the same command goes on from here\n"
         assert "00_train · stopped after" in output
 
 
-def test_a_training_that_was_told_to_stop_ends_the_run_as_if_pre_empted(checkout: Checkout) -> None:
+def test_a_training_that_was_told_to_stop_ends_the_run_as_if_pre_empted(checkout):
     stopped = "class TrainingStopped(RuntimeError): pass\nraise TrainingStopped('after 3 steps')"
     checkout.notebook("00_train", [stopped])
     result = checkout.unmask("run", "--preset", "smoke")
     assert result.returncode == 75 and "00_train · stopped after" in result.stdout
 
 
-def meeting(me: str, other: str) -> list[str]:
+def meeting(me, other):
     """A notebook that ends only beside another one, and says what it may use."""
     wait = f"""
-import os, time
+import os, sys
 from pathlib import Path
+sys.path.append({str(Path(__file__).parents[1])!r})
+from waiting import wait_for
 Path("../{me}.here").touch()
-for _ in range(3000):
-    if Path("../{other}.here").exists():
-        break
-    time.sleep(0.1)
-else:
-    raise RuntimeError("the other one does not run")
+wait_for(Path("../{other}.here").exists)
 """
     return [wait, 'print(os.environ.get("OMP_NUM_THREADS"))']
 
 
-def test_independent_notebooks_run_side_by_side(checkout: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_independent_notebooks_run_side_by_side(checkout, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     checkout.notebook("00_left", meeting("left", "right"))
     checkout.notebook("01_right", meeting("right", "left"))

@@ -13,22 +13,14 @@ from unmask.study import figures
 
 plt.switch_backend("agg")
 
-PRESET = load_preset("smoke")
 NAMES = ["BM25", "all-MiniLM-L6-v2", "pair, chunks alone", "merged", *(f"series {i}" for i in range(6))]
 TEXT = {"ylabel": "quality (nDCG@10)", "title": "A title"}
 AXES = {"xlabel": "size (bytes)", **TEXT}
 STEPS = [{"step": i, "loss": 5 / (i + 1)} for i in range(30)]
 BARS = {name: {"english": 0.1 * i, "code": 0.05} for i, name in enumerate(NAMES)}
-CLAIM = {
-    "claim": "A claim that needs more than one line to say what it says, as claims sometimes do.",
-    "value": 0.02,
-    "interval": [0.01, 0.03],
-    "bar": {"above": 0.0},
-    "unit": "points",
-    "verdict": "reproduced",
-    "effect": "+2.0 [+1.0, +3.0] points",
-    "values": {"0": 0.015, "1": 0.025},
-}
+CLAIM = {"claim": "A claim that needs more than one line to say what it says, as claims sometimes do."}
+CLAIM |= {"value": 0.02, "interval": [0.01, 0.03], "bar": {"above": 0.0}, "unit": "points"}
+CLAIM |= {"verdict": "reproduced", "effect": "+2.0 [+1.0, +3.0] points", "values": {"0": 0.015, "1": 0.025}}
 INTERVALS = {name: {g: (v - 0.02, v + 0.03) for g, v in row.items()} for name, row in BARS.items()}
 CURVES = {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES}
 TWICE = {(n, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for n in NAMES[:5] for how in ("on", "off")}
@@ -36,6 +28,7 @@ POINTS = {n: [(4096, 0.5 - i / 50, "1024-d"), (128, 0.4, "32-d")] for i, n in en
 SIZES = {name: 10.0**i for i, name in enumerate(NAMES)}
 ROWS = {name: {f"task {row}": 10.0 * row + i for row in range(6)} for i, name in enumerate(NAMES[:6])}
 PANELS = {"the paper": ROWS, "ours": dict(list(ROWS.items())[2:])}
+CHANGE = {"change": ("pair, chunks alone", "merged"), "xlabel": "nDCG@10 in %", "title": "A title"}
 LOSS = {"ylabel": "loss (nats)", "title": "A title"}
 DRAWINGS = {
     "loss": lambda: figures.loss_curves(dict.fromkeys(NAMES, STEPS), reference={"guess": 9.0}, **LOSS),
@@ -49,9 +42,7 @@ DRAWINGS = {
     "histograms": lambda: figures.histograms({name: np.arange(50.0) for name in NAMES}, **AXES),
     "pareto": lambda: figures.pareto({"ours": POINTS, "theirs": POINTS, "third": POINTS}, **AXES),
     "horizontal_bars": lambda: figures.horizontal_bars(SIZES, xlabel="text (MB)", title="A title"),
-    "beside": lambda: figures.beside(
-        PANELS, xlabel="nDCG@10 in %", title="A title", change=("pair, chunks alone", "merged")
-    ),
+    "beside": lambda: figures.beside(PANELS, **CHANGE),
     "forest": lambda: figures.forest([CLAIM, CLAIM | {"unit": "nats"}], title="A title"),
 }
 
@@ -86,7 +77,7 @@ def test_every_figure_is_labelled_readable_within_its_edges_and_of_known_colours
 
 def test_a_figure_is_saved_for_light_and_for_dark_pages(tmp_path, monkeypatch):
     monkeypatch.setattr(workspace, "repository", lambda: tmp_path)
-    run = workspace.Run("02_pair", "r", PRESET)
+    run = workspace.Run("02_pair", "r", load_preset("smoke"))
     figure = figures.grouped_bars(BARS | {"CDE": {"english": 0.4, "code": 0.3}}, **TEXT)
     before = [to_hex(patch.get_facecolor(), keep_alpha=True) for patch in figure.axes[0].patches]
     path = run.figure(figure, "one")
@@ -119,11 +110,9 @@ def _rgb(color):
 
 
 def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
-    points = {
-        "int8": [(100, 0.5, "256"), (400, 0.4, "64")],
-        "binary": [(800, 0.45, "256"), (50, 0.5, "2048")],
-    }
-    figure = figures.pareto({"one": points, "two": {"int8": [(1, 0.1, "a")]}}, **AXES)
+    int8, binary = [(100, 0.5, "256"), (400, 0.4, "64")], [(800, 0.45, "256"), (50, 0.5, "2048")]
+    points = {"one": {"int8": int8, "binary": binary}, "two": {"int8": [(1, 0.1, "a")]}}
+    figure = figures.pareto(points, **AXES)
     axes, _ = figure.axes
     (frontier,) = [line for line in axes.lines if line.get_label() == "frontier"]
     assert list(zip(frontier.get_xdata(), frontier.get_ydata())) == [(100, 0.5), (800, 0.45)]

@@ -1,9 +1,9 @@
 """The plan's formulas against what torch counts, and its refusals."""
 
-import json
 import re
 from dataclasses import replace
 
+import nbformat
 import numpy as np
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3Model
 
 import tiny
-from unmask.config import TRAINED, Preset, load_preset
+from unmask.config import TRAINED, load_preset
 from unmask.losses import diffusion_loss, next_token_loss, pair_loss
 from unmask.models.context_encoder import SecondStage
 from unmask.models.encoding import TokenSequence, after_context
@@ -23,21 +23,21 @@ TOKENS = 4 * 64  # of the batch whose activations are measured
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64}
 
 
-def shaped(stage: str, **values) -> Preset:
+def shaped(stage, **values):
     """A preset with the shape of `tiny.model()` and the vocabulary of the tiny tokenizer."""
     changes = {f"backbone.{key}": value for key, value in SHAPE.items()}
     changes |= {f"{stage}.{key}": value for key, value in values.items()}
     return load_preset("smoke", changes | {"data.vocab_size": len(tiny.tokenizer())})
 
 
-def planned(stage: str, which: int = -1, **values) -> float:
+def planned(stage, which=-1, **values):
     """FLOPs of a step of one of a stage's trainings."""
     preset = shaped(stage, **values)
     found = [one for one in plan.trainings(preset, 1) if one.stage == stage][which]
     return found.flops / found.steps / found.number
 
 
-def counted(work) -> int:
+def counted(work):
     with FlopCounterMode(display=False) as counter:
         work()
     return counter.get_total_flops()
@@ -50,7 +50,7 @@ def eager(**options):
     return model.train()
 
 
-def sequences(number: int, length: int) -> list[TokenSequence]:
+def sequences(number, length):
     return [TokenSequence(np.full(length, 7, np.int32)) for _ in range(number)]
 
 
@@ -92,10 +92,8 @@ def test_flops_of_a_step_in_two_stages_are_what_torch_counts(budget):
 
     def step():
         context, push = cached_rows(first, texts[:slots], token_budget=budget)
-        context.requires_grad_()
-        cached_backward(
-            second, read, lambda rows: pair_loss(rows[:n], rows[n:]), token_budget=budget, context_KD=context
-        )
+        options = {"token_budget": budget, "context_KD": context.requires_grad_()}
+        cached_backward(second, read, lambda rows: pair_loss(rows[:n], rows[n:]), **options)
         push(context.grad)
 
     sizes = {"batch": n, "query_length": length, "document_length": length, "token_budget": budget}
@@ -115,13 +113,11 @@ def test_flops_of_mining_are_what_torch_counts():
 def test_activations_are_what_autograd_keeps(sharded):
     """Two layers less one, so that only a layer's own count; fsdp2's layers are bfloat16 throughout."""
     shape = replace(load_preset("smoke").backbone, hidden_size=128, heads=4, kv_heads=2, mlp_size=192)
+    sizes = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "head_dim": shape.head_size}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "is_causal": False}
     kept = []
     for layers in (1, 2):
-        config = Qwen3Config(
-            vocab_size=300, hidden_size=128, intermediate_size=192, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=shape.head_size, is_causal=False,
-        )  # fmt: skip
-        model = Qwen3Model(config)
+        model = Qwen3Model(Qwen3Config(num_hidden_layers=layers, **sizes))
         kept.append(_kept_bytes(model.bfloat16() if sharded else model, autocast=not sharded))
     weights = sum(p.numel() for p in model.layers[1].parameters() if p.ndim == 2)
     # Autocast also keeps its copy of the weights, which the plan counts apart.
@@ -129,7 +125,7 @@ def test_activations_are_what_autograd_keeps(sharded):
     assert plan.activation_bytes(shape, sharded=sharded) == pytest.approx(measured, rel=0.02)
 
 
-def _kept_bytes(model, autocast: bool) -> int:
+def _kept_bytes(model, autocast):
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages = {}
 
@@ -137,10 +133,8 @@ def _kept_bytes(model, autocast: bool) -> int:
         storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-    ):
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         graph = model(torch.randint(0, 300, (4, 64)), use_cache=False).last_hidden_state
     assert graph.requires_grad  # alive, so that no storage was used twice
     return sum(size for pointer, size in storages.items() if pointer not in own)
@@ -149,8 +143,7 @@ def _kept_bytes(model, autocast: bool) -> int:
 def test_every_training_of_the_notebooks_is_planned_and_no_other():
     started = set()
     for path in (repository() / "notebooks").glob("*.ipynb"):
-        cells = json.loads(path.read_text(encoding="utf8"))["cells"]
-        code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+        code = "\n".join(cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code")
         # launch(study, "pair", …), or ("pair", …) among the trainings of launch_all
         one = rf'(?:[(=]|launch\(\w+,)\s*"({"|".join(TRAINED)})",\s*(?:{{|job)'
         started |= {(path.stem, stage) for stage in re.findall(one, code) if "training.launch" in code}

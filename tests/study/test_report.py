@@ -27,7 +27,7 @@ METRICS = {
 }
 
 
-def rows(markdown: str, label: str) -> list[list[str]]:
+def rows(markdown, label):
     """Cells of all table rows whose first cell holds the label."""
     table = [line.strip("| ").split(" | ") for line in markdown.splitlines() if line.startswith("| ")]
     return [cells for cells in table if label in cells[0]]
@@ -37,10 +37,8 @@ def rows(markdown: str, label: str) -> list[list[str]]:
 
 
 def test_a_table_rounds_escapes_and_names_what_is_missing():
-    table = markdown_table(
-        [{"model": "a|b", "ndcg": 0.12345}, {"model": "c\nd", "n": 3}, {"ndcg": np.float64(1)}]
-    )
-    assert table.splitlines() == [
+    cells = [{"model": "a|b", "ndcg": 0.12345}, {"model": "c\nd", "n": 3}, {"ndcg": np.float64(1)}]
+    assert markdown_table(cells).splitlines() == [
         "| model | ndcg | n |",
         "|---|---|---|",
         r"| a\|b | 0.123 | not run |",
@@ -78,10 +76,8 @@ def test_seeds_become_a_mean_and_a_deviation_of_what_was_measured():
 def test_trainings_are_checked_and_the_gates_shown():
     task = Task("t", "english", ["q"] * 50, [[str(i)] for i in range(50)], [{i} for i in range(50)])
     falling = [{"loss": 5 - 0.1 * step} for step in range(30)]
-    config = SimpleNamespace(bootstrap=50)
-    found = report.checked(
-        {"a": falling, "b": falling}, {"a": 9.0, "b": 1.0}, {"a": {"t": np.ones(50)}}, [task], config
-    )
+    told = [{"a": falling, "b": falling}, {"a": 9.0, "b": 1.0}, {"a": {"t": np.ones(50)}}, [task]]
+    found = report.checked(*told, SimpleNamespace(bootstrap=50))
     assert [gate["passed"] for gate in found["a"]] == [True] * 4
     assert [gate["passed"] for gate in found["b"]] == [True, False, True]  # above a guess; not read by a task
     table = report.gates_table(found)
@@ -123,7 +119,7 @@ def test_every_link_of_the_committed_reports_leads_somewhere():
 
 
 def test_the_report_is_the_executed_page_without_code_and_follows_the_readers_theme(tmp_path):
-    def shown(data: dict, **metadata):
+    def shown(data, **metadata):
         return new_output("display_data", data=data, metadata=metadata)
 
     table = shown({"text/markdown": "# Report: a & b\n\n| claim |\n|---|\n| **not run** |"})

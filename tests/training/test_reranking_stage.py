@@ -50,8 +50,6 @@ def test_training_and_inference_read_the_same_tokens(job):
             prompt_L = torch.from_numpy(np.concatenate([pairs.queries[row], document_L]).astype(np.int64))
             hidden_1LD = reranker.model.model(prompt_L[None]).last_hidden_state
             last, head_VD = torch.tensor([len(prompt_L) - 1]), reranker.model.lm_head.weight
-            yes, no = (
-                answer_loss(hidden_1LD, head_VD, last, torch.tensor([answer]))
-                for answer in (reranker.yes, reranker.no)
-            )
+            answers = (torch.tensor([answer]) for answer in (reranker.yes, reranker.no))
+            yes, no = (answer_loss(hidden_1LD, head_VD, last, answer_1) for answer_1 in answers)
             assert (no - yes).item() == pytest.approx(odds, abs=1e-5)

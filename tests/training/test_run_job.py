@@ -28,17 +28,17 @@ def quiet(row):
     pass
 
 
-@pytest.mark.parametrize(
-    ("stage", "negatives", "read"),
-    [
-        ("diffusion", 0, {"environment": {"blocks": 8, "texts": len(tiny_corpus.TEXTS)}}),
-        ("pair", 0, {"docs": {"rows": 60, "texts cut": 120}}),
-        # Every document has three chunks, in windows of two.
-        ("contextual", 0, {"docs": {"rows": 5}, "counting": {"rows": 60}}),
-        ("triplet", 3, {"docs": {"rows": 60}}),
-        ("triplet", 1, {"docs": {"rows": 60}}),  # fewer than the two that are wanted
-    ],
-)
+READ = [
+    ("diffusion", 0, {"environment": {"blocks": 8, "texts": len(tiny_corpus.TEXTS)}}),
+    ("pair", 0, {"docs": {"rows": 60, "texts cut": 120}}),
+    # Every document has three chunks, in windows of two.
+    ("contextual", 0, {"docs": {"rows": 5}, "counting": {"rows": 60}}),
+    ("triplet", 3, {"docs": {"rows": 60}}),
+    ("triplet", 1, {"docs": {"rows": 60}}),  # fewer than the two that are wanted
+]
+
+
+@pytest.mark.parametrize(("stage", "negatives", "read"), READ)
 def test_a_stage_trains_and_says_what_it_read(start, tmp_path, stage, negatives, read):
     more, rows = tiny_stages.mined(tmp_path, negatives) if negatives else {}, []
     report = data_report(run_job(job(stage, start, tmp_path, **more), rows.append))
@@ -69,10 +69,8 @@ def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
     asked = job("pair", start, tmp_path, changes=whole | {"cluster_size": 8}, surrogate=str(path))
     for drawn in map((stage := stage_of(asked)).plan.samples, range(2)):
         rows = [tiny_corpus.PAIRS[row] for row in drawn["rows"]]
-        q_ND, d_ND = (
-            peer.encode([row[side] for row in rows], normalize_embeddings=True)
-            for side in ("query", "document")
-        )
+        sides = ([row[side] for row in rows] for side in ("query", "document"))
+        q_ND, d_ND = (peer.encode(texts, normalize_embeddings=True) for texts in sides)
         others = (q_ND @ d_ND.T)[~np.eye(len(rows), dtype=bool)]
         found = negative_similarity(stage.neighbours[drawn["dataset"]], drawn["rows"])
         assert found == pytest.approx(others.mean(), abs=1e-3)
@@ -95,16 +93,16 @@ def test_a_causal_start_reads_both_sides_if_it_is_told_to(causal, tmp_path):
         assert backbone.sees_both_sides(backbone.load(path)) == bool(more)
 
 
-@pytest.mark.parametrize(
-    ("more", "names"),
-    [
-        ({}, set()),
-        ({"changes": {"lr": 1.0}}, {"pair.lr"}),
-        ({"groups": ["code"]}, {"groups"}),
-        ({"surrogate": "org/model"}, set()),  # not asked
-        ({"changes": {"cluster_size": 8}}, {"pair.cluster_size", "surrogate", "clusters"}),
-    ],
-)
+DIFFERENT = [
+    ({}, set()),
+    ({"changes": {"lr": 1.0}}, {"pair.lr"}),
+    ({"groups": ["code"]}, {"groups"}),
+    ({"surrogate": "org/model"}, set()),  # not asked
+    ({"changes": {"cluster_size": 8}}, {"pair.cluster_size", "surrogate", "clusters"}),
+]
+
+
+@pytest.mark.parametrize(("more", "names"), DIFFERENT)
 def test_what_differs_between_two_jobs_is_named(start, tmp_path, more, names):
     base = {"surrogate": str(start)}
     one, two = (job_identity(job("pair", start, tmp_path, **base | changed)) for changed in ({}, more))

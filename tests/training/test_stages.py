@@ -150,10 +150,8 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured():
     batch = drawn.layout
     q, chunks, _, mask = split_rows(torch.cat([encode_rows(model, [s]) for s in batch.sequences]), batch)
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}
-    losses = [
-        insent_loss(int8(q)[:, :d], int8(chunks)[..., :d], **where, lam=0.3, temperature=0.05)
-        for d in stage.config.dimensions
-    ]
+    where |= {"lam": 0.3, "temperature": 0.05}
+    losses = [insent_loss(int8(q)[:, :d], int8(chunks)[..., :d], **where) for d in stage.config.dimensions]
     insent = step(stage, model, drawn)
     assert_same(insent, backpropagated(sum(losses) / len(losses), model))
     assert step(tiny_stages.stage("contextual"), model, drawn)[0] != insent[0]

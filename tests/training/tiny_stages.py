@@ -21,10 +21,8 @@ HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3
 ANSWERS = (20, 21)  # yes, no
 _PRESET = load_preset("smoke")
-_COMMON = {
-    "steps": 8, "batch": 4, "lr": 1e-3, "schedule": "cosine", "warmup": 2, "decay": 0, "token_budget": 64,
-    "precision": "fp32", "checkpoint_every": 2, "seed": 5,
-}  # fmt: skip
+_COMMON = {"steps": 8, "batch": 4, "lr": 1e-3, "schedule": "cosine", "warmup": 2, "decay": 0, "seed": 5}
+_COMMON |= {"token_budget": 64, "precision": "fp32", "checkpoint_every": 2}
 _OWN = {
     "ar": {"length": 16},
     "diffusion": {"length": 16, "cut_fraction": 0.3, "t_min": 0.001},
@@ -48,13 +46,10 @@ def model(name):
 
 
 def pairs(count, *, keys=None, negatives=0, seed=0):
+    texts = tiny.sequences(count, seed=seed, longest=8), tiny.sequences(count, seed=seed + 1, longest=12)
     hard = tiny.sequences(count * negatives, seed=seed + 2, longest=12)
-    return TokenPairs(
-        tiny.sequences(count, seed=seed, longest=8),
-        tiny.sequences(count, seed=seed + 1, longest=12),
-        keys or [str(i) for i in range(count)],
-        [hard[i * negatives : (i + 1) * negatives] for i in range(count)] if negatives else None,
-    )
+    hard = [hard[i * negatives : (i + 1) * negatives] for i in range(count)] if negatives else None
+    return TokenPairs(*texts, keys or [str(i) for i in range(count)], hard)
 
 
 def documents(count):
@@ -70,11 +65,9 @@ def neighbours(rows, settings):
     else:
         queries, chunks = ([len(getattr(row, part)) for row in rows] for part in ("queries", "chunks"))
     texts = np.arange(sum(queries) + sum(chunks))
-    own = Neighbours(
-        unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16),
-        Ragged(texts[: sum(queries)], np.cumsum(queries)),
-        Ragged(texts[sum(queries) :], np.cumsum(chunks)),
-    )
+    vectors_UD = unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16)
+    asked, found = np.split(texts, [sum(queries)])
+    own = Neighbours(vectors_UD, Ragged(asked, np.cumsum(queries)), Ragged(found, np.cumsum(chunks)))
     size = settings.cluster_size
     return replace(own, packing=pack(clusters(own, size, _PRESET.clusters, settings.seed))) if size else own
 
