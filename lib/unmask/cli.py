@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 from unmask.config import Preset, load_preset, preset_names, resolved, seeded
 from unmask.run import Folders, Run, seed_run
 from unmask.study import pipeline
-from unmask.study.pipeline import PipelineError, Stage, clock
+from unmask.study.pipeline import Marks, PipelineError, Stage, clock
 
 LOCAL = ("backbone.checkpoint", "clusters.surrogate", "data.source")  # may be paths
 
@@ -116,7 +116,7 @@ def status(options: argparse.Namespace) -> None:
 
 def _open(
     options: argparse.Namespace, seed: int | None, *, sure: bool
-) -> tuple[Preset, dict[str, Any], Folders, list[Stage], dict[str, dict[str, Any]]]:
+) -> tuple[Preset, dict[str, Any], Folders, list[Stage], Marks]:
     """A run as the command line names it: preset, overrides, folders, stages and what these depend on.
 
     Args:
@@ -232,7 +232,17 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=function)
         return added.add_argument
 
-    _add_run_options(command("run", run, "execute the notebooks that are due", shared))
+    add = command("run", run, "execute the notebooks that are due", shared)
+    add("--from", dest="start", default="", metavar="NN", help="leave out the notebooks before this one")
+    add("--to", dest="stop", default="", metavar="NN", help="leave out the notebooks after this one")
+    add("--only", default="", metavar="NN", help="this notebook only")
+    add("--force", action="store_true", help="run the selected notebooks even if they are up to date")
+    add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
+    add("--gpu-memory", type=float, default=80, metavar="GB", help="that --dry-run plans with, default 80")
+    add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
+    add("--jobs", type=int, default=1, metavar="J", help="up to J independent notebooks side by side")
+    add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
+
     command("prepare", prepare, "read and tokenise for trainings, where no GPU waits", named)
     command("status", status, "what is done, and what is due", shared)
 
@@ -250,15 +260,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
     command("check", mirror_check, "say what UNMASK_MIRROR lacks, and verify the rest", preset, of=actions)
     return parser
-
-
-def _add_run_options(add: Callable) -> None:
-    add("--from", dest="start", metavar="NN", help="leave out the notebooks before this one")
-    add("--to", dest="stop", metavar="NN", help="leave out the notebooks after this one")
-    add("--only", metavar="NN", help="this notebook only")
-    add("--force", action="store_true", help="run the selected notebooks even if they are up to date")
-    add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
-    add("--gpu-memory", type=float, default=80, metavar="GB", help="that --dry-run plans with, default 80")
-    add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
-    add("--jobs", type=int, default=1, metavar="J", help="up to J independent notebooks side by side")
-    add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")

@@ -42,6 +42,11 @@ def permuted(indices: np.ndarray, size: int, seed: int | Sequence[int]) -> np.nd
     return values.astype(np.int64).reshape(np.shape(indices))
 
 
+def parts(count: int, size: int) -> list[slice]:
+    """Slices of `size` that together are range(count)."""
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
 def shuffled(items: Sequence[Any]) -> list[Any]:
     """The items in a random order, always the same one for as many."""
     return [items[i] for i in permuted(np.arange(len(items)), max(len(items), 1), 0)]
@@ -106,13 +111,12 @@ class BatchPlan:
         if not keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
         self.names, self._batch, self._seed, self._packings = sorted(keys), batch, seed, packings or {}
-        self._keys = {
-            name: np.arange(own) if isinstance(own, int) else np.asarray(own) for name, own in keys.items()
-        }
-        for name, own in self._keys.items():
-            if len(np.unique(own)) < 2:
+        self._keys: dict[str, np.ndarray] = {}
+        for name, own in keys.items():
+            self._keys[name] = own_N = np.arange(own) if isinstance(own, int) else np.asarray(own)
+            if len(np.unique(own_N)) < 2:
                 raise ValueError(
-                    f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
+                    f"data set {name!r} has {len(own_N)} usable row(s): a batch needs at least 2 "
                     "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
         sizes_K = np.array([len(self._keys[name]) for name in self.names], np.float64)

@@ -20,16 +20,15 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "dev", "test")
 
-_text, _number = pa.string(), pa.int32()
+_text = pa.string()
 _pair = dict.fromkeys(("query", "document", "key", "dataset", "task", "group", "language", "package"), _text)
+_document = dict.fromkeys(("document_id", "key", "dataset", "task", "package", "language"), _text)
+_document |= {"chunks": pa.list_(_text), "queries": pa.list_(_text), "golds": pa.list_(pa.int32())}
 SCHEMAS = {
     "texts": pa.schema(dict.fromkeys(("text", "package", "kind", "language"), _text)),
     "pairs": pa.schema(_pair),
     "triplets": pa.schema(_pair | {"negatives": pa.list_(_text)}),
-    "documents": pa.schema(
-        dict.fromkeys(("document_id", "key", "dataset", "task", "package", "language"), _text)
-        | {"chunks": pa.list_(_text), "queries": pa.list_(_text), "golds": pa.list_(_number)}
-    ),
+    "documents": pa.schema(_document),
 }
 
 

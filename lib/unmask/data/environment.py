@@ -304,7 +304,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
     """
     owned = Counter(owner.name.lower() for owner in owners if owner.kind == "class")
     named = Counter(name for owner in owners for name, _, _ in owner.members)
-    topics = [[_topic(member, named) for member in owner.members] for owner in owners]
+    topics = [[_topic(name, paragraph, named) for name, _, paragraph in owner.members] for owner in owners]
     asked = Counter(topic for of_owner in topics for topic in set(of_owner))
     rows = []
     for owner, of_owner in zip(owners, topics, strict=True):
@@ -322,16 +322,11 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
             chosen = sorted(golds, key=lambda topic: (-asked[topic], golds[topic]))[:QUERIES_PER_DOCUMENT]
             key = f"{owner.package}/{owner.module}/{owner.kind}/{owner.name}"
             document_id = f"{key}/{part}"
-            rows.append({
-                "document_id": document_id,
-                "key": key,
-                "dataset": "modules",
-                "package": owner.package,
-                "language": "en",
-                "chunks": [heading, *(_chunk(member, owner.name) for member in owner.members[part::parts])],
-                "queries": [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen],
-                "golds": [golds[topic] for topic in chosen],
-            })  # fmt: skip
+            about = {"document_id": document_id, "key": key, "dataset": "modules", "package": owner.package}
+            chunks = [heading, *(_chunk(member, owner.name) for member in owner.members[part::parts])]
+            queries = [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen]
+            told = {"chunks": chunks, "queries": queries, "golds": [golds[topic] for topic in chosen]}
+            rows.append(about | {"language": "en"} | told)
     return rows
 
 
@@ -340,8 +335,7 @@ def _chunk(member: tuple[str, str, str], owner: str) -> str:
     return " ".join(mask_name(f"{signature}: {paragraph}", owner).split()[:CHUNK_WORDS])
 
 
-def _topic(member: tuple[str, str, str], named: Counter[str]) -> str:
-    name, _, paragraph = member
+def _topic(name: str, paragraph: str, named: Counter[str]) -> str:
     return words_of(name) if named[name] > 1 else " ".join(paragraph.rstrip(".").lower().split()[:3])
 
 
@@ -459,14 +453,10 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
             if name not in names:
                 raise ValueError(f"data.{split}_packages: {name} is not installed{nearest(name, names)}")
             splits.setdefault(names[name], split)
-    others = [
-        (sum((one.root / file).stat().st_size for file in one.files), one.name)
-        for one in packages
-        if one.name not in splits
-    ]
-    others.sort(key=lambda one: (one[0] > SMALL_PACKAGE, -one[0], one[1]))
+    sizes = {one.name: sum((one.root / file).stat().st_size for file in one.files) for one in packages}
+    others = sorted(sizes.keys() - splits, key=lambda name: (sizes[name] > SMALL_PACKAGE, -sizes[name], name))
     slots = max(config.max_packages - len(splits), 0) if config.max_packages else None
-    splits |= dict.fromkeys((name for _, name in others[:slots]), "train")
+    splits |= dict.fromkeys(others[:slots], "train")
     if lacking := set(SPLITS) - set(splits.values()):
         raise ValueError(
             f"no package is left for {' and '.join(lacking)}: raise data.max_packages (0: all), and name "

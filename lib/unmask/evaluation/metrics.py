@@ -3,7 +3,6 @@
 Shape suffixes: N queries · M documents · D dimensions · K ranks, up to the largest cut-off.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 
@@ -150,12 +149,10 @@ class Bm25:
     def __init__(self, documents: Sequence[str]):
         self._size = len(documents)
         words = [WORD.findall(text.lower()) for text in documents]
-        self._number = {word: i for i, word in enumerate(dict.fromkeys(itertools.chain(*words)))}
-        if not self._number:
+        if not any(words):
             raise ValueError("Bm25 needs at least one document with a word.")
         self._engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
-        ids = [[self._number[word] for word in text] for text in words]
-        self._engine.index((ids, self._number), show_progress=False)
+        self._engine.index(words, show_progress=False)
 
     @property
     def nbytes(self) -> int:
@@ -166,8 +163,7 @@ class Bm25:
         """(N, M), float32: every query with every document; zero where they share no word."""
         scores_NM = np.zeros((len(queries), self._size), dtype=np.float32)
         for scores_M, text in zip(scores_NM, queries, strict=True):
-            known = [self._number[word] for word in WORD.findall(text.lower()) if word in self._number]
-            if known:
+            if known := self._engine.get_tokens_ids(WORD.findall(text.lower())):
                 scores_M[:] = self._engine.get_scores(known)
         return scores_NM
 

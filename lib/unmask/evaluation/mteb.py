@@ -27,20 +27,18 @@ from unmask.evaluation.tasks import located
 from unmask.models.embedder import Embedder, instructed
 from unmask.store import fingerprint
 
+TABLE_9 = [
+    "CQADupstackGamingRetrieval", "CQADupstackUnixRetrieval", "DBPedia", "FEVER", "FiQA2018", "HotpotQA",
+    "MIRACLRetrievalHardNegatives", "MSMARCO", "NFCorpus", "NQ", "SCIDOCS", "SciFact",
+]  # fmt: skip
 # Benchmarks by the name that `retrieval.benchmarks` calls them, as `mteb.get_tasks` wants them; any other is
 # mteb's own name of a benchmark or of a task. Only retrieval tasks are run, as in the paper.
 BENCHMARKS: dict[str, dict[str, list[str]]] = {
     "MIRACL": {"tasks": ["MIRACLRetrievalHardNegatives"]},
-    "table 9": {
-        "tasks": [
-            "CQADupstackGamingRetrieval", "CQADupstackUnixRetrieval", "DBPedia", "FEVER", "FiQA2018",
-            "HotpotQA", "MIRACLRetrievalHardNegatives", "MSMARCO", "NFCorpus", "NQ", "SCIDOCS", "SciFact",
-        ],
-        "languages": ["eng"],
-    },
+    "table 9": {"tasks": TABLE_9, "languages": ["eng"]},
     # All 44,453 tools together, asked by 35 sets of requests, without and with the instruction of each.
     "ToolRet": {"tasks": ["ToolRetrieval", "ToolRetrievalInstruction"]},
-}  # fmt: skip
+}
 # Appendix C.
 PROMPTS = {"ArguAna": "Given a claim, find documents that refute the claim. Claim: "}  # before queries
 LENGTHS = {"LEMBPasskeyRetrieval": 16_384}  # tokens, where it is not the preset's
@@ -68,8 +66,7 @@ class MtebEncoder(AbsEncoder):
         lengths = [config.query_length, config.document_length]
         weights = joblib.hash([x.detach().float().cpu().numpy() for x in embedder.model.parameters()])
         revision = fingerprint(weights, embedder.pooling, embedder.mixed_precision, lengths)
-        named = {"name": f"unmask/{precision}", "revision": revision}
-        self.mteb_model_meta = ModelMeta.create_empty(named)
+        self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
 
     def encode(
         self, inputs: DataLoader, *, task_metadata: TaskMetadata, prompt_type: PromptType, **_: Any
@@ -95,9 +92,8 @@ def _queries(batch: Mapping[str, Any]) -> list[str]:
     """Queries, after the instruction of each where the benchmark has one."""
     if "instruction" not in batch:
         return batch["text"]
-    return [
-        instructed(one or "", query) for one, query in zip(batch["instruction"], batch["query"], strict=True)
-    ]
+    pairs = zip(batch["instruction"], batch["query"], strict=True)
+    return [instructed(instruction or "", query) for instruction, query in pairs]
 
 
 def noisy(codes_BD: np.ndarray) -> np.ndarray:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
-from unmask.data.mining import Search, parts
+from unmask.data.batches import parts
+from unmask.data.mining import Search
 
 QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache
 GROUP = 32  # documents that one comparison with the k-th best score rules out together

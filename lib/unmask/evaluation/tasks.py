@@ -94,8 +94,7 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
     for kind, read in {"pairs": corpus.pairs, "documents": corpus.documents}.items():
         for name in corpus.datasets(kind, split):
             for row in read(split, name):
-                family = row["group"] if kind == "pairs" else "contextual"
-                rows.setdefault((family, row["task"]), []).append(row)
+                rows.setdefault((row.get("group", "contextual"), row["task"]), []).append(row)
     tasks = []
     for family, name in sorted(rows, key=lambda key: (FAMILIES.index(key[0]), key[1])):
         make = _document_task if family == "contextual" else _pair_task
@@ -175,11 +174,8 @@ def evaluate(
     embedder: Embedder, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
 ) -> dict[str, np.ndarray]:
     """nDCG@10 of each query of each task, in INT8."""
-    scores = {}
-    for task in tasks:
-        vectors = embed_task(embedder, task, config, late_chunking=late_chunking)
-        scores[task.name] = score_task(task, vectors)
-    return scores
+    embedded = ((task, embed_task(embedder, task, config, late_chunking=late_chunking)) for task in tasks)
+    return {task.name: score_task(task, vectors) for task, vectors in embedded}
 
 
 def load(path: str | Path, config: EvaluationConfig, kind: Any = Embedder) -> Any:
@@ -266,10 +262,8 @@ def rerank_task(
 def load_reference(config: EvaluationConfig) -> Embedder | None:
     """all-MiniLM-L6-v2 in the preset's precision of computing, up to its own limit of 256 tokens; None where
     the extra is not installed."""
-    if (spec := find_spec(PACKAGE)) is None:
-        return None
-    folder = Path(spec.origin).parent / "model"
-    return load(folder, config)
+    spec = find_spec(PACKAGE)
+    return load(Path(spec.origin).parent / "model", config) if spec else None
 
 
 def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, dict[str, np.ndarray]]:

@@ -11,7 +11,6 @@ Shape suffixes: N queries · M distinct documents · C chunks per document · D 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,14 +136,12 @@ def local_loss(
     """
     check_settings(temperature=temperature, alpha=alpha)
 
-    def nats_of(tile: _Tile) -> Tensor:
-        sequence_T = info_nce(tile.gold_T, tile.own_TC, temperature=temperature)
-        batch_T = info_nce(tile.gold_T, tile.all_TMC.flatten(1), temperature=temperature)
+    def nats_of(rows: slice, gold_T: Tensor, own_TC: Tensor, all_TMC: Tensor, own_TM: Tensor) -> Tensor:
+        sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
+        batch_T = info_nce(gold_T, all_TMC.flatten(1), temperature=temperature)
         return alpha * sequence_T + (1 - alpha) * batch_T
 
-    return _mean_over_chunks(
-        nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, negatives_NM, queries
-    )
+    return _chunk_loss(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, negatives_NM, queries)
 
 
 def global_loss(
@@ -200,13 +197,9 @@ def global_loss(
         positive_T = qd_TM.gather(1, document_N[rows, None]).squeeze(1)
         none_TM = no_negatives(own_TM, negatives_NM, rows)
         none_TN = one_hot(rows, q_ND) | (none_TM & ~own_TM)[:, document_N]
-        return info_nce(
-            positive_T,
-            positive_T[:, None],
-            counted(qd_TM, none_TM, positive_T, margin),
-            counted(qq_TN, none_TN, positive_T, margin),
-            temperature=temperature,
-        )
+        documents_TM = counted(qd_TM, none_TM, positive_T, margin)
+        queries_TN = counted(qq_TN, none_TN, positive_T, margin)
+        return info_nce(positive_T, positive_T[:, None], documents_TM, queries_TN, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(documents_MD) + len(q_ND))
 
@@ -306,33 +299,28 @@ def insent_loss(
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
 
-    def nats_of(tile: _Tile) -> Tensor:
-        others_TR = tile.all_TMC.masked_fill(tile.own_TM[..., None], -torch.inf).flatten(1)
-        sequence_T = info_nce(tile.gold_T, tile.own_TC, temperature=temperature)
-        batch_T = info_nce(tile.gold_T, tile.gold_T[:, None], others_TR, temperature=temperature)
-        return share_N[tile.rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)
+    def nats_of(rows: slice, gold_T: Tensor, own_TC: Tensor, all_TMC: Tensor, own_TM: Tensor) -> Tensor:
+        others_TR = all_TMC.masked_fill(own_TM[..., None], -torch.inf).flatten(1)
+        sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
+        batch_T = info_nce(gold_T, gold_T[:, None], others_TR, temperature=temperature)
+        return share_N[rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)
 
-    return _mean_over_chunks(
-        nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, negatives_NM, queries
-    )
+    return _chunk_loss(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, negatives_NM, queries)
 
 
-class _Tile(NamedTuple):
-    """The similarities of some queries with all chunks; −inf where a chunk is padding."""
-
-    rows: slice  # which of the N queries
-    gold_T: Tensor  # with the gold chunk
-    own_TC: Tensor  # with the chunks of the own document, the gold one among them
-    all_TMC: Tensor  # with all chunks; −inf too where a document is known to be no negative
-    own_TM: Tensor  # True at the own document
-
-
-def _mean_over_chunks(
-    nats_of: Callable[[_Tile], Tensor],
+def _chunk_loss(
+    nats_of: Callable[[slice, Tensor, Tensor, Tensor, Tensor], Tensor],
     q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None,
-    negatives_NM: Tensor | None = None, queries: slice | None = None,
+    negatives_NM: Tensor | None, queries: slice | None,
 ) -> Tensor:  # fmt: skip
-    """Checks what the chunk-level losses take, and averages their terms over the queries."""
+    """Checks what the chunk-level losses take, and averages their terms over the queries.
+
+    Args:
+        nats_of: the loss terms (T,) of a tile, given as a slice of the N queries; their similarities with the
+            gold chunk, with the chunks of the own document (the gold one among them) and with all chunks; and
+            True at the own document. Similarities are −inf where a chunk is padding; with all chunks, also
+            where a document is known to be no negative.
+    """
     check_shapes(
         q_ND=q_ND, chunks_MCD=chunks_MCD, document_N=document_N, gold_N=gold_N, chunk_mask_MC=chunk_mask_MC,
         negatives_NM=negatives_NM,
@@ -358,10 +346,9 @@ def _mean_over_chunks(
         if negatives_NM is not None:
             known_TM = no_negatives(own_TM, negatives_NM, rows) & ~own_TM
             all_TMC = all_TMC.masked_fill(known_TM[..., None], -torch.inf)
-        return nats_of(_Tile(rows, gold_T, own_TC, all_TMC, own_TM))
+        return nats_of(rows, gold_T, own_TC, all_TMC, own_TM)
 
-    candidates = chunks_MCD.shape[0] * chunks_MCD.shape[1]
-    return mean_over_queries(tile_nats, q_ND, queries, candidates=candidates)
+    return mean_over_queries(tile_nats, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
 
 
 def _own_document(document_N: Tensor, x_MXD: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Shape suffixes: N queries · D dimensions · K hard negatives per query · T que
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -196,13 +196,10 @@ def qwen3_loss(
         same_TN = no_negatives(one_hot(rows, q_ND), negatives_NN, rows) | (own_T1 == document_N)
         same_TK = own_T1 == hard_document_NK[rows]
         qh_TK = cosine(q_TD[:, None], hard_NKD[rows]).squeeze(1)
-        negatives = [
-            counted(qh_TK, same_TK, positive_T, margin),
-            counted(cosine(q_TD, q_ND), same_TN, positive_T, margin),
-            counted(cosine(d_ND[rows], d_ND), same_TN, positive_T, margin),
-            counted(qd_TN, same_TN, positive_T, margin),
-        ]
-        return info_nce(positive_T, positive_T[:, None], *negatives, temperature=temperature)
+        hard_TK = counted(qh_TK, same_TK, positive_T, margin)
+        in_batch = (cosine(q_TD, q_ND), cosine(d_ND[rows], d_ND), qd_TN)
+        negatives = [counted(side_TN, same_TN, positive_T, margin) for side_TN in in_batch]
+        return info_nce(positive_T, positive_T[:, None], hard_TK, *negatives, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=3 * n + hard_NKD.shape[1])
 
@@ -227,10 +224,8 @@ def mean_over_queries(
         tile = slice(start, max(start, stop))
         return nats_of(tile, q_ND if stop - start == n else q_ND[tile]).sum() / n
     tiles = [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
-    nats = [
-        checkpoint(nats_of, tile, q_ND[tile], use_reentrant=False, preserve_rng_state=False) for tile in tiles
-    ]
-    return torch.cat(nats).sum() / n
+    recomputed = partial(checkpoint, nats_of, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([recomputed(tile, q_ND[tile]) for tile in tiles]).sum() / n
 
 
 def cosine(a_XD: Tensor, b_YD: Tensor) -> Tensor:

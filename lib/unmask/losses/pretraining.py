@@ -166,18 +166,16 @@ def _weighted_nats(
     """
     device = hidden_BLD.device
     place_R = F.pad(paid_BL, (0, 1)).flatten().nonzero()[:, 0]  # of each paid token's predecessor
-    targets_R = tokens_BL[:, 1:][paid_BL].to(device, non_blocking=True)
+    target_R = tokens_BL[:, 1:][paid_BL].to(device, non_blocking=True)
     rows_RD = hidden_BLD.flatten(0, 1).index_select(0, place_R.to(device, non_blocking=True))
     half = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if half else rows_RD.dtype
     rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
-    if weight_R is None:
-        weight_R = rows_RD.new_ones(len(rows_RD))
+    weight_R = rows_RD.new_ones(len(rows_RD)) if weight_R is None else weight_R
     weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
     size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
-    rows = rows_RD, unembedding_VD, targets_R, weight_R
     with torch.autocast(device.type, enabled=False):
-        return _WeightedNats.apply(*rows, size, torch.is_grad_enabled())
+        return _WeightedNats.apply(rows_RD, unembedding_VD, target_R, weight_R, size, torch.is_grad_enabled())
 
 
 class _WeightedNats(torch.autograd.Function):
@@ -188,13 +186,13 @@ class _WeightedNats(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, rows_RD, unembedding_VD, targets_R, weight_R, size, with_gradient):
+    def forward(ctx, rows_RD, unembedding_VD, target_R, weight_R, size, with_gradient):
         total = weight_R.new_zeros(())
         d_rows_RD = torch.empty_like(rows_RD)
         d_unembedding_VD = weight_R.new_zeros(unembedding_VD.shape)
         for start in range(0, len(rows_RD), size):
             part = slice(start, start + size)
-            rows, target, weight = rows_RD[part], targets_R[part, None], weight_R[part, None]
+            rows, target, weight = rows_RD[part], target_R[part, None], weight_R[part, None]
             logits = F.linear(rows, unembedding_VD).to(weight.dtype)
             p = torch.softmax(logits, dim=1)
             # log Σ e^logit = the highest logit − log of its p, which is at least 1/V.

@@ -18,9 +18,8 @@ def check_shapes(**tensors: Tensor | None) -> None:
             continue
         axes, shape = name.rpartition("_")[2], tuple(tensor.shape)
         expected = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
-        if len(shape) != len(axes) or any(
-            sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True)
-        ):
+        wrong = (sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True))
+        if len(shape) != len(axes) or any(wrong):
             raise ValueError(f"{name} must have the shape ({expected}); got {shape}.")
 
 

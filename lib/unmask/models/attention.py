@@ -11,7 +11,8 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend as Kernel
+from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -21,12 +22,7 @@ from unmask.models import backbone
 
 VARLEN = "varlen"
 SHARES_HEADS = "enable_gqa" in signature(varlen_attn).parameters  # of keys among queries; torch 2.11 does not
-KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+KERNELS = [Kernel.CUDNN_ATTENTION, Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
 
 
 def unpadded(model: nn.Module, *, inference: bool = False) -> bool:
@@ -51,7 +47,7 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
     The model's attention becomes `varlen_attention`, for good, because gradient checkpointing looks it up
     again in the backward pass; calls without these arguments compute what they did before.
     """
-    _inner(model).config._attn_implementation = VARLEN
+    _decoder(model).config._attn_implementation = VARLEN
     ends = torch.tensor([0, *lengths]).cumsum(0)
     position_T = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(torch.tensor(lengths))
     starts = ends.to(device, torch.int32, non_blocking=True)
@@ -97,24 +93,18 @@ def varlen_attention(
         if grouped and not shared:
             times = query_1HTD.shape[1] // key_1HTD.shape[1]
             key_1HTD, value_1HTD = (x.repeat_interleave(times, dim=1) for x in (key_1HTD, value_1HTD))
-        query_THD, key_THD, value_THD = (
-            x[0].transpose(0, 1).to(dtype) for x in (query_1HTD, key_1HTD, value_1HTD)
-        )
+        all_THD = [x[0].transpose(0, 1).to(dtype) for x in (query_1HTD, key_1HTD, value_1HTD)]
         out_THD = varlen_attn(
-            query_THD, key_THD, value_THD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+            *all_THD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
             scale=scaling, window_size=(-1, 0 if causal else -1), **shared,
         )  # fmt: skip
         return out_THD[None], None
-    parts, start = [], 0
+    parts, start, all_1HTD = [], 0, (query_1HTD, key_1HTD, value_1HTD)
+    options = {"is_causal": causal, "scale": scaling, "enable_gqa": grouped}
     for length, run in groupby(cu_seq_lens_q.diff().tolist()):  # neighbours of one length at a time
         stop = start + length * len(list(run))
-        query_NHLD, key_NHLD, value_NHLD = (
-            x[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1)
-            for x in (query_1HTD, key_1HTD, value_1HTD)
-        )
-        out_NHLD = F.scaled_dot_product_attention(
-            query_NHLD, key_NHLD, value_NHLD, is_causal=causal, scale=scaling, enable_gqa=grouped
-        )
+        all_NHLD = (x[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1) for x in all_1HTD)
+        out_NHLD = F.scaled_dot_product_attention(*all_NHLD, **options)
         parts.append(out_NHLD.transpose(1, 2).flatten(0, 1))
         start = stop
     return torch.cat(parts)[None], None
@@ -147,14 +137,15 @@ def compile_layers(model: nn.Module) -> None:
         layer.compile()
 
 
-def _inner(model: nn.Module) -> nn.Module:
-    return getattr(model, "module", model)  # DDP hides the model
+def _decoder(model: nn.Module) -> PreTrainedModel:
+    """The outermost Transformer: DDP hides it, and so does an encoder that reads context."""
+    return next(m for m in model.modules() if isinstance(m, PreTrainedModel))
 
 
 def _supported(model: nn.Module) -> bool:
     """Attention "sdpa" over all tokens, from transformers' registry, with rotary positions, no dropout."""
-    config = _inner(model).config
-    decoder = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+    decoder = _decoder(model)
+    config = decoder.config
     return (
         config._attn_implementation in ("sdpa", VARLEN)
         and decoder._supports_attention_backend

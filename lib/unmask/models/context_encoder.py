@@ -69,11 +69,9 @@ class SecondStage(nn.Module):
         nulls_D = self.null_D.expand(self.slots - len(context_KD), -1)
         slots_JD = torch.cat([context_KD.to(nulls_D.dtype), nulls_D])
         slots_BLD = F.embedding(position_ids.clamp(max=self.slots - 1), slots_JD)
-        return self.backbone(
-            inputs_embeds=torch.where((position_ids < self.slots)[..., None], slots_BLD, tokens_BLD),
-            position_ids=(position_ids - self.slots).clamp(min=0),
-            **inputs,
-        )
+        both_BLD = torch.where((position_ids < self.slots)[..., None], slots_BLD, tokens_BLD)
+        position_ids = (position_ids - self.slots).clamp(min=0)
+        return self.backbone(inputs_embeds=both_BLD, position_ids=position_ids, **inputs)
 
 
 class ContextualEncoder(nn.Module):

@@ -70,6 +70,11 @@ class Reading(NamedTuple):
     units: Iterable[Unit]
     name: Callable[[int], str]
 
+    @classmethod
+    def of(cls, texts: Iterable[np.ndarray], name: Callable[[int], str]) -> "Reading":
+        """Texts, given as their tokens; each is read by itself."""
+        return cls((Unit(TokenSequence(ids), np.array([number])) for number, ids in enumerate(texts)), name)
+
 
 class Embedder:
     """A checkpoint, ready to embed.
@@ -114,7 +119,7 @@ class Embedder:
         self.window = int(model.config.max_position_embeddings)
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
         self.max_length = self._limit(self.window if max_length is None else max_length)
-        half = backbone.computes_in_bf16("bf16") if on_gpu else False
+        half = on_gpu and backbone.computes_in_bf16("bf16")
         self.mixed_precision = half if mixed_precision is None else mixed_precision
         if self.mixed_precision:
             backbone.halve(self.model)
@@ -227,18 +232,14 @@ class Embedder:
         before, after = self.around
         limit = self.max_length if max_length is None else self._limit(max_length)
         tokens = self._tokens(texts, limit - len(before) - len(after), name)
-        sequences = (TokenSequence(np.concatenate([before, ids, after])) for ids in tokens)
-        units = (Unit(sequence, np.array([number])) for number, sequence in enumerate(sequences))
-        return Reading(units, name)
+        return Reading.of((np.concatenate([before, ids, after]) for ids in tokens), name)
 
     def _documents(
         self, documents: Iterable[Sequence[str]], chunk_length: int | None
     ) -> tuple[Reading, np.ndarray]:
         """Also where the chunks of each document start among all of them, and their number at the end."""
-        documents = [
-            _list(chunks, "encode_documents([[chunk]])")
-            for chunks in _list(documents, "encode_documents([[chunk]])")
-        ]
+        right = "encode_documents([[chunk]])"
+        documents = [_list(chunks, right) for chunks in _list(documents, right)]
         if [] in documents:
             raise ValueError(f"document {documents.index([])} has no chunks: leave it out")
         places = [(chunk, index) for index, chunks in enumerate(documents) for chunk in range(len(chunks))]
@@ -303,16 +304,14 @@ class Embedder:
             inputs: what else the model takes.
         Raises: ValueError where the model returns NaN or infinity.
         """
-        numbers = [np.array([], int)]
+        pooling, numbers = pooling or self.pooling, [np.array([], int)]
         found = [coded(np.empty((0, self.model.config.hidden_size), np.float32))]
 
         def forward(group: list[Unit], model: PreTrainedModel, device: torch.device) -> Tensor:
             more = {key: tensor.to(device) for key, tensor in inputs.items()}
             sequences = [unit.sequence for unit in group]
             with torch.inference_mode(), self._autocast(), torch.accelerator.device_index(device.index):
-                return encode_rows(
-                    model, sequences, pooling=pooling or self.pooling, device=device, packed=packed, **more
-                )
+                return encode_rows(model, sequences, pooling=pooling, device=device, packed=packed, **more)
 
         def finish(group: list[Unit], rows: Tensor) -> None:
             rows_RD, numbers_R = rows.cpu().numpy(), np.concatenate([unit.numbers for unit in group])

@@ -170,9 +170,8 @@ def context_windows(lengths: Sequence[int], window: int, overlap: int) -> list[t
         better = start + np.flatnonzero(context > best_C[start:stop])
         best_C[better], owner_C[better] = context[better - start], len(spans)
         spans.append((start, stop))
-    owned = np.split(
-        np.argsort(owner_C, kind="stable"), np.cumsum(np.bincount(owner_C, minlength=len(spans)))
-    )
+    counts = np.bincount(owner_C, minlength=len(spans))
+    owned = np.split(np.argsort(owner_C, kind="stable"), np.cumsum(counts))
     return [(*span, chunks) for span, chunks in zip(spans, owned) if len(chunks)]
 
 
@@ -261,29 +260,27 @@ def encode_rows(
             return hidden_TD[torch.tensor(lengths).cumsum(0).to(device) - 1].float()
         segment_T = _segments(sequences, lengths).to(device, non_blocking=True)
         return segment_mean(hidden_TD, segment_T, rows).float()
-    tokens_BL = pad_sequence(tokens_T.split(lengths), batch_first=True).to(device, non_blocking=True)
-    mask_BL = None
-    if different:
-        ones = torch.ones_like(tokens_T).split(lengths)
-        mask_BL = pad_sequence(ones, batch_first=True).to(device, non_blocking=True)
+
+    def padded(x_T: Tensor, filler: int = 0) -> Tensor:
+        x_BL = pad_sequence(x_T.split(lengths), batch_first=True, padding_value=filler)
+        return x_BL.to(device, non_blocking=True)
+
+    tokens_BL = padded(tokens_T)
+    mask_BL = padded(torch.ones_like(tokens_T)) if different else None
     output = model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False, **inputs)
     hidden_BLD = output.last_hidden_state
     if not chunked:
         return (last_token_pool if pooling == "last" else mean_pool)(hidden_BLD, mask_BL).float()
-    segments = _segments(sequences, lengths).split(lengths)
-    segment_BL = pad_sequence(segments, batch_first=True, padding_value=-1)
-    segment_T = segment_BL.flatten().to(device, non_blocking=True)
-    return segment_mean(hidden_BLD.flatten(0, 1), segment_T, rows).float()
+    segment_BL = padded(_segments(sequences, lengths), -1)
+    return segment_mean(hidden_BLD.flatten(0, 1), segment_BL.flatten(), rows).float()
 
 
 def _segments(sequences: Sequence[TokenSequence], lengths: list[int]) -> Tensor:
     """For each token of all sequences (T,) the row that it is averaged into, -1 for none."""
     row_T = np.repeat(row_offsets(sequences)[:-1], lengths)
-    if any(s.chunk_L is not None for s in sequences):
-        own = [np.zeros(len(s), np.int32) if s.chunk_L is None else s.chunk_L for s in sequences]
-        chunk_T = np.concatenate(own)
-        row_T = np.where(chunk_T < 0, -1, row_T + chunk_T)
-    return torch.from_numpy(row_T)
+    own = [np.zeros(len(s), np.int32) if s.chunk_L is None else s.chunk_L for s in sequences]
+    chunk_T = np.concatenate(own)
+    return torch.from_numpy(np.where(chunk_T < 0, -1, row_T + chunk_T))
 
 
 def row_offsets(sequences: Sequence[TokenSequence]) -> np.ndarray:

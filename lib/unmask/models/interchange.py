@@ -71,10 +71,9 @@ def load(path: str | Path) -> Loaded:
         )
     tokenizer = backbone.load_tokenizer(folder)
     tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an `Embedder` pads by itself
-    facts, options = backbone.facts(folder), {}
-    if facts:
-        options = {key: facts[key] for key in OPTIONS if key in facts}
-    elif (folder / "modules.json").is_file():
+    facts = backbone.facts(folder)
+    options = {key: facts[key] for key in OPTIONS if key in facts}
+    if not facts and (folder / "modules.json").is_file():
         options = _sentence_transformers_options(folder, tokenizer)
     return backbone.load(folder), tokenizer, options
 
@@ -161,10 +160,9 @@ def portable_tokenizer(embedder: "Embedder") -> PreTrainedTokenizerBase:
     """
     tokenizer = copy.deepcopy(embedder.tokenizer)
     if not embedder.special_tokens and tokenizer.num_special_tokens_to_add():
-        tokenizer.backend_tokenizer.post_processor = None
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.backend_tokenizer, **tokenizer.special_tokens_map
-        )
+        backend, special = tokenizer.backend_tokenizer, tokenizer.special_tokens_map
+        backend.post_processor = None
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -221,7 +219,6 @@ def export_onnx(embedder: "Embedder", path: str | Path) -> Path:
                 _Outputs(embedder).eval(),
                 (tokens_BL, mask_BL),
                 folder / "model.onnx",
-                dynamo=True,
                 verbose=False,
                 external_data=True,  # a file of ONNX's own format holds 2 GB at most
                 input_names=["input_ids", "attention_mask"],
@@ -237,9 +234,8 @@ class _Outputs(nn.Module):
         self.model, self.pooling, self.normalize = embedder.model, embedder.pooling, embedder.normalize
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        hidden_BLD = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+        read = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        hidden_BLD = read.last_hidden_state
         count_B1 = attention_mask.sum(dim=1, keepdim=True)
         if self.pooling == "last":
             index_B11 = (count_B1 - 1)[..., None].expand(-1, 1, hidden_BLD.shape[-1])

@@ -53,11 +53,10 @@ def encode_file(
         shape = (len(rows), none.shape[1])
         rows_ND = np.lib.format.open_memmap(partial, "r+" if done else "w+", none.dtype, shape)
         for start in tqdm(range(done, len(rows), BATCH), unit="batch", desc="embedding"):
-            rows_ND[start : start + BATCH] = embedder.encode(
-                rows[start : start + BATCH], precision, dimensions
-            )
+            batch = slice(start, start + BATCH)
+            rows_ND[batch] = embedder.encode(rows[batch], precision, dimensions)
             rows_ND.flush()
-            write_atomic(state, json.dumps({"job": job, "rows": start + BATCH}))
+            write_atomic(state, json.dumps({"job": job, "rows": batch.stop}))
     os.replace(partial, output)
     state.unlink(missing_ok=True)
     return output
@@ -67,9 +66,8 @@ def _texts(path: Path, column: str, cache: str) -> datasets.Column:
     if path.suffix not in READERS or not path.is_file():
         raise ValueError(f"{path} is no file with one of the endings {', '.join(READERS)}")
     try:
-        table = datasets.load_dataset(
-            READERS[path.suffix], data_files=str(path), split="train", cache_dir=cache
-        )
+        kind, file = READERS[path.suffix], str(path)
+        table = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache)
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from None
     column = "text" if path.suffix == ".txt" else column

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import encode
 from unmask.models import backbone
-from unmask.models.embedder import Embedder, Reading, Unit
-from unmask.models.encoding import TokenSequence
+from unmask.models.embedder import Embedder, Reading
 
 # Of the released models.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -127,12 +126,9 @@ class Reranker:
         (start_L,) = encode(backend, [query], np.int32, limit, around)
         limit = min(tail + (document_length or longest), longest - len(start_L))
         ends = encode(backend, documents, np.int32, limit, AROUND_DOCUMENT)
-        units = (
-            Unit(TokenSequence(np.concatenate([start_L, end_L])), np.array([number]))
-            for number, end_L in enumerate(ends)
-        )
+        prompts = (np.concatenate([start_L, end_L]) for end_L in ends)
         name = f"Document {{}} of {len(documents)}".format
-        _, rows_MD = self.reader.rows(Reading(units, name))
+        _, rows_MD = self.reader.rows(Reading.of(prompts, name))
         yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double()
         return (torch.from_numpy(rows_MD).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
 

@@ -414,10 +414,9 @@ def corrected(claims: Sequence[Line]) -> list[Line]:
     In the order of their p, the k-th of m must have p ≤ 0.05 / (m − k + 1); from the first on that has not,
     they are "not at this scale". What is invalid is no test.
     """
-    tested = [
-        one for one in claims if one["headline"] and one["p"] is not None and one["verdict"] != "invalid"
-    ]
-    tested, held, lost = sorted(tested, key=lambda one: one["p"]), True, {}
+    valid = [one for one in claims if one["p"] is not None and one["verdict"] != "invalid"]
+    tested = sorted((one for one in valid if one["headline"]), key=lambda one: one["p"])
+    held, lost = True, {}
     for number, one in enumerate(tested):
         held = held and one["p"] * (len(tested) - number) <= 0.05
         if not held and one["verdict"] != "not at this scale":

@@ -43,12 +43,8 @@ class Look(NamedTuple):
 
     @property
     def line(self) -> dict[str, Any]:
-        return {
-            "color": self.color,
-            "marker": self.marker,
-            "linestyle": "--" if self.hollow else "-",
-            "markerfacecolor": PAPER if self.hollow else self.color,
-        }
+        style, face = ("--", PAPER) if self.hollow else ("-", self.color)
+        return {"color": self.color, "marker": self.marker, "linestyle": style, "markerfacecolor": face}
 
 
 FREE = [Look(*pair) for pair in zip(HUES, "oDs^vP", strict=True)]

@@ -48,6 +48,7 @@ REPORTED = (
 )  # fmt: skip
 PAGE = "12a_page"  # the notebook that is published as the report
 TICK = 0.1  # seconds between two looks at the notebooks that run
+Marks = dict[str, dict[str, Any]]  # stage → what its done.json says, or would say, see `seal`
 
 
 class PipelineError(ValueError):
@@ -95,12 +96,7 @@ def discover(notebooks: Path) -> list[Stage]:
 
 
 def select(
-    stages: Sequence[Stage],
-    start: str | None = None,
-    only: str | None = None,
-    stop: str | None = None,
-    *,
-    again: int | None = None,
+    stages: Sequence[Stage], start: str = "", only: str = "", stop: str = "", *, again: int | None = None
 ) -> list[Stage]:
     """The stages from `start` on and up to `stop`, or `only` one, given as number ("03") or name
     ("03_contextual"); those alone that are repeated where a run is done `again` with another seed.
@@ -114,9 +110,7 @@ def select(
     return [stage for stage in stages[first : last + 1] if stage.seeds == "each" or not again]
 
 
-def expected(
-    stages: Sequence[Stage], preset: dict[str, Any], folders: Folders, data: str = ""
-) -> dict[str, dict[str, Any]]:
+def expected(stages: Sequence[Stage], preset: dict[str, Any], folders: Folders, data: str = "") -> Marks:
     """What `done.json` of every stage would say if the stage ran now.
 
     Args:
@@ -128,7 +122,7 @@ def expected(
     """
     shared = {"library": library_hash(folders.library)}
     shared |= {name: importlib.metadata.version(name) for name in PACKAGES}
-    marks: dict[str, dict[str, Any]] = {}
+    marks: Marks = {}
     for stage in stages:
         there = [name for name in stage.inputs if name in stage.needs or folders.done(name)]
         pooled = folders.repetitions(stage.inputs) if stage.seeds == "pooled" else {}
@@ -159,12 +153,7 @@ def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
 
 
 def plan(
-    stages: Sequence[Stage],
-    selected: Sequence[Stage],
-    marks: dict[str, dict[str, Any]],
-    folders: Folders,
-    *,
-    force: bool = False,
+    stages: Sequence[Stage], selected: Sequence[Stage], marks: Marks, folders: Folders, *, force: bool = False
 ) -> dict[Stage, str]:
     """The selected stages that have to run, in running order, and why.
 
@@ -195,11 +184,8 @@ def _read(path: Path) -> Stage:
     if "unmask" not in notebook["metadata"]:
         raise PipelineError(f'{path}: add "unmask": {{"needs": […], "reads": […]}} to its metadata')
     about = notebook["metadata"]["unmask"]
-    cells = [
-        ("".join(cell["source"]), sorted(cell["metadata"].get("tags", [])))
-        for cell in notebook["cells"]
-        if cell["cell_type"] == "code"
-    ]
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    cells = [("".join(cell["source"]), sorted(cell["metadata"].get("tags", []))) for cell in code]
     needs, takes, reads = (tuple(about.get(key, ())) for key in ("needs", "takes", "reads"))
     return Stage(path.stem, path, needs, takes, reads, about.get("seeds", "each"), fingerprint(cells, about))
 
@@ -543,10 +529,9 @@ def _record(one: _Child, about: dict[str, Any], folders: Folders) -> None:
 def _said(*command: str) -> str:
     """What a tool prints; nothing where it fails or does not exist."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _utc(seconds: float) -> str:

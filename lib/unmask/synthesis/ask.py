@@ -87,8 +87,7 @@ class Chat:
             Dropped: no answer after all retries, so that a later run asks again; or one not of this form.
             EndpointError: the endpoint refuses everything, or is gone.
         """
-        config = self.config
-        key = fingerprint(config.model, config.temperature, config.max_tokens, messages)
+        key = fingerprint(self.config.model, self.config.temperature, self.config.max_tokens, messages)
         if key not in self._known:
             self._known[key] = self._answer(key, messages, form)
         try:

@@ -80,11 +80,9 @@ def cached_rows(
 
     def embed(group: np.ndarray) -> Tensor:
         # A process without a sequence embeds one all the same, since the others wait for it in FSDP2.
+        texts = [sequences[i] for i in (group if len(group) else [0])]
         with processes.autocast():
-            rows_RD = encode_rows(
-                model, [sequences[i] for i in (group if len(group) else [0])],
-                pooling=pooling, device=processes.device, **inputs,
-            )  # fmt: skip
+            rows_RD = encode_rows(model, texts, pooling=pooling, device=processes.device, **inputs)
         return rows_RD if len(group) else rows_RD[:0]
 
     def places(group: np.ndarray) -> Tensor:
@@ -109,18 +107,14 @@ def cached_rows(
 
     def push(gradient_RD: Tensor) -> None:
         gradient_RD = processes.sum(gradient_RD)
-
-        def push_part(part_RD: Tensor, group: np.ndarray) -> None:
-            processes.backward(part_RD, gradient_RD[places(group)])
-
         with processes.accumulating(model, last=last and not again):
             while graphs:  # the longest first; each is freed as it goes
-                push_part(graphs.pop(), own[len(again) + len(graphs)])
+                processes.backward(graphs.pop(), gradient_RD[places(own[len(again) + len(graphs)])])
         after = _random_state(processes.device)
         for number, (group, state) in enumerate(zip(again, random_states, strict=True), 1):
             _set_random_state(state, processes.device)
             with processes.accumulating(model, last=last and number == len(again)):
-                push_part(embed(group), group)
+                processes.backward(embed(group), gradient_RD[places(group)])
         _set_random_state(after, processes.device)
 
     return rows_RD, push

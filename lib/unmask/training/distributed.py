@@ -7,8 +7,8 @@ one process as on many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
@@ -53,11 +53,9 @@ class Processes:
     @classmethod
     def start(cls, precision: str, strategy: str = "ddp") -> Processes:
         """Joins the other processes that torchrun started, if there are any."""
-        # accelerate joins CPU processes only where the CPU was asked for.
         patience = InitProcessGroupKwargs(timeout=PATIENCE)
-        peers = Accelerator(
-            mixed_precision="no", cpu=not torch.cuda.is_available(), kwargs_handlers=[patience]
-        )
+        cpu = not torch.cuda.is_available()  # accelerate joins CPU processes only where the CPU was asked for
+        peers = Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[patience])
         half = backbone.computes_in_bf16(precision)
         return cls(peers, strategy, half, peers.process_index, peers.num_processes, peers.device)
 
@@ -110,18 +108,12 @@ class Processes:
             return DistributedDataParallel(module, gradient_as_bucket_view=True, **LEAVE_BUFFERS)
         return module
 
-    @contextmanager
-    def accumulating(self, module: nn.Module, *, last: bool) -> Iterator[None]:
+    def accumulating(self, module: nn.Module, *, last: bool) -> AbstractContextManager:
         """Around a forward and backward pass: gradients stay on this process, unless it is the last pass of
         the step."""
-        if hasattr(module, "set_requires_gradient_sync"):
+        if hasattr(module, "set_requires_gradient_sync"):  # FSDP2 keeps the setting; DDP has a context
             module.set_requires_gradient_sync(last)
-            yield
-        elif not last and hasattr(module, "no_sync"):
-            with module.no_sync():
-                yield
-        else:
-            yield
+        return module.no_sync() if hasattr(module, "no_sync") and not last else nullcontext()
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
         """Adds this process's part of the gradient: the parts add up, while DDP and FSDP2 average them."""

@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from unmask.data.batches import BatchPlan
-from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextualEncoder
@@ -27,7 +25,7 @@ from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import Processes
-from unmask.training.stages import Batch, LanguageModel, Pair, Stage, accumulate
+from unmask.training.stages import Batch, Pair, Stage, accumulate
 
 
 class Cde(Pair):
@@ -84,10 +82,6 @@ class Qwen3(Pair):
 
     ends = True  # whatever the pooling
 
-    @cached_property
-    def data(self) -> dict[str, TokenPairs]:
-        return self.triplets() if self.config.negatives else self.pairs()
-
     def reading(self, group: str) -> dict[str, Any]:
         reading = super().reading(group)
         return reading | {"around_query": (prompt(INSTRUCTIONS[group]), reading["around_query"][1])}
@@ -136,10 +130,6 @@ class Reranking(Stage):
     head = True
 
     @cached_property
-    def data(self) -> dict[str, TokenPairs]:
-        return self.triplets()
-
-    @cached_property
     def answers(self) -> tuple[int, int]:
         """The tokens of "yes" and of "no"."""
         return answers(self.tokenizer.backend_tokenizer)
@@ -167,9 +157,6 @@ class Reranking(Stage):
             prompts += [np.concatenate([pairs.queries[row], document_L]) for document_L in documents]
             answers += [yes] + [no] * (len(documents) - 1)
         return Prompts(name, prompts, torch.tensor(answers))
-
-    def module(self, model: PreTrainedModel) -> nn.Module:
-        return LanguageModel(model)
 
     def backward(self, module: nn.Module, batch: Prompts, step: int, processes: Processes) -> dict[str, Any]:
         lengths = [len(prompt_L) for prompt_L in batch.prompts]

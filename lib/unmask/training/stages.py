@@ -46,7 +46,7 @@ from unmask.training.distributed import Processes
 class Stage:
     """One training objective, from its data to its gradient.
 
-    A subclass has `data`, what it reads, `plan`, which rows a step takes, and
+    A subclass has `plan`, which rows of `data` a step takes, and
         batch(step): the global batch of a step, the same on every process, from seed and step alone;
         backward(module, batch, step, processes): adds this process's share of the batch's gradient to the
             parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them.
@@ -61,7 +61,7 @@ class Stage:
         made: parts that are there already, by name; the others are made from the job when first used.
     """
 
-    head = False  # whether the model keeps its output matrix
+    head = False  # whether the model keeps its output matrix, and so ends in its loss
     bidirectional = False  # whether a causal start is made to read both sides
     same_length = False  # whether all that it reads has one length
     ends = False  # whether an end is put after each text: a last token to pool at that means the same for all
@@ -83,6 +83,12 @@ class Stage:
     @cached_property
     def stored(self) -> StoredTokenizer:
         return StoredTokenizer.of(self.tokenizer)
+
+    @cached_property
+    def data(self) -> Any:
+        """What it reads: triplets where the config asks for negatives, otherwise pairs, unless a subclass
+        reads something else."""
+        return self.triplets() if getattr(self.config, "negatives", 0) else self.pairs()
 
     def prepare(self) -> list[dict[str, Any]]:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
@@ -106,7 +112,7 @@ class Stage:
     def module(self, model: nn.Module) -> nn.Module:
         """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them. Several
         modules that are run each on its own are an nn.ModuleList."""
-        return model
+        return LanguageModel(model) if self.head else model
 
     def facts(self) -> dict[str, Any]:
         """How the checkpoint is to be used, and which ready backbone it descends from."""
@@ -155,10 +161,8 @@ class Stage:
         return data
 
     def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
-        reading = self.reading(rows[0]["group"])
-        return tokenized.token_pairs(
-            rows, self.stored, name=name, identity=file, negatives=negatives, **reading
-        )
+        options = {"name": name, "identity": file, "negatives": negatives}
+        return tokenized.token_pairs(rows, self.stored, **options, **self.reading(rows[0]["group"]))
 
 
 def identity(path: Path) -> str:
@@ -204,9 +208,6 @@ class Pretraining(Stage):
     def plan(self) -> BatchPlan:
         config, sizes = self.config, {"text": len(self.data)}
         return BatchPlan(sizes, batch=config.batch, steps=config.steps, seed=config.seed)
-
-    def module(self, model: PreTrainedModel) -> nn.Module:
-        return LanguageModel(model)
 
     def blocks(self, step: int) -> np.ndarray:
         """The tokens (B, L) of a step."""
@@ -366,12 +367,9 @@ class Contrastive(Stage):
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
         """The look-alikes in each data set, found by the process that comes first."""
-        size, seed, clusters = self.config.cluster_size, self.config.seed, self.preset.clusters
-        options = {"stored": self.stored, "surrogate": self.surrogate, "config": clusters}
-        return {
-            name: neighbours(rows, name=name, cluster_size=size, seed=seed, **options)
-            for name, rows in self.data.items()
-        }
+        options = {"stored": self.stored, "surrogate": self.surrogate, "config": self.preset.clusters}
+        options |= {"cluster_size": self.config.cluster_size, "seed": self.config.seed}
+        return {name: neighbours(rows, name=name, **options) for name, rows in self.data.items()}
 
     def prepare(self) -> list[dict[str, Any]]:
         if self.config.looks_around:
@@ -436,10 +434,6 @@ class Pair(Contrastive):
     @property
     def ends(self) -> bool:
         return self.config.pooling == "last"
-
-    @cached_property
-    def data(self) -> dict[str, TokenPairs]:
-        return self.pairs()
 
     def allowed(self) -> Callable[[int], set[str]] | None:
         """Groups that are named are trained on from the first step to the last."""
@@ -519,10 +513,6 @@ class Contextual(Contrastive):
 
 class Triplet(Contrastive):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
-
-    @cached_property
-    def data(self) -> dict[str, TokenPairs]:
-        return self.triplets()
 
     def batch(self, step: int) -> list[Batch]:
         """The parts of a batch, each with a loss of its own."""
