@@ -453,8 +453,9 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
             if name not in names:
                 raise ValueError(f"data.{split}_packages: {name} is not installed{nearest(name, names)}")
             splits.setdefault(names[name], split)
-    sizes = {one.name: sum((one.root / file).stat().st_size for file in one.files) for one in packages}
-    others = sorted(sizes.keys() - splits, key=lambda name: (sizes[name] > SMALL_PACKAGE, -sizes[name], name))
+    left = [one for one in packages if one.name not in splits]
+    sizes = {one.name: sum((one.root / file).stat().st_size for file in one.files) for one in left}
+    others = sorted(sizes, key=lambda name: (sizes[name] > SMALL_PACKAGE, -sizes[name], name))
     slots = max(config.max_packages - len(splits), 0) if config.max_packages else None
     splits |= dict.fromkeys(others[:slots], "train")
     if lacking := set(SPLITS) - set(splits.values()):

@@ -336,9 +336,9 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
     fits = max(SAMPLE // (4 * width), LEAST * k) // 2
     rows = np.arange(count) if count <= fits else np.sort(permuted(np.arange(fits), count, seed))
     q_ND, d_ND = own.points(rows)
-    # With fewer points per centroid than it likes, faiss prints a warning.
-    options = {"niter": config.iterations, "nredo": config.attempts, "min_points_per_centroid": 1}
-    kmeans = faiss.Kmeans(width, k, spherical=True, seed=seed, **options)
+    options = {"niter": config.iterations, "nredo": config.attempts, "seed": seed, "spherical": True}
+    options["min_points_per_centroid"] = 1  # else it prints a warning
+    kmeans = faiss.Kmeans(width, k, **options)
     kmeans.train(np.block([[q_ND, d_ND], [d_ND, q_ND]]).astype(np.float32))
     blocks = (np.hstack(own.points(np.arange(part.start, part.stop))) for part in parts(count, ASSIGNED))
     cluster_N = np.concatenate([kmeans.assign(x_ND.astype(np.float32))[1] for x_ND in blocks])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unmask.data.batches import BatchPlan
+from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextualEncoder
@@ -82,6 +83,10 @@ class Qwen3(Pair):
 
     ends = True  # whatever the pooling
 
+    @cached_property
+    def data(self) -> dict[str, TokenPairs]:
+        return self.triplets() if self.config.negatives else self.pairs()
+
     def reading(self, group: str) -> dict[str, Any]:
         reading = super().reading(group)
         return reading | {"around_query": (prompt(INSTRUCTIONS[group]), reading["around_query"][1])}
@@ -128,6 +133,10 @@ class Reranking(Stage):
     """
 
     head = True
+
+    @cached_property
+    def data(self) -> dict[str, TokenPairs]:
+        return self.triplets()
 
     @cached_property
     def answers(self) -> tuple[int, int]:

@@ -46,7 +46,7 @@ from unmask.training.distributed import Processes
 class Stage:
     """One training objective, from its data to its gradient.
 
-    A subclass has `plan`, which rows of `data` a step takes, and
+    A subclass has `data`, what it reads, `plan`, which rows a step takes, and
         batch(step): the global batch of a step, the same on every process, from seed and step alone;
         backward(module, batch, step, processes): adds this process's share of the batch's gradient to the
             parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them.
@@ -83,12 +83,6 @@ class Stage:
     @cached_property
     def stored(self) -> StoredTokenizer:
         return StoredTokenizer.of(self.tokenizer)
-
-    @cached_property
-    def data(self) -> Any:
-        """What it reads: triplets where the config asks for negatives, otherwise pairs, unless a subclass
-        reads something else."""
-        return self.triplets() if getattr(self.config, "negatives", 0) else self.pairs()
 
     def prepare(self) -> list[dict[str, Any]]:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
@@ -435,6 +429,10 @@ class Pair(Contrastive):
     def ends(self) -> bool:
         return self.config.pooling == "last"
 
+    @cached_property
+    def data(self) -> dict[str, TokenPairs]:
+        return self.pairs()
+
     def allowed(self) -> Callable[[int], set[str]] | None:
         """Groups that are named are trained on from the first step to the last."""
         if self.asked.get("groups"):
@@ -513,6 +511,10 @@ class Contextual(Contrastive):
 
 class Triplet(Contrastive):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
+
+    @cached_property
+    def data(self) -> dict[str, TokenPairs]:
+        return self.triplets()
 
     def batch(self, step: int) -> list[Batch]:
         """The parts of a batch, each with a loss of its own."""
