@@ -10,7 +10,7 @@ from transformers import AutoModel
 import tiny
 import tiny_families
 from unmask.models import backbone
-from unmask.models.attention import VARLEN, compile_layers, unpadded, unpadded_inputs
+from unmask.models.attention import VARLEN, compile_layers, plain_attention, unpadded, unpadded_inputs
 
 
 def rows(model, sequences):
@@ -61,6 +61,25 @@ def test_a_cpu_pads_in_training_and_so_do_families_that_cannot_do_without():
     assert not unpadded(tiny.model())
     families = (tiny.model, tiny_families.gpt_neo, tiny_families.mistral)
     assert [unpadded(family(), inference=True) for family in families] == [True, False, False]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_plain_attention_computes_the_same(bidirectional, tmp_path):
+    """With and without padding, and the checkpoint does not ask for it."""
+    model = tiny.model(bidirectional=bidirectional)
+    tokens = torch.randint(4, 300, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
+    results = []
+    for _ in range(2):
+        model.zero_grad()
+        read = [model(tokens, attention_mask=m).last_hidden_state for m in (None, mask)]
+        hidden = torch.cat([read[0], read[1] * mask[..., None]])
+        (hidden * torch.linspace(-1, 1, hidden.shape[2])).sum().backward()
+        results.append((hidden.detach(), tiny.gradients(model)))
+        plain_attention(model)
+    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+    model.save_pretrained(tmp_path)
+    assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
 @pytest.mark.slow

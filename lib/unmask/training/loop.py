@@ -20,7 +20,7 @@ from unmask.children import on_signal
 from unmask.config import TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
-from unmask.models.attention import compile_layers, fast_attention
+from unmask.models.attention import compile_layers, fast_attention, plain_attention
 from unmask.run import PREEMPTED
 from unmask.store import code_fingerprint, write_atomic
 from unmask.training import checkpoint
@@ -195,6 +195,8 @@ def _prepared(
     torch.manual_seed(config.seed)
     if config.gradient_checkpointing:
         backbone.checkpoint_activations(model)
+    if processes.half and processes.device.type == "cpu":
+        plain_attention(model)
     if config.compile:
         compile_layers(model)
     module = processes.parallel(stage.module(model.train()))
