@@ -54,7 +54,7 @@ SMALL = {
         ("decay", 1), ("batch", 4), ("length", 128), ("token_budget", 256), ("compile", False),
     )},
     "evaluation.bootstrap": 100, "quantization.steps": 2, "quantization.shapes": [[32, 1], [32, 2], [64, 1]],
-    "quantization.speed_documents": 2000, "quantization.dimensions": [32, 64],
+    "quantization.dimensions": [32, 64],
     "contextual.dimensions": [32, 64], "qwen3.dimensions": [32, 64],
     "retrieval.log_queries": 60, "retrieval.query_sizes": [20, 60, 100], "retrieval.pool_depth": 10,
     "retrieval.document_sizes": [20, 60, 100], "retrieval.benchmarks": ["MIRACL"], "conteb.steps": 2,

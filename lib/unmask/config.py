@@ -252,7 +252,6 @@ class QuantizationConfig(Section):
 
     dimensions: Sizes
     candidates: Sizes  # documents that the binary first step hands on to INT8
-    speed_documents: Count = 100_000  # of the search-speed measurement; float vectors that no cache holds
     steps: Count  # of each short training
     shapes: tuple[tuple[Count, Count], ...]  # (width, depth) of the small model, the deeper and the wider one
 
@@ -265,7 +264,6 @@ class RetrievalConfig(Section):
     query_sizes: Sizes  # corpora of the query-to-query benchmark
     document_sizes: Sizes  # corpora of the query-to-document benchmark
     pool_depth: Count  # documents that each system puts into the pool of a query
-    passages: Count = 5  # that a generator reads for a question; the paper's
     xquad: tuple[str, ...] = ("en",)  # languages of XQuAD, where a mirror holds it
 
 
