@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unmask import Embedder
 from unmask.config import load_preset, resolved
 from unmask.losses import pair_loss
+from unmask.models.attention import plain_attention
 from unmask.models.encoding import TokenSequence, micro_batches
 from unmask.models.quantize import int8
 from unmask.training.cache import cached_backward
@@ -72,6 +73,7 @@ def case(setting: str, flops: float, step: Step) -> Case:
 
 
 def training(model: nn.Module, backward: Step) -> Step:
+    plain_attention(model)  # as trainings on a CPU in bfloat16
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
