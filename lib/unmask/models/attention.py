@@ -130,7 +130,8 @@ def plain_attention(model: nn.Module) -> None:
     """Makes the model attend by transformers' "eager": matrix products and a softmax in float32.
 
     For trainings on a CPU in bfloat16. Forward and backward it takes a quarter of the time of torch's flash
-    kernel at 64 tokens and half of it at 512, and keeps 2 H L² bytes per layer and sequence for that.
+    kernel at 64 tokens and half of it at 512, and keeps 6 H L² bytes per layer and sequence for that: the
+    weights in both precisions.
     """
     _decoder(model).set_attn_implementation("eager")
 
