@@ -122,7 +122,7 @@ def rows_of(source: Source, rng: random.Random) -> Iterator[tuple[str, dict[str,
                         yield config, row | {"chunk_id": f"{name}_{chunk}"}
                 continue
             row = blank(schema(source.repo, source.config), rng)
-            decides, words = ("text", 150) if source.role == "text" else ("document", 14)
+            decides, words = ("text", 60) if source.role == "text" else ("document", 14)
             put(row, source.columns[decides], held(source, split, rng, words))
             yield source.config, row
     if source.role in ("pairs", "triplets"):  # the cards warn of empty texts
