@@ -119,6 +119,8 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "preparation": partial(compare, "preparation", "tokenising text into files", **SPEED),
 }
 
+WITHOUT_PEER = {"scaling", "search-scaling", "kept-memory", "matmul-share"}  # not in the figure
+
 
 def commit() -> str:
     """The commit measured; marked if code was changed since."""
@@ -153,9 +155,9 @@ def main(arguments: list[str] | None = None) -> None:
         for row in by_subject[subject]:
             tqdm.write(f"{row['ratio'] or 'not run'} ×  {row['name']}")
     plt.switch_backend("agg")
-    rows = [row for some in by_subject.values() for row in some if row["ratio"] is not None]
+    shown = [row for subject, some in by_subject.items() if subject not in WITHOUT_PEER for row in some]
     figure = figures.horizontal_bars(
-        {row["name"]: row["ratio"] for row in rows},
+        {row["name"]: row["ratio"] for row in shown if row["ratio"] is not None},
         xlabel="times faster, or times less memory", title="Against peers on one machine", fmt="{:.3g}×",
     )  # fmt: skip
     figure.axes[0].set_xscale("log", base=2)
