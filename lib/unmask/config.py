@@ -36,6 +36,15 @@ Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
 
 
+def _three_or_none(shapes: tuple) -> tuple:
+    if len(shapes) not in (0, 3):
+        raise ValueError(f"must be three shapes or none, not {len(shapes)}")
+    return shapes
+
+
+Shapes = Annotated[tuple[tuple[Count, Count], ...], AfterValidator(_three_or_none)]
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Section:
     """Makes each section below a frozen dataclass whose values pydantic checks."""
@@ -253,7 +262,9 @@ class QuantizationConfig(Section):
     dimensions: Sizes
     candidates: Sizes  # documents that the binary first step hands on to INT8
     steps: Count  # of each short training
-    shapes: tuple[tuple[Count, Count], ...]  # (width, depth) of the small model, the deeper and the wider one
+    shapes: (
+        Shapes  # (width, depth) of the small model, the deeper and the wider one; none: the backbone itself
+    )
 
 
 class RetrievalConfig(Section):

@@ -218,8 +218,9 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
     yield "03_contextual", "contextual", 1, preset
     yield "04_triplet", "triplet", 2, preset
     short = _with(preset, "pair", steps=study.steps)
-    for number, (width, depth) in zip((1, 1, 2), study.shapes, strict=True):
-        yield "06_quantization", "pair", number, _with(short, "backbone", hidden_size=width, layers=depth)
+    sizes = [_with(short, "backbone", hidden_size=width, layers=depth) for width, depth in study.shapes]
+    for number, one in zip((1, 1, 2), sizes, strict=True) if sizes else [(2, short)]:
+        yield "06_quantization", "pair", number, one
     if ablation.controls:
         same = {field.name: getattr(preset.diffusion, field.name) for field in fields(PretrainConfig)}
         yield "07_diffusion_vs_ar", "ar", 1, _with(preset, "ar", **same)
@@ -236,8 +237,7 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
     sizes = Counter((changes["batch"], changes["context"]) for changes in preset.cde.trainings.values())
     for (batch, context), number in sizes.items():
         yield "10_cde", "cde", number, _with(preset, "cde", batch=batch, context=context)
-    weak = _with(preset, "qwen3", steps=qwen3.weak_steps, negatives=0)
-    yield "11_qwen3_embedding", "qwen3", 1, weak
+    yield "11_qwen3_embedding", "qwen3", 1, _with(preset, "qwen3", steps=qwen3.weak_steps, negatives=0)
     yield "11_qwen3_embedding", "qwen3", 2, preset
     yield "11_qwen3_embedding", "reranker", 1, preset
 
