@@ -161,7 +161,9 @@ class Embedder:
 
         Args:
             precision: "int8" (codes −127…127), "float32" (the unquantised mean), "binary" (−1 or 1 as int8),
-                "ubinary" (8 dimensions per byte, most significant bit first).
+                "ubinary" (8 dimensions per byte, most significant bit first). A model trained through INT8
+                was taught with the tanh, which the mean lacks: where a few dimensions are far larger than
+                the others, as in pretrained language models, cosines of means rank worse than INT8.
             dimensions: keep only the first so many (Matryoshka).
             max_length: instead of the embedder's own.
         Returns: array of shape (texts, dimensions), for "ubinary" (texts, dimensions / 8); no texts, no rows.
