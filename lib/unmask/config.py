@@ -42,6 +42,7 @@ def _three_or_none(shapes: tuple) -> tuple:
     return shapes
 
 
+# (width, depth) of a small model, a deeper and a wider one
 Shapes = Annotated[tuple[tuple[Count, Count], ...], AfterValidator(_three_or_none)]
 
 
@@ -262,9 +263,7 @@ class QuantizationConfig(Section):
     dimensions: Sizes
     candidates: Sizes  # documents that the binary first step hands on to INT8
     steps: Count  # of each short training
-    shapes: (
-        Shapes  # (width, depth) of the small model, the deeper and the wider one; none: the backbone itself
-    )
+    shapes: Shapes  # none: the diffusion backbone is trained instead
 
 
 class RetrievalConfig(Section):

@@ -218,9 +218,11 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
     yield "03_contextual", "contextual", 1, preset
     yield "04_triplet", "triplet", 2, preset
     short = _with(preset, "pair", steps=study.steps)
-    sizes = [_with(short, "backbone", hidden_size=width, layers=depth) for width, depth in study.shapes]
-    for number, one in zip((1, 1, 2), sizes, strict=True) if sizes else [(2, short)]:
-        yield "06_quantization", "pair", number, one
+    sized = [_with(short, "backbone", hidden_size=width, layers=depth) for width, depth in study.shapes]
+    *others, widest = sized or [short]
+    for one in others:
+        yield "06_quantization", "pair", 1, one
+    yield "06_quantization", "pair", 2, widest  # through INT8 and in floats
     if ablation.controls:
         same = {field.name: getattr(preset.diffusion, field.name) for field in fields(PretrainConfig)}
         yield "07_diffusion_vs_ar", "ar", 1, _with(preset, "ar", **same)
