@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,15 @@ def seed_run(run: str, seed: int) -> str:
     return f"{run}-seed{seed}"
 
 
-def seed_runs(artifacts: Path) -> dict[int, Path]:
-    """Runs that repeat one with other seeds on this machine.
+def seed_runs(results: Path) -> dict[int, Path]:
+    """Runs that repeat one with other seeds, on this machine or on others that handed on their results.
 
     Args:
-        artifacts: folder of the run that they repeat; need not exist.
-    Returns: seed → folder of that run's artifacts, ascending.
+        results: folder of the run that they repeat; need not exist.
+    Returns: seed → folder of that run's results, ascending.
     """
-    name = re.compile(rf"{re.escape(artifacts.name)}-seed([1-9]\d*)")
-    matches = ((name.fullmatch(path.name), path) for path in artifacts.parent.glob("*"))
+    name = re.compile(rf"{re.escape(results.name)}-seed([1-9]\d*)")
+    matches = ((name.fullmatch(path.name), path) for path in results.parent.glob("*"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
@@ -77,12 +77,11 @@ class Folders:
         return read_json(self.artifacts / stage / "done.json") or None
 
     def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
-        """What the runs that repeat this one with other seeds made of some stages: run → hash."""
+        """What the runs that repeat this one with other seeds found in some stages: run → hash."""
         found = {}
-        for folder in seed_runs(self.artifacts).values():
-            other = replace(self, artifacts=folder)
-            done = {stage: mark["hash"] for stage in stages if (mark := other.done(stage))}
-            found |= {folder.name: fingerprint(done)} if done else {}
+        for folder in seed_runs(self.results).values():
+            saved = [read_json(folder / f"{stage}.json") for stage in stages]
+            found |= {folder.name: fingerprint(saved)} if any(saved) else {}
         return found
 
 

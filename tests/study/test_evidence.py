@@ -14,7 +14,7 @@ from unmask.config import load_preset, resolved, seeded
 from unmask.evaluation.tasks import Task
 from unmask.losses import contextual_loss, insent_loss
 from unmask.run import Run, seed_run
-from unmask.store import repository, write_atomic
+from unmask.store import repository
 from unmask.study import evidence
 
 RNG = np.random.default_rng(4)
@@ -248,9 +248,9 @@ def execute(study, seed, *, corpus="c", done=True, **overrides):
     fast = evidence.fact(run, "fast", ours=f"{seed} ms", holds=seed < 2)
     run.save({"claims": evidence.keep(run, [works, fast, evidence.not_run("scales")])})
     run.save({"corpus_hash": corpus, "claims": []}, "00_backbone")
-    run.save({"preset": resolved(config), "commit": "abc", "versions": {"torch": "2.13.0"}}, "provenance")
-    for stage in ("00_backbone", "02_pair") if done else ():
-        write_atomic(run.artifacts().parent / stage / "done.json", "")
+    ended = ("00_backbone", "02_pair") if done else ()
+    stages = {name: {"exit_status": 0} for name in ended}
+    run.save({"preset": resolved(config), "commit": "abc", "stages": stages}, "provenance")
 
 
 def test_claims_are_pooled_over_the_seeds_at_hand(study):
@@ -285,11 +285,15 @@ def test_runs_that_cannot_be_compared_are_left_out_and_named(study):
     assert list(evidence.metrics(study)) == [0] and evidence.pooled(study)[0]["seeds"] == [0]
 
 
-def test_committed_results_of_other_machines_and_unfinished_notebooks_do_not_count(study, tmp_path):
+def test_results_of_other_machines_count_where_their_notebooks_came_to_an_end(study):
+    """Nothing of a repetition is here but its folder of results."""
     execute(study, 0)
     execute(study, 1)
-    (tmp_path / "artifacts" / "smoke-seed1" / "02_pair" / "done.json").unlink()
     execute(study, 2, done=False)
+    record = study.results.parent / "smoke-seed1" / "provenance.json"
+    text = json.loads(record.read_text())
+    text["stages"]["02_pair"] = {"exit_status": 1}
+    record.write_text(json.dumps(text))
     counted = {seed: list(saved) for seed, saved in evidence.metrics(study).items()}
-    assert counted == {0: ["00_backbone", "02_pair"], 1: ["00_backbone"]}
+    assert counted == {0: ["00_backbone", "02_pair"], 1: ["00_backbone"], 2: []}
     assert evidence.pooled(study)[0]["seeds"] == [0]

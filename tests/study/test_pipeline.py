@@ -143,11 +143,11 @@ def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):
     stages = discover(diamond.folders.notebooks)
     assert [stage.number for stage in select(stages, again=1)] == ["00", "01", "02", "03", "04"]
     all_done(diamond)
-    other = Folders.of("smoke-seed1", root=diamond.root)
-    finish(["02_right"], {"02_right": {"hash": "irrelevant"}}, other)
+    other = Folders.of("smoke-seed1", root=diamond.root).results
+    write_atomic(other / "02_right.json", '{"irrelevant": 1}')
     assert reasons(diamond) == {}
-    for value in ("one", "another"):
-        finish(["01_left"], {"01_left": {"hash": value}}, other)
+    for value in (1, 2):
+        write_atomic(other / "01_left.json", json.dumps({"found": value}))
         assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
         all_done(diamond)
 

@@ -31,7 +31,7 @@ from unmask.config import ContextualConfig, EvaluationConfig, resolved
 from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.tasks import Task
 from unmask.run import Run, seed_runs
-from unmask.store import artifacts_root, replacing
+from unmask.store import replacing
 
 VERDICTS = ("reproduced", "not at this scale", "contradicted", "invalid", "not run")
 NOTHING = 1e-3  # a score below it found nothing, and has no shares
@@ -342,7 +342,7 @@ def _effect(study: Run, line: Line) -> Effect:
 
 
 def runs(study: Run) -> dict[int, Run]:
-    """This run, and those on this machine that repeat it with other seeds, by seed.
+    """This run, and those whose results lie beside its own that repeat it with other seeds, by seed.
 
     These are named <run>-seed<N>, with the same preset but for the seeds and the same corpus; see `left_out`.
     """
@@ -362,7 +362,7 @@ def left_out(study: Run) -> dict[str, str]:
 
 
 def _repetitions(study: Run) -> dict[int, Run]:
-    folders = seed_runs(artifacts_root() / study.name)
+    folders = seed_runs(study.results)
     return {seed: replace(study, name=folder.name) for seed, folder in folders.items()}
 
 
@@ -375,12 +375,13 @@ def _shared(run: Run, preset: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
-    """What the notebooks of all `runs` saved: seed → notebook → metrics. Of repetitions those count that are
-    done."""
+    """What the notebooks of all `runs` saved: seed → notebook → metrics. Of repetitions those notebooks count
+    that came to their end."""
     found = {}
     for seed, run in runs(study).items():
         saved = sorted(path.stem for path in run.results.glob("[0-9]*.json") if path.stem != run.stage)
-        done = {path.parent.name for path in (artifacts_root() / run.name).glob("*/done.json")}
+        stages = (run.load("provenance") or {}).get("stages", {})
+        done = [name for name, record in stages.items() if record["exit_status"] == 0]
         found[seed] = {name: run.load(name) for name in saved if run.name == study.name or name in done}
     return found
 
