@@ -362,8 +362,7 @@ def left_out(study: Run) -> dict[str, str]:
 
 
 def _repetitions(study: Run) -> dict[int, Run]:
-    folders = seed_runs(study.results)
-    return {seed: replace(study, name=folder.name) for seed, folder in folders.items()}
+    return {seed: replace(study, name=folder.name) for seed, folder in seed_runs(study.results).items()}
 
 
 def _shared(run: Run, preset: Mapping[str, Any]) -> dict[str, Any]:
