@@ -24,10 +24,11 @@ install: $(READY)
 
 # make reproduce PRESET=smollm2 TO=02: another preset, and no further than to this notebook
 PRESET ?= cpu
+# Models this small do not fill two cores, so two notebooks share the machine.
+JOBS ?= $(if $(filter cpu,$(PRESET)),2,1)
 reproduce: $(READY)
-	@$(BIN)/unmask run --preset $(PRESET) $(if $(TO),--to $(TO))
+	@$(BIN)/unmask run --preset $(PRESET) --jobs $(JOBS) $(if $(TO),--to $(TO))
 
-# Models this small do not fill a core, so two notebooks share the machine.
 smoke: $(READY)
 	@$(BIN)/unmask run --preset smoke --jobs 2
 
