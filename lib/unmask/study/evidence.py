@@ -242,6 +242,17 @@ def above_chance(name: str, scores: Scores, tasks: Sequence[Task], config: Evalu
     return at_least(f"{name}: nDCG@10 above that of shuffled documents", low, 0.0)
 
 
+def over_seeds(gates: Sequence[Gate]) -> list[Gate]:
+    """Gates of several seeds as one each: the mean of its number against the mean of its bar."""
+    pooled = []
+    for name in dict.fromkeys(gate["name"] for gate in gates):
+        rows = [(gate["value"], *gate["bar"].split()) for gate in gates if gate["name"] == name]
+        values, (sign, *_), bars = zip(*rows)
+        bar = np.mean([float(bar) for bar in bars])
+        pooled.append((at_least if sign == ">=" else at_most)(name, np.mean(values), bar))
+    return pooled
+
+
 def failed(gates: Sequence[Gate]) -> str:
     """The gates that did not pass, with their numbers; empty if all did."""
     return "; ".join(f"{g['name']}: {g['value']:.3g}, not {g['bar']}" for g in gates if not g["passed"])
@@ -434,8 +445,7 @@ def _over_seeds(one: Line, same: Mapping[int, Line], at: Mapping[int, Run]) -> L
     if one["value"] is None:
         alike = len({line["verdict"] for line in same.values()}) == 1
         return line | ({} if alike else {"verdict": "not at this scale"})
-    named = [(f"seed {seed}, ", gate) for seed, other in same.items() for gate in other["gates"]]
-    line["gates"] = [gate | {"name": seed + gate["name"]} for seed, gate in named]
+    line["gates"] = over_seeds([gate for other in same.values() for gate in other["gates"]])
     line["values"] = {str(seed): other["value"] for seed, other in same.items()}
     return line | _judged(line, pool([_effect(at[seed], other) for seed, other in same.items()]))
 
