@@ -247,7 +247,7 @@ def test_facts_hold_or_do_not_and_what_was_not_run_says_why(study):
 EFFECTS = {seed: 0.2 + 0.02 * seed + 0.1 * RNG.standard_normal(40) for seed in range(4)}  # per query
 
 
-def execute(study, seed, *, corpus="c", done=("00_backbone", "02_pair"), **overrides):
+def execute(study, seed, *, corpus="c", **overrides):
     """Leaves behind what the notebooks 00 and 02 of a run with this seed would."""
     name = seed_run(study.name, seed) if seed else study.name
     config = load_preset("smoke", seeded(seed) | overrides)
@@ -256,12 +256,11 @@ def execute(study, seed, *, corpus="c", done=("00_backbone", "02_pair"), **overr
     fast = evidence.fact(run, "fast", ours=f"{seed} ms", holds=seed < 2)
     run.save({"claims": evidence.keep(run, [works, fast, evidence.not_run("scales")])})
     run.save({"corpus_hash": corpus, "claims": []}, "00_backbone")
-    stages = {name: {"exit_status": 0} for name in done} | {"03_contextual": {"exit_status": 1}}
-    run.save({"preset": resolved(config), "commit": "abc", "stages": stages}, "provenance")
+    run.save({"preset": resolved(config), "commit": "abc"}, "provenance")
 
 
 def test_claims_are_pooled_over_the_seeds_at_hand(study):
-    execute(study, 0, done=())  # executed by hand, perhaps
+    execute(study, 0)
     (alone, *_) = evidence.pooled(study)
     assert alone["seeds"] == [0] and alone["value"] == evidence.bootstrap(EFFECTS[0], 100).value
     for seed in (2, 1):
@@ -292,10 +291,11 @@ def test_runs_that_cannot_be_compared_are_left_out_and_named(study):
     assert list(evidence.metrics(study)) == [0] and evidence.pooled(study)[0]["seeds"] == [0]
 
 
-def test_results_of_other_machines_count_where_their_notebooks_came_to_an_end(study):
-    """Nothing of a repetition is here but its folder of results."""
-    for seed, done in enumerate((("00_backbone", "02_pair"), ("00_backbone",), ())):
-        execute(study, seed, done=done)
+def test_a_repetition_counts_by_the_notebooks_that_saved_something(study):
+    """Nothing of it is here but its folder of results: another machine may have made it."""
+    for seed in range(2):
+        execute(study, seed)
+    (study.results.parent / "smoke-seed1" / "02_pair.json").unlink()
     counted = {seed: list(saved) for seed, saved in evidence.metrics(study).items()}
-    assert counted == {0: ["00_backbone", "02_pair"], 1: ["00_backbone"], 2: []}
+    assert counted == {0: ["00_backbone", "02_pair"], 1: ["00_backbone"]}
     assert evidence.pooled(study)[0]["seeds"] == [0]

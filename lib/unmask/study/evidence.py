@@ -247,9 +247,9 @@ def over_seeds(gates: Sequence[Gate]) -> list[Gate]:
     pooled = []
     for name in dict.fromkeys(gate["name"] for gate in gates):
         rows = [(gate["value"], *gate["bar"].split()) for gate in gates if gate["name"] == name]
-        values, (sign, *_), bars = zip(*rows)
-        bar = np.mean([float(bar) for bar in bars])
-        pooled.append((at_least if sign == ">=" else at_most)(name, np.mean(values), bar))
+        values, signs, bars = zip(*rows)
+        judge = at_least if signs[0] == ">=" else at_most
+        pooled.append(judge(name, np.mean(values), np.mean([float(bar) for bar in bars])))
     return pooled
 
 
@@ -385,14 +385,11 @@ def _shared(run: Run, preset: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
-    """What the notebooks of all `runs` saved: seed → notebook → metrics. Of repetitions those notebooks count
-    that came to their end."""
+    """What the notebooks of all `runs` saved, which each does when it ends: seed → notebook → metrics."""
     found = {}
     for seed, run in runs(study).items():
         saved = sorted(path.stem for path in run.results.glob("[0-9]*.json") if path.stem != run.stage)
-        stages = (run.load("provenance") or {}).get("stages", {})
-        done = [name for name, record in stages.items() if record["exit_status"] == 0]
-        found[seed] = {name: run.load(name) for name in saved if run.name == study.name or name in done}
+        found[seed] = {name: run.load(name) for name in saved}
     return found
 
 
