@@ -63,6 +63,7 @@ def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout
     (checkout.root / "results" / "smoke-seed1" / "00_pair.json").write_text('{"found": 1}')
     again = checkout.unmask(*command, "--dry-run").stdout
     assert "run 'smoke-seed1': nothing to do" in again and "run smoke-seed1 changed" in again
+    assert "run 'smoke-seed2': 1 to do" in checkout.unmask(*command[:3], "--seed", "2", "--dry-run").stdout
     state = checkout.unmask("status", "--preset", "smoke", "--seeds", "2").stdout
     assert state.startswith("run 'smoke-seed1', preset 'smoke'\n") and state.count("01_report") == 1
     assert "run smoke-seed1 changed" in state

@@ -53,11 +53,12 @@ def run(options: argparse.Namespace) -> None:
     """`unmask run`: executes the selected notebooks that are due.
 
     With --seeds K the run is repeated with the seeds 1 to K − 1, each as a run of its own, before it is
-    executed itself: its report holds what all of them found. SIGTERM and SIGINT let a training write a
+    executed itself: its report holds what all of them found, and what lies in results/NAME-seedN from other
+    machines, where --seed N makes one of them alone. SIGTERM and SIGINT let a training write a
     checkpoint before the run ends, with status 75 after SIGTERM; UNMASK_GRACE_SECONDS is the time that this
     may take, 120 by default.
     """
-    for seed in (*range(1, options.seeds), None):
+    for seed in [options.seed] if options.seed else (*range(1, options.seeds), None):
         preset, overrides, folders, stages, marks = _open(options, seed, sure=not options.dry_run)
         selected = pipeline.select(stages, options.start, options.only, options.stop, again=seed)
         due = pipeline.plan(stages, selected, marks, folders, force=options.force)
@@ -240,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
     add("--gpu-memory", type=float, default=80, metavar="GB", help="that --dry-run plans with, default 80")
     add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
+    add("--seed", type=int, default=0, metavar="N", help="repeat it with this seed only, as NAME-seedN")
     add("--jobs", type=int, default=1, metavar="J", help="up to J independent notebooks side by side")
     add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
 

@@ -229,13 +229,9 @@ def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
 
 
 def run_stages(
-    due: Sequence[Stage],
-    marks: dict[str, dict[str, Any]],
-    folders: Folders,
-    about: dict[str, Any],
-    environment: dict[str, str],
+    due: Sequence[Stage], marks: Marks, folders: Folders, about: dict[str, Any], environment: dict[str, str],
     jobs: int = 1,
-) -> None:
+) -> None:  # fmt: skip
     """Executes the stages that are due and records each when it is done.
 
     A stage starts as soon as what it needs is there and fewer than `jobs` others run.
@@ -413,17 +409,10 @@ def execute(job: dict[str, Any]) -> str:
             os.dup2(log.fileno(), stream)
         try:
             execute_notebook(
-                job["source"],
-                job["output"],
-                job["parameters"],
-                kernel_name="python3",
-                language="python",
-                progress_bar=False,
-                stdout_file=log,
-                stderr_file=log,
-                coalesce_streams=True,  # of a progress bar its last state
-                record_timing=False,
-            )
+                job["source"], job["output"], job["parameters"],
+                kernel_name="python3", language="python", progress_bar=False, record_timing=False,
+                stdout_file=log, stderr_file=log, coalesce_streams=True,  # of a progress bar its last state
+            )  # fmt: skip
         except PapermillExecutionError as error:
             print(error, file=log)
             stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
