@@ -226,7 +226,7 @@ def test_a_gate_is_judged_on_the_mean_over_seeds():
     few, many = evidence.at_most("rises", 0.55, 0.5), evidence.at_most("rises", 0.15, 0.7)
     slope = evidence.at_least("slope", 0.9, 1.0)
     rises = {"name": "rises", "value": pytest.approx(0.35), "bar": "<= 0.6", "passed": True}
-    assert evidence.over_seeds([few, slope, many, slope]) == [rises, slope] and not slope["passed"]
+    assert evidence.mean_gates([few, slope, many, slope]) == [rises, slope] and not slope["passed"]
 
 
 def test_facts_hold_or_do_not_and_what_was_not_run_says_why(study):

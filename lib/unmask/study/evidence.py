@@ -242,15 +242,15 @@ def above_chance(name: str, scores: Scores, tasks: Sequence[Task], config: Evalu
     return at_least(f"{name}: nDCG@10 above that of shuffled documents", low, 0.0)
 
 
-def over_seeds(gates: Sequence[Gate]) -> list[Gate]:
+def mean_gates(gates: Sequence[Gate]) -> list[Gate]:
     """Gates of several seeds as one each: the mean of its number against the mean of its bar."""
-    pooled = []
+    means = []
     for name in dict.fromkeys(gate["name"] for gate in gates):
         rows = [(gate["value"], *gate["bar"].split()) for gate in gates if gate["name"] == name]
         values, signs, bars = zip(*rows)
         judge = at_least if signs[0] == ">=" else at_most
-        pooled.append(judge(name, np.mean(values), np.mean([float(bar) for bar in bars])))
-    return pooled
+        means.append(judge(name, np.mean(values), np.mean([float(bar) for bar in bars])))
+    return means
 
 
 def failed(gates: Sequence[Gate]) -> str:
@@ -442,7 +442,7 @@ def _over_seeds(one: Line, same: Mapping[int, Line], at: Mapping[int, Run]) -> L
     if one["value"] is None:
         alike = len({line["verdict"] for line in same.values()}) == 1
         return line | ({} if alike else {"verdict": "not at this scale"})
-    line["gates"] = over_seeds([gate for other in same.values() for gate in other["gates"]])
+    line["gates"] = mean_gates([gate for other in same.values() for gate in other["gates"]])
     line["values"] = {str(seed): other["value"] for seed, other in same.items()}
     return line | _judged(line, pool([_effect(at[seed], other) for seed, other in same.items()]))
 
