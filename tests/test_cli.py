@@ -53,6 +53,7 @@ def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout
     broken.unlink()
     second = checkout.unmask(*command)
     assert second.returncode == 0, second.stderr
+    assert "notebooks: papermill_runs/smoke-seed1\n" in second.stdout and "report: " not in second.stdout
     assert executed("smoke-seed1") == ["00_pair"] and executed("smoke") == ["00_pair", "01_report"]
     for run, seed in (("smoke-seed1", 1), ("smoke", 0)):
         ran = json.loads((runs / run / "00_pair.ipynb").read_text())

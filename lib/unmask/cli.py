@@ -80,8 +80,10 @@ def run(options: argparse.Namespace) -> None:
             folders.artifacts.mkdir(parents=True, exist_ok=True)
             with FileLock(folders.artifacts / ".lock", timeout=0):
                 pipeline.run_stages(list(due), marks, folders, about, environment, options.jobs)
-        if (report := folders.results / "report.md").is_file():
-            print(f"report: {os.path.relpath(report)}")
+        whole = pipeline.PAGE in {stage.name for stage in selected}
+        name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
+        if shown.exists():
+            print(f"{name}: {os.path.relpath(shown)}")
 
 
 def prepare(options: argparse.Namespace) -> None:

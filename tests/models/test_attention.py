@@ -40,16 +40,22 @@ def test_sequences_in_one_row_do_not_see_each_other(bidirectional, checkpointing
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+def both_ways(model):
+    """Hidden states of some tokens, without a mask and with one (what it masks: 0)."""
+    tokens = torch.randint(4, 300, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
+    plain, masked = (model(tokens, attention_mask=m).last_hidden_state for m in (None, mask))
+    return plain, masked * mask[..., None]
+
+
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_other_calls_and_checkpoints_are_what_they_were_before(bidirectional, tmp_path):
     """With and without a mask, bit for bit."""
     model = tiny.model(bidirectional=bidirectional)
-    tokens = torch.randint(4, 300, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
     with torch.no_grad():
-        before = [model(tokens, attention_mask=m).last_hidden_state for m in (None, mask)]
+        before = both_ways(model)
         rows(model, tiny.sequences(2))
-        after = [model(tokens, attention_mask=m).last_hidden_state for m in (None, mask)]
+        after = both_ways(model)
     assert all(torch.equal(a, b) for a, b in zip(after, before))
     model.save_pretrained(tmp_path)
     assert VARLEN not in (tmp_path / "config.json").read_text()
@@ -67,13 +73,10 @@ def test_a_cpu_pads_in_training_and_so_do_families_that_cannot_do_without():
 def test_plain_attention_computes_the_same(bidirectional, tmp_path):
     """With and without padding, and the checkpoint does not ask for it."""
     model = tiny.model(bidirectional=bidirectional)
-    tokens = torch.randint(4, 300, (3, 9), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
     results = []
     for _ in range(2):
         model.zero_grad()
-        read = [model(tokens, attention_mask=m).last_hidden_state for m in (None, mask)]
-        hidden = torch.cat([read[0], read[1] * mask[..., None]])
+        hidden = torch.cat(both_ways(model))
         (hidden * torch.linspace(-1, 1, hidden.shape[2])).sum().backward()
         results.append((hidden.detach(), tiny.gradients(model)))
         plain_attention(model)

@@ -45,11 +45,7 @@ def write_gguf(path, model):
     writer.add_token_types([3 if i < 4 else 1 for i in range(len(ids))])
     writer.add_token_merges([" ".join(merge) for merge in bpe["merges"]])
     writer.add_eos_token_id(0)
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-    names |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
-    names |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm"}
-    names |= {"post_attention_layernorm": "ffn_norm", "model.layers": "blk"}
-    names |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.num_hidden_layers)
     heads = {"q_proj": shape.num_attention_heads, "k_proj": shape.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight":
@@ -57,9 +53,7 @@ def write_gguf(path, model):
         weight = tensor.numpy()
         for part, count in heads.items():
             weight = permuted(weight, count) if part in name else weight
-        for theirs, ours in names.items():
-            name = name.replace(theirs, ours)
-        writer.add_tensor(name, np.ascontiguousarray(weight, np.float32))
+        writer.add_tensor(names.get_name(name, (".weight",)), np.ascontiguousarray(weight, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

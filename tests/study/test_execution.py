@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from unmask.models.backbone import computes_in_bf16
 from waiting import live, wait_for
 
 LOOK = """
@@ -64,6 +65,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout):
     assert len(about["commit"]) == 40 and about["dirty"] is True  # papermill_runs/presets was not committed
     assert about["overrides"] == {"pair.steps": 13} and about["preset"]["pair"]["steps"] == 13
     assert about["versions"]["torch"].startswith("2.") and about["hardware"]["cores"] >= 1
+    assert about["hardware"]["gpus"] or about["hardware"]["bf16"] is computes_in_bf16("bf16")
     stage = about["stages"]["01_pair"]
     assert stage["exit_status"] == 0 and stage["wall_seconds"] > 0 and stage["started"].endswith("+00:00")
     assert 2**25 < stage["peak_memory_bytes"] < 2**34

@@ -479,10 +479,12 @@ def describe(
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, and the GPUs' names."""
-    names = re.findall(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    """Processor, whether it has bf16 instructions (precision "bf16" is float32 where it has none), cores that
+    this process may use, memory, and the GPUs' names."""
+    about = Path("/proc/cpuinfo").read_text()
     return {
-        "cpu": (names or [platform.machine()])[0],
+        "cpu": (re.findall(r"model name\s*:\s*(.*)", about) or [platform.machine()])[0],
+        "bf16": "avx512_bf16" in about or "amx_tile" in about,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpu_names(),
