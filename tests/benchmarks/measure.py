@@ -49,6 +49,7 @@ class Row:
     ratio: float | None
     unit: str
     setting: str
+    spread: tuple[float, float] | None = None  # of the ratio: the least and the most of the rounds
 
 
 def not_run(name: str, unit: str, reason: str) -> Row:
@@ -62,11 +63,10 @@ def seconds(step: Step) -> float:
 
 
 def speeds(case: Case) -> dict[str, dict[str, Any]]:
-    """For each program: its fastest variant, its median rate, and the median ratio of our rate to its.
+    """For each program: its fastest variant, its median rate, and the ratios of our rate to its, sorted.
 
     Every variant runs twice, and its faster time counts. Then the best variants take turns, so that a drift
-    of the machine's speed meets all of them alike; the ratio is the median over the rounds, not that of the
-    medians.
+    of the machine's speed meets all of them alike; a ratio is that of one round.
     """
     case.check()
     chosen = {}
@@ -79,7 +79,7 @@ def speeds(case: Case) -> dict[str, dict[str, Any]]:
         program: {
             "variant": variant,
             "rate": case.work / statistics.median(times[number] for times in rounds),
-            "ratio": statistics.median(times[number] / times[0] for times in rounds),
+            "ratios": sorted(times[number] / times[0] for times in rounds),
         }
         for number, (program, variant) in enumerate(chosen.items())
     }
@@ -132,10 +132,9 @@ def compare(
         variants = {p: results[p]["variant"] for p in (ours, other)}
         settings = "; ".join(f"{p}: {variant}" for p, variant in variants.items() if variant)
         setting = f"{facts['setting']}; {settings}" if settings else facts["setting"]
-        mine, theirs = results[ours]["rate"], results[other]["rate"]
-        rows.append(
-            Row(f"{title}: speed, {other}", mine, theirs, results[other]["ratio"], facts["unit"], setting)
-        )
+        mine, theirs, ratios = results[ours]["rate"], results[other]["rate"], results[other]["ratios"]
+        name, ratio, spread = f"{title}: speed, {other}", statistics.median(ratios), (ratios[0], ratios[-1])
+        rows.append(Row(name, mine, theirs, ratio, facts["unit"], setting, spread))
         if memory:
             mine, theirs = peaks[ours], peaks[other]
             name = f"{title}: peak memory, {other}"

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/run.py [--only SUBJECT …] [--force]
 
-Writes results/benchmarks/benchmarks.json, a list of {name, ours, peer, ratio, unit, setting, command, commit}
-in which a ratio above 1 means that we are better, and a figure of the ratios. A subject that was measured at
-this commit is not measured again.
+Writes results/benchmarks/benchmarks.json, a list of {name, ours, peer, ratio, unit, setting, spread, command,
+commit} in which a ratio above 1 means that we are better, and a figure of the ratios. A subject that was
+measured at this commit is not measured again.
 
 `run.py --child …` is one measurement in a process of its own, see `measure.child`.
 """
@@ -66,9 +66,11 @@ def kept_memory() -> list[Row]:
         found = child("peak", "diffusion", "unmask", "", "4", environment=environment)
         return found["work"] / found["seconds"]
 
-    pairs = [(rate(MEMORY), rate({})) for _ in range(3)]
+    pairs = [(rate(MEMORY), rate({})) for _ in range(measure.PAIRS)]
     ours, peer = map(statistics.median, zip(*pairs, strict=True))
-    return [Row("freed memory kept: speed", ours, peer, ours / peer, "tokens/s", "diffusion step, glibc")]
+    ratios, setting = sorted(kept / returned for kept, returned in pairs), "diffusion step, glibc"
+    row = ours, peer, statistics.median(ratios), "tokens/s", setting, (ratios[0], ratios[-1])
+    return [Row("freed memory kept: speed", *row)]
 
 
 def several(titles: dict[str, str], **options: Any) -> list[Row]:
@@ -165,10 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def rounded(row: Row) -> dict[str, Any]:
-    values = dataclasses.asdict(row)
-    return {
-        key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in values.items()
-    }
+    text = json.dumps(dataclasses.asdict(row))
+    return json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
 
 
 def in_child(kind: str, name: str, *rest: str) -> dict:
