@@ -32,6 +32,10 @@ from unmask.training.cache import cached_backward
 PRESET = load_preset("cpu")
 TEMPERATURE = 0.05  # at 0.02 the loss of an untrained model is so large that relative differences hide
 PAIRS, EQUAL_LENGTH, MIXED_LENGTH = 128, 64, 256  # 256: the paper's texts
+ATTENTION = (
+    "sdpa",
+    "eager",
+)  # on a CPU in bf16 now one is faster, now the other; every program takes its best
 PEERS = artifacts_root() / "benchmarks" / "peers"  # packages that only `make bench` needs
 Columns = tuple[list[np.ndarray], list[np.ndarray]]  # token ids of the queries, of the documents
 
@@ -168,6 +172,16 @@ def uncached(model: nn.Module, columns: Columns) -> Callable[[], Tensor]:
     return step
 
 
+def attending(model: nn.Module, implementation: str, step: Step) -> Step:
+    """The step with one of transformers' ways to compute attention."""
+
+    def attended() -> Tensor:
+        model.set_attn_implementation(implementation)
+        return step()
+
+    return attended
+
+
 def programs(model: nn.Module, columns: Columns) -> tuple[dict[str, dict[str, Step]], dict[str, str]]:
     """Every program with the settings to try, and why a program is missing."""
     budgets, sizes, tokens = (1024, 2048, 4096), (16, 32, 64), (2048, 4096, 8192)
@@ -178,11 +192,18 @@ def programs(model: nn.Module, columns: Columns) -> tuple[dict[str, dict[str, St
         "sentence-transformers": theirs,
         "uncached": {"one pass per column": uncached(model, columns)},
     }
+    missing = {}
     try:
         found["GradCache"] = {f"chunk {n}": gradcache(model, columns, n) for n in sizes}
     except ImportError as error:
-        return found, {"GradCache": f"{error}; install it with `make bench`"}
-    return found, {}
+        missing["GradCache"] = f"{error}; install it with `make bench`"
+    found = {
+        program: {
+            f"{name}, {how}": attending(model, how, step) for name, step in steps.items() for how in ATTENTION
+        }
+        for program, steps in found.items()
+    }
+    return found, missing
 
 
 def agree(model: nn.Module, steps: dict[str, dict[str, Step]]) -> None:
@@ -223,6 +244,7 @@ def scaling_case(pairs: int) -> Case:
     """Our step at preset cpu's lengths, budget and loss settings, on a global batch of so many pairs."""
     config = PRESET.pair
     model = bidirectional(PRESET.backbone.layers)
+    model.set_attn_implementation("eager")  # as trainings in bf16 do on a CPU
     columns = real_lengths(pairs, config.query_length, config.document_length)
     step = in_bf16(partial(ours, model, columns, config.token_budget))
     tokens = sum(len(tokens) for column in columns for tokens in column)
