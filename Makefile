@@ -18,7 +18,7 @@ help:
 	@echo "make test-faults  kill trainings at random moments"
 	@echo "make lint       ruff, and the floors of the library"
 	@echo "make lab        JupyterLab on the notebooks; LAB=… is handed on, for instance LAB='--no-browser --port=8890'"
-	@echo "make bench      speed and memory against peers, in about twenty minutes: results/benchmarks"
+	@echo "make bench      speed and memory against peers, in about an hour: results/benchmarks"
 
 install: $(READY)
 

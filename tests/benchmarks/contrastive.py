@@ -32,10 +32,7 @@ from unmask.training.cache import cached_backward
 PRESET = load_preset("cpu")
 TEMPERATURE = 0.05  # at 0.02 the loss of an untrained model is so large that relative differences hide
 PAIRS, EQUAL_LENGTH, MIXED_LENGTH = 128, 64, 256  # 256: the paper's texts
-ATTENTION = (
-    "sdpa",
-    "eager",
-)  # on a CPU in bf16 now one is faster, now the other; every program takes its best
+ATTENTION = "sdpa", "eager"  # on a CPU in bf16 now one is faster, now the other; each takes its best
 PEERS = artifacts_root() / "benchmarks" / "peers"  # packages that only `make bench` needs
 Columns = tuple[list[np.ndarray], list[np.ndarray]]  # token ids of the queries, of the documents
 

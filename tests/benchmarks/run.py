@@ -160,7 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
     shown = [row for subject, some in by_subject.items() if subject not in WITHOUT_PEER for row in some]
     figure = figures.horizontal_bars(
         {row["name"]: row["ratio"] for row in shown if row["ratio"] is not None},
-        xlabel="times faster, or times less memory", title="Against peers on one machine", fmt="{:.3g}×",
+        xlabel="times faster, or times less memory", title="Against peers on one machine",
+        fmt="{:.3g}×", origin=1,
     )  # fmt: skip
     figure.axes[0].set_xscale("log", base=2)
     figure.save(RESULTS / "benchmarks.png")

@@ -24,7 +24,7 @@ from unmask.store import artifacts_root
 DOCUMENTS, WIDTH, QUERIES, K = 200_000, 1024, 64, 10
 RANKED, OF = 1000, 5000  # queries and documents of the metrics
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)
-LIMIT = 1536.0  # MiB that the search of a million documents may take
+LIMIT = 512.0  # MiB that the search of a million documents may take beside them
 BLOCK = 65_536
 
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]

@@ -334,8 +334,7 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
 
 
 def _are_texts(values: Any) -> bool:
-    some = isinstance(values, list) and len(values) > 0
-    return some and all(isinstance(value, str) and value.strip() for value in values)
+    return isinstance(values, list) and values != [] and all(isinstance(v, str) and v.strip() for v in values)
 
 
 def _are_golds(values: Any, queries: int, chunks: int) -> bool:

@@ -214,7 +214,9 @@ def _cosines(d_TD: Tensor, q_QD: Tensor, inverse_T1: Tensor) -> Tensor:
 
 def _inverse_norms(codes_XD: Tensor) -> Tensor:
     """1 / Euclidean norm (X,), float64, of int8 codes; zero for zero vectors."""
-    norm_X = torch.cat([rows_RD.double().norm(dim=1) for rows_RD in codes_XD.split(ROWS)])
+    norm_X = torch.empty(len(codes_XD), dtype=torch.float64, device=codes_XD.device)
+    for part in parts(len(codes_XD), ROWS):  # kept one by one, they would lie in each other's freed rows
+        norm_X[part] = codes_XD[part].double().norm(dim=1)
     return norm_X.reciprocal().masked_fill(norm_X == 0, 0)
 
 

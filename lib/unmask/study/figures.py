@@ -229,12 +229,13 @@ def pareto(panels: Mapping[str, Mapping[str, Sequence[tuple]]], **about: Any) ->
     return figure
 
 
-def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **about: Any) -> Figure:
-    """One bar per name, the largest on top, with its value."""
-    order = sorted(values, key=values.get)
-    sizes = [values[name] for name in order]
+def horizontal_bars(
+    values: Mapping[str, float], *, fmt: str = "{:,.0f}", origin: float = 0, **about: Any
+) -> Figure:
+    """One bar per name, the largest on top, with its value; bars start at `origin`."""
+    order, sizes = zip(*sorted(values.items(), key=lambda item: item[1]), strict=True)
     figure, ax = axes(figsize=(WIDTH, 0.26 * len(order) + 1.2))
-    bars = ax.barh(order, sizes, color=CONTEXTUAL)
+    bars = ax.barh(order, np.subtract(sizes, origin), left=origin, color=CONTEXTUAL)
     ax.bar_label(bars, [fmt.format(size) for size in sizes], fontsize=8, padding=3)
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.grid(axis="y", visible=False)
