@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from statistics import mean, stdev
 
 import pytest
@@ -27,6 +28,7 @@ def leaves(value, path=()):
         yield path, abs(value)
 
 
+@cache
 def measured(run):
     """What a run saved, and what its seeds make of it: means and standard deviations."""
     by_path = {}
@@ -34,15 +36,13 @@ def measured(run):
         for file in folder.glob("*.json"):
             for path, value in leaves(json.loads(file.read_text()), (file.name,)):
                 by_path.setdefault(path, []).append(value)
-    for values in by_path.values():
-        yield from values
-        yield from (mean(values), stdev(values)) if len(values) > 1 else ()
+    pooled = {of(values) for values in by_path.values() if len(values) > 1 for of in (mean, stdev)}
+    return pooled.union(*by_path.values())
 
 
 def missing(text, runs):
     """Numbers of a text that neither these runs nor the papers have, rounded as the text does."""
-    values = {value for _, value in leaves(yaml.safe_load(PAPER.read_text()))}
-    values |= {value for run in runs for value in measured(run)}
+    values = {value for _, value in leaves(yaml.safe_load(PAPER.read_text()))}.union(*map(measured, runs))
     found, rounded = [], {}
     for number in NUMBER.findall(text):
         whole, _, decimals = number.replace(",", "").partition(".")
