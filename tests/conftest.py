@@ -24,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name != "test_smoke.py")  # the longest first
+    # The longest first, so that no process is left with one at the end.
+    items.sort(key=lambda item: (item.path.name != "test_smoke.py", not item.get_closest_marker("slow")))
     mirror = os.environ.get("UNMASK_MIRROR")
     offline = os.environ["HF_HUB_OFFLINE"] == "1"
     wanted = os.environ.get("UNMASK_FAULTS") == "1"
