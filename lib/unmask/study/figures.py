@@ -155,7 +155,7 @@ def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None
         ax.hlines(list(table[series].values()), at - 0.45, at + 0.45, **style, label=series)
     ax.axhline(0, color=MUTED, linewidth=1)
     ax.set_xticks(range(len(groups)), groups)
-    ax.tick_params(axis="x", length=0)
+    ax.tick_params(axis="x", length=0, rotation=45 if len("".join(groups)) > 90 else 0)  # or they overlap
     ax.grid(axis="x", visible=False)
     ax.margins(x=0.01, y=0.1)
     return _finished(figure, **about)
