@@ -1,9 +1,22 @@
-"""The paper's tables agree with themselves and with one another."""
+"""The paper's tables agree with themselves, with one another, and with what the library computes."""
 
 import pytest
 
+from unmask.models.quantize import documents_per_megabyte
 from unmask.study.report import paper_table
 
+# Dimensions and precision of what the models return.
+STORED = {
+    "pplx-embed-v1-4B (INT8)": (2560, "int8"),
+    "pplx-embed-v1-4B (BIN)": (2560, "ubinary"),
+    "pplx-embed-v1-0.6B (INT8)": (1024, "int8"),
+    "pplx-embed-v1-0.6B (BIN)": (1024, "binary"),
+    "qwen3-embed-4B": (2560, "float32"),
+    "qwen3-embed-0.6B": (1024, "float32"),
+    "gemini-embedding-001": (3072, "float32"),
+    "text-embedding-3-large": (3072, "float32"),
+    "embed-gemma-0.3B": (768, "float32"),
+}
 # Averages that the paper prints and its own rows do not give, with the mean of these.
 MISPRINTED = {(2, "embed-gemma-0.3B"): 62.15, (3, "pplx-embed-context-v1-4B (BIN)"): 80.49}
 
@@ -28,6 +41,12 @@ def rounds(value, printed):
     """Whether a value is `printed` to as many decimals as this has, halves either way."""
     unit = 10.0 ** -len(str(printed).partition(".")[2])
     return abs(value - printed) <= unit / 2 + 1e-9
+
+
+def test_documents_per_megabyte_are_arithmetic():
+    expected = {name: documents_per_megabyte(*stored) for name, stored in STORED.items()}
+    for number in (1, 2):
+        assert {name: row["Docs/MB"] for name, row in paper_table(number).items()} == expected
 
 
 def test_tables_repeat_one_another():

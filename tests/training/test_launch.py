@@ -24,7 +24,6 @@ from waiting import live_in, wait_for
 OVERRIDES = {"pair.steps": 60, "pair.batch": 8, "pair.checkpoint_every": 5, "pair.precision": "fp32"}
 # At a low rate: rounding to INT8 amplifies what two processes round otherwise.
 TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-4}
-STOPPED = {"one": (OVERRIDES, 1, signal.SIGTERM), "torchrun and two": (TWO, 3, signal.SIGKILL)}
 
 
 def opened(overrides=OVERRIDES, **changes):
@@ -43,7 +42,8 @@ def alone(model, folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
-@pytest.mark.parametrize(("overrides", "least", "number"), STOPPED.values(), ids=STOPPED)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("overrides", "least"), [(OVERRIDES, 1), (TWO, 3)], ids=["one", "torchrun and two"])
 def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupted(
     start, tmp_path, capfd, overrides, least, number
 ):

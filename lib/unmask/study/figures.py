@@ -233,10 +233,10 @@ def horizontal_bars(
     values: Mapping[str, float], *, fmt: str = "{:,.0f}", origin: float = 0, **about: Any
 ) -> Figure:
     """One bar per name, the largest on top, with its value; bars start at `origin`."""
-    order, sizes = zip(*sorted(values.items(), key=lambda item: item[1]), strict=True)
-    figure, ax = axes(figsize=(WIDTH, 0.26 * len(order) + 1.2))
-    bars = ax.barh(order, np.subtract(sizes, origin), left=origin, color=CONTEXTUAL)
-    ax.bar_label(bars, [fmt.format(size) for size in sizes], fontsize=8, padding=3)
+    values = dict(sorted(values.items(), key=lambda item: item[1]))
+    figure, ax = axes(figsize=(WIDTH, 0.26 * len(values) + 1.2))
+    bars = ax.barh(list(values), np.subtract(list(values.values()), origin), left=origin, color=CONTEXTUAL)
+    ax.bar_label(bars, [fmt.format(size) for size in values.values()], fontsize=8, padding=3)
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.grid(axis="y", visible=False)
     ax.margins(x=0.12, y=0.02)
