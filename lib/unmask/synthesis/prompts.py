@@ -142,7 +142,9 @@ def _tasks(
 ) -> list[Task]:
     """A task for each text, with the personas that are most similar to it, the nearest first."""
     if not texts:
-        raise ValueError(f"no passage of at least {SHORTEST} characters: there is nothing to ask about")
+        raise ValueError(
+            f"no passage of at least {SHORTEST} characters that lacks a query: there is nothing to ask about"
+        )
     names, tasks = personas(), []
     scores_NP = unit(embedder.encode(texts)) @ unit(embedder.encode(names)).T
     order_NK = np.argsort(-scores_NP, axis=1, kind="stable")[:, : config.personas]
