@@ -114,5 +114,5 @@ def test_what_cannot_work_is_refused():
     one = reranker()
     with torch.no_grad():
         one.model.get_input_embeddings().weight[ids(one, "東")[0]] = torch.nan
-    with pytest.raises(ValueError, match=r"Document 1 of 2: .*NaN"):
+    with pytest.raises(ValueError, match=r"document 1 of 2: .*NaN"):
         one.score("q", ["a", "東京"])

@@ -100,7 +100,7 @@ class Embedder:
         special_tokens: the tokenizer's own special tokens ([CLS] and [SEP], for instance) are put around each
             text, or around each document. They count for `max_length`, and the pooling averages them too.
         normalize: vectors get unit length, before dimensions or codes are taken from them.
-    Raises: ValueError for a `max_length` in which no token of a text has room.
+    Raises: ValueError for an unknown pooling, and a `max_length` in which no token of a text has room.
     """
 
     def __init__(
@@ -115,6 +115,8 @@ class Embedder:
         on_gpu = self.devices[0].type == "cuda"
         self.model = model.to(self.devices[0]).eval()
         self.tokenizer = tokenizer
+        if pooling not in ("mean", "last"):
+            raise ValueError(f"pooling must be 'mean' or 'last', got {pooling!r}")
         self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
         self.window = int(model.config.max_position_embeddings)
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
@@ -242,6 +244,8 @@ class Embedder:
         """Also where the chunks of each document start among all of them, and their number at the end."""
         right = "encode_documents([[chunk]])"
         documents = [_list(chunks, right) for chunks in _list(documents, right)]
+        if chunk_length is not None and chunk_length < 1:
+            raise ValueError(f"chunk_length must be at least 1, got {chunk_length}")
         if [] in documents:
             raise ValueError(f"document {documents.index([])} has no chunks: leave it out")
         places = [(chunk, index) for index, chunks in enumerate(documents) for chunk in range(len(chunks))]
@@ -312,7 +316,7 @@ class Embedder:
         def forward(group: list[Unit], model: PreTrainedModel, device: torch.device) -> Tensor:
             more = {key: tensor.to(device) for key, tensor in inputs.items()}
             sequences = [unit.sequence for unit in group]
-            with torch.inference_mode(), self._autocast(), torch.accelerator.device_index(device.index):
+            with torch.inference_mode(), self.autocast(), torch.accelerator.device_index(device.index):
                 return encode_rows(model, sequences, pooling=pooling, device=device, packed=packed, **more)
 
         def finish(group: list[Unit], rows: Tensor) -> None:
@@ -323,7 +327,7 @@ class Embedder:
             numbers.append(numbers_R)
             found.append(coded(rows_RD))
 
-        with self._autocast(), ThreadPoolExecutor(len(self.devices)) as threads:
+        with self.autocast(), ThreadPoolExecutor(len(self.devices)) as threads:
             packed = unpadded(self.model, inference=True)
             compute = map if self.devices == [torch.device("cpu")] else threads.map
             under_way = ()
@@ -341,7 +345,8 @@ class Embedder:
         order_R = np.argsort(numbers_R, kind="stable")
         return numbers_R[order_R], np.concatenate(found)[order_R]
 
-    def _autocast(self) -> AbstractContextManager:
+    def autocast(self) -> AbstractContextManager:
+        """The precision of a forward pass."""
         return torch.autocast(self.devices[0].type, torch.bfloat16, enabled=self.mixed_precision)
 
     @cached_property

@@ -4,6 +4,7 @@
 Legend: B prompts read together · L tokens · D dimensions · M documents.
 """
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import encode
 from unmask.models import backbone
-from unmask.models.embedder import Embedder, Reading
+from unmask.models.embedder import Embedder
+from unmask.models.encoding import micro_batches
 
 # Of the released models.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -37,12 +39,12 @@ class Reranker:
     >>> reranker = Reranker.from_pretrained(path)                    # doctest: +SKIP
     >>> reranker.rerank("How do I open a file?", documents, top=10)  # doctest: +SKIP
 
-    Prompts are read as an `Embedder` reads texts: those of similar length share a forward pass.
+    Documents of similar length share a forward pass; what stands before them in all prompts is read once.
 
     Args:
         instruction: what documents are wanted for, in a sentence.
         options: `max_length` (tokens of a prompt at most; the document is cut first, then the query, and
-            nothing else), `device`, `mixed_precision` and `token_budget` of `Embedder`.
+            nothing else), `device` (one), `mixed_precision` and `token_budget` of `Embedder`.
     Raises: ValueError for a model that is not causal, and a `max_length` that leaves query and document no
         room.
     """
@@ -54,7 +56,7 @@ class Reranker:
         if not getattr(model.config, "is_causal", True):
             raise ValueError("the model is bidirectional (is_causal is false): a reranker needs a causal one")
         self.model, self.tokenizer, self.instruction = model.eval(), tokenizer, instruction
-        self.reader = Embedder(model.base_model, tokenizer, pooling="last", **options)
+        self.reader = Embedder(model.base_model, tokenizer, **options)
         self.yes, self.no = answers(tokenizer.backend_tokenizer)
         backend, around = tokenizer.backend_tokenizer, (around_query(instruction), AROUND_DOCUMENT)
         least = sum(taken(backend, one) for one in around) + 2
@@ -125,12 +127,28 @@ class Reranker:
         limit = min(taken(backend, around) + (query_length or longest), longest - tail - 1)
         (start_L,) = encode(backend, [query], np.int32, limit, around)
         limit = min(tail + (document_length or longest), longest - len(start_L))
-        ends = encode(backend, documents, np.int32, limit, AROUND_DOCUMENT)
-        prompts = (np.concatenate([start_L, end_L]) for end_L in ends)
-        name = f"Document {{}} of {len(documents)}".format
-        _, rows_MD = self.reader.rows(Reading.of(prompts, name))
+        ends = list(encode(backend, documents, np.int32, limit, AROUND_DOCUMENT))
         yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double()
-        return (torch.from_numpy(rows_MD).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
+        odds_M = (self._last_vectors(start_L, ends).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
+        if bad := np.flatnonzero(~np.isfinite(odds_M)).tolist():
+            raise ValueError(f"document {bad[0]} of {len(ends)}: the model returns NaN or infinity for it")
+        return odds_M
+
+    @torch.inference_mode()
+    def _last_vectors(self, start_L: np.ndarray, ends: Sequence[np.ndarray]) -> Tensor:
+        """The vector (M, D) of the last token of each prompt. The beginning, the same in all of them, is read
+        once, and each group of ends goes on from a copy of its keys and values."""
+        reader, found_MD = self.reader, torch.empty(len(ends), self.model.config.hidden_size)
+        with reader.autocast():
+            begun = reader.model(padded([start_L])[0].to(reader.devices[0]), use_cache=True).past_key_values
+            for group in micro_batches([len(end_L) for end_L in ends], reader.token_budget):
+                tokens_BL, last_B = padded([ends[i] for i in group])
+                own = copy.deepcopy(begun)
+                own.batch_repeat_interleave(len(group))
+                output = reader.model(tokens_BL.to(reader.devices[0]), past_key_values=own)
+                hidden_BLD = output.last_hidden_state
+                found_MD[group] = hidden_BLD[torch.arange(len(group)), last_B].to(found_MD)
+        return found_MD
 
 
 def around_query(instruction: str) -> tuple[str, str]:
