@@ -78,11 +78,14 @@ def insent(q, chunks, document, gold, lam, temperature, mask, negatives=None):
     return fmean(map(fmean, of_document.values()))
 
 
-def triplet(q, d, hard, temperature, negatives=None):
-    terms = []
+def triplet(q, d, hard, temperature, negatives=None, document=None, hard_document=None):
+    """`document` and `hard_document` are texts, of which equal ones are the same thing; None: all differ."""
+    document, terms = document or [None] * len(q), []
+    hard_document = hard_document or [[0] * len(row) for row in hard]
     for i in range(len(q)):
         others = [d[j] for j in range(len(q)) if j != i and _may(negatives, i, j, i)]
-        others += [negative for row in hard for negative in row]
+        for row, texts in zip(hard, hard_document):
+            others += [negative for negative, text in zip(row, texts) if text != document[i]]
         terms.append(nats(cosine(q[i], d[i]), [cosine(q[i], other) for other in others], temperature))
     return fmean(terms)
 

@@ -53,6 +53,9 @@ def test_the_losses_are_the_formulas(monkeypatch, shape, temperature, margin, ti
     expected = naive_losses.qwen3(q, d, hard, temperature, margin, *(x.tolist() for x in numbers.values()))
     found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, **numbers)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+    expected = naive_losses.triplet(q, d, hard, temperature, None, *(x.tolist() for x in numbers.values()))
+    found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature, **numbers)
+    assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import nbformat
 import numpy as np
 import pytest
-import torch
 
 from unmask.config import load_preset, resolved, seeded
 from unmask.evaluation.tasks import Task
-from unmask.losses import contextual_loss, insent_loss
 from unmask.run import Run, seed_run
 from unmask.store import repository
 from unmask.study import evidence
@@ -151,19 +149,18 @@ def test_a_model_at_chance_is_found_out():
     assert passed(found) == [True, False]
 
 
-def test_a_guess_in_the_contextual_stage_is_the_loss_of_equal_similarities():
-    """Every text the same: each softmax is as wide as its denominator."""
-    n, chunks = 6, 4
-    q_ND, chunks_MCD, documents_MD = torch.ones(n, 8), torch.ones(n, chunks, 8), torch.ones(n, 8)
-    of, gold = torch.arange(n), torch.arange(n) % chunks
-    stage = SimpleNamespace(objective="pplx", batch=n, chunks=chunks, alpha=0.2, beta_end=0.5)
-    nothing = contextual_loss(q_ND, chunks_MCD, documents_MD, of, gold, beta=0.5, alpha=0.2)
-    # The global term ranks the batch's queries, too, which a guess needs not count.
-    queries = 0.5 * (math.log(2 * n - 1) - math.log(n))
-    assert evidence.contextual_guess(stage) == pytest.approx(float(nothing) - queries, rel=1e-5)
-    stage.objective, stage.alpha = "insent", 0.0
-    batch_only = float(insent_loss(q_ND, chunks_MCD, of, gold, lam=0.0))
-    assert batch_only <= evidence.contextual_guess(stage) == pytest.approx(math.log(n * chunks))
+@pytest.mark.parametrize("sets", [1, 20, 60])  # each once or more in the last third
+def test_a_rise_is_found_among_many_data_sets_and_where_each_comes_once_nothing_is_asked(sets):
+    of_S, noise = np.arange(100) % sets, np.random.default_rng(1)
+    rows = [{"loss": 3 + 0.03 * s + noise.normal(0, 0.2), "dataset": str(of_S[s])} for s in range(100)]
+    *_, rise = evidence.learnt("x", rows, 9.0)
+    assert rise["passed"] == (sets == 60) and (sets == 60 or rise["value"] == pytest.approx(1, abs=0.4))
+
+
+def test_the_base_rate_is_what_the_steps_log_unless_it_is_given():
+    rows = [{"loss": 1.0 - 0.01 * s, "guess": 0.9 - 0.1 * (s >= 27)} for s in range(30)]
+    assert evidence.learnt("x", rows)[1]["bar"] == "<= 0.8"
+    assert evidence.learnt("x", rows, 0.5)[1]["bar"] == "<= 0.5"
 
 
 # Verdicts and claims

@@ -18,7 +18,7 @@ from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
 from unmask.training.launch import milestones
 from unmask.training.loop import data_report, run_job
-from unmask.training.neighbours import numbered
+from unmask.training.stages import numbered
 
 
 @pytest.mark.parametrize("changes", [{}, {"negatives": 0}, {"quantize": True}])

@@ -1,4 +1,6 @@
+import math
 from dataclasses import fields, is_dataclass
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from unmask.data.documents import split_rows
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
+from unmask.training.distributed import Processes
 from unmask.training.stages import cosine_ramp, noise
 
 
@@ -122,13 +125,19 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
     keys = ["a", "a", "b", "c", "d", "e", "f"]  # six distinct rows, so that the batch divides unevenly
     data = {"one": tiny_stages.pairs(7, keys=keys, negatives=3)}
     options = {"batch": 7, "token_budget": 80, "accumulation": accumulation}
+    hard, documents = data["one"].negatives, data["one"].documents
+    hard[2][0], hard[5][1] = documents[6], documents[3]  # what was mined for one is the answer to another
     stage, model = tiny_stages.stage("triplet", data, **options), tiny_stages.model("triplet")
     parts, total = stage.batch(0), 0.0
     assert sum(part.count for part in parts) == 6
     for part in parts:
         n, rows = part.count, int8(torch.cat([encode_rows(model, [s]) for s in part.sequences]))
-        hard = rows[2 * n :].reshape(n, 3, -1)
-        loss = triplet_loss(rows[:n], rows[n : 2 * n], hard, temperature=stage.config.temperature)
+        texts = [s.tokens_L.tolist() for s in part.sequences]
+        number = torch.tensor([texts.index(text) for text in texts])
+        loss = triplet_loss(
+            rows[:n], rows[n : 2 * n], rows[2 * n :].reshape(n, 3, -1), temperature=stage.config.temperature,
+            document_N=number[n : 2 * n], hard_document_NK=number[2 * n :].reshape(n, 3),
+        )  # fmt: skip
         total = total + loss * n / 6
     assert_same(step(stage, model, parts), backpropagated(total, model))
 
@@ -164,6 +173,19 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured():
     insent = step(stage, model, drawn)
     assert_same(insent, backpropagated(sum(losses) / len(losses), model))
     assert step(tiny_stages.stage("contextual"), model, drawn)[0] != insent[0]
+
+
+def test_a_contextual_step_logs_what_a_guess_among_its_candidates_pays():
+    stage = tiny_stages.stage("contextual", alpha=0.2, beta_start=0.3)
+    drawn, nats = stage.batch(0), []
+    chunks = (drawn.layout.chunk_tokens_MC > 0).sum(1).tolist()
+    document = drawn.layout.document_N.tolist()
+    for own in document:
+        local = 0.2 * math.log(chunks[own]) + 0.8 * math.log(sum(chunks))
+        nats.append(0.3 * math.log(len(chunks) + len(document) - 1) + 0.7 * local)
+    module = stage.module(tiny_stages.model("contextual"))
+    guess = stage.backward(module, drawn, 0, Processes())["guess"]
+    assert len(set(chunks)) > 1 and guess == pytest.approx(fmean(nats), rel=1e-5)
 
 
 def test_beta_goes_from_its_start_to_its_end():

@@ -81,18 +81,22 @@ def pair_loss(
 
 def triplet_loss(
     q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, *, temperature: float = 0.03,
+    document_N: Tensor | None = None, hard_document_NK: Tensor | None = None,
     negatives_NN: Tensor | None = None, queries: slice | None = None,
 ) -> Tensor:  # fmt: skip
     """InfoNCE of each query against every document of the batch and the mined hard negatives of every query.
 
         L = −(1/N) Σ_i log e^{s(q_i,d_i)/τ} / [ Σ_j e^{s(q_i,d_j)/τ} + Σ_j Σ_k e^{s(q_i,h_jk)/τ} ]
 
-    Nothing but `negatives_NN` is masked, and queries are not compared with each other.
+    Queries are not compared with each other, and nothing is masked but `negatives_NN` and a h_jk that is d_i
+    once more: what was mined for one query may be the answer to another.
 
     Args:
         q_ND, d_ND: embeddings of N aligned pairs, of any scale.
         hard_NKD: embeddings of the K hard negatives of each query.
         temperature: τ, above 0.
+        document_N, hard_document_NK: a number (0 or more) for each document and hard negative, equal for
+            equal texts. Default: all differ.
         negatives_NN: False where document j is known to be no negative of query i (CDE, section 4.1); the
             diagonal does not matter, and hard negatives always count.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
@@ -114,15 +118,20 @@ def triplet_loss(
         >>> f"{triplet_loss(axes, axes, hard, temperature=1.0):.4f}"  # log(2 + 4/e)
         '1.2446'
     """
-    check_shapes(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, negatives_NN=negatives_NN)
+    document_N, hard_document_NK = _numbers(document_N, hard_document_NK, hard_NKD)
+    check_shapes(
+        q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, document_N=document_N, hard_document_NK=hard_document_NK,
+        negatives_NN=negatives_NN,
+    )  # fmt: skip
     check_settings(temperature=temperature)
-    hard_RD = hard_NKD.flatten(0, 1)
+    check_finite(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
+    hard_RD, number_R = hard_NKD.flatten(0, 1), hard_document_NK.flatten()
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
         others_TN = qd_TN.masked_fill(no_negatives(one_hot(rows, d_ND), negatives_NN, rows), -torch.inf)
-        qh_TR = cosine(q_TD, hard_RD)
+        qh_TR = cosine(q_TD, hard_RD).masked_fill(document_N[rows, None] == number_R, -torch.inf)
         return info_nce(positive_T, positive_T[:, None], others_TN, qh_TR, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_RD))
@@ -178,16 +187,15 @@ def qwen3_loss(
         >>> f"{qwen3_loss(axes, axes, temperature=1.0):.4f}"  # log(1 + 6/e): six orthogonal negatives
         '1.1654'
     """
-    n, device = len(q_ND), q_ND.device
+    n = len(q_ND)
     hard_NKD = q_ND.new_empty(n, 0, q_ND.shape[1]) if hard_NKD is None else hard_NKD
-    document_N = torch.arange(n) if document_N is None else document_N
-    hard_document_NK = torch.full(hard_NKD.shape[:2], -1) if hard_document_NK is None else hard_document_NK
+    document_N, hard_document_NK = _numbers(document_N, hard_document_NK, hard_NKD)
     check_shapes(
         q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, document_N=document_N, hard_document_NK=hard_document_NK,
         negatives_NN=negatives_NN,
     )  # fmt: skip
     check_settings(temperature=temperature, margin=margin)
-    document_N, hard_document_NK = document_N.to(device), hard_document_NK.to(device)
+    check_finite(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
@@ -202,6 +210,15 @@ def qwen3_loss(
         return info_nce(positive_T, positive_T[:, None], hard_TK, *negatives, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=3 * n + hard_NKD.shape[1])
+
+
+def _numbers(
+    document_N: Tensor | None, hard_document_NK: Tensor | None, hard_NKD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The numbers of documents and hard negatives, on the embeddings' device; by default all differ."""
+    document_N = torch.arange(len(hard_NKD)) if document_N is None else document_N
+    hard_document_NK = torch.full(hard_NKD.shape[:2], -1) if hard_document_NK is None else hard_document_NK
+    return document_N.to(hard_NKD.device), hard_document_NK.to(hard_NKD.device)
 
 
 def mean_over_queries(

@@ -27,7 +27,7 @@ import numpy as np
 import yaml
 from scipy import stats
 
-from unmask.config import ContextualConfig, EvaluationConfig, resolved
+from unmask.config import EvaluationConfig, resolved
 from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.tasks import Task
 from unmask.run import Run, seed_runs
@@ -49,7 +49,8 @@ class Effect:
     """A number that was computed from queries, and the same of each resample of the queries.
 
     Effects of the same queries can be combined: the difference, the share and the lowest of several are
-    computed in every resample, so that their intervals are right, too.
+    computed in every resample. The lowest of several lies below the lowest truth, the more of them are alike:
+    a bar from below is harder to reach with it, and "contradicted" is easier.
 
     Example:
         >>> ours, other = bootstrap([0.9, 0.8, 0.7, 0.9], 1000), bootstrap([0.5, 0.6, 0.6, 0.6], 1000)
@@ -179,41 +180,46 @@ def at_most(name: str, value: float, bar: float) -> Gate:
     return {"name": name, "value": float(value), "bar": f"<= {bar:.3g}", "passed": bool(value <= bar)}
 
 
-def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float) -> list[Gate]:
+def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | None = None) -> list[Gate]:
     """Whether a training's loss fell: below its start, below its base rate, and did not rise at the end.
 
     Losses of different data sets are not comparable, so each is taken as its distance from the mean of its
     data set. Start and end are the first and the last tenth of the steps, three at least. A rise is the slope
-    over the last third of the steps times their number; it counts if its 95 % interval lies above 0.
+    over the last third of the steps times their number, data sets' means taken out of both; it counts if its
+    95 % interval lies above 0, and is not asked for where each data set comes once.
 
     Args:
         name: of the training; curve: its logged steps, with "loss" and perhaps "dataset".
-        base_rate: nats of whoever knows only how many answers there are, or how frequent each is.
+        base_rate: nats of whoever knows only how many answers there are, or how frequent each is. Default:
+            what the steps log as "guess".
     """
-    loss_S = np.array([row["loss"] for row in curve])
-    of_S, mean = np.array([row.get("dataset", "") for row in curve]), loss_S.mean()
-    for dataset in np.unique(of_S):
-        loss_S[of_S == dataset] -= loss_S[of_S == dataset].mean()
-    loss_S += mean
+    of_S = np.array([row.get("dataset", "") for row in curve])
+
+    def within(x_S: np.ndarray, of_S: np.ndarray = of_S) -> np.ndarray:
+        """Distances from the means of the data sets."""
+        _, number_S = np.unique(of_S, return_inverse=True)
+        return x_S - (np.bincount(number_S, x_S) / np.bincount(number_S))[number_S]
+
+    def comparable(key: str) -> np.ndarray:
+        x_S = np.array([row[key] for row in curve], float)
+        return within(x_S) + x_S.mean()
+
+    loss_S = comparable("loss")
     few, last = max(3, len(loss_S) // 10), max(4, len(loss_S) // 3)
     start, end = loss_S[:few].mean(), loss_S[-few:].mean()
+    base_rate = comparable("guess")[-few:].mean() if base_rate is None else base_rate
+    tail_S, place_S = (within(x_S[-last:], of_S[-last:]) for x_S in (loss_S, np.arange(len(loss_S))))
     rise = error = 0.0
-    if len(tail_S := loss_S[-last:]) == last:
-        line = stats.linregress(np.arange(last), tail_S)
-        rise, error = line.slope * last, stats.t.ppf(0.975, last - 2) * line.stderr * last
+    free = len(tail_S) - len(set(of_S[-last:])) - 1
+    if free > 0 and len(tail_S) == last:
+        slope = place_S @ tail_S / (squares := place_S @ place_S)
+        spread = np.sum((tail_S - slope * place_S) ** 2) / free / squares
+        rise, error = slope * last, stats.t.ppf(0.975, free) * spread**0.5 * last
     return [
         at_most(f"{name}: loss at the end, below its start", end, start),
         at_most(f"{name}: loss at the end, below its base rate", end, base_rate),
         at_most(f"{name}: rise over the last third, within its error", rise, error),
     ]
-
-
-def contextual_guess(stage: ContextualConfig) -> float:
-    """Nats of a guess at the end of the contextual stage: among the chunks of a document (weight alpha) and
-    of the batch; and, unless it is InSeNT, among the documents of the batch (weight beta)."""
-    own, batch, documents = (math.log(n) for n in (stage.chunks, stage.batch * stage.chunks, stage.batch))
-    local = stage.alpha * own + (1 - stage.alpha) * batch
-    return local if stage.objective == "insent" else stage.beta_end * documents + (1 - stage.beta_end) * local
 
 
 def denoises(masked_nats: Mapping[str, float], causal: float, slope: float, *, beats: bool) -> list[Gate]:

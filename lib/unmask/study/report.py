@@ -96,13 +96,14 @@ def spread(values: Sequence[float]) -> str:
 
 
 def checked(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], base_rate: float | Mapping[str, float],
+    curves: Mapping[str, Sequence[Mapping[str, Any]]], base_rate: float | Mapping[str, float] | None,
     scores: Mapping[str, Scores], tasks: Sequence[Task], config: EvaluationConfig,
 ) -> dict[str, list[Gate]]:  # fmt: skip
     """The gates of trainings: did the loss fall, and is the model better than chance?
 
     Args:
-        curves: training → its logged steps; base_rate: nats of a guess, for all or for each; see `learnt`.
+        curves: training → its logged steps.
+        base_rate: nats of a guess, for all or for each, see `learnt`; None: as the steps logged it.
         scores: training → task → a metric per query; without one, only the loss is looked at.
         tasks: that were asked.
     """

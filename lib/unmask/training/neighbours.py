@@ -6,7 +6,7 @@ B prompts · L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
-from unmask.models.encoding import TokenSequence, after_context, micro_batches
+from unmask.models.encoding import after_context, micro_batches
 from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import Processes
-from unmask.training.stages import Batch, Pair, Stage, accumulate
+from unmask.training.stages import Batch, Pair, Stage, accumulate, numbered
 
 
 class Cde(Pair):
@@ -62,6 +62,7 @@ class Cde(Pair):
         first, second = module
         options = {"token_budget": self.config.token_budget, "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
+        options["keep_tokens"] = self.config.keep_tokens
         context_KD = documents_KD[batch.kept].requires_grad_()
         loss = cached_backward(
             second, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch, step, processes),
@@ -109,12 +110,6 @@ class Qwen3(Pair):
         rows_RD = int8(rows_RD) if config.quantize else rows_RD
         q_ND, d_ND, hard_NKD = rows_RD[:n], rows_RD[n : 2 * n], rows_RD[2 * n :].unflatten(0, many)
         return matryoshka(loss, (q_ND, d_ND, hard_NKD), config.dimensions)
-
-
-def numbered(sequences: Sequence[TokenSequence]) -> Tensor:
-    """A number for each text (R,): equal tokens, equal numbers."""
-    seen: dict[bytes, int] = {}
-    return torch.tensor([seen.setdefault(text.tokens_L.tobytes(), len(seen)) for text in sequences])
 
 
 class Prompts(NamedTuple):
@@ -166,6 +161,9 @@ class Reranking(Stage):
             prompts += [np.concatenate([pairs.queries[row], document_L]) for document_L in documents]
             answers += [yes] + [no] * (len(documents) - 1)
         return Prompts(name, prompts, torch.tensor(answers))
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"instruction": INSTRUCTIONS["english"]}  # until one is named
 
     def backward(self, module: nn.Module, batch: Prompts, step: int, processes: Processes) -> dict[str, Any]:
         lengths = [len(prompt_L) for prompt_L in batch.prompts]
