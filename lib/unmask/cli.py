@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unmask: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError | OSError) else 2
     except KeyboardInterrupt as error:
-        print(f"unmask: {error or 'interrupted'}; the same command goes on from here", file=sys.stderr)
+        print(f"unmask: {str(error) or 'interrupted'}; the same command goes on from here", file=sys.stderr)
         return getattr(error, "exit_status", 130)
 
 
@@ -216,6 +216,12 @@ def _run_name(options: argparse.Namespace, seed: int | None) -> str:
     return seed_run(name, seed) if seed else name
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unmask", description=__doc__.partition("\n\n")[0])
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -228,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     named.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
     shared = argparse.ArgumentParser(add_help=False, parents=[named])
     several = "repeat it with seeds 1 to K - 1, as NAME-seedN, then run it and pool all"
-    shared.add_argument("--seeds", type=int, default=1, metavar="K", help=several)
+    shared.add_argument("--seeds", type=_positive, default=1, metavar="K", help=several)
 
     def command(name: str, function: Callable, about: str, *parents: argparse.ArgumentParser, of=commands):
         added = of.add_parser(name, parents=parents, help=about, description=function.__doc__)
@@ -241,10 +247,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", default="", metavar="NN", help="this notebook only")
     add("--force", action="store_true", help="run the selected notebooks even if they are up to date")
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
-    add("--gpu-memory", type=float, default=80, metavar="GB", help="that --dry-run plans with, default 80")
+    add(
+        "--gpu-memory", type=_positive, default=80, metavar="GB", help="that --dry-run plans with, default 80"
+    )
     add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
-    add("--seed", type=int, default=0, metavar="N", help="repeat it with this seed only, as NAME-seedN")
-    add("--jobs", type=int, default=1, metavar="J", help="up to J independent notebooks side by side")
+    add("--seed", type=_positive, default=0, metavar="N", help="repeat it with this seed only, as NAME-seedN")
+    add("--jobs", type=_positive, default=1, metavar="J", help="up to J independent notebooks side by side")
     add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
 
     command("prepare", prepare, "read and tokenise for trainings, where no GPU waits", named)
@@ -255,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     add("input", type=Path, help=".parquet, .jsonl, .csv and the like, or .txt with a text in each line")
     add("output", type=Path, help="the array, an .npy file")
     add("--precision", default="int8", help="float32, int8 (default), binary or ubinary")
-    add("--dimensions", type=int, metavar="N", help="keep only the first N; default: all")
+    add("--dimensions", type=_positive, metavar="N", help="keep only the first N; default: all")
     add("--column", default="text", metavar="NAME", help="where the texts are, default text")
 
     mirrors = commands.add_parser("mirror", help="models and data for hosts without internet")

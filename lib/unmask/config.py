@@ -32,8 +32,9 @@ Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+Margin = Annotated[float, Field(ge=0)]
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
-Sizes = Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
+Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
 
 
 def _three_or_none(shapes: tuple) -> tuple:
@@ -81,6 +82,10 @@ class BackboneConfig(Section):
     max_length: Count  # longest sequence that positions are meant for
     embedding_std: Positive = 0.02  # of the token embeddings at the start; Qwen3's initializer_range
     mask_token: str = "<|fim_pad|>"  # existing, rarely used token that plays [MASK]
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly: change one")
 
 
 class TrainConfig(Section):
@@ -138,6 +143,10 @@ class DiffusionConfig(PretrainConfig):
     log_uniform: bool = False  # low t: drawn more often, not weighed more
     cut_fraction: Share = 0.01  # share of the sequences that are cut to a random length
 
+    def __post_init__(self):
+        if self.t_min > self.t_max:
+            raise ValueError(f"t_min {self.t_min} lies above t_max {self.t_max}: no token can be masked")
+
     @property
     def masked_share(self) -> float:
         """The mean of t: the share of the tokens that are masked."""
@@ -151,7 +160,7 @@ class ContrastiveConfig(TrainConfig):
 
     query_length: Count
     temperature: Positive = 0.02
-    margin: float = 0.1  # negatives this much better than the positive are left out
+    margin: Margin = 0.1  # negatives this much better than the positive are left out
     cluster_size: Whole = 0  # rows of a cluster of look-alikes, from which batches are filled; 0: at random
     filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; below 0: off
     keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept
@@ -170,6 +179,10 @@ class PairConfig(ContrastiveConfig):
     quantize: bool = True  # INT8 from the first step; false, for the comparison: the unquantised mean
     query_query: bool = True  # whether queries are each other's negatives (Qwen3's loss always has that)
     curriculum: tuple[Share, Share, Share]  # shares of the steps: English; + cross-lingual; everything
+
+    def __post_init__(self):
+        if not any(self.curriculum):
+            raise ValueError("curriculum gives no step to any of its three parts")
 
 
 class ContextualConfig(ContrastiveConfig):
@@ -301,7 +314,9 @@ class CdeConfig(PairConfig):
     max_pairs: Whole = 0  # training pairs that are read, and so embedded and clustered; 0: all
     batch_sizes: Sizes  # of the study of batches
     cluster_sizes: Sizes  # of the study of batches, beside random ones
-    context_sizes: Sizes  # context documents at inference, `context` at most
+    context_sizes: Annotated[
+        tuple[Whole, ...], Field(min_length=1), Ascending
+    ]  # context documents at inference, `context` at most
 
     @property
     def trainings(self) -> dict[str, dict[str, float]]:

@@ -56,11 +56,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory to fill; it then replaces `path`, which after an error is as it was."""
+    """A temporary directory to fill; it then replaces `path`, which after an error is as it was.
+
+    Raises: ValueError if `path` holds what the new one does not, weights in other pieces aside.
+    """
     temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         yield temporary
+        there = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
+        foreign = {name for name in there if not name.startswith("model")} - {*os.listdir(temporary)}
+        if foreign:
+            raise ValueError(f"{path} holds {min(foreign)}, which would be lost: name another folder")
         replace_directory(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

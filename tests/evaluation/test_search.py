@@ -95,6 +95,8 @@ REFUSED = {
     r"are .* float32 and documents .* int8: encode both in one precision": (FLOATS, codes(5), 1),
     "row 1 of the queries contains NaN": (FLOATS * [[1], [np.nan]], FLOATS, 1),
     "row 0 of the documents contains NaN": (FLOATS, FLOATS * [[np.nan], [1]], 1),
+    "row 1 of the documents contains NaN or infinity": (FLOATS, FLOATS * [[1], [np.inf]], 1),
+    "queries as floats, int8 or uint8, got int16": (codes(2).astype(np.int16), codes(5), 1),
     r"needs queries as a matrix of one or more rows, got shape \(0, 6\)": (codes(2)[:0], codes(5), 1),
 }
 
@@ -118,6 +120,12 @@ def test_two_steps_rescore_the_candidates():
         same((scores_NK[query], ids_NK[query]), (expected[0][0], near_C[expected[1][0]]))
     with pytest.raises(ValueError, match="both kinds of embeddings of the same texts, and packed bits"):
         two_step(q_ND, d_MD, q_NB, d_MB[1:], 2, candidates=3)
+    with pytest.raises(ValueError, match="k is 0"):
+        two_step(q_ND, d_MD, q_NB, d_MB, 0, candidates=3)
+    with pytest.raises(ValueError, match="row 3 of the queries contains NaN"):
+        two_step(np.where(np.arange(10)[:, None] == 3, np.nan, q_ND), d_MD + 0.0, q_NB, d_MB, 2, candidates=3)
+    with pytest.raises(ValueError, match="scores of the candidates contains NaN"):
+        two_step(q_ND + 0.0, d_MD * np.nan, q_NB, d_MB, 2, candidates=3)
 
 
 @pytest.mark.parametrize("dimensions", [8, 2560])

@@ -95,6 +95,10 @@ def test_requests_that_cannot_work_are_refused(embedder):
         embedder.encode_documents([["one"], "a text"])
     with pytest.raises(ValueError, match="max_length must be at least 1"):
         embedder.encode(["one"], max_length=0)
+    with pytest.raises(ValueError, match="chunk_length must be at least 1"):
+        embedder.encode_documents(DOCUMENTS, chunk_length=-1)
+    with pytest.raises(ValueError, match="pooling must be 'mean' or 'last', got 'cls'"):
+        Embedder(tiny.model(), tiny.tokenizer(), pooling="cls", device="cpu")
     causal = Embedder(tiny.model(bidirectional=False), tiny.tokenizer(), pooling="last", device="cpu")
     with pytest.raises(ValueError, match="no late chunking"):
         causal.encode_documents(DOCUMENTS)

@@ -113,8 +113,17 @@ def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
     shard = next(tiny_foreign.released(tmp_path / "a").glob("*.safetensors"))
     weights = load_file(shard)
     save_file({"extra.weight": weights.popitem()[1], **weights}, shard, {"format": "pt"})
-    with pytest.raises(ValueError, match="weights are not those of its configuration"):
+    with pytest.raises(ValueError, match="weights are not those of its configuration; 1 are missing"):
         load(tmp_path / "a")
+    path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "n")
+    tiny_foreign.edit(path / "config.json", intermediate_size=40)
+    with pytest.raises(
+        ValueError, match=r"n: the weights are not those .* another shape, the first is layers\.0"
+    ):
+        load(path)
+    with pytest.raises(ValueError, match=r"n holds .*, which would be lost: name another folder"):
+        export_onnx(Embedder(tiny.model(), tiny.tokenizer(), device="cpu"), path)
+    assert (path / "model.safetensors").is_file()
 
 
 OPTIONS = ({"pooling": "last", "normalize": True, "max_length": 20}, {"special_tokens": True}, {})

@@ -24,6 +24,12 @@ def model(embedder, tmp_path_factory):
     return embedder.save_pretrained(tmp_path_factory.mktemp("encode") / "model")
 
 
+def test_a_csv_file_holds_texts_whatever_they_look_like(embedder, model, tmp_path):
+    (tmp_path / "texts.csv").write_text("id,text\n1,NA\n2,007\n3,a text\n")
+    output = jobs.encode_file(model, tmp_path / "texts.csv", tmp_path / "out.npy")
+    np.testing.assert_array_equal(np.load(output), embedder.encode(["NA", "007", "a text"]))
+
+
 @pytest.mark.parametrize("name", ["texts.jsonl", "texts.parquet", "texts.txt"])
 def test_every_format_gives_what_encode_gives(embedder, model, name, tmp_path):
     path = tmp_path / name
@@ -43,6 +49,7 @@ REFUSED = [
     ("texts.jsonl", ['{"text": "a"}', '{"text": ""}'], "out.npy", "row 2: text is no text but ''"),
     ("texts.jsonl", ['{"text": "a"}', '{"text": 7}'], "out.npy", "texts.jsonl"),
     ("texts.jsonl", ['{"body": "a"}'], "out.npy", "no column 'text': it has body"),
+    ("texts.parquet", ["no Parquet"], "out.npy", "texts.parquet cannot be read"),
     ("texts.txt", ["a", "", "b"], "out.npy", "texts.txt, row 2: text is no text but ''"),
     ("texts.jsonl", ['{"text": "a"}'], "none/out.npy", "an .npy file in a folder that exists"),
     ("texts.doc", ["a"], "out.npy", "is no file with one of the endings .txt"),

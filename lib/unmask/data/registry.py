@@ -109,6 +109,8 @@ def load_registry(name_or_path: str) -> list[Source]:
 
 def conteb(name: str) -> Source:
     """Where the data of a task of ConTEB are."""
+    if name not in CONTEB:
+        raise ConfigError(f"conteb.tasks: no task {name!r}{nearest(name, CONTEB)}")
     place = {"repo": f"illuin-conteb/{name}", "config": "documents", "queries_config": "queries"}
     return Source(name, "hub", "documents", "eng", licence="", **place, split=CONTEB[name])
 

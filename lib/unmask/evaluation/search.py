@@ -60,7 +60,7 @@ def top_k(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> tuple[np.ndarray, np.nd
     Returns: scores (N, K), float32, and document numbers (N, K), int64, with K = min(k, M). Equal scores are
         in order of document number.
     Raises: ValueError for no queries, no documents or k below 1; two precisions or two numbers of dimensions;
-        NaN.
+        NaN or infinity.
 
     Example:
         >>> documents = np.array([[0, 1], [2, 2], [9, 1], [1, 1]], np.int8)
@@ -88,13 +88,7 @@ def index(d_MD: np.ndarray) -> Search:
         find = partial(_nearest, d_MD, inverse_M)
 
     def search(q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        _check(q_ND, "queries")
-        if k < 1:
-            raise ValueError(f"k is {k}: ask for one document or more")
-        kinds = [(x_XD.shape[1], "f" if x_XD.dtype.kind == "f" else x_XD.dtype) for x_XD in (q_ND, d_MD)]
-        if kinds[0] != kinds[1]:
-            said = [f"{x_XD.shape} {x_XD.dtype}" for x_XD in (q_ND, d_MD)]
-            raise ValueError(f"queries are {said[0]} and documents {said[1]}: encode both in one precision")
+        _check_request(q_ND, d_MD, k)
         return find(q_ND, min(k, len(d_MD)))
 
     return search
@@ -115,14 +109,17 @@ def two_step(
         q_bits_NB, d_bits_MB: the same texts as packed bits, uint8.
         candidates: per query, from k to M (more are M).
     Returns: as `top_k`.
-    Raises: ValueError if the two kinds of embeddings do not match, or there are fewer candidates than k.
+    Raises: ValueError as `top_k`, if the two kinds of embeddings do not match, and for fewer candidates than
+        k.
     """
+    _check_request(q_ND, d_MD, k)
     if len(q_ND) != len(q_bits_NB) or len(d_MD) != len(d_bits_MB) or d_bits_MB.dtype != np.uint8:
         raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
     if candidates < k:
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
     ids_NC = np.sort(top_k(q_bits_NB, d_bits_MB, candidates)[1], axis=1)
     scores = [similarity(q_D[None], d_MD[ids_C])[0].numpy() for q_D, ids_C in zip(q_ND, ids_NC, strict=True)]
+    _check(np.stack(scores), "scores of the candidates")
     return _ordered(np.stack(scores), ids_NC, k)
 
 
@@ -150,9 +147,21 @@ def best_of(scores_TQ: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _check(x_XD: np.ndarray, name: str) -> None:
     if x_XD.ndim != 2 or not len(x_XD):
         raise ValueError(f"a search needs {name} as a matrix of one or more rows, got shape {x_XD.shape}")
-    if x_XD.dtype.kind == "f" and np.isnan(x_XD.min()):
-        row = int(np.isnan(x_XD).any(axis=1).argmax())
-        raise ValueError(f"row {row} of the {name} contains NaN: look for what computed it")
+    if x_XD.dtype.kind != "f" and x_XD.dtype not in (np.int8, np.uint8):
+        raise ValueError(f"a search needs {name} as floats, int8 or uint8, got {x_XD.dtype}")
+    if x_XD.dtype.kind == "f" and not np.isfinite([x_XD.min(), x_XD.max()]).all():
+        row = int(np.argmin(np.isfinite(x_XD).all(axis=1)))
+        raise ValueError(f"row {row} of the {name} contains NaN or infinity: look for what computed it")
+
+
+def _check_request(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> None:
+    _check(q_ND, "queries")
+    if k < 1:
+        raise ValueError(f"k is {k}: ask for one document or more")
+    kinds = [(x_XD.shape[1], "f" if x_XD.dtype.kind == "f" else x_XD.dtype) for x_XD in (q_ND, d_MD)]
+    if kinds[0] != kinds[1]:
+        said = [f"{x_XD.shape} {x_XD.dtype}" for x_XD in (q_ND, d_MD)]
+        raise ValueError(f"queries are {said[0]} and documents {said[1]}: encode both in one precision")
 
 
 def _nearest(

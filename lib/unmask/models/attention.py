@@ -133,7 +133,9 @@ def plain_attention(model: nn.Module) -> None:
     kernel at 64 tokens and half of it at 512, and keeps 6 H L² bytes per layer and sequence for that: the
     weights in both precisions.
     """
-    _decoder(model).set_attn_implementation("eager")
+    for part in model.modules():  # an encoder that reads context has two
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation("eager")
 
 
 def compile_layers(model: nn.Module) -> None:

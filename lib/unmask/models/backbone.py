@@ -119,13 +119,28 @@ def sees_both_sides(model: PreTrainedModel) -> bool:
 def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
     """Loads a checkpoint in float32, by directory or Hub name; `head` keeps the language-model head.
 
-    Raises: ValueError if a directory is given that holds no checkpoint, or weights that are cut short.
+    Raises: ValueError if a directory is given that holds no checkpoint, and as `read`.
     """
-    source, kind = require_checkpoint(path), AutoModelForCausalLM if head else AutoModel
+    return read(AutoModelForCausalLM if head else AutoModel, require_checkpoint(path))
+
+
+def read(kind: Any, source: str | Path, **options: Any) -> PreTrainedModel:
+    """A model of a class of transformers from its files, in float32.
+
+    Raises: ValueError if weights are cut short, or are not those that the configuration asks for.
+    """
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that these are told, too
     try:
-        return kind.from_pretrained(source, dtype=torch.float32)
+        model, report = kind.from_pretrained(source, dtype=torch.float32, **options)
     except SafetensorError as error:
         raise ValueError(f"weights in {source} are cut short or broken ({error}): copy them again") from None
+    lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+    if lacking := sorted(name for name in lacking if "pooler." not in name):  # BERT's, which nobody reads
+        raise ValueError(
+            f"{source}: the weights are not those of its configuration; {len(lacking)} are missing or have "
+            f"another shape, the first is {lacking[0]}: copy them again"
+        )
+    return model
 
 
 def layers(model: torch.nn.Module) -> torch.nn.ModuleList:

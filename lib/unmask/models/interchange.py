@@ -99,11 +99,7 @@ def _released(folder: Path, config: dict[str, Any]) -> Loaded:
     theirs = ("model_type", "architectures", "auto_map")
     stock = {key: value for key, value in config.items() if key not in theirs and value is not None}
     stock |= {"architectures": ["Qwen3Model"], "is_causal": False, "use_bidirectional_attention": True}
-    model, report = Qwen3Model.from_pretrained(
-        folder, config=Qwen3Config.from_dict(stock), dtype=torch.float32, output_loading_info=True
-    )
-    if wrong := {kind: names for kind, names in report.items() if names}:
-        raise ValueError(f"{folder}: the weights are not those of its configuration: {wrong}")
+    model = backbone.read(Qwen3Model, folder, config=Qwen3Config.from_dict(stock))
     tokenizer = AutoTokenizer.from_pretrained(folder, config=model.config)  # or it asks for their class
     return model, tokenizer, {"pooling": "mean"}
 

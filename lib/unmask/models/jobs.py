@@ -6,8 +6,8 @@ Legend: N texts, B texts or documents, R rows of embeddings, D dimensions (bytes
 
 import json
 import os
+import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
@@ -41,8 +41,10 @@ def encode_file(
     """
     if output.suffix != ".npy" or not output.parent.is_dir():
         raise ValueError(f"{output}: the embeddings go into an .npy file in a folder that exists")
-    with TemporaryDirectory(dir=output.parent, prefix=".") as cache:
-        rows = _texts(texts, column, cache)
+    cache = output.with_name(f".{output.name}.cache")  # the same each time: a killed one is cleared away
+    shutil.rmtree(cache, ignore_errors=True)
+    try:
+        rows = _texts(texts, column, str(cache))
         embedder = Embedder.from_pretrained(model)
         none = embedder.encode([], precision, dimensions)
         partial, state = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "json"))
@@ -57,8 +59,10 @@ def encode_file(
             rows_ND[batch] = embedder.encode(rows[batch], precision, dimensions)
             rows_ND.flush()
             write_atomic(state, json.dumps({"job": job, "rows": batch.stop}))
-    os.replace(partial, output)
-    state.unlink(missing_ok=True)
+        os.replace(partial, output)
+        state.unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
     return output
 
 
@@ -67,8 +71,10 @@ def _texts(path: Path, column: str, cache: str) -> datasets.Column:
         raise ValueError(f"{path} is no file with one of the endings {', '.join(READERS)}")
     try:
         kind, file = READERS[path.suffix], str(path)
-        table = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache)
-    except datasets.exceptions.DatasetGenerationError as error:
+        # In CSV, "NA" and "007" are texts like others.
+        more = {"keep_default_na": False, "converters": {column: str}} if kind == "csv" else {}
+        table = datasets.load_dataset(kind, data_files=file, split="train", cache_dir=cache, **more)
+    except (datasets.exceptions.DatasetGenerationError, pa.ArrowInvalid) as error:
         raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from None
     column = "text" if path.suffix == ".txt" else column
     if column not in table.column_names:
