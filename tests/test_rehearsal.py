@@ -4,11 +4,12 @@ and two processes train as FSDP2 would on GPUs. All notebooks: `make rehearse`."
 import re
 
 import pytest
+from joblib.externals.loky import get_reusable_executor
 
 import rehearsal
 from unmask.cli import main
 from unmask.config import TRAINED, load_preset, resolved
-from unmask.data import hub, tokenized
+from unmask.data import hub, reading, tokenized
 from unmask.data.sources import open_corpus
 from unmask.evaluation import conteb
 from unmask.evaluation.tasks import build_tasks
@@ -27,6 +28,7 @@ def preset(folder, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(folder / "mirror"))
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(folder / "artifacts"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+    get_reusable_executor().shutdown()  # workers of an earlier test know no mirror
     return load_preset("hub-0.6b", rehearsal.SMALL)
 
 
@@ -52,10 +54,13 @@ def test_every_stage_and_every_task_finds_what_it_reads(preset, tmp_path):
 def test_what_was_prepared_without_a_gpu_is_what_trainings_read(preset, tmp_path, monkeypatch, capfd):
     assert main(["prepare", "--preset", "hub-0.6b", *rehearsal.told(rehearsal.SMALL)]) == 0
     assert re.search("pair: data set paq, .*rows 12", capfd.readouterr().out)
+    shared = {"corpus": str(open_corpus(preset.data).path), "folder": str(tmp_path), "fingerprint": "x"}
     monkeypatch.setattr(tokenized, "encode", None)  # nothing is tokenised any more
-    for name in ("diffusion", "pair", "contextual", "triplet"):
-        asked = {"values": resolved(preset), "stage": name, "folder": str(tmp_path), "fingerprint": "x"}
-        assert stage_of(asked | {"start": preset.backbone.checkpoint}).prepare()
+    monkeypatch.setattr(reading, "data_files", None)  # and no process asks the Hub what there is
+    for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
+        asked = shared | {"values": resolved(preset), "stage": name, "start": preset.backbone.checkpoint}
+        asked |= {"changes": {"negatives": 0}} if name == "qwen3" else {}
+        assert stage_of(asked).prepare()
 
 
 @pytest.mark.slow

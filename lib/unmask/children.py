@@ -56,19 +56,22 @@ def on_signal(
 
 
 @contextlib.contextmanager
-def ended_together(child: subprocess.Popen, grace: float) -> Iterator[list[signal.Signals]]:
+def ended_together(
+    child: subprocess.Popen, grace: float, ask: Callable[[], None] | None = None
+) -> Iterator[list[signal.Signals]]:
     """Passes SIGTERM on to a child, once, and ends the child with the block.
 
     Args:
         grace: seconds that the child gets for its own end.
+        ask: asks a child to end that would not hand SIGTERM on. Default: by SIGTERM.
     Yields: the signals that came.
     """
-    received: list[signal.Signals] = []
+    received, ask = [], ask or child.terminate
 
     def stop(number: signal.Signals) -> None:
         received.append(number)
         if len(received) == 1:  # a second one would cut short torchrun's orderly end
-            child.terminate()
+            ask()
 
     with on_signal(stop, [signal.SIGTERM]):
         try:
@@ -76,7 +79,7 @@ def ended_together(child: subprocess.Popen, grace: float) -> Iterator[list[signa
         finally:
             try:
                 if child.poll() is None and not received:
-                    child.terminate()
+                    ask()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(grace)
             finally:

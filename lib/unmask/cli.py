@@ -98,8 +98,10 @@ def prepare(options: argparse.Namespace) -> None:
     preset = load_preset(options.preset, _overrides(options.set))
     hub.require(preset)
     start = Run("prepare", _run_name(options, None), preset).base()
-    for name in ("diffusion", "pair", "contextual", "triplet"):
-        for row in stage_of({"values": resolved(preset), "stage": name, "start": start}).prepare():
+    for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
+        asked = {"values": resolved(preset), "stage": name, "start": start}
+        asked |= {"changes": {"negatives": 0}} if name == "qwen3" else {}  # its first phase
+        for row in stage_of(asked).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
 
 

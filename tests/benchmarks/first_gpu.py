@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,6 +43,7 @@ DEVICE = "cuda" if GPU else "cpu"
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 STOP_AFTER = 150  # seconds until SIGTERM
 Row = dict[str, Any]
+Attention = Callable[..., Tensor]
 
 
 def timed(step: Callable[[], Any], repetitions: int) -> float:
@@ -82,14 +84,18 @@ def kernels(small: bool) -> Iterator[Row]:
     heads, length, width, texts = (2, 64, 16, 3) if small else (16, 4096, 128, 4)
     q, k, v = (torch.randn(texts, heads, length, width, device=DEVICE).bfloat16() for _ in range(3))
     work = 3.5 * 4 * texts * heads * length**2 * width  # 3.5: two products forward, five backward
-    for backend in BACKENDS:
+    cut = (torch.arange(length, device=DEVICE) < length // 2).expand(texts, 1, length, length)
+    kinds = {"": {}, ", keys shared by two heads": {"enable_gqa": True}, ", cut": {"attn_mask": cut}}
+    for backend, (kind, options) in itertools.product(BACKENDS, kinds.items()):
+        exact = partial(F.scaled_dot_product_attention, **options)
 
-        def attention(*values: Tensor, backend: SDPBackend = backend) -> Tensor:
+        def attention(*values: Tensor, backend: SDPBackend = backend, exact: Attention = exact) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*values)
+                return exact(*values)
 
-        name = f"attention, {texts} × {length}, {backend.name}"
-        yield compared(name, work, attention, F.scaled_dot_product_attention, q, k, v)
+        keys = (x[:, ::2] if "enable_gqa" in options else x for x in (k, v))
+        name = f"attention, {texts} × {length}{kind}, {backend.name}"
+        yield compared(name, work, attention, exact, q, *keys)
     lengths = [length // 16 * share for share in (1, 2, 5, 8, 16, 3)]
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     packed = [torch.randn(ends[-1], heads, width, device=DEVICE).bfloat16() for _ in range(3)]
@@ -132,7 +138,7 @@ def steps(small: bool) -> Iterator[Row]:
         ("pair", {"mixed": True}),
         ("pair", {"mixed": True, "compile": True}),
         ("contextual", {}),
-        ("pair", {"mixed": True, "batch": 8 if small else 16_384, "steps": 1}),
+        ("pair", {"mixed": True, "batch": 8 if small else 16_384, "steps": 1, "warm_up": 1}),
     ):
         if small and options.get("compile"):
             continue  # there may be no compiler
@@ -162,15 +168,19 @@ def losses(run: str) -> dict[str, list[float]]:
 
 
 def sharded(small: bool) -> Iterator[Row]:
-    """Two trainings that differ in nothing but how the model is held."""
-    to = "00" if small else "03"
-    for strategy in ("ddp", "fsdp2"):
-        status = unmask(f"gpu-{strategy}", "smoke", "--set", f"parallel.strategy={strategy}", "--to", to)
-        yield {"name": strategy, "status": status}
-    ddp, fsdp = losses("gpu-ddp"), losses("gpu-fsdp2")
-    for name in ddp:
-        pairs = zip(ddp[name], fsdp[name], strict=True)
-        yield {"name": name, "largest_relative_difference": max(abs(a - b) / abs(a) for a, b in pairs)}
+    """Trainings that differ in nothing but how the model is held, and whether its layers are compiled."""
+    held = {name: ["--set", f"parallel.strategy={name}", "--to", "03"] for name in ("ddp", "fsdp2")}
+    compiled = ["--set", "ar.compile=true", "--set", "diffusion.compile=true", "--to", "01"]
+    held["compiled"] = [*held["fsdp2"][:2], *compiled]
+    if small:  # there may be no compiler
+        held = {name: [*held[name][:2], "--to", "00"] for name in ("ddp", "fsdp2")}
+    for name, arguments in held.items():
+        yield {"name": name, "status": unmask(f"gpu-{name}", "smoke", *arguments)}
+    ddp = losses("gpu-ddp")
+    for held_as, (name, values) in itertools.product([*held][1:], ddp.items()):
+        pairs = zip(values, losses(f"gpu-{held_as}").get(name, []))
+        worst = max((abs(a - b) / abs(a) for a, b in pairs), default=None)
+        yield {"name": f"{name}, {held_as}", "largest_relative_difference": worst}
 
 
 def recipe(small: bool) -> Iterator[Row]:
@@ -185,16 +195,21 @@ def recipe(small: bool) -> Iterator[Row]:
 
 
 def tests(small: bool) -> Iterator[Row]:
-    """The counts of a run of pytest, and what failed."""
-    folders = ["tests/losses"] if small else ["tests/losses", "tests/models", "tests/training"]
-    with TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *folders]
-        done = subprocess.run(command, cwd=repository(), env=os.environ | {"OMP_NUM_THREADS": "2"})
-        suite = ElementTree.parse(report).getroot()[0]
-    counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
-    failed = [case.get("name") for case in suite if case.find("failure") is not None]
-    yield {"name": "pytest", "status": done.returncode, "failed": failed, **counts}
+    """The counts of two runs of pytest, and what failed: what needs the GPU; and all else without it, since
+    it compares bits, and processes that share one GPU cannot talk."""
+    folders = (
+        ["tests/losses"] if small else ["tests/losses", "tests/models", "tests/evaluation", "tests/training"]
+    )
+    for name, hidden in (("gpu", {}), ("not gpu", {"CUDA_VISIBLE_DEVICES": ""})):
+        with TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            command = [sys.executable, "-m", "pytest", "-q", "-m", name, f"--junitxml={report}", *folders]
+            environment = os.environ | {"OMP_NUM_THREADS": "2"} | hidden
+            done = subprocess.run(command, cwd=repository(), env=environment)
+            suite = ElementTree.parse(report).getroot()[0]
+        counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+        failed = [case.get("name") for case in suite if case.find("failure") is not None]
+        yield {"name": name, "status": done.returncode, "failed": failed, **counts}
 
 
 COMMANDS = {one.__name__: one for one in (tests, kernels, steps, sharded, recipe)}

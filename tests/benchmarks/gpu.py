@@ -78,13 +78,13 @@ def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
 
 def measure(
     name: str, preset: Preset | None = None, *, batch: int = 0, steps: int = STEPS, mixed: bool = False,
-    **changes: Any,
+    warm_up: int = WARM_UP, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains for a few steps and returns the median rate, the MFU and the setting; the peak of the memory
     beside the plan's, how often a step waited for the GPU, and graphs that were compiled late."""
     preset, batch = preset or load_preset("paper-0.6b"), batch or BATCH[name]
-    changes |= {"batch": batch, "steps": WARM_UP + steps, "warmup": 1, "decay": 0, "lr": 1e-5}
-    config = replace(getattr(preset, name), **changes, checkpoint_every=WARM_UP + steps)
+    changes |= {"batch": batch, "steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5}
+    config = replace(getattr(preset, name), **changes, checkpoint_every=warm_up + steps)
     preset = replace(preset, **{name: config})
     (stage, texts), shape = work_of(preset, name, mixed), preset.backbone
     model = Qwen3ForCausalLM(
@@ -99,7 +99,7 @@ def measure(
 
     def after_step(done: int) -> None:
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if cuda and done == WARM_UP:
+        if cuda and done == warm_up:
             torch.cuda.set_sync_debug_mode("warn")  # a warning for each wait
 
     if cuda:
@@ -111,7 +111,7 @@ def measure(
         if cuda:
             torch.cuda.set_sync_debug_mode("default")
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
-    rows = [json.loads(line) for line in lines][WARM_UP:]
+    rows = [json.loads(line) for line in lines][warm_up:]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
     tokens = sum(number * length for number, length in texts)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -122,7 +122,7 @@ def measure(
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "planned_gb": memory_bytes(preset, name, 1) / 1e9,
         "waits_per_step": waits / steps if cuda else None,
-        "graphs_after_warm_up": graphs[-1] - graphs[WARM_UP - 1],
+        "graphs_after_warm_up": graphs[-1] - graphs[warm_up - 1],
         "setting": f"{device}; {batch} rows per step{', of mixed lengths' * mixed}, token_budget "
         f"{config.token_budget}, compile {config.compile}, {config.precision}",
     }

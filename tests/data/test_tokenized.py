@@ -86,6 +86,13 @@ def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path):
     assert contents(folder) == whole
 
 
+def test_what_is_finished_is_neither_locked_nor_touched(whole, tmp_path, monkeypatch):
+    build(tmp_path / "x", UNITS, work, "", workers=1)
+    monkeypatch.setattr(tokenized, "FileLock", None)
+    monkeypatch.setattr(os, "truncate", None)
+    assert build(tmp_path / "x", UNITS, None, "").units == len(UNITS)
+
+
 def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path):
     assert in_processes(build, tmp_path / "x", UNITS, work, "", workers=1, count=3) == [0, 0, 0]
     assert contents(tmp_path / "x") == whole

@@ -133,6 +133,18 @@ def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkey
         torch.testing.assert_close(weights[key], value, rtol=1e-3, atol=1e-4)
 
 
+def test_a_launcher_that_answers_sigterm_by_killing_is_asked_by_a_file(start, tmp_path, monkeypatch):
+    """As srun does. This one has the notebook told to stop, and says what a training would."""
+    tool = tmp_path / "srun"
+    said = '{"training": "pair", "stopped": true}'
+    waits = 'until [ -e "$UNMASK_STOP" ]; do sleep 0.1; done'
+    tool.write_text(f"#!/bin/sh\nkill -TERM $PPID\n{waits}\necho '{said}'\nexit 75\n")
+    tool.chmod(0o755)
+    with pytest.raises(TrainingStopped, match="training pair was told to stop"):
+        launch(opened(**{"parallel.launcher": str(tool)}), "pair", {"start": start})
+    assert (tmp_path / "r" / "02_pair" / "pair" / "stop").exists()
+
+
 def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, monkeypatch):
     began: list[dict] = []
     monkeypatch.setattr(loop.Pair, "prepare", lambda stage: [])

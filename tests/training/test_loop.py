@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tiny
 from unmask.children import on_signal
 from unmask.models import backbone
-from unmask.training.loop import Preempted, finish, lr_factor, parameter_groups, train
+from unmask.training.loop import STOP, Preempted, finish, lr_factor, parameter_groups, train
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -105,15 +105,20 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_usable(tmp_path):
     assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_a_training_finishes_its_step_and_saves_itself(tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None])
+def test_told_to_stop_a_training_finishes_its_step_and_saves_itself(tmp_path, monkeypatch, number):
+    """By a signal, or by the file that stands for one."""
+    file = tmp_path / "stop"
+    monkeypatch.setenv(STOP, str(file))
+
     def stop(row):
         if row.get("step") == 4:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number) if number else file.touch()
 
     signals, options = [], {"checkpoint_every": 100}
-    with on_signal(signals.append, [number]), pytest.raises(Preempted) as stopped:
+    with on_signal(signals.append, [number] if number else []), pytest.raises(Preempted) as stopped:
         fit(tmp_path / "parts", report=stop, signals=signals, **options)
+    file.unlink(missing_ok=True)
     assert stopped.value.code == 75
     saved = [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()]
     assert saved == ["step-0000006-a"]  # the step under way is finished, then saved

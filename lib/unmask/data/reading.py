@@ -30,7 +30,16 @@ HOW_TO_MIRROR = "with internet, `unmask mirror pull --preset NAME --to DIR`; UNM
 # Suffix → the builder of `datasets` that reads such files. JSON and CSV may be compressed (.gz).
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
-_NO_CONTENT = ("files", "share", "licence", "rows", "bytes", "documented", "optional")  # of a definition
+_NO_CONTENT = (
+    "files",
+    "share",
+    "licence",
+    "rows",
+    "bytes",
+    "documented",
+    "optional",
+    "known_as",
+)  # of a definition
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups
 UNIT_ROWS = 10_000  # of an Arrow file
 _QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
@@ -105,6 +114,8 @@ def identity(source: Source) -> str:
 
     Raises: ValueError if the files cannot be found, see `data_files`.
     """
+    if source.known_as:
+        return source.known_as
     definition = {key: value for key, value in asdict(source).items() if key not in _NO_CONTENT}
     listed = [(os.path.basename(file.path), file.size, file.version) for file, _ in files_of(source)]
     return fingerprint(definition, listed)

@@ -71,6 +71,7 @@ class Source:
     documented: str = ""  # URL of the page that its columns were checked against
     bad_rows: Literal["drop", "stop"] = "drop"  # count them, or the first one is an error, as in own files
     optional: bool = False  # left out, and said so, where its files do not exist
+    known_as: str = ""  # in a corpus: its identity when that was made, see `reading.identity`
 
 
 class _Registry(BaseModel):

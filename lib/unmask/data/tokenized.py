@@ -125,6 +125,9 @@ def build(
         workers: processes; default: one per core.
     Raises: what `work` raises; what was appended before is kept.
     """
+    done = Prepared.read(folder)
+    if done.sizes and (done.units == len(units) or done.suffices(wanted)):
+        return done  # nothing is locked or touched
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         done = Prepared.read(folder)

@@ -118,13 +118,8 @@ def triplet_loss(
         >>> f"{triplet_loss(axes, axes, hard, temperature=1.0):.4f}"  # log(2 + 4/e)
         '1.2446'
     """
-    document_N, hard_document_NK = _numbers(document_N, hard_document_NK, hard_NKD)
-    check_shapes(
-        q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, document_N=document_N, hard_document_NK=hard_document_NK,
-        negatives_NN=negatives_NN,
-    )  # fmt: skip
     check_settings(temperature=temperature)
-    check_finite(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
+    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, document_N, hard_document_NK, negatives_NN)
     hard_RD, number_R = hard_NKD.flatten(0, 1), hard_document_NK.flatten()
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
@@ -189,13 +184,8 @@ def qwen3_loss(
     """
     n = len(q_ND)
     hard_NKD = q_ND.new_empty(n, 0, q_ND.shape[1]) if hard_NKD is None else hard_NKD
-    document_N, hard_document_NK = _numbers(document_N, hard_document_NK, hard_NKD)
-    check_shapes(
-        q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, document_N=document_N, hard_document_NK=hard_document_NK,
-        negatives_NN=negatives_NN,
-    )  # fmt: skip
     check_settings(temperature=temperature, margin=margin)
-    check_finite(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
+    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, document_N, hard_document_NK, negatives_NN)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
@@ -212,13 +202,17 @@ def qwen3_loss(
     return mean_over_queries(nats_of, q_ND, queries, candidates=3 * n + hard_NKD.shape[1])
 
 
-def _numbers(
-    document_N: Tensor | None, hard_document_NK: Tensor | None, hard_NKD: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The numbers of documents and hard negatives, on the embeddings' device; by default all differ."""
-    document_N = torch.arange(len(hard_NKD)) if document_N is None else document_N
+def _numbered(
+    q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor,
+    document_N: Tensor | None, hard_document_NK: Tensor | None, negatives_NN: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The numbers of documents and hard negatives, by default all different, once everything is checked."""
+    document_N = torch.arange(len(q_ND)) if document_N is None else document_N
     hard_document_NK = torch.full(hard_NKD.shape[:2], -1) if hard_document_NK is None else hard_document_NK
-    return document_N.to(hard_NKD.device), hard_document_NK.to(hard_NKD.device)
+    numbers = {"document_N": document_N, "hard_document_NK": hard_document_NK}
+    check_shapes(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, **numbers, negatives_NN=negatives_NN)
+    check_finite(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
+    return document_N.to(q_ND.device), hard_document_NK.to(q_ND.device)
 
 
 def mean_over_queries(

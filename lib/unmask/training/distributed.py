@@ -12,9 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
+from typing import Any
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -75,6 +77,10 @@ class Processes:
         """Returns when every process is here."""
         if self.accelerator:
             self.accelerator.wait_for_everyone()
+
+    def agreed(self, value: Any) -> Any:
+        """The main process's value, on each of them: file systems may show them different things."""
+        return broadcast_object_list([value])[0] if self.count > 1 else value
 
     def share(self, items: Sequence) -> Sequence:
         """This process's items: every `count`-th, so that items sorted by length are shared evenly."""

@@ -31,7 +31,7 @@ from unmask.config import ParallelConfig, resolved
 from unmask.models.backbone import facts, require_checkpoint
 from unmask.run import Run, grace_seconds
 from unmask.store import fingerprint, read_json, write_atomic
-from unmask.training.loop import MILESTONES, Preempted, finish, job_identity, run_job, stage_of
+from unmask.training.loop import MILESTONES, STOP, Preempted, finish, job_identity, run_job, stage_of
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
@@ -97,7 +97,9 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
             finish(folder)  # a kill may have come in between
             print(f"{run.stage}/{name}: already trained")
             continue
-        stage_of(asked).prepare()  # here, where its progress shows and no GPU waits for it
+        stage = stage_of(asked)
+        stage.prepare()  # here, where its progress shows and no GPU waits for it
+        asked["corpus"] = str(stage.corpus.path)  # else each process would ask the Hub for all sources
         due[name] = write_atomic(folder / "job.json", json.dumps(asked, indent=1))
         for log in folder.glob("*.log"):  # of an earlier try
             log.unlink()
@@ -150,9 +152,15 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
         # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
         patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
         environment = MEMORY | patience | os.environ | _threads(parallel)
-        options = {"env": environment, "stdout": subprocess.PIPE, "stderr": log}
-        child = subprocess.Popen(_command(list(jobs.values()), parallel), text=True, **options)
-        with ended_together(child, grace_seconds()) as told_to_stop:
+        options, ask = {"stdout": subprocess.PIPE, "stderr": log, "text": True}, None
+        if parallel.launcher:  # srun answers SIGTERM by killing its tasks, so a file stands for it
+            stop = jobs[first].with_name("stop")
+            stop.unlink(missing_ok=True)
+            environment, ask = environment | {STOP: str(stop)}, stop.touch
+        gc.collect()
+        torch.cuda.empty_cache()  # what the notebook's own models held
+        child = subprocess.Popen(_command(list(jobs.values()), parallel), env=environment, **options)
+        with ended_together(child, grace_seconds(), ask) as told_to_stop:
             last = _watch(child, run.stage)
             child.wait()
     name = last.get("training", first)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import time
@@ -35,6 +36,7 @@ STAGES: dict[str, type[Stage]] = {
 LIBRARY = Path(__file__).parents[1]
 CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
+STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 
 
@@ -82,7 +84,7 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
         save(folder / "model", mark)
         if processes.main:
             finish(folder)
-    if signals:  # too late to stop this training, but not the next one
+    if signals or _asked_to_stop():  # too late to stop this training, but not the next one
         raise Preempted(PREEMPTED)
     return folder / "model"
 
@@ -121,8 +123,8 @@ def train(
 
     Every step draws its samples and random numbers from (seed, step) alone. Killed at any moment, the next
     call with the same fingerprint continues from the last checkpoint and ends with the same weights as an
-    uninterrupted one; on another number of processes with the same samples in the same order, and weights
-    that differ by the rounding of sums.
+    uninterrupted one; on a GPU, and on another number of processes, with the same samples in the same order,
+    and weights that differ by the rounding of sums.
 
     Args:
         folder: holds metrics.jsonl (one line per step) and checkpoints/.
@@ -143,7 +145,7 @@ def train(
     config, checkpoints, log = stage.config, folder / "checkpoints", folder / "metrics.jsonl"
     processes = processes or Processes.start(config.precision)
     module, optimizer = _prepared(stage, model, processes)
-    last = checkpoint.latest_checkpoint(checkpoints, fingerprint)
+    last = processes.agreed(checkpoint.latest_checkpoint(checkpoints, fingerprint))
     done = checkpoint.load_checkpoint(last, model, optimizer) if last else 0
     _shorten(log, done, processes)
     if processes.main:
@@ -156,7 +158,8 @@ def train(
             try:
                 row = stage.backward(module, batch, step, processes)
                 norm = _clip(model, config.clip)
-                told = processes.sum(torch.tensor(float(bool(signals)), device=processes.device))
+                told = bool(signals) or (processes.main and _asked_to_stop())
+                told = processes.sum(torch.tensor(float(told), device=processes.device))
                 row["loss"], norm, told = torch.stack([row["loss"].float(), norm.float(), told]).tolist()
                 if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
                     raise FloatingPointError(f"the loss is {row['loss']}, the norm of its gradient {norm}")
@@ -185,6 +188,12 @@ def train(
                     raise Preempted(PREEMPTED)
             started = time.perf_counter()
     return model.eval()
+
+
+def _asked_to_stop() -> bool:
+    """Whether the file STOP is there; a listing finds it on a shared file system that remembers misses."""
+    stop = Path(os.environ.get(STOP) or "none/none")
+    return stop.parent.is_dir() and stop.name in os.listdir(stop.parent)
 
 
 def _prepared(

@@ -53,9 +53,10 @@ class Stage:
 
     Args:
         asked: the job: "values" (the preset), "stage", "folder", "fingerprint"; and as the stage needs,
-            "start" (checkpoint directory), "tokenizer" (for a model from scratch), "changes" (values of the
-            stage's section to replace), "groups" (of pair data sets to use), "negatives" (file of mined
-            triplets), "surrogate" (directory or Hub name of an embedder, instead of `clusters.surrogate`),
+            "start" (checkpoint directory), "tokenizer" (for a model from scratch), "corpus" (its folder, once
+            it is made), "changes" (values of the stage's section to replace), "groups" (of pair data sets to
+            use), "negatives" (file of mined triplets), "surrogate" (directory or Hub name of an embedder,
+            instead of `clusters.surrogate`),
             "milestones" (numbers of steps after which the model is kept as well, see `launch.milestones`),
             "bidirectional" (a causal start reads both sides from the first step on, without pretraining).
         made: parts that are there already, by name; the others are made from the job when first used.
@@ -74,7 +75,8 @@ class Stage:
 
     @cached_property
     def corpus(self) -> Corpus:
-        return open_corpus(self.preset.data)
+        data, known = self.preset.data, self.asked.get("corpus")
+        return Corpus(Path(known), data.families) if known else open_corpus(data)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
