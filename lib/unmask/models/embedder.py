@@ -70,11 +70,6 @@ class Reading(NamedTuple):
     units: Iterable[Unit]
     name: Callable[[int], str]
 
-    @classmethod
-    def of(cls, texts: Iterable[np.ndarray], name: Callable[[int], str]) -> "Reading":
-        """Texts, given as their tokens; each is read by itself."""
-        return cls((Unit(TokenSequence(ids), np.array([number])) for number, ids in enumerate(texts)), name)
-
 
 class Embedder:
     """A checkpoint, ready to embed.
@@ -236,7 +231,8 @@ class Embedder:
         before, after = self.around
         limit = self.max_length if max_length is None else self._limit(max_length)
         tokens = self._tokens(texts, limit - len(before) - len(after), name)
-        return Reading.of((np.concatenate([before, ids, after]) for ids in tokens), name)
+        whole = (TokenSequence(np.concatenate([before, ids, after])) for ids in tokens)
+        return Reading((Unit(text, np.array([number])) for number, text in enumerate(whole)), name)
 
     def _documents(
         self, documents: Iterable[Sequence[str]], chunk_length: int | None

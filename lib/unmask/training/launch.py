@@ -152,17 +152,18 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
         # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
         patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
         environment = MEMORY | patience | os.environ | _threads(parallel)
-        options, ask = {"stdout": subprocess.PIPE, "stderr": log, "text": True}, None
+        options, stop = {"stdout": subprocess.PIPE, "stderr": log, "text": True}, None
         if parallel.launcher:  # srun answers SIGTERM by killing its tasks, so a file stands for it
-            stop = jobs[first].with_name("stop")
-            stop.unlink(missing_ok=True)
-            environment, ask = environment | {STOP: str(stop)}, stop.touch
+            stop = jobs[first].with_name(f"stop-{os.getpid()}")
+            environment |= {STOP: str(stop)}
         gc.collect()
         torch.cuda.empty_cache()  # what the notebook's own models held
         child = subprocess.Popen(_command(list(jobs.values()), parallel), env=environment, **options)
-        with ended_together(child, grace_seconds(), ask) as told_to_stop:
+        with ended_together(child, grace_seconds(), stop and stop.touch) as told_to_stop:
             last = _watch(child, run.stage)
             child.wait()
+        if stop:
+            stop.unlink(missing_ok=True)
     name = last.get("training", first)
     if "stopped" in last or told_to_stop:  # even if it had just finished: the notebook is to end
         raise TrainingStopped(f"training {name} was told to stop; what it did is kept, run it again")
