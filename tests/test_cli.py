@@ -91,6 +91,8 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
     [
         (["--preset", "smok"], "unknown preset 'smok'; did you mean 'smoke'?"),
         (["--set", "pair.steps"], "write key=value"),
+        (["--set", "pair.lr=[1"], "--set pair.lr=[1: the value is no YAML"),
+        (["--set", "backbone.checkpoint=/none"], "backbone.checkpoint: /none is no directory here"),
         (["--only", "2_pair"], "no notebook '2_pair'; did you mean '02_pair'?"),
         (["--run", "../elsewhere"], "--run ../elsewhere: a run's name is its folders'"),
         (["--gpus", "0"], "parallel.num_processes must be greater than or equal to 1, got 0"),

@@ -205,7 +205,10 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
         key, separator, value = setting.partition("=")
         if not separator:
             raise PipelineError(f"--set {setting}: write key=value, for instance --set pair.steps=50")
-        overrides[key] = yaml.safe_load(value)
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise PipelineError(f"--set {setting}: the value is no YAML") from None
         if key in LOCAL and Path(value).exists():
             overrides[key] = str(Path(value).resolve())  # kernels run in notebooks/
     return overrides

@@ -50,8 +50,14 @@ def write_atomic(path: Path, text: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file says; nothing where there is none."""
-    return json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
+    """What a JSON file says; nothing where there is none.
+
+    Raises: ValueError that names a file which is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is broken ({error}): copy or make it again") from None
 
 
 @contextlib.contextmanager

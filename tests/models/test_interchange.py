@@ -121,6 +121,9 @@ def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
         ValueError, match=r"n: the weights are not those .* another shape, the first is layers\.0"
     ):
         load(path)
+    (path / "unmask.json").write_text("{")
+    with pytest.raises(ValueError, match=r"unmask\.json is broken"):
+        load(path)
     with pytest.raises(ValueError, match=r"n holds .*, which would be lost: name another folder"):
         export_onnx(Embedder(tiny.model(), tiny.tokenizer(), device="cpu"), path)
     assert (path / "model.safetensors").is_file()

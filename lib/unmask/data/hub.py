@@ -110,11 +110,18 @@ def data_on_hub(preset: Preset) -> bool:
 
 
 def require(preset: Preset) -> None:
-    """Makes sure, in seconds, that a mirror has all that a run reads. Without a mirror, what the Hub does not
-    give is said when it is read.
+    """Makes sure, in seconds, that models of this machine are there, and that a mirror has all that a run
+    reads. Without a mirror, what the Hub does not give is said when it is read.
 
     Raises: ValueError that says what is missing, and how to get it.
     """
+    models = {
+        "backbone.checkpoint": preset.backbone.checkpoint,
+        "clusters.surrogate": preset.clusters.surrogate,
+    }
+    for key, name in models.items():
+        if name and name != PACKAGED and not is_name(name) and not Path(name).is_dir():
+            raise ValueError(f"{key}: {name} is no directory here, no name on the Hub, and not {PACKAGED}")
     if root() and (lacking := check(preset, quick=True)):
         what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
         raise ValueError(f"the mirror {root()} lacks {what}: {HOW_TO_MIRROR}")

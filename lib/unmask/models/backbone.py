@@ -149,8 +149,15 @@ def layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside a checkpoint."""
-    return AutoTokenizer.from_pretrained(require_checkpoint(path, weights=False))
+    """The tokenizer that lies beside a checkpoint.
+
+    Raises: ValueError if there is none, or its files are broken.
+    """
+    source = require_checkpoint(path, weights=False)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a tokenizer file in {source} is broken ({error}): copy it again") from None
 
 
 def checkpoint_activations(model: torch.nn.Module) -> None:
