@@ -19,7 +19,8 @@ FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
         + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
     clustering, on the CPU:                    2 K S for each iteration of each attempt, K clusters, S numbers
                                                    in the points of the sample
-GPU-hours = FLOPs / (peak × utilisation) / 3600
+GPU-hours = FLOPs / (peak × utilisation) / 3600, and where a step has fewer texts than GPUs, as if each GPU
+read its longest one
 
 Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     weights, gradients, two moments in float32  16 P, under fsdp2 divided by the GPUs
@@ -148,11 +149,11 @@ def trainings(preset: Preset, gpus: int) -> list[Training]:
     planned = []
     for notebook, stage, number, changed in _started(preset):
         steps = getattr(changed, stage).steps
-        tokens, flops = (number * steps * each for each in _step(changed, stage, gpus))
+        tokens, flops, waited = (number * steps * each for each in _step(changed, stage, gpus))
         compiled = getattr(changed, stage).compile
         speed = _speed(changed, "pretraining" if stage in PRETRAINING else "others", compiled=compiled)
         memory = memory_bytes(changed, stage, gpus) / 1e9
-        planned.append(Training(notebook, stage, number, steps, tokens, flops, flops / speed / 3600, memory))
+        planned.append(Training(notebook, stage, number, steps, tokens, flops, waited / speed / 3600, memory))
     return planned
 
 
@@ -256,21 +257,25 @@ def _micro_batch(budget: int, texts: Texts, gpus: int) -> tuple[int, int]:
     return max(longest, min(room, own)), math.ceil(own / room)
 
 
-def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
-    """Tokens and FLOPs of one step on all GPUs."""
+def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float, float]:
+    """Tokens and FLOPs of one step on all GPUs, and the FLOPs that these could do meanwhile: a step takes as
+    long as its longest text, which one GPU reads."""
     config, (total, body) = getattr(preset, stage), parameters(preset)
     cached = stage not in PREDICTING
-    read, flops = 0, 0.0
+    read, flops, waited = 0, 0.0, 0.0
     for texts in work(preset, stage):
         _, groups = _micro_batch(config.token_budget, texts, gpus)
         passes = 3 + config.gradient_checkpointing + cached * (groups - 1) / groups
         flops += passes * _forward(preset, texts)
+        longest = max(_forward(preset, [(1, length)]) for _, length in texts)
+        waited += passes * max(_forward(preset, texts), gpus * longest)
         read += sum(number * length for number, length in texts)
     if stage in PRETRAINING:
         paid = config.masked_share if stage == "diffusion" else 1
-        flops += 3 * 2 * (total - body) * paid * read
+        logits = 3 * 2 * (total - body) * paid * read
+        flops, waited = flops + logits, waited + logits
     losses = getattr(config, "accumulation", 1)  # independent ones of a step
-    return losses * read, losses * flops
+    return losses * read, losses * flops, losses * waited
 
 
 def _forward(preset: Preset, texts: Texts) -> float:
