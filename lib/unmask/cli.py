@@ -252,9 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", default="", metavar="NN", help="this notebook only")
     add("--force", action="store_true", help="run the selected notebooks even if they are up to date")
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
-    add(
-        "--gpu-memory", type=_positive, default=80, metavar="GB", help="that --dry-run plans with, default 80"
-    )
+    add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")
     add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
     add("--seed", type=_positive, default=0, metavar="N", help="repeat it with this seed only, as NAME-seedN")
     add("--jobs", type=_positive, default=1, metavar="J", help="up to J independent notebooks side by side")

@@ -35,6 +35,7 @@ Positive = Annotated[float, Field(gt=0)]
 Margin = Annotated[float, Field(ge=0)]
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
+Numbers = Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
 
 
 def _three_or_none(shapes: tuple) -> tuple:
@@ -314,9 +315,7 @@ class CdeConfig(PairConfig):
     max_pairs: Whole = 0  # training pairs that are read, and so embedded and clustered; 0: all
     batch_sizes: Sizes  # of the study of batches
     cluster_sizes: Sizes  # of the study of batches, beside random ones
-    context_sizes: Annotated[
-        tuple[Whole, ...], Field(min_length=1), Ascending
-    ]  # context documents at inference, `context` at most
+    context_sizes: Numbers  # context documents at inference, `context` at most
 
     @property
     def trainings(self) -> dict[str, dict[str, float]]:

@@ -115,13 +115,12 @@ def require(preset: Preset) -> None:
 
     Raises: ValueError that says what is missing, and how to get it.
     """
-    models = {
-        "backbone.checkpoint": preset.backbone.checkpoint,
-        "clusters.surrogate": preset.clusters.surrogate,
-    }
-    for key, name in models.items():
-        if name and name != PACKAGED and not is_name(name) and not Path(name).is_dir():
-            raise ValueError(f"{key}: {name} is no directory here, no name on the Hub, and not {PACKAGED}")
+    for section, key in (("backbone", "checkpoint"), ("clusters", "surrogate")):
+        name = getattr(getattr(preset, section), key)
+        if name not in ("", PACKAGED) and not is_name(name) and not Path(name).is_dir():
+            raise ValueError(
+                f"{section}.{key}: {name} is no directory here, no name on the Hub, and not {PACKAGED}"
+            )
     if root() and (lacking := check(preset, quick=True)):
         what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
         raise ValueError(f"the mirror {root()} lacks {what}: {HOW_TO_MIRROR}")

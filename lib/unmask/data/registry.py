@@ -19,7 +19,7 @@ from babel.core import get_global
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from unmask.config import ConfigError, explained
+from unmask.config import GROUPS, ConfigError, explained
 from unmask.store import artifacts_root, nearest, repository
 
 # Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
@@ -50,9 +50,7 @@ class Source:
     # An ISO 639-3 code, with a script or without (deu, rus_Cyrl), a pair (deu-eng), mul for many, or CODE.
     language: Annotated[str, Field(pattern=f"^({_HUMAN}(-{_HUMAN})?|{CODE})$")]
     licence: str
-    group: Literal["", "english", "cross-lingual", "multilingual", "code"] = (
-        ""  # pairs and triplets: the step of the curriculum
-    )
+    group: Literal["", *GROUPS] = ""  # pairs and triplets: the step of the curriculum
     task: str = ""  # held-out task that its rows are evaluated in; the source's name unless given
     repo: Annotated[str, Field(pattern="^$|^[^/]+/[^/]+$")] = ""  # hub, mirror: "organisation/name"
     revision: str = "main"  # a branch, a tag or, so that nothing changes under a run, a commit
