@@ -42,7 +42,9 @@ def test_two_workers_of_ray_give_what_encode_gives(cluster, tmp_path, monkeypatc
     assert abs(rows - embedder.encode(TEXTS, dimensions=16)).max() <= 1
 
     options = {"chunks_column": "chunks", "precision": "float32", "chunk_length": 6, "workers": 2}
-    found = pq.read_table(jobs.encode_dataset(model, dataset, output, **options)).sort_by("id")
+    with pytest.raises(ValueError, match="out is there already"):
+        jobs.encode_dataset(model, dataset, output, **options)
+    found = pq.read_table(jobs.encode_dataset(model, dataset, tmp_path / "two", **options)).sort_by("id")
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
     for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5)

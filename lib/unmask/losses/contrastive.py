@@ -211,7 +211,6 @@ def _numbered(
     hard_document_NK = torch.full(hard_NKD.shape[:2], -1) if hard_document_NK is None else hard_document_NK
     numbers = {"document_N": document_N, "hard_document_NK": hard_document_NK}
     check_shapes(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, **numbers, negatives_NN=negatives_NN)
-    check_finite(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
     return document_N.to(q_ND.device), hard_document_NK.to(q_ND.device)
 
 

@@ -100,17 +100,19 @@ def encode_dataset(
     Args:
         model: what `Embedder.from_pretrained` loads.
         dataset: a `ray.data.Dataset`, for instance of `ray.data.read_parquet(folder)`.
-        output: a folder of Parquet files; it appears when all of it is written.
+        output: a new folder of Parquet files; it appears when all of it is written.
         chunks_column: a column of lists, the chunks of documents; then these are embedded, with
             `Embedder.encode_documents`, and `text_column` is not read.
         workers: processes that hold a model. Default: one for each GPU of the cluster, or else one for each
             machine. Each takes a GPU where there is one, and an equal share of the cores.
         options: of `encode` or `encode_documents`: `precision`, `dimensions`, `max_length` for instance.
-    Raises: what a worker raises (`Embedder.encode` says for what texts) reaches here with its traceback; a
-        text's number is then that within its batch.
+    Raises: ValueError for an output that exists. What a worker raises (`Embedder.encode` says for what texts)
+        reaches here with its traceback; a text's number is then that within its batch.
     """
     import ray
 
+    if os.path.exists(output):
+        raise ValueError(f"{output} is there already: name a new folder")
     cluster = ray.cluster_resources()
     gpus = int(cluster.get("GPU", 0))
     workers = workers or gpus or sum(node["Alive"] for node in ray.nodes())

@@ -40,7 +40,7 @@ from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
 from unmask.store import fingerprint
 from unmask.training.cache import cached_backward
-from unmask.training.distributed import Processes
+from unmask.training.distributed import ALONE, Processes
 
 
 class Stage:
@@ -334,6 +334,7 @@ class Batch:
     negatives: Tensor | None  # (N, documents), False: the document is no negative of the query
     weight: float = 1.0  # of its loss in the step's
     layout: ContextualBatch | None = None  # of queries about documents: what follows the queries
+    guess: float = 0.0  # the loss of a model to which all texts are alike; logged with the others
     context: Sequence[TokenSequence] = ()  # CDE's: documents that all pairs see
     kept: np.ndarray | None = None  # which of these are seen; the null vector stands for the others
 
@@ -495,16 +496,15 @@ class Contextual(Contrastive):
             queries_per_document=self.config.queries_per_document,
             rng=np.random.default_rng([self.config.seed, 3, step]),
         )  # fmt: skip
-        return Batch(
+        batch = Batch(
             dataset=name, sequences=layout.sequences, count=len(layout.document_N), layout=layout,
             negatives=self.negatives(name, rows, layout.document_N.numpy(), layout.query_N.numpy()),
         )  # fmt: skip
+        texts_RD = torch.ones(sum(text.rows for text in batch.sequences), min(self.config.dimensions))
+        return replace(batch, guess=float(self.loss(texts_RD, batch, step, ALONE)))
 
     def backward(self, module: nn.Module, batch: Batch, step: int, processes: Processes) -> dict[str, Any]:
-        """Logs a "guess", too: the loss of a model to which all texts are alike."""
-        rows, width = sum(sequence.rows for sequence in batch.sequences), min(self.config.dimensions)
-        guess = self.loss(torch.ones(rows, width), batch, step, Processes())
-        return super().backward(module, batch, step, processes) | {"guess": float(guess)}
+        return super().backward(module, batch, step, processes) | {"guess": batch.guess}
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         config, layout = self.config, batch.layout
