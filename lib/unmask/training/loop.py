@@ -23,7 +23,7 @@ from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention, plain_attention
 from unmask.run import PREEMPTED
-from unmask.store import code_fingerprint, write_atomic
+from unmask.store import code_fingerprint, replace_directory, write_atomic
 from unmask.training import checkpoint
 from unmask.training.distributed import Processes, full_weights
 from unmask.training.neighbours import Cde, Qwen3, Reranking
@@ -69,7 +69,9 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
     def save(path: Path, identity: str) -> None:
         weights = full_weights(model)
         if processes.main:
-            stage.save(model, tokenizer, path, weights=weights, **facts, fingerprint=identity)
+            new = path.with_name(f".{path.name}.new")
+            stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=identity)
+            replace_directory(new, path)  # an earlier training's, whatever files that had
         processes.wait()
 
     def after_step(done: int) -> None:
@@ -192,8 +194,8 @@ def train(
 
 def _asked_to_stop() -> bool:
     """Whether the file STOP is there; a listing finds it on a shared file system that remembers misses."""
-    stop = Path(os.environ.get(STOP) or "none/none")
-    return stop.parent.is_dir() and stop.name in os.listdir(stop.parent)
+    folder, name = os.path.split(os.environ.get(STOP, ""))
+    return bool(name) and name in os.listdir(folder)
 
 
 def _prepared(
