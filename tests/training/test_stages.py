@@ -12,7 +12,7 @@ from unmask.data.documents import split_rows
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
-from unmask.training.distributed import Processes
+from unmask.training.distributed import ALONE
 from unmask.training.stages import cosine_ramp, noise
 
 
@@ -184,7 +184,7 @@ def test_a_contextual_step_logs_what_a_guess_among_its_candidates_pays():
         local = 0.2 * math.log(chunks[own]) + 0.8 * math.log(sum(chunks))
         nats.append(0.3 * math.log(len(chunks) + len(document) - 1) + 0.7 * local)
     module = stage.module(tiny_stages.model("contextual"))
-    guess = stage.backward(module, drawn, 0, Processes())["guess"]
+    guess = stage.backward(module, drawn, 0, ALONE)["guess"]
     assert len(set(chunks)) > 1 and guess == pytest.approx(fmean(nats), rel=1e-5)
 
 

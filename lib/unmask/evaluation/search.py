@@ -119,8 +119,9 @@ def two_step(
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
     ids_NC = np.sort(top_k(q_bits_NB, d_bits_MB, candidates)[1], axis=1)
     scores = [similarity(q_D[None], d_MD[ids_C])[0].numpy() for q_D, ids_C in zip(q_ND, ids_NC, strict=True)]
-    _check(np.stack(scores), "scores of the candidates")
-    return _ordered(np.stack(scores), ids_NC, k)
+    scores_NC = np.stack(scores)
+    _check(scores_NC, "scores of the candidates")
+    return _ordered(scores_NC, ids_NC, k)
 
 
 def best_of(scores_TQ: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -212,9 +212,9 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | Non
     rise = error = 0.0
     free = len(tail_S) - len(set(of_S[-last:])) - 1
     if free > 0 and len(tail_S) == last:
-        slope = place_S @ tail_S / (squares := place_S @ place_S)
-        spread = np.sum((tail_S - slope * place_S) ** 2) / free / squares
-        rise, error = slope * last, stats.t.ppf(0.975, free) * spread**0.5 * last
+        line = stats.linregress(place_S, tail_S)
+        stderr = line.stderr * ((last - 2) / free) ** 0.5  # the means of the data sets were estimated, too
+        rise, error = line.slope * last, stats.t.ppf(0.975, free) * stderr * last
     return [
         at_most(f"{name}: loss at the end, below its start", end, start),
         at_most(f"{name}: loss at the end, below its base rate", end, base_rate),
