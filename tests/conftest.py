@@ -12,15 +12,15 @@ import pytest
 from toy_checkout import Checkout
 
 ROOT = Path(__file__).resolve().parents[1]
+# Tests never reach for the network, whatever the machine's settings are.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts a job in the background has it ignore SIGINT, which tests send.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Tests never reach for the network, whatever the machine's settings are.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -120,14 +120,9 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
     stopped = "trap 'kill $!; exit 75' TERM; sleep 9 & kill $PPID; wait" if status == 75 else f"exit {status}"
     path = checkout.path_with("unmask", f'printf "%s\\n" "$HEAD" "$@" > "$LOG.unmask"; {stopped}')
     log = checkout.root / "log"
-    slurm = {
-        "SLURM_SUBMIT_DIR": str(checkout.root),
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURM_JOB_NODELIST": "node-[a-b]",
-        "SLURM_CPUS_PER_TASK": "64",
-        "SLURM_JOB_ID": "7",
-    }
+    slurm = {"SUBMIT_DIR": str(checkout.root), "JOB_NUM_NODES": "2", "JOB_NODELIST": "node-[a-b]"}
+    slurm |= {"JOB_ID": "7", "GPUS_ON_NODE": "8", "CPUS_PER_TASK": "64"}
+    slurm = {f"SLURM_{key}": value for key, value in slurm.items()}
     environment = os.environ | slurm | {"PATH": path, "LOG": str(log), "UNMASK_ARTIFACTS": "/shared"}
     arguments = ["--preset", "paper-0.6b", "--set", "pair.lr=1e-3"]
     result = subprocess.run(

@@ -1,7 +1,5 @@
 """What the machines of a Ray cluster make is what one process makes."""
 
-from functools import partial
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +7,6 @@ import pytest
 
 import tiny
 from unmask import Embedder
-from unmask.data.tokenized import build
 from unmask.models import jobs
 
 TEXTS = [f"{text} {number}" for number, text in enumerate(tiny.TEXTS * 3)]
@@ -27,44 +24,25 @@ def cluster():
 
 
 @pytest.mark.slow
-def test_two_workers_of_ray_give_what_encode_gives(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "BATCH", 7)
+def test_two_workers_of_ray_give_what_encode_gives(cluster, tmp_path):
     embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
-    model = embedder.save_pretrained(tmp_path / "model")
+    model = str(embedder.save_pretrained(tmp_path / "model"))
     table = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
     pq.write_table(table, tmp_path / "corpus.parquet", row_group_size=8)
-    corpus, output = tmp_path / "corpus.parquet", tmp_path / "out"
-    dataset = cluster.data.read_parquet(str(corpus))
-    found = pq.read_table(jobs.encode_dataset(model, dataset, output, dimensions=16, workers=2)).sort_by("id")
+
+    def embedded(column, **options):
+        dataset = cluster.data.read_parquet(str(tmp_path / "corpus.parquet"))
+        how = {"batch_size": 7, "batch_format": "pyarrow", "concurrency": 2, "num_cpus": 0.5}
+        arguments = {"fn_constructor_args": (model, column), "fn_kwargs": options}
+        dataset.map_batches(jobs.Worker, **arguments, **how).write_parquet(str(tmp_path / column))
+        return pq.read_table(tmp_path / column).sort_by("id")
+
+    found = embedded("text", dimensions=16)
     assert found["id"].to_pylist() == list(range(len(TEXTS))) and found["text"].to_pylist() == TEXTS
     assert found.schema.field("embedding").type == pa.list_(pa.int8(), 16)
     rows = np.array(found["embedding"].to_pylist())  # of other batches: a code may differ by one
     assert abs(rows - embedder.encode(TEXTS, dimensions=16)).max() <= 1
-
-    options = {"chunks_column": "chunks", "precision": "float32", "chunk_length": 6, "workers": 2}
-    with pytest.raises(ValueError, match="out is there already"):
-        jobs.encode_dataset(model, dataset, output, **options)
-    found = pq.read_table(jobs.encode_dataset(model, dataset, tmp_path / "two", **options)).sort_by("id")
+    found = embedded("chunks", precision="float32", chunk_length=6)
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
     for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_cluster_prepares_data_as_one_machine_does(cluster, tmp_path, monkeypatch):
-    units = range(1, 21)
-
-    def counted(unit, bad=None):
-        """Unit 3 → three numbers, and as many tokens."""
-        if unit == bad:
-            raise ValueError(f"unit {unit} is bad")
-        return {"numbers": np.full(unit, unit, np.int32)}, {"tokens": unit}
-
-    expected = build(tmp_path / "here", units, counted, "", workers=1)
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert build(tmp_path / "x", units, counted, "", wanted=15).units == 5
-    with pytest.raises(ValueError, match=r"^unit 12 is bad$"):
-        build(tmp_path / "x", units, partial(counted, bad=12), "")
-    found = build(tmp_path / "x", units, counted, "")
-    assert (found.units, found.counters) == (expected.units, expected.counters)
-    np.testing.assert_array_equal(found.array("numbers", "i4"), expected.array("numbers", "i4"))

@@ -90,7 +90,7 @@ def prepare(options: argparse.Namespace) -> None:
     """`unmask prepare`: reads and tokenises what a preset's trainings read, on a machine without GPUs.
 
     What texts are mined for, and look-alikes, need a trained model: their notebooks prepare them. Killed at
-    any moment, the same command goes on. Where RAY_ADDRESS names a cluster of Ray, all of its machines work.
+    any moment, the same command goes on.
     """
     from unmask.data import hub
     from unmask.training.loop import stage_of

@@ -99,10 +99,8 @@ class Pooled(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        hidden_BLD = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
-        return mean_pool(hidden_BLD, attention_mask)
+        read = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        return mean_pool(read.last_hidden_state, attention_mask)
 
 
 class Module(Pooled):

@@ -38,16 +38,6 @@ def diffusion_case(batch: int = BATCH, length: int = LENGTH, vocabulary: int = V
     return both(hidden_states, (unembedding, tokens, masked, t), setting)
 
 
-def loss_case(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Case:
-    """The loss alone, forward and backward, on given hidden states."""
-    generator = torch.Generator().manual_seed(1)
-    width = PRESET.backbone.hidden_size
-    hidden = torch.randn(batch, length, width, generator=generator, requires_grad=True)
-    unembedding = torch.randn(vocabulary, width, generator=generator, requires_grad=True)
-    setting = f"no model, {sized(width, batch, length, vocabulary)}"
-    return both(lambda: hidden, (unembedding, *noised(batch, length, vocabulary)), setting)
-
-
 def noised(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, mask and t; t takes its distribution's values without the luck of a draw: half is masked."""
     generator = torch.Generator().manual_seed(0)
@@ -79,4 +69,4 @@ def both(hidden_states: Callable[[], Tensor], rest: tuple[Tensor, ...], setting:
     return Case(described(setting), "tokens/s", tokens.numel(), programs, check)
 
 
-CASES = {"diffusion": diffusion_case, "diffusion-loss": loss_case}
+CASES = {"diffusion": diffusion_case}

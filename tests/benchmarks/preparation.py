@@ -69,9 +69,7 @@ def preparation_case() -> Case:
         "tokenizers": {"500 texts at a time": lambda: library(500), "at once": lambda: library(len(every))},
     }
     megabytes = sum(map(len, every)) / 1e6
-    setting = (
-        f"{len(every):,} Python files, {megabytes:.0f} MB, vocabulary {VOCABULARY:,}, {cpu_count()} cores"
-    )
+    setting = f"{len(every):,} Python files, {megabytes:.0f} MB, {VOCABULARY:,} tokens, {cpu_count()} cores"
     return Case(setting, "MB/s", megabytes, programs, check)
 
 

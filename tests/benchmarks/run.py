@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,20 +58,6 @@ def scaling() -> list[Row]:
     return rows
 
 
-def kept_memory() -> list[Row]:
-    """The diffusion step in a process that keeps freed memory, as trainings do, and in one that does not."""
-
-    def rate(environment: dict[str, str]) -> float:
-        found = child("peak", "diffusion", "unmask", "", "4", environment=environment)
-        return found["work"] / found["seconds"]
-
-    pairs = [(rate(MEMORY), rate({})) for _ in range(measure.PAIRS)]
-    ours, peer = map(statistics.median, zip(*pairs, strict=True))
-    ratios, setting = sorted(kept / returned for kept, returned in pairs), "diffusion step, glibc"
-    row = ours, peer, statistics.median(ratios), "tokens/s", setting, (ratios[0], ratios[-1])
-    return [Row("freed memory kept: speed", *row)]
-
-
 def several(titles: dict[str, str], **options: Any) -> list[Row]:
     """Rows of several cases, given with their titles."""
     return [row for case, title in titles.items() for row in compare(case, title, **options)]
@@ -95,8 +80,6 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "diffusion-all-kept": partial(
         compare, "diffusion", "diffusion step, no memory returned", memory=False, environment=NOTHING_RETURNED
     ),
-    "diffusion-loss": partial(compare, "diffusion-loss", "diffusion loss alone"),
-    "kept-memory": kept_memory,
     **{
         f"encode-{kind}": partial(
             several,
@@ -115,13 +98,10 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         for kind, title in {"integer": "exact INT8 search", "binary": "exact binary search"}.items()
     },
     "search-scaling": search.scaling,
-    "metrics": partial(
-        several, {"metrics": "ranking metrics", "metrics-tied": "ranking metrics, tied scores"}, **SPEED
-    ),
     "preparation": partial(compare, "preparation", "tokenising text into files", **SPEED),
 }
 
-WITHOUT_PEER = {"scaling", "search-scaling", "kept-memory", "matmul-share"}  # not in the figure
+WITHOUT_PEER = {"scaling", "search-scaling", "matmul-share"}  # not in the figure
 
 
 def commit() -> str:

@@ -1,5 +1,4 @@
-"""Exact search (`search`) and ranking metrics against faiss and trec_eval, and search as the corpus
-grows.
+"""Exact search against faiss, and search as the corpus grows.
 
 Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bits · K ranks.
 """
@@ -13,16 +12,14 @@ from tempfile import TemporaryDirectory
 
 import faiss
 import numpy as np
-import pytrec_eval
 import torch
 from measure import MEMORY_UNIT, Case, Row, Step, peak, seconds
 
-from unmask.evaluation import retrieval_metrics
+from unmask.data.batches import parts
 from unmask.evaluation.search import index
 from unmask.store import artifacts_root
 
 DOCUMENTS, WIDTH, QUERIES, K = 200_000, 1024, 64, 10
-RANKED, OF = 1000, 5000  # queries and documents of the metrics
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)
 LIMIT = 512.0  # MiB that the search of a million documents may take beside them
 BLOCK = 65_536
@@ -35,8 +32,7 @@ def codes(documents: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     base_D = np.clip(np.rint(40 * rng.standard_normal(WIDTH)), -127, 127).astype(np.int8)
     d_MD = np.empty((documents, WIDTH), np.int8)
-    for start in range(0, documents, BLOCK):
-        block = d_MD[start : start + BLOCK]
+    for block in (d_MD[part] for part in parts(documents, BLOCK)):
         bits = np.unpackbits(rng.integers(0, 256, (len(block), WIDTH // 8), np.uint8), axis=1)
         np.multiply(bits.view(np.int8) * 2 - 1, base_D, out=block)
     noise = rng.integers(-90, 90, (QUERIES, WIDTH))
@@ -46,8 +42,8 @@ def codes(documents: int) -> tuple[np.ndarray, np.ndarray]:
 def integer_peer(d_MD: np.ndarray) -> Search:
     kind = faiss.ScalarQuantizer.QT_8bit_direct_signed
     peer = faiss.IndexScalarQuantizer(d_MD.shape[1], kind, faiss.METRIC_INNER_PRODUCT)
-    for start in range(0, len(d_MD), BLOCK):
-        peer.add(d_MD[start : start + BLOCK].astype(np.float32))
+    for part in parts(len(d_MD), BLOCK):
+        peer.add(d_MD[part].astype(np.float32))
     return lambda q_ND, k: peer.search(q_ND.astype(np.float32), k)
 
 
@@ -99,50 +95,11 @@ def binary_case(batch: int = QUERIES, documents: int = DOCUMENTS) -> Case:
     return case("faiss IndexBinaryFlat", queries, rows, binary_peer(rows), batch)
 
 
-def metrics_case(queries: int = RANKED, documents: int = OF, *, tied: bool = False) -> Case:
-    rng = np.random.default_rng(0)
-    scores_NM = rng.standard_normal((queries, documents), np.float32)
-    if tied:  # a thousand different scores
-        scores_NM = rng.integers(-500, 500, (queries, documents)).astype(np.float32)
-    relevant = [
-        set(rng.choice(documents, rng.integers(1, 6), replace=False).tolist()) for _ in range(queries)
-    ]
-    ids = [str(number) for number in range(documents)]
-    names = {"ndcg": "ndcg_cut", "recall": "recall", "map": "map_cut", "precision": "P"}
-    evaluator = pytrec_eval.RelevanceEvaluator(
-        {str(query): {ids[number]: 1 for number in of} for query, of in enumerate(relevant)},
-        {f"{name}.10" for name in names.values()} | {"recip_rank"},
-    )
-
-    def rankings() -> dict[str, dict[str, float]]:
-        return {str(q): dict(zip(ids, score_M, strict=True)) for q, score_M in enumerate(scores_NM.tolist())}
-
-    prepared = rankings()
-
-    def check() -> None:
-        ours, peer = retrieval_metrics(scores_NM, relevant, per_query=True), evaluator.evaluate(prepared)
-        for query in range(queries):
-            for mine, theirs in names.items():
-                difference = ours[f"{mine}@10"][query] - peer[str(query)][f"{theirs}_10"]
-                assert abs(difference) < 1e-9, (query, mine, difference)
-
-    programs = {
-        "unmask": {"": lambda: retrieval_metrics(scores_NM, relevant)},
-        "pytrec_eval, its dictionaries given": {"": lambda: evaluator.evaluate(prepared)},
-        "pytrec_eval": {"": lambda: evaluator.evaluate(rankings())},
-    }
-    size = f"{queries:,} queries × {documents:,} documents, {'tied' if tied else 'random'} scores"
-    setting = f"{size}, five metrics, {torch.get_num_threads()} threads"
-    return Case(setting, "queries/s", queries, programs, check)
-
-
 CASES = {
     "integer-search": integer_case,
     "integer-search-one": lambda: integer_case(1),
     "binary-search": binary_case,
     "binary-search-one": lambda: binary_case(1),
-    "metrics": metrics_case,
-    "metrics-tied": lambda: metrics_case(tied=True),
 }
 
 
@@ -153,10 +110,8 @@ def scaling(sizes: tuple[int, ...] = SIZES) -> list[Row]:
     artifacts_root().mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=artifacts_root(), prefix="search-") as folder:
         stored = np.lib.format.open_memmap(Path(folder, "d.npy"), "w+", np.int8, (max(sizes), WIDTH))
-        for start in range(0, len(stored), BLOCK):
-            stored[start : start + BLOCK] = rng.integers(
-                -127, 128, stored[start : start + BLOCK].shape, np.int8
-            )
+        for part in parts(len(stored), BLOCK):
+            stored[part] = rng.integers(-127, 128, stored[part].shape, np.int8)
         q_ND = np.array(stored[:QUERIES])
         for size in sizes:
             rows += rates(index(stored[:size]), q_ND, stored[:size])

@@ -133,15 +133,11 @@ def encode_case() -> Case:
     return case(setting, forward_flops(embedder.model, lengths), lambda: embedder.encode(texts))
 
 
-CASES = {
-    "share-diffusion": diffusion_case,
-    "share-pair": partial(pair_case, keep=True),
-    "share-pair-cached": partial(pair_case, keep=False),
-    "share-encode": encode_case,
+TITLED = {
+    "share-diffusion": ("diffusion step", diffusion_case),
+    "share-pair": ("pair step, activations kept", partial(pair_case, keep=True)),
+    "share-pair-cached": ("pair step, cached", partial(pair_case, keep=False)),
+    "share-encode": ("encode", encode_case),
 }
-TITLES = {
-    "share-diffusion": "135 M, diffusion step",
-    "share-pair": "135 M, pair step, activations kept",
-    "share-pair-cached": "135 M, pair step, cached",
-    "share-encode": "135 M, encode",
-}
+CASES = {name: make for name, (_, make) in TITLED.items()}
+TITLES = {name: f"135 M, {title}" for name, (title, _) in TITLED.items()}

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
 import tiny
-from unmask.config import load_preset
 
 
 def columns(seed: int = 0) -> contrastive.Columns:
@@ -36,9 +35,8 @@ def test_all_programs_compute_the_same_loss_and_gradient():
     contrastive.agree(model, programs)
 
 
-@pytest.mark.parametrize("make", diffusion.CASES.values())
-def test_the_diffusion_cases_compare_equal_losses(make):
-    case = make(batch=3, length=40, vocabulary=50)
+def test_the_diffusion_steps_compare_equal_losses():
+    case = diffusion.diffusion_case(batch=3, length=40, vocabulary=50)
     case.check()
     ours, full = (program[""]() for program in case.programs.values())
     torch.testing.assert_close(ours, full, rtol=2e-2, atol=0)
@@ -69,13 +67,6 @@ def test_every_row_that_is_known_can_be_measured_again():
     assert {row["command"].split()[-1] for row in known} <= set(run.SUBJECTS)
 
 
-@pytest.mark.parametrize("name", gpu.BATCH)
-def test_the_gpu_measurement_runs_anywhere_on_a_small_model(name, monkeypatch):
-    monkeypatch.setattr(gpu, "BATCH", dict.fromkeys(gpu.BATCH, 4))
-    found = gpu.measure(name, load_preset("smoke"))
-    assert found["rate"] > 0 and found["mfu"] > 0
-
-
 def test_the_flops_of_a_step_are_those_that_torch_counts():
     preset = contrastive.PRESET
     config = contrastive.bidirectional(preset.backbone.layers).config
@@ -94,7 +85,8 @@ def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command):
     if command == "kernels":
         assert max(max(row["errors"]) for row in measured) < 0.02
     else:
-        assert all(row["planned_gb"] > 4 and row["graphs_after_warm_up"] == 0 for row in measured)
+        assert all(row["rate"] * row["mfu"] > 0 and row["planned_gb"] > 4 for row in measured)
+        assert not any(row["graphs_after_warm_up"] for row in measured)
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             first_gpu.main([command])

@@ -110,7 +110,7 @@ UNREADABLE = {
     "f.csv": (b"query,document\na,b\nb,c,d\n", "Expected 2 fields in line 3, saw 3"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
     "i.jsonl": (b"", UNKNOWN),
-    "j.txt": (b"x", UNKNOWN),
+    "j.doc": (b"x", UNKNOWN),
 }
 
 

@@ -64,7 +64,7 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path):
 
 
 def test_what_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"geografy is no task of ConTEB; did you mean 'geography'"):
+    with pytest.raises(ValueError, match=r"no task 'geografy'; did you mean 'geography'"):
         load("geografy")
     with pytest.raises(OSError, match=r"illuin-conteb/geography is in no mirror \(UNMASK_MIRROR\), and"):
         load("geography")

@@ -132,7 +132,6 @@ def test_bad_arguments_are_refused(message, call):
         call()
 
 
-def test_an_embedding_that_is_no_number_is_named():
+def test_an_embedding_that_is_no_number_makes_the_loss_none():
     bad = torch.tensor([[1.0, 0.0], [0.0, 1.0], [math.nan, 0.0]])
-    with pytest.raises(FloatingPointError, match="d_ND holds NaN or infinity, first in row 2"):
-        pair_loss(torch.eye(3)[:, :2] + 1, bad)
+    assert pair_loss(torch.eye(3)[:, :2] + 1, bad).isnan()

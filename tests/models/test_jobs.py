@@ -46,13 +46,13 @@ def test_every_format_gives_what_encode_gives(embedder, model, name, tmp_path):
 
 
 REFUSED = [
-    ("texts.jsonl", ['{"text": "a"}', '{"text": ""}'], "out.npy", "row 2: text is no text but ''"),
+    ("texts.jsonl", ['{"text": "a"}', '{"text": ""}'], "out.npy", "row 2: text is no text, or empty: ''; "),
     ("texts.jsonl", ['{"text": "a"}', '{"text": 7}'], "out.npy", "texts.jsonl"),
-    ("texts.jsonl", ['{"body": "a"}'], "out.npy", "no column 'text': it has body"),
+    ("texts.jsonl", ['{"body": "a"}'], "out.npy", "row 1: there is no 'text'; known: body"),
     ("texts.parquet", ["no Parquet"], "out.npy", "texts.parquet cannot be read"),
-    ("texts.txt", ["a", "", "b"], "out.npy", "texts.txt, row 2: text is no text but ''"),
+    ("texts.txt", ["a", "", "b"], "out.npy", "texts.txt, row 2: text is no text, or empty"),
     ("texts.jsonl", ['{"text": "a"}'], "none/out.npy", "an .npy file in a folder that exists"),
-    ("texts.doc", ["a"], "out.npy", "is no file with one of the endings .txt"),
+    ("texts.doc", ["a"], "out.npy", "in no known format; there are .parquet"),
 ]
 
 

@@ -27,8 +27,8 @@ from unmask.store import fingerprint, nearest, read_json
 
 MANIFEST = ".unmask-mirror.json"
 HOW_TO_MIRROR = "with internet, `unmask mirror pull --preset NAME --to DIR`; UNMASK_MIRROR=DIR serves it here"
-# Suffix → the builder of `datasets` that reads such files. JSON and CSV may be compressed (.gz).
-FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
+# Suffix → the builder of `datasets` that reads such files. Text, JSON and CSV may be compressed (.gz).
+FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 # Of a definition: what decides no row.
 _NO_CONTENT = ["files", "share", "licence", "rows", "bytes", "documented", "optional", "known_as"]
@@ -167,8 +167,9 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         except BadRow as bad:
             if source.bad_rows == "stop":
                 part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
-                remedy = f"correct it, or have source {source.name} count such rows (bad_rows: drop)"
-                raise ValueError(f"{unit.file}, row {number}{part}: {''.join(bad.args)}; {remedy}") from None
+                what = f"{unit.file}, row {number}{part}: {''.join(bad.args)}; correct it"
+                or_else = f", or have source {source.name} count such rows (bad_rows: drop)"
+                raise ValueError(what + or_else * bool(source.name)) from None
             dropped[bad.args[0]] += 1
         else:
             yield row | {"split": split_of(source, row.pop("held_by"))}
@@ -231,7 +232,8 @@ def _resolved(source: Source, config: str, base: str) -> list[str]:
             files.update(resolve_pattern(pattern, folder))
     if not files:
         raise FileNotFoundError(f"no file of {name}, split {source.split}")
-    return sorted(file for file in files if suffix_of(file) in FORMATS)
+    # Text files are licences and the like there.
+    return sorted(file for file in files if FORMATS.get(suffix_of(file), "text") != "text")
 
 
 @cache  # some have a thousand, and a source for each language asks

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -135,32 +134,12 @@ def build(
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
         workers = min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER)
-        results = _in_turn(work, left, max(workers, 1))
+        pool = Parallel(max(workers, 1), return_as="generator", **dying_together())
+        results = pool(map(delayed(work), left))
         for result in tqdm(results, title, len(units), initial=done.units, delay=2, leave=False):
             if not done.suffices(wanted):  # else it was under way when there was enough
                 done = done.extended(result)
     return done
-
-
-def _in_turn(work: Callable[[Any], Tokenised], units: Iterator[Any], workers: int) -> Iterator[Tokenised]:
-    """What `work` makes of the units, in their order, by processes of this machine; or where RAY_ADDRESS
-    names a cluster of Ray, by all of its machines, which must see the files and need the extra `ray`."""
-    if "RAY_ADDRESS" not in os.environ:
-        pool = Parallel(workers, return_as="generator", **dying_together())
-        yield from pool(map(delayed(work), units))
-        return
-    import ray
-
-    if not ray.is_initialized():
-        ray.init()
-    tasks = map(ray.remote(lambda unit: work(unit)).remote, units)  # ray takes functions, no partial ones
-    ahead = deque(islice(tasks, 2 * int(ray.cluster_resources()["CPU"])))
-    try:
-        while ahead:
-            yield ray.get(ahead.popleft())
-            ahead.extend(islice(tasks, 1))
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
 
 
 def _folder(kind: str, *key: Any) -> Path:

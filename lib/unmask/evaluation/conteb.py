@@ -23,7 +23,6 @@ from unmask.data import hub
 from unmask.data.registry import CONTEB as TASKS
 from unmask.data.registry import conteb as source
 from unmask.evaluation.tasks import Task, located
-from unmask.store import nearest
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -37,8 +36,6 @@ def load(task: str) -> Task:
 
     Raises: ValueError for an unknown task; OSError if the data can be had from neither mirror nor Hub.
     """
-    if task not in TASKS:
-        raise ValueError(f"{task} is no task of ConTEB{nearest(task, TASKS)}")
     place = located(source(task).repo)
     return as_task(task, *(load_dataset(place, name, split=TASKS[task]) for name in ("documents", "queries")))
 

@@ -1,10 +1,9 @@
-"""The metrics of trec_eval, the lexical baseline, and how long calls take side by side.
+"""The metrics of trec_eval, and the lexical baseline.
 
 Shape suffixes: N queries · M documents · D dimensions · K ranks, up to the largest cut-off.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 
 import bm25s
 import numpy as np
@@ -176,18 +175,3 @@ def _check(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]], ks: Sequence
             raise ValueError(f"Query {query} has no relevant document, or one below 0: {sorted(columns)}.")
     if not ks or min(ks) < 1:
         raise ValueError(f"Cut-offs must be 1 or more; got {list(ks)}.")
-
-
-def best_seconds(calls: Mapping[str, Callable[[], object]], rounds: int = 3) -> dict[str, float]:
-    """The shortest of `rounds` times of each call, in seconds.
-
-    The calls take turns, so that a slow minute of the machine meets all of them, and the shortest time is the
-    one that the machine's other work disturbed least.
-    """
-    seconds = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call()
-            seconds[name] = min(seconds[name], time.perf_counter() - started)
-    return seconds

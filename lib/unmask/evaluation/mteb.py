@@ -13,6 +13,7 @@ from typing import Any
 import joblib
 import mteb
 import numpy as np
+import yaml
 from mteb.abstasks import AbsTask
 from mteb.abstasks.task_metadata import TaskMetadata
 from mteb.models import ModelMeta
@@ -27,22 +28,9 @@ from unmask.evaluation.tasks import located
 from unmask.models.embedder import Embedder, instructed
 from unmask.store import fingerprint
 
-TABLE_9 = [
-    "CQADupstackGamingRetrieval", "CQADupstackUnixRetrieval", "DBPedia", "FEVER", "FiQA2018", "HotpotQA",
-    "MIRACLRetrievalHardNegatives", "MSMARCO", "NFCorpus", "NQ", "SCIDOCS", "SciFact",
-]  # fmt: skip
-# Benchmarks by the name that `retrieval.benchmarks` calls them, as `mteb.get_tasks` wants them; any other is
-# mteb's own name of a benchmark or of a task. Only retrieval tasks are run, as in the paper.
-BENCHMARKS: dict[str, dict[str, list[str]]] = {
-    "MIRACL": {"tasks": ["MIRACLRetrievalHardNegatives"]},
-    "table 9": {"tasks": TABLE_9, "languages": ["eng"]},
-    # All 44,453 tools together, asked by 35 sets of requests, without and with the instruction of each.
-    "ToolRet": {"tasks": ["ToolRetrieval", "ToolRetrievalInstruction"]},
-}
-# Appendix C.
-PROMPTS = {"ArguAna": "Given a claim, find documents that refute the claim. Claim: "}  # before queries
-LENGTHS = {"LEMBPasskeyRetrieval": 16_384}  # tokens, where it is not the preset's
-DUPLICATES = ("SyntheticText2SQL",)  # tasks whose documents repeat, and get noise
+# Appendix C, and what the paper's tables are made of; a benchmark that is not named is mteb's own.
+_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
+BENCHMARKS, PROMPTS, LENGTHS, REPEATING = _TOLD.values()
 NOISE = 1e-3  # standard deviation, in that of the embeddings themselves; the paper: "small" [choice]
 
 
@@ -81,7 +69,7 @@ class MtebEncoder(AbsEncoder):
         if self._asked != (length, texts):
             self._asked = length, texts
             self._found = self.model.encode(texts, self.precision, max_length=length)
-        return noisy(self._found) if name in DUPLICATES else self._found
+        return noisy(self._found) if name in REPEATING else self._found
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Cosine similarity (N, M)."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unmask.losses.shapes import check_finite, check_settings, check_shapes
+from unmask.losses.shapes import check_settings, check_shapes
 
 # So many similarities exist at a time, so that their memory does not grow with the square of the batch: 2^24
 # are 64 MiB in float32, enough for 2,896 pairs (with their query–query similarities) in one piece.
@@ -52,7 +52,6 @@ def pair_loss(
 
     Raises:
         ValueError: the shapes differ, N < 2, or temperature or margin is out of range.
-        FloatingPointError: an embedding holds NaN or infinity. (A zero vector has cosine 0 to everything.)
 
     Source: pplx-embed, section 2.3. Without the margin it equals sentence-transformers' (Cached)
     MultipleNegativesRankingLoss with `directions=("query_to_doc", "query_to_query")` and `scale=1/τ`.
@@ -64,7 +63,6 @@ def pair_loss(
     """
     check_shapes(q_ND=q_ND, d_ND=d_ND, negatives_NN=negatives_NN)
     check_settings(temperature=temperature, margin=margin)
-    check_finite(q_ND=q_ND, d_ND=d_ND)
     if len(q_ND) < 2:
         raise ValueError("pair_loss needs at least two pairs: a single query has no in-batch negative.")
 

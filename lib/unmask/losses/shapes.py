@@ -40,14 +40,3 @@ def check_index(name: str, index_N: Tensor, size: int) -> None:
     if index_N.dtype != torch.int64 or ((index_N < 0) | (index_N >= size)).any():
         found = f"{index_N.dtype} in {int(index_N.min())}..{int(index_N.max())}"
         raise ValueError(f"{name} must hold int64 in 0..{size - 1}; got {found}.")
-
-
-def check_finite(**tensors: Tensor) -> None:
-    """Refuses embeddings that are not numbers.
-
-    Raises: FloatingPointError that names the tensor and its first bad row.
-    """
-    for name, tensor in tensors.items():
-        bad = ~tensor.isfinite().all(-1)
-        if bad.any():
-            raise FloatingPointError(f"{name} holds NaN or infinity, first in row {int(bad.nonzero()[0, 0])}")

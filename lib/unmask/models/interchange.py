@@ -33,17 +33,8 @@ if TYPE_CHECKING:
 OPTIONS = ("pooling", "max_length", "special_tokens", "normalize")  # kept in unmask.json
 RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]
+CARD = Path(__file__).with_name("card.md").read_text(encoding="utf8")
 CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])  # of sentence-transformers
-CARD = """---
-library_name: sentence-transformers
-pipeline_tag: feature-extraction
-tags: [sentence-transformers, unmask]
----
-# {name}
-A text embedding model, trained with Unmask. Compare embeddings by cosine. Origin and settings:
-
-    {facts}
-"""
 
 
 def load(path: str | Path) -> Loaded:

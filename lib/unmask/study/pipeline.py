@@ -42,10 +42,6 @@ from unmask.store import code_fingerprint, fingerprint, nearest, read_json, writ
 # Of the library: what computes nothing.
 ASIDE = ("study/pipeline.py", "study/plan.py", "children.py", "cli.py", "data/hub.py", "__main__.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
-REPORTED = (
-    "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "mergekit",
-    "babel", "bm25s", "matplotlib", "papermill", "jupyterlab",
-)  # fmt: skip
 PAGE = "12a_page"  # the notebook that is published as the report
 TICK = 0.1  # seconds between two looks at the notebooks that run
 Marks = dict[str, dict[str, Any]]  # stage → what its done.json says, or would say, see `seal`
@@ -465,13 +461,15 @@ def describe(
     run = folders.artifacts.name
     git = ("git", "-C", str(folders.root))
     own = (":(exclude)results", f":(exclude)papermill_runs/{run}")  # the run's own output
+    required = (text for text in importlib.metadata.requires("unmask") if "extra ==" not in text)
+    dependencies = [re.match(r"[\w-]+", text)[0] for text in required]
     return {
         "run": run,
         "command": command,
         "commit": _said(*git, "rev-parse", "HEAD"),
         "dirty": bool(_said(*git, "status", "--porcelain", "--", ".", *own)),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in REPORTED},
+        "versions": {name: importlib.metadata.version(name) for name in dependencies},
         "hardware": hardware(),
         "overrides": overrides,
         "preset": preset,

@@ -2,7 +2,7 @@
 trainings, from the preset alone. A plan that cannot fit is refused, with what would.
 
 Texts are taken to be as long as the preset allows, so the plan is an upper bound: short texts cost what they
-are. Beside the trainings it says what mining, clustering and an evaluation take, on one machine.
+are. Mining, clustering and evaluation, on one machine, are not in it.
 
 Symbols: n layers · H hidden size · A, K widths of queries and keys · M MLP size · V vocabulary · P parameters
 · E = V·H of them embeddings, which are the output matrix, too; a model from scratch has one of its own, which
@@ -17,8 +17,6 @@ FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
     training = forward × (3 + repetitions): one forward pass, a backward pass of two, and
         + 1          with gradient checkpointing (not for logits)
         + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
-    clustering, on the CPU:                    2 K S for each iteration of each attempt, K clusters, S numbers
-                                                   in the points of the sample
 GPU-hours = FLOPs / (peak × utilisation) / 3600, and where a step has fewer texts than GPUs, as if each GPU
 read its longest one
 
@@ -39,11 +37,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
 from unmask.config import BackboneConfig, Preset, PretrainConfig
-from unmask.data.mining import SAMPLE
 from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
@@ -56,7 +53,6 @@ PREDICTING = (*PRETRAINING, "reranker")
 NARROW, EAGER = 1024, 0.5  # hidden sizes up to this, and what is left there without compiled layers
 RUNTIME_BYTES = 4e9
 PROMPT_TOKENS = 100  # of a reranker's prompt, without query and document
-READ = "  {:<20}{:<12}{:>4} × {:>7,} texts{:>10.2e} tokens{:>10.2e} FLOP{:>11,.2f} GPU-hours"
 ROW = "  {:<20}{:<12}{:>4} × {:>7,} steps{:>10.2e} tokens{:>10.2e} FLOP{:>11,.2f} GPU-hours{:>7.1f} GB"
 
 Texts = list[tuple[int, int]]  # (number, tokens of each)
@@ -107,41 +103,18 @@ def describe(
         *(ROW.format(*astuple(one)) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
-        *_beside(preset, {one.notebook for one in planned}),
         f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s, up to {NARROW} dimensions "
-        f"{EAGER} of that where layers are not compiled; assumed: texts as long as they may be",
+        f"{EAGER} of that where layers are not compiled; assumed: texts as long as they may be; not counted: "
+        "mining, clustering and evaluation",
     ]
     return "\n".join(lines)
 
 
-def _beside(preset: Preset, notebooks: Collection[str]) -> Iterator[str]:
-    """What notebooks read and compute beside their trainings."""
-    triplet, asked, cde = preset.triplet, preset.evaluation, preset.cde
-    yield "beside these, on one machine:"
-    if "04_triplet" in notebooks:
-        mined = [(triplet.max_pairs, triplet.query_length), (triplet.max_pairs, triplet.document_length)]
-        yield READ.format("04_triplet", "mining", 2, *_read(preset, 2, mined))
-    if "10_cde" in notebooks and cde.max_pairs:
-        seen = [(cde.max_pairs, cde.query_length), (cde.max_pairs, cde.document_length)]
-        yield READ.format("10_cde", "surrogate", 1, *_read(preset, 1, seen))
-        clusters = -(-cde.max_pairs // min(cde.cluster_sizes))
-        flops = 2 * clusters * (SAMPLE / 4) * preset.clusters.iterations * preset.clusters.attempts
-        yield f"  10_cde: up to {clusters:,} clusters of look-alikes, at most {flops:.2e} FLOP on its CPUs"
-    task = [(asked.max_queries, asked.query_length), (asked.max_documents, asked.document_length)]
-    yield READ.format("evaluation", "of a task", 1, *_read(preset, 1, task))
-
-
-def _read(preset: Preset, models: int, texts: Texts) -> tuple[int, int, float, float]:
-    """Texts that each model embeds; tokens, FLOPs and GPU-hours of all."""
-    number, tokens = sum(n for n, _ in texts), models * sum(n * length for n, length in texts)
-    flops = models * _forward(preset, texts)
-    return number, tokens, flops, flops / _speed(preset, "others") / 3600
-
-
-def _speed(preset: Preset, kind: str, *, compiled: bool = False) -> float:
-    """FLOP/s that one GPU sustains, see UTILISATION."""
-    slowed = preset.backbone.hidden_size <= NARROW and not compiled
-    return PEAK["bf16"] * UTILISATION[kind] * (EAGER if slowed else 1)
+def _speed(preset: Preset, stage: str) -> float:
+    """FLOP/s that one GPU sustains in a training, see UTILISATION."""
+    compiled, narrow = getattr(preset, stage).compile, preset.backbone.hidden_size <= NARROW
+    utilisation = UTILISATION["pretraining" if stage in PRETRAINING else "others"]
+    return PEAK["bf16"] * utilisation * (EAGER if narrow and not compiled else 1)
 
 
 def trainings(preset: Preset, gpus: int) -> list[Training]:
@@ -150,10 +123,8 @@ def trainings(preset: Preset, gpus: int) -> list[Training]:
     for notebook, stage, number, changed in _started(preset):
         steps = getattr(changed, stage).steps
         tokens, flops, waited = (number * steps * each for each in _step(changed, stage, gpus))
-        compiled = getattr(changed, stage).compile
-        speed = _speed(changed, "pretraining" if stage in PRETRAINING else "others", compiled=compiled)
-        memory = memory_bytes(changed, stage, gpus) / 1e9
-        planned.append(Training(notebook, stage, number, steps, tokens, flops, waited / speed / 3600, memory))
+        hours, memory = waited / _speed(changed, stage) / 3600, memory_bytes(changed, stage, gpus) / 1e9
+        planned.append(Training(notebook, stage, number, steps, tokens, flops, hours, memory))
     return planned
 
 

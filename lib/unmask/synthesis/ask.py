@@ -172,7 +172,7 @@ def synthesize_pairs(
     folder/pairs.journal at once: the same call goes on after an interruption and asks for nothing twice.
 
     Raises:
-        ValueError: nothing to ask about, an unknown language, no endpoint or no model.
+        ValueError: nothing to ask about, no endpoint or no model.
         EndpointError: the endpoint cannot be used, or is gone; nothing is lost.
     """
     chat = Chat(config, folder / "pairs.journal")

@@ -21,8 +21,6 @@ from typing import Any, Literal
 import numpy as np
 import regex
 import yaml
-from babel import Locale
-from babel.core import get_global
 from pydantic import BaseModel, ConfigDict, create_model
 
 from unmask.config import SynthesisConfig
@@ -34,8 +32,6 @@ ANSWER_TOKENS = 40  # of one answer, for the estimate
 LENGTHS = (5, 10, 20, 40)  # words; one is drawn for each query
 LONGEST = 20  # characters for each word that a query should have
 TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
-# Languages that are written in several scripts at a time.
-MIXED = {"Jpan": ("Hani", "Hira", "Kana"), "Kore": ("Hang", "Hani"), "Hans": ("Hani",), "Hant": ("Hani",)}
 
 Message = dict[str, str]
 
@@ -61,7 +57,7 @@ class Task:
 
     id: str
     passage: str
-    language: str  # of the query, its English name
+    language: str  # of the query
     length: int  # words, about
     personas: tuple[str, ...]  # candidates, the most relevant one first
     before: tuple[str, ...] = ()  # neighbouring chunks
@@ -101,7 +97,7 @@ def sample(items: Iterable, count: int, seed: int) -> list:
 def plan_pairs(passages: Iterable[str], embedder: Encoder, config: SynthesisConfig) -> list[Task]:
     """Draws passages, and for each the personas, language and length of the query that is wanted.
 
-    Raises: ValueError for an unknown language, or if no passage has `SHORTEST` characters.
+    Raises: ValueError if no passage has `SHORTEST` characters.
     """
     drawn = sample((text for text in passages if len(text) >= SHORTEST), config.passages, config.seed)
     return _tasks(drawn, [{}] * len(drawn), embedder, config)
@@ -116,7 +112,7 @@ def plan_documents(
     Args:
         answered: chunks that have one.
     Returns: the documents drawn, and the tasks in their order.
-    Raises: ValueError for an unknown language, or if no document has several chunks, one of them of
+    Raises: ValueError if no document has several chunks, one of them of
         `SHORTEST` characters and without a query.
     """
 
@@ -150,7 +146,6 @@ def _tasks(
     order_NK = np.argsort(-scores_NP, axis=1, kind="stable")[:, : config.personas]
     for number, (text, place, order) in enumerate(zip(texts, places, order_NK, strict=True)):
         language = config.languages[number % len(config.languages)]
-        letter_of(language)  # is one
         digest = sha256(json.dumps([text, language, place]).encode()).hexdigest()[:16]
         length = random.Random(f"{config.seed} {digest}").choice(LENGTHS)
         tasks.append(Task(digest, text, language, length, tuple(names[n] for n in order), **place))
@@ -206,12 +201,11 @@ def _messages(name: str, task: Task, **told: Any) -> list[Message]:
 
 def flaw(query: str, task: Task) -> str:
     """Why a query will not do, worded so that equal reasons can be counted; empty if it will."""
-    letters = regex.findall(r"\p{L}", query)
-    if 2 * sum(bool(letter_of(task.language).match(letter)) for letter in letters) < max(1, len(letters)):
-        return "invalid: no words, or another language"
+    plain, passage = normalized(query), normalized(task.passage)
+    if not plain:
+        return "invalid: no words"
     if len(query) > LONGEST * task.length:
         return "invalid: too long"
-    plain, passage = normalized(query), normalized(task.passage)
     copied = passage in plain or (plain in passage and len(plain) >= SHORTEST / 2)
     return "invalid: copy of the passage" if copied else ""
 
@@ -219,19 +213,3 @@ def flaw(query: str, task: Task) -> str:
 def normalized(text: str) -> str:
     """Text as it is compared: case, punctuation and spaces make no difference."""
     return " ".join(regex.findall(r"[\p{L}\p{M}\p{N}]+", text.casefold()))
-
-
-@cache
-def letter_of(language: str) -> regex.Pattern:
-    """Pattern of a letter in the script that a language, given by its English name, is written in.
-
-    Raises: ValueError for a name that the Unicode CLDR does not have.
-    """
-    codes = {name: code for code, name in Locale("en").languages.items()}
-    if language not in codes:
-        raise ValueError(f"synthesis.languages: unknown language {language!r}; give English names, as German")
-    own = codes[language].split("_")
-    likely = get_global("likely_subtags").get(own[0], "").split("_")
-    script = next((part for part in (*own[1:], *likely[1:]) if len(part) == 4), None)
-    named = "".join(rf"\p{{Script={name}}}" for name in MIXED.get(script, (script,)))
-    return regex.compile(f"[{named}]" if script else r"\p{L}")  # one that is not known cannot be checked

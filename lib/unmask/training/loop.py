@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from unmask.children import on_signal
 from unmask.config import TrainConfig, resolved
@@ -159,7 +160,9 @@ def train(
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
             try:
                 row = stage.backward(module, batch, step, processes)
-                norm = _clip(model, config.clip)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+                if isinstance(norm, DTensor):  # FSDP2 leaves it in parts
+                    norm = norm.full_tensor()
                 told = bool(signals) or (processes.main and _asked_to_stop())
                 told = processes.sum(torch.tensor(float(told), device=processes.device))
                 row["loss"], norm, told = torch.stack([row["loss"].float(), norm.float(), told]).tolist()
@@ -231,11 +234,6 @@ def _shorten(log: Path, done: int, processes: Processes) -> None:
         kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
         write_atomic(log, "".join(kept))
     processes.wait()
-
-
-def _clip(model: nn.Module, threshold: float) -> torch.Tensor:
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), threshold)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2 leaves it in parts
 
 
 def finish(folder: Path) -> None:
