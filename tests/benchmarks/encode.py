@@ -17,6 +17,7 @@ from measure import Case, Step
 from transformers import PreTrainedTokenizerBase
 
 from unmask import Embedder
+from unmask.data.mining import unit
 from unmask.data.tokens import tokenize
 
 LAYERS, TEXTS, EQUAL_LENGTH = 4, 512, 64
@@ -42,12 +43,9 @@ def theirs(peer: object, texts: Sequence[str], batch_size: int, *, bf16: bool) -
 
 def agree(steps: Sequence[Step], tolerance: float) -> None:
     """Raises AssertionError unless all programs give the same vectors, compared at unit length."""
-    first, *others = (
-        rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (step() for step in steps)
-    )
+    first, *others = (unit(step()) for step in steps)
     for rows in others:
-        difference = abs(rows - first).max()
-        assert difference <= tolerance, f"vectors of unit length differ by {difference:.1e}"
+        np.testing.assert_allclose(rows, first, rtol=0, atol=tolerance)
 
 
 def mixed() -> tuple[PreTrainedTokenizerBase, list[str]]:

@@ -41,6 +41,7 @@ from unmask.store import artifacts_root, repository
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+COVERED = "losses", "models", "evaluation", "training"
 STOP_AFTER = 150  # seconds until SIGTERM
 Row = dict[str, Any]
 Attention = Callable[..., Tensor]
@@ -197,9 +198,7 @@ def recipe(small: bool) -> Iterator[Row]:
 def tests(small: bool) -> Iterator[Row]:
     """The counts of two runs of pytest, and what failed: what needs the GPU; and all else without it, since
     it compares bits, and processes that share one GPU cannot talk."""
-    folders = (
-        ["tests/losses"] if small else ["tests/losses", "tests/models", "tests/evaluation", "tests/training"]
-    )
+    folders = [f"tests/{name}" for name in (COVERED[:1] if small else COVERED)]
     for name, hidden in (("gpu", {}), ("not gpu", {"CUDA_VISIBLE_DEVICES": ""})):
         with TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"

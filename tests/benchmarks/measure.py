@@ -52,10 +52,6 @@ class Row:
     spread: tuple[float, float] | None = None  # of the ratio: the least and the most of the rounds
 
 
-def not_run(name: str, unit: str, reason: str) -> Row:
-    return Row(name, None, None, None, unit, f"not run: {reason}")
-
-
 def seconds(step: Step) -> float:
     started = time.perf_counter()
     step()
@@ -139,5 +135,6 @@ def compare(
             mine, theirs = peaks[ours], peaks[other]
             name = f"{title}: peak memory, {other}"
             rows.append(Row(name, mine, theirs, theirs / mine, MEMORY_UNIT, setting))
-    rows += [not_run(f"{title}: speed, {p}", facts["unit"], reason) for p, reason in facts["missing"].items()]
+    for other, reason in facts["missing"].items():
+        rows.append(Row(f"{title}: speed, {other}", None, None, None, facts["unit"], f"not run: {reason}"))
     return rows

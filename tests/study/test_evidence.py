@@ -47,13 +47,20 @@ def test_the_resamples_are_those_of_a_loop_and_the_same_for_all():
 
 
 def test_what_is_no_mean_is_computed_in_every_resample():
-    start, end, _ = effects = [evidence.bootstrap(RNG.random(40), 200) for _ in range(3)]
+    start, end = (evidence.bootstrap(RNG.random(40), 200) for _ in range(2))
     share = (start - end).share_of(start)
     assert share.value == pytest.approx(1 - end.value / start.value)
     assert share.replicates_B == pytest.approx(1 - end.replicates_B / start.replicates_B)
-    for chosen, of in ((evidence.lowest(effects), min), (evidence.highest(effects), max)):
-        assert chosen.value == of(effect.value for effect in effects)
-        assert chosen.replicates_B.tolist() == list(map(of, *(effect.replicates_B for effect in effects)))
+
+
+def test_the_lowest_of_several_is_above_a_bar_if_all_are_and_below_it_if_one_surely_is():
+    effects = [evidence.bootstrap(RNG.random(40) + shift, 2000) for shift in (0.05, 0, 0.3)]
+    lowest = evidence.lowest([evidence.lowest(effects[:2]), effects[2]])
+    assert lowest.value == min(effect.value for effect in effects)
+    ends = [np.quantile(effect.replicates_B, [0.025, 1 - 0.025 / 3]) for effect in effects]
+    assert lowest.interval == pytest.approx(tuple(np.min(ends, axis=0)))
+    assert lowest.chance(0.2) == max(effect.chance(0.2) for effect in effects)
+    assert lowest.chance(0.7) == pytest.approx(3 * min(effect.chance(0.7) for effect in effects), abs=2e-3)
 
 
 # Seeds
@@ -72,15 +79,16 @@ def test_pooling_adds_what_other_seeds_would_to_what_other_queries_would():
 
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])  # of the seeds, in standard errors of one seed's queries
-def test_intervals_over_seeds_hold_the_truth(seeds, spread):
+@pytest.mark.parametrize("several", [1, 5])  # effects, whose lowest is asked for
+def test_intervals_over_seeds_hold_the_truth(seeds, spread, several):
     """Queries and seeds have effects of their own, and so has each query in each seed; the truth is 0."""
-    rng, trials, n = np.random.default_rng(0), 300, 100
+    rng, trials, n = np.random.default_rng(0), 600, 100
     drawn_NB, held = rng.multinomial(n, np.full(n, 1 / n), size=200).T, 0  # how often, in each resample
     for _ in range(trials):
-        own_S1 = rng.standard_normal((seeds, 1)) * spread / n**0.5
-        values_SN = own_S1 + rng.standard_normal(n) + rng.standard_normal((seeds, n)) / 2
-        replicates = values_SN @ drawn_NB / n
-        effects = [evidence.Effect(v.mean(), r) for v, r in zip(values_SN, replicates, strict=True)]
+        own_SF1 = rng.standard_normal((seeds, several, 1)) * spread / n**0.5
+        own_SFN = own_SF1 + rng.standard_normal((seeds, several, n)) / 2
+        values_SFN = own_SFN + rng.standard_normal((several, n))
+        effects = [evidence.Effect(v.mean(1).min(), v @ drawn_NB / n) for v in values_SFN]
         low, high = evidence.pool(effects).interval
         held += low <= 0 <= high
     assert held / trials >= 0.93

@@ -461,15 +461,13 @@ def describe(
     run = folders.artifacts.name
     git = ("git", "-C", str(folders.root))
     own = (":(exclude)results", f":(exclude)papermill_runs/{run}")  # the run's own output
-    required = (text for text in importlib.metadata.requires("unmask") if "extra ==" not in text)
-    dependencies = [re.match(r"[\w-]+", text)[0] for text in required]
     return {
         "run": run,
         "command": command,
         "commit": _said(*git, "rev-parse", "HEAD"),
         "dirty": bool(_said(*git, "status", "--porcelain", "--", ".", *own)),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in dependencies},
+        "versions": dict(sorted((one.name, one.version) for one in importlib.metadata.distributions())),
         "hardware": hardware(),
         "overrides": overrides,
         "preset": preset,

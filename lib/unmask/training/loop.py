@@ -161,8 +161,8 @@ def train(
             try:
                 row = stage.backward(module, batch, step, processes)
                 norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-                if isinstance(norm, DTensor):  # FSDP2 leaves it in parts
-                    norm = norm.full_tensor()
+                # FSDP2 leaves it in parts.
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
                 told = bool(signals) or (processes.main and _asked_to_stop())
                 told = processes.sum(torch.tensor(float(told), device=processes.device))
                 row["loss"], norm, told = torch.stack([row["loss"].float(), norm.float(), told]).tolist()
