@@ -24,8 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest first, so that no process is left with one at the end.
-    items.sort(key=lambda item: (item.path.name != "test_smoke.py", not item.get_closest_marker("slow")))
+    # Each of two processes begins with one half of the list: with the pipeline, or with what else is slow. So
+    # none is left with a long one at the end.
+    items.sort(key=lambda item: (item.path.name != "test_smoke.py", bool(item.get_closest_marker("slow"))))
+    slow = sum(bool(item.get_closest_marker("slow")) for item in items if item.path.name != "test_smoke.py")
+    middle = len(items) // 2
+    items[middle:] = items[len(items) - slow :] + items[middle : len(items) - slow]
     mirror = os.environ.get("UNMASK_MIRROR")
     offline = os.environ["HF_HUB_OFFLINE"] == "1"
     wanted = os.environ.get("UNMASK_FAULTS") == "1"

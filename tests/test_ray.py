@@ -23,26 +23,33 @@ def cluster():
     ray.shutdown()
 
 
-@pytest.mark.slow
-def test_two_workers_of_ray_give_what_encode_gives(cluster, tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """An embedder, and where it was saved."""
     embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
-    model = str(embedder.save_pretrained(tmp_path / "model"))
-    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
-    pq.write_table(table, tmp_path / "corpus.parquet", row_group_size=8)
+    return embedder, str(embedder.save_pretrained(tmp_path_factory.mktemp("ray") / "model"))
 
-    def embedded(column, **options):
-        dataset = cluster.data.read_parquet(str(tmp_path / "corpus.parquet"))
-        how = {"batch_size": 7, "batch_format": "pyarrow", "concurrency": 2, "num_cpus": 0.5}
-        arguments = {"fn_constructor_args": (model, column), "fn_kwargs": options}
-        dataset.map_batches(jobs.Worker, **arguments, **how).write_parquet(str(tmp_path / column))
-        return pq.read_table(tmp_path / column).sort_by("id")
 
-    found = embedded("text", dimensions=16)
+TABLE = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
+
+
+@pytest.mark.slow
+def test_two_workers_of_ray_give_what_encode_gives(cluster, saved, tmp_path):
+    embedder, model = saved
+    dataset = cluster.data.from_arrow([TABLE.slice(0, 31), TABLE.slice(31)])
+    how = {"batch_size": 7, "batch_format": "pyarrow", "concurrency": 2, "num_cpus": 0.5}
+    arguments = {"fn_constructor_args": (model,), "fn_kwargs": {"dimensions": 16}}
+    dataset.map_batches(jobs.Worker, **arguments, **how).write_parquet(str(tmp_path / "out"))
+    found = pq.read_table(tmp_path / "out").sort_by("id")
     assert found["id"].to_pylist() == list(range(len(TEXTS))) and found["text"].to_pylist() == TEXTS
     assert found.schema.field("embedding").type == pa.list_(pa.int8(), 16)
     rows = np.array(found["embedding"].to_pylist())  # of other batches: a code may differ by one
     assert abs(rows - embedder.encode(TEXTS, dimensions=16)).max() <= 1
-    found = embedded("chunks", precision="float32", chunk_length=6)
+
+
+def test_a_worker_embeds_the_chunks_of_documents_in_their_context(saved):
+    embedder, model = saved
+    found = jobs.Worker(model, "chunks")(TABLE, precision="float32", chunk_length=6)
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
     for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5)

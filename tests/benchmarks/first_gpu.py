@@ -221,11 +221,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser.parse_args(arguments)
     if not (GPU or options.small):
         parser.error("this machine has no GPU: --small runs the same code at toy size")
-    about = {
-        "device": torch.cuda.get_device_name() if GPU else "CPU",
-        "torch": torch.__version__,
-        "time": time.strftime("%Y-%m-%d %H:%M"),
-    }
+    about = {"device": torch.cuda.get_device_name() if GPU else "CPU", "torch": torch.__version__}
+    about["time"] = time.strftime("%Y-%m-%d %H:%M")
     found = []
     for row in COMMANDS[options.command](options.small):
         print(json.dumps(row), flush=True)

@@ -76,11 +76,9 @@ def case(name: str, queries: np.ndarray, documents: np.ndarray, peer: Search, ba
             sure = score_K > score_K[-1]
             assert set(ids_K[sure]) <= set(other_K), "different documents"
 
-    setting = (
-        f"{len(documents):,} × {WIDTH} random {documents.dtype} codes, top {K}, "
-        f"{'batches of ' + str(batch) if batch > 1 else 'one query at a time'}, "
-        f"{torch.get_num_threads()} threads"
-    )
+    asked = f"batches of {batch}" if batch > 1 else "one query at a time"
+    setting = f"{len(documents):,} × {WIDTH} random {documents.dtype} codes, top {K}, {asked}"
+    setting += f", {torch.get_num_threads()} threads"
     programs = {"unmask": {"": lambda: all_queries(ours)}, name: {"": lambda: all_queries(peer)}}
     return Case(setting, "queries/s", count, programs, check)
 

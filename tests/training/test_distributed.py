@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import worker
+from filelock import FileLock
 from safetensors.torch import load_file
 from tiny_stages import difference
 
@@ -16,15 +17,19 @@ from unmask.training.distributed import Processes
 
 @pytest.fixture(scope="module", params=worker.BEGUN)
 def by_two(request, tmp_path_factory):
-    """A strategy, and the folder of what two processes computed and began with it."""
-    out = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [worker.__file__, request.param, str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
-    saved = [path.name for path in out.glob("checkpoints/*")]
-    assert saved == ["step-0000004-a"], done.stderr[-6000:]
-    return request.param, out
+    """A strategy, and the folder of what two processes computed and began with it; once for all workers."""
+    base, strategy = tmp_path_factory.getbasetemp(), request.param
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / strategy
+    with FileLock(f"{out}.lock"):
+        if not out.is_dir():
+            out.mkdir()
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command += [worker.__file__, strategy, str(out)]
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+            saved = [path.name for path in out.glob("checkpoints/*")]
+            assert saved == ["step-0000004-a"], done.stderr[-6000:]
+    return strategy, out
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ OVERRIDES = {"pair.steps": 60, "pair.batch": 8, "pair.checkpoint_every": 5, "pai
 # At a low rate: rounding to INT8 amplifies what two processes round otherwise.
 TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-4}
 
+STOPPED = (OVERRIDES, 1, signal.SIGKILL), (OVERRIDES, 1, signal.SIGTERM), (TWO, 3, signal.SIGTERM)
+
 
 def opened(overrides=OVERRIDES, **changes):
     return Run.open("02_pair", "smoke", overrides | changes, run="r")
@@ -42,8 +44,7 @@ def alone(model, folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent died")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize(("overrides", "least"), [(OVERRIDES, 1), (TWO, 3)], ids=["one", "torchrun and two"])
+@pytest.mark.parametrize(("overrides", "least", "number"), STOPPED)
 def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupted(
     start, tmp_path, capfd, overrides, least, number
 ):
