@@ -35,7 +35,7 @@ Index = Callable[[np.ndarray], Search]  # documents → a search over them
 
 FEWEST = 64  # pairs drawn from a data set however small its share
 ROWS = 1024  # queries searched at once
-SCORES = 2**23  # scores of a whole ranking in memory at once
+SCORES = 2**23  # scores beyond the window in memory at once
 
 TEXTS = 4096  # embedded at once
 ASSIGNED = 16_384  # assigned to clusters at once
@@ -180,10 +180,14 @@ def _choose(
     safe_RW = (ids_RW >= 0) & (score_RW <= ceiling_R[:, None])
     drawn_RK = np.argsort(np.where(safe_RW, lottery_RW, np.inf), axis=1)[:, :count]
     ids_RK, score_RK = (np.take_along_axis(rows, drawn_RK, 1) for rows in (ids_RW, score_RW))
-    short = np.flatnonzero(safe_RW.sum(axis=1) < count)
-    for part in parts(len(short), max(1, SCORES // own.shape[1])):
-        rows = short[part]
-        score_RK[rows], ids_RK[rows] = _below(q_RD[rows], ceiling_R[rows], own[rows], search, count)
+    short, depth = np.flatnonzero(safe_RW.sum(axis=1) < count), ids_RW.shape[1]
+    while len(short):
+        depth, left = min(16 * depth, own.shape[1]), []  # what is safe mostly lies just below the window
+        for rows in (short[part] for part in parts(len(short), max(1, SCORES // depth))):
+            found = _below(*search(q_RD[rows], depth), ceiling_R[rows], own[rows], count)
+            score_RK[rows], ids_RK[rows], enough_S = found
+            left.append(rows[~enough_S])
+        short = np.concatenate(left) if depth < own.shape[1] else ()
     hit_RKW = ids_RK[..., None] == ids_RW[:, None]
     rank_RK = 1 + np.where(hit_RKW.any(axis=2), hit_RKW.argmax(axis=2), ids_RW.shape[1])
     rank_R = 1 + (score_RW > positive_R[:, None]).sum(axis=1)
@@ -191,16 +195,16 @@ def _choose(
 
 
 def _below(
-    q_SD: np.ndarray, ceiling_S: np.ndarray, own: csr_matrix, search: Search, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rules 2 and 3 of `mine`: scores and numbers (S, K) from the whole ranking."""
-    score_SM, ids_SM = search(q_SD, own.shape[1])
-    own_SM = _marked(own, ids_SM)
-    safe_SM = ~own_SM & (score_SM <= ceiling_S[:, None])
-    enough_S1 = safe_SM.sum(axis=1, keepdims=True) >= count
-    best_first_SM = np.where(safe_SM & enough_S1, -score_SM, score_SM)
-    order_SK = np.lexsort((ids_SM, best_first_SM, ~safe_SM, own_SM))[:, :count]
-    return np.take_along_axis(score_SM, order_SK, 1), np.take_along_axis(ids_SM, order_SK, 1)
+    score_SX: np.ndarray, ids_SX: np.ndarray, ceiling_S: np.ndarray, own: csr_matrix, count: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rules 2 and 3 of `mine` from the beginning of a ranking, or all of it: scores and numbers (S, K), and
+    where rule 2 found enough (S,), so that no more of the ranking is needed."""
+    own_SX = _marked(own, ids_SX)
+    safe_SX = ~own_SX & (score_SX <= ceiling_S[:, None])
+    enough_S = safe_SX.sum(axis=1) >= count
+    best_first_SX = np.where(safe_SX & enough_S[:, None], -score_SX, score_SX)
+    order_SK = np.lexsort((ids_SX, best_first_SX, ~safe_SX, own_SX))[:, :count]
+    return *(np.take_along_axis(x_SX, order_SK, 1) for x_SX in (score_SX, ids_SX)), enough_S
 
 
 def _marked(own: csr_matrix, ids_RX: np.ndarray) -> np.ndarray:

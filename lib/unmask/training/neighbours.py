@@ -134,11 +134,6 @@ class Reranking(Stage):
         return self.triplets()
 
     @cached_property
-    def answers(self) -> tuple[int, int]:
-        """The tokens of "yes" and of "no"."""
-        return answers(self.tokenizer.backend_tokenizer)
-
-    @cached_property
     def plan(self) -> BatchPlan:
         config, rows = self.config, {name: len(pairs.queries) for name, pairs in self.data.items()}
         return BatchPlan(rows, batch=config.batch, steps=config.steps, seed=config.seed)
@@ -154,13 +149,13 @@ class Reranking(Stage):
 
     def batch(self, step: int) -> Prompts:
         name, rows = self.plan(step)
-        pairs, (yes, no) = self.data[name], self.answers
-        prompts, answers = [], []
+        pairs, (yes, no) = self.data[name], answers(self.tokenizer.backend_tokenizer)
+        prompts, said = [], []
         for row in rows:
             documents = [pairs.documents[row], *pairs.negatives[row]]
             prompts += [np.concatenate([pairs.queries[row], document_L]) for document_L in documents]
-            answers += [yes] + [no] * (len(documents) - 1)
-        return Prompts(name, prompts, torch.tensor(answers))
+            said += [yes] + [no] * (len(documents) - 1)
+        return Prompts(name, prompts, torch.tensor(said))
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"instruction": INSTRUCTIONS["english"]}  # until one is named
