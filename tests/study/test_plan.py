@@ -141,7 +141,7 @@ def test_every_training_of_the_notebooks_is_planned_and_no_other():
         started |= {(path.stem, stage) for stage in re.findall(one, code) if "training.launch" in code}
     found = plan.trainings(load_preset("cpu"), 1)
     assert {(t.notebook, t.stage) for t in found} == started
-    assert sum(t.number for t in found) == 40
+    assert sum(t.number for t in found) == 41
 
 
 def test_sharing_divides_the_state_and_more_gpus_the_work():

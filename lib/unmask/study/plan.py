@@ -212,7 +212,7 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
     for (batch, context), number in sizes.items():
         yield "10_cde", "cde", number, _with(preset, "cde", batch=batch, context=context)
     yield "11_qwen3_embedding", "qwen3", 1, _with(preset, "qwen3", steps=qwen3.weak_steps, negatives=0)
-    yield "11_qwen3_embedding", "qwen3", 2, preset
+    yield "11_qwen3_embedding", "qwen3", 3, preset
     yield "11_qwen3_embedding", "reranker", 1, preset
 
 
