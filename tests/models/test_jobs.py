@@ -1,5 +1,6 @@
 """A file of texts becomes a file of embeddings (`unmask encode`)."""
 
+import gzip
 import json
 
 import numpy as np
@@ -30,14 +31,15 @@ def test_a_csv_file_holds_texts_whatever_they_look_like(embedder, model, tmp_pat
     np.testing.assert_array_equal(np.load(output), embedder.encode(["NA", "007", "a text"]))
 
 
-@pytest.mark.parametrize("name", ["texts.jsonl", "texts.parquet", "texts.txt"])
+@pytest.mark.parametrize("name", ["texts.jsonl", "texts.parquet", "texts.txt", "texts.txt.gz"])
 def test_every_format_gives_what_encode_gives(embedder, model, name, tmp_path):
     path = tmp_path / name
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"body": TEXTS, "id": range(len(TEXTS))}), path)
     else:
-        rows = TEXTS if path.suffix == ".txt" else [json.dumps({"body": text}) for text in TEXTS]
-        path.write_text("\n".join(rows))
+        rows = TEXTS if ".txt" in name else [json.dumps({"body": text}) for text in TEXTS]
+        with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
+            file.write("\n".join(rows))
     command = ["encode", str(model), str(path), str(tmp_path / "out.npy"), "--column", "body"]
     assert cli.main([*command, "--precision", "ubinary", "--dimensions", "16"]) == 0
     found = np.load(tmp_path / "out.npy")

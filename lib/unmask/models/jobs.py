@@ -66,7 +66,7 @@ def _texts(path: Path, column: str) -> Iterator[str]:
     """The texts of a file, read as those of a source are."""
     if not path.is_file():
         raise ValueError(f"{path} is no file")
-    columns = {"text": "text" if path.suffix == ".txt" else column}
+    columns = {"text": "text" if reading.suffix_of(path.name) == ".txt" else column}
     place = {"files": (glob.escape(str(path)),), "columns": columns, "bad_rows": "stop"}
     source = Source("", "files", "text", "mul", "", **place)
     for unit in reading.units(source):
