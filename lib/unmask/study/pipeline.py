@@ -467,7 +467,7 @@ def describe(
         "commit": _said(*git, "rev-parse", "HEAD"),
         "dirty": bool(_said(*git, "status", "--porcelain", "--", ".", *own)),
         "python": platform.python_version(),
-        "versions": dict(sorted((one.name, one.version) for one in importlib.metadata.distributions())),
+        "versions": dict(sorted((str(one.name), one.version) for one in importlib.metadata.distributions())),
         "hardware": hardware(),
         "overrides": overrides,
         "preset": preset,
