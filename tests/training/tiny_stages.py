@@ -19,6 +19,7 @@ from unmask.training.loop import STAGES as CLASSES
 STAGES = tuple(CLASSES)
 HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3
+ANSWERS = (20, 21)  # yes, no
 _PRESET = load_preset("smoke")
 _COMMON = {"steps": 8, "batch": 4, "lr": 1e-3, "schedule": "cosine", "warmup": 2, "decay": 0, "seed": 5}
 _COMMON |= {"token_budget": 64, "precision": "fp32", "checkpoint_every": 2}
@@ -88,7 +89,7 @@ def stage(name, data=None, **changes):
     preset = resolved(replace(_PRESET, **{name: settings}))
     # Groups that are named have no curriculum.
     asked = {"values": preset, "stage": name, "groups": ["english"]}
-    return CLASSES[name](asked, mask_token_id=MASK_ID, tokenizer=tiny.tokenizer(), **made)
+    return CLASSES[name](asked, mask_token_id=MASK_ID, answers=ANSWERS, **made)
 
 
 def step(stage, model, batch, number=0):

@@ -133,9 +133,8 @@ def build(
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
-        workers = min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER)
-        pool = Parallel(max(workers, 1), return_as="generator", **dying_together())
-        results = pool(map(delayed(work), left))
+        workers = max(1, min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER))
+        results = Parallel(workers, return_as="generator", **dying_together())(map(delayed(work), left))
         for result in tqdm(results, title, len(units), initial=done.units, delay=2, leave=False):
             if not done.suffices(wanted):  # else it was under way when there was enough
                 done = done.extended(result)

