@@ -26,10 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Each of two processes begins with one half of the list: with the pipeline, or with what else is slow. So
     # none is left with a long one at the end.
-    items.sort(key=lambda item: (item.path.name != "test_smoke.py", bool(item.get_closest_marker("slow"))))
-    slow = sum(bool(item.get_closest_marker("slow")) for item in items if item.path.name != "test_smoke.py")
-    middle = len(items) // 2
-    items[middle:] = items[len(items) - slow :] + items[middle : len(items) - slow]
+    slow = [item for item in items if item.get_closest_marker("slow") and item.path.name != "test_smoke.py"]
+    others = [item for item in items if item not in slow]
+    others.sort(key=lambda item: item.path.name != "test_smoke.py")
+    items[:] = others[: len(items) // 2] + slow + others[len(items) // 2 :]
     mirror = os.environ.get("UNMASK_MIRROR")
     offline = os.environ["HF_HUB_OFFLINE"] == "1"
     wanted = os.environ.get("UNMASK_FAULTS") == "1"

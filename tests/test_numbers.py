@@ -20,7 +20,8 @@ def leaves(value, path=()):
     """(path, number) of all numbers in a nested value; of a text those with decimals or thousands."""
     if isinstance(value, dict | list):
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(one, (*path, key))
+            if key != "versions":  # of packages, which measure nothing
+                yield from leaves(one, (*path, key))
     elif isinstance(value, str):
         found = NUMBER.findall(value)
         yield from ((path, float(number.replace(",", ""))) for number in found)

@@ -26,33 +26,13 @@ def full_logits(hidden_BLD, unembedding_VD, tokens_BL, masked_BL, t_B) -> Tensor
 
 
 def diffusion_case(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Case:
-    """Whole steps: the model's forward pass, the loss, the backward pass of both."""
+    """Whole steps: the model's forward pass, the loss, the backward pass of both. Whether the losses agree is
+    checked in float32, on a corner of the batch."""
     model = bidirectional(PRESET.backbone.layers, vocabulary)
-    unembedding = model.embed_tokens.weight
-    tokens, masked, t = noised(batch, length, vocabulary)
+    unembedding, (tokens, masked, t) = model.embed_tokens.weight, noised(batch, length, vocabulary)
 
     def hidden_states() -> Tensor:
         return model(tokens.masked_fill(masked, 3), use_cache=False).last_hidden_state
-
-    setting = f"{PRESET.backbone.layers} layers, {sized(model.config.hidden_size, batch, length, vocabulary)}"
-    return both(hidden_states, (unembedding, tokens, masked, t), setting)
-
-
-def noised(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, mask and t; t takes its distribution's values without the luck of a draw: half is masked."""
-    generator = torch.Generator().manual_seed(0)
-    t = torch.linspace(0.001, 1, batch)
-    tokens = torch.randint(vocabulary, (batch, length), generator=generator)
-    return tokens, torch.rand(batch, length, generator=generator) < t[:, None], t
-
-
-def sized(width: int, batch: int, length: int, vocabulary: int) -> str:
-    return f"{width}-d, {batch} × {length} tokens, vocabulary {vocabulary:,}"
-
-
-def both(hidden_states: Callable[[], Tensor], rest: tuple[Tensor, ...], setting: str) -> Case:
-    """The case of both losses; whether they agree is checked in float32, on a corner of the batch."""
-    unembedding, tokens, masked, t = rest
 
     def check() -> None:
         with torch.no_grad():
@@ -61,12 +41,22 @@ def both(hidden_states: Callable[[], Tensor], rest: tuple[Tensor, ...], setting:
 
     def step(loss_of: Loss) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(hidden_states(), *rest)
+            loss = loss_of(hidden_states(), unembedding, tokens, masked, t)
         loss.backward()
         return loss.detach()
 
+    setting = f"{PRESET.backbone.layers} layers, {model.config.hidden_size}-d, {batch} × {length} tokens, "
+    setting += f"vocabulary {vocabulary:,}"
     programs = {"unmask": {"": lambda: step(diffusion_loss)}, "full logits": {"": lambda: step(full_logits)}}
     return Case(described(setting), "tokens/s", tokens.numel(), programs, check)
+
+
+def noised(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, mask and t; t takes its distribution's values without the luck of a draw: half is masked."""
+    generator = torch.Generator().manual_seed(0)
+    t = torch.linspace(0.001, 1, batch)
+    tokens = torch.randint(vocabulary, (batch, length), generator=generator)
+    return tokens, torch.rand(batch, length, generator=generator) < t[:, None], t
 
 
 CASES = {"diffusion": diffusion_case}

@@ -98,6 +98,13 @@ def test_a_figure_is_saved_for_light_and_for_dark_pages(tmp_path, monkeypatch):
     assert to_hex(figure.get_facecolor()) == figures.PAPER
 
 
+def test_every_colour_has_one_of_its_own_on_dark_pages():
+    light, dark = set(figures.DARK), set(figures.DARK.values())
+    assert len(dark) == len(light) and not light & dark
+    used = {look.color for look in [*figures.SYSTEMS.values(), *figures.FREE, *figures.VERDICTS.values()]}
+    assert used <= light
+
+
 def _rgb(color):
     return tuple(round(255 * c) for c in to_rgb(color))
 

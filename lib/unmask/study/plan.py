@@ -110,21 +110,16 @@ def describe(
     return "\n".join(lines)
 
 
-def _speed(preset: Preset, stage: str) -> float:
-    """FLOP/s that one GPU sustains in a training, see UTILISATION."""
-    compiled, narrow = getattr(preset, stage).compile, preset.backbone.hidden_size <= NARROW
-    utilisation = UTILISATION["pretraining" if stage in PRETRAINING else "others"]
-    return PEAK["bf16"] * utilisation * (EAGER if narrow and not compiled else 1)
-
-
 def trainings(preset: Preset, gpus: int) -> list[Training]:
     """The trainings of the notebooks, in their order, with their cost on so many GPUs."""
     planned = []
     for notebook, stage, number, changed in _started(preset):
-        steps = getattr(changed, stage).steps
-        tokens, flops, waited = (number * steps * each for each in _step(changed, stage, gpus))
-        hours, memory = waited / _speed(changed, stage) / 3600, memory_bytes(changed, stage, gpus) / 1e9
-        planned.append(Training(notebook, stage, number, steps, tokens, flops, hours, memory))
+        config, narrow = getattr(changed, stage), changed.backbone.hidden_size <= NARROW
+        tokens, flops, waited = (number * config.steps * each for each in _step(changed, stage, gpus))
+        speed = PEAK["bf16"] * UTILISATION["pretraining" if stage in PRETRAINING else "others"]
+        speed *= EAGER if narrow and not config.compile else 1
+        hours, memory = waited / speed / 3600, memory_bytes(changed, stage, gpus) / 1e9
+        planned.append(Training(notebook, stage, number, config.steps, tokens, flops, hours, memory))
     return planned
 
 
