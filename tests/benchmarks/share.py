@@ -112,8 +112,8 @@ def pair_case(keep: bool) -> Case:
         codes_RD = int8(rows_RD)
         return pair_loss(codes_RD[: config.batch], codes_RD[config.batch :])
 
-    options = {"token_budget": config.token_budget, "keep_tokens": keep * sum(lengths), "processes": processes}
-    step = training(model, lambda: cached_backward(model, items, loss, **options))
+    options = {"token_budget": config.token_budget, "keep_tokens": keep * sum(lengths)}
+    step = training(model, lambda: cached_backward(model, items, loss, processes=processes, **options))
     how = "all activations kept" if keep else "cached"
     return case(f"{config.batch} pairs of {sum(lengths):,} tokens, {how}", flops, step)
 
