@@ -49,10 +49,10 @@ def same(found, expected):
     np.testing.assert_array_equal(found[1], expected[1])
 
 
-@pytest.fixture(params=[(3, 7, 4), (64, 2**14, 32)], ids=["tiny tiles", "one tile"])
+@pytest.fixture(params=[(3, 7, 9, 4), (64, 2**14, 2**14, 32)], ids=["tiny tiles", "one tile"])
 def tiling(request, monkeypatch):
-    """Queries and documents of a tile, documents of a group."""
-    for name, value in zip(("QUERIES", "DOCUMENTS", "GROUP"), request.param, strict=True):
+    """Queries and documents of a tile, documents of a tile of few queries, documents of a group."""
+    for name, value in zip(("QUERIES", "DOCUMENTS", "FOR_FEW", "GROUP"), request.param, strict=True):
         monkeypatch.setattr(search, name, value)
 
 
@@ -120,18 +120,18 @@ def test_two_steps_rescore_the_candidates():
         same((scores_NK[query], ids_NK[query]), (expected[0][0], near_C[expected[1][0]]))
     with pytest.raises(ValueError, match="both kinds of embeddings of the same texts, and packed bits"):
         two_step(q_ND, d_MD, q_NB, d_MB[1:], 2, candidates=3)
-    with pytest.raises(ValueError, match="k is 0"):
-        two_step(q_ND, d_MD, q_NB, d_MB, 0, candidates=3)
     with pytest.raises(ValueError, match="row 3 of the queries contains NaN"):
         two_step(np.where(np.arange(10)[:, None] == 3, np.nan, q_ND), d_MD + 0.0, q_NB, d_MB, 2, candidates=3)
-    with pytest.raises(ValueError, match="scores of the candidates contains NaN"):
+    with pytest.raises(ValueError, match="row 0 of the documents contains NaN"):
         two_step(q_ND + 0.0, d_MD * np.nan, q_NB, d_MB, 2, candidates=3)
 
 
+@pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("dimensions", [8, 2560])
-def test_similarity_of_int8_codes_is_exact(dimensions):
+def test_similarity_of_int8_codes_is_exact(dimensions, queries):
     # Codes near the corners sum to more than 2^24 at 2,560 dimensions, where one float32 sum would round.
-    q, d = np.split(np.random.default_rng(2).choice([-127, 126, 125], (45, dimensions)).astype(np.int8), [5])
+    values = np.random.default_rng(2).choice([-127, 126, 125], (queries + 40, dimensions)).astype(np.int8)
+    q, d = np.split(values, [queries])
     dot = q.astype(np.int64) @ d.astype(np.int64).T
     norm = [np.sqrt((x.astype(np.int64) ** 2).sum(1).astype(np.float64)) for x in (q, d)]
     np.testing.assert_allclose(similarity(q, d), dot / norm[0][:, None] / norm[1], rtol=3e-7)
@@ -156,7 +156,7 @@ def test_processors_without_integer_products_search_as_exactly(monkeypatch):
     """oneDNN's sums overflow on processors without VNNI instructions."""
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        process.submit(test_similarity_of_int8_codes_is_exact, 2560).result()
+        process.submit(test_similarity_of_int8_codes_is_exact, 2560, 5).result()
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from functools import cache, partial
 
 import faiss
 import numpy as np
+import simsimd
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
@@ -20,6 +21,7 @@ from unmask.data.batches import parts
 from unmask.data.mining import Search
 
 QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache
+FEW, FOR_FEW = 4, 2**18  # queries whose search is as fast as documents can be read; documents of their tile
 GROUP = 32  # documents that one comparison with the k-th best score rules out together
 ROWS = 1024  # rows whose norms are computed at once
 
@@ -81,11 +83,8 @@ def index(d_MD: np.ndarray) -> Search:
     Raises: ValueError as `top_k`.
     """
     _check(d_MD, "documents")
-    if d_MD.dtype == np.uint8:
-        find = partial(_nearest_bits, d_MD)
-    else:
-        inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
-        find = partial(_nearest, d_MD, inverse_M)
+    inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
+    find = partial(_nearest_bits, d_MD) if d_MD.dtype == np.uint8 else partial(_nearest, d_MD, inverse_M)
 
     def search(q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         _check_request(q_ND, d_MD, k)
@@ -118,10 +117,9 @@ def two_step(
     if candidates < k:
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
     ids_NC = np.sort(top_k(q_bits_NB, d_bits_MB, candidates)[1], axis=1)
-    scores = [similarity(q_D[None], d_MD[ids_C])[0].numpy() for q_D, ids_C in zip(q_ND, ids_NC, strict=True)]
-    scores_NC = np.stack(scores)
-    _check(scores_NC, "scores of the candidates")
-    return _ordered(scores_NC, ids_NC, k)
+    found = [top_k(q_D[None], d_MD[ids_C], k) for q_D, ids_C in zip(q_ND, ids_NC, strict=True)]
+    scores_NK, places_NK = (np.concatenate(rows) for rows in zip(*found, strict=True))
+    return scores_NK, np.take_along_axis(ids_NC, places_NK, 1)
 
 
 def best_of(scores_TQ: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +170,7 @@ def _nearest(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tiles = _tensor(q_ND).to(device).split(QUERIES)
     best: list = [None] * len(tiles)
-    for part in parts(len(d_MD), DOCUMENTS):
+    for part in parts(len(d_MD), FOR_FEW if len(q_ND) <= FEW and inverse_M is not None else DOCUMENTS):
         d_TD = _tensor(d_MD[part]).to(device)
         for tile, q_QD in enumerate(tiles):
             if inverse_M is None:
@@ -195,13 +193,9 @@ def _nearest_bits(d_MB: np.ndarray, q_NB: np.ndarray, k: int) -> tuple[np.ndarra
     """The search of packed bits, for which faiss counts and keeps the k best in one pass. Its heaps keep the
     lowest numbers of equal distances, and need only be put in order."""
     distance_NK, ids_NK = faiss.knn_hamming(np.ascontiguousarray(q_NB), np.ascontiguousarray(d_MB), k)
-    return _ordered(1 - distance_NK.astype(np.float32) * np.float32(2 / (8 * q_NB.shape[1])), ids_NK, k)
-
-
-def _ordered(scores_NX: np.ndarray, ids_NX: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k best, equal scores by ascending number."""
-    order_NK = np.lexsort((ids_NX, -scores_NX))[:, :k]
-    return np.take_along_axis(scores_NX, order_NK, 1), np.take_along_axis(ids_NX, order_NK, 1)
+    order_NK = np.lexsort((ids_NK, distance_NK))
+    distance_NK, ids_NK = (np.take_along_axis(x_NK, order_NK, 1) for x_NK in (distance_NK, ids_NK))
+    return 1 - distance_NK.astype(np.float32) * np.float32(2 / (8 * q_NB.shape[1])), ids_NK
 
 
 @cache
@@ -214,10 +208,13 @@ def int_mm_is_exact() -> bool:
 def _cosines(d_TD: Tensor, q_QD: Tensor, inverse_T1: Tensor) -> Tensor:
     """Cosines (T, Q) of int8 codes: exact dot products, scaled in float64 and rounded once to float32. With
     documents as rows, the product and its maxima are fastest."""
-    if d_TD.is_cuda or not int_mm_is_exact():
+    d_TD, q_QD = (x.flatten().view(x.shape) for x in (d_TD, q_QD))  # a row alone may have stride 0
+    if d_TD.is_cuda:
         dots_TQ = d_TD.double() @ q_QD.double().T
+    elif len(q_QD) <= FEW or not int_mm_is_exact():
+        dots = simsimd.cdist(d_TD.numpy(), q_QD.numpy(), "dot", threads=torch.get_num_threads())
+        dots_TQ = torch.from_numpy(np.asarray(dots))  # float64
     else:
-        d_TD, q_QD = (x.flatten().view(x.shape) for x in (d_TD, q_QD))  # a row alone may have stride 0
         dots_TQ = torch._int_mm(d_TD, q_QD.T).double()
     return dots_TQ.mul_(inverse_T1).mul_(_inverse_norms(q_QD)).float()
 
