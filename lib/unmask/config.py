@@ -89,8 +89,18 @@ class BackboneConfig(Section):
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly: change one")
 
 
-class TrainConfig(Section):
-    """What every training stage has: optimiser, schedule, precision, checkpoints."""
+class ComputeConfig(Section):
+    """How a training is computed, not what comes of it, rounding aside: it may change on the way."""
+
+    token_budget: Count  # tokens of one micro-batch of one process, padding included
+    gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
+    compile: bool = False  # torch.compile of every layer; pays in long trainings of one shape
+    checkpoint_every: Count = 50  # steps
+    keep_checkpoints: Count = 1  # the newest so many
+
+
+class TrainConfig(ComputeConfig):
+    """What every training stage has: optimiser, schedule, precision."""
 
     steps: Count
     batch: Count  # sequences, pairs, documents or queries of a step
@@ -102,17 +112,13 @@ class TrainConfig(Section):
     beta2: Share = 0.98
     weight_decay: Share = 0.01
     clip: Positive = 1.0  # l2 norm of the gradient
-    token_budget: Count  # tokens of one micro-batch of one process, padding included
     precision: Literal["bf16", "fp32"] = "bf16"  # autocast, where the processor has it
-    gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
-    compile: bool = False  # torch.compile of every layer; pays in long trainings of one shape
-    checkpoint_every: Count = 50  # steps
-    keep_checkpoints: Count = 1  # the newest so many
     seed: Whole = 0
 
 
 class ParallelConfig(Section):
-    """The processes of one training. They divide the work, not the batch: results do not depend on them."""
+    """The processes of one training. They divide the work, not the batch: results do not depend on them, but
+    for rounding, which under fsdp2 and bf16 is coarser: the residual stream is bfloat16, too."""
 
     num_processes: Count = 1  # over all machines
     num_machines: Count = 1
@@ -209,7 +215,7 @@ class ContextualConfig(ContrastiveConfig):
 class TripletConfig(ContrastiveConfig):
     """Contrastive training with mined hard negatives."""
 
-    margin: float = 0.0  # negatives are at most this much better than the positive; the loss has no mask
+    margin: float = 0.0  # negatives are at most this much better than the positive; the loss has no margin
     accumulation: Count  # a batch of `batch` is split into this many independent losses
     document_length: Count
     temperature: Positive = 0.03

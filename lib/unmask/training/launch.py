@@ -30,7 +30,7 @@ from unmask.children import bound, die_with, ended_together
 from unmask.config import ParallelConfig, resolved
 from unmask.models.backbone import facts, require_checkpoint
 from unmask.run import Run, grace_seconds
-from unmask.store import fingerprint, read_json, write_atomic
+from unmask.store import fingerprint, read_json, replace_directory, write_atomic
 from unmask.training.loop import MILESTONES, STOP, Preempted, finish, job_identity, run_job, stage_of
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
@@ -72,8 +72,9 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
     """Trains one after the other, all in the same child processes.
 
     A training that already finished with the same configuration, data, code and starting point is not run
-    again. SIGTERM and an interrupted cell are passed on to the training under way, which saves itself. None
-    may start from another one of the same call.
+    again; one that finished with others is put aside, in NAME-FINGERPRINT. SIGTERM and an interrupted cell
+    are passed on to the training under way, which saves itself. None may start from another one of the same
+    call.
 
     Args:
         trainings: name → stage and job, each as for `launch`.
@@ -93,12 +94,14 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
             asked["start"] = require_checkpoint(asked["start"])
         asked |= _identity(asked, folder)
         models[name] = folder / "model"
-        if facts(models[name]).get("fingerprint") == asked["fingerprint"]:
+        if (made := facts(models[name]).get("fingerprint")) == asked["fingerprint"]:
             finish(folder)  # a kill may have come in between
             print(f"{run.stage}/{name}: already trained")
             continue
         stage = stage_of(asked)
         stage.prepare()  # here, where its progress shows and no GPU waits for it
+        if made:  # another training, which somebody paid for
+            replace_directory(folder, folder.with_name(f"{name}-{made}"))
         asked["corpus"] = str(stage.corpus.path)  # else each process would ask the Hub for all sources
         due[name] = write_atomic(folder / "job.json", json.dumps(asked, indent=1))
         for log in folder.glob("*.log"):  # of an earlier try
@@ -127,8 +130,8 @@ def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises: RuntimeError if checkpoints of another training lie there: somebody paid for them.
     """
-    file, made = folder / "job.json", json.loads(json.dumps(job_identity(job)))  # as it will be read again
-    before = read_json(file)
+    made = json.loads(json.dumps(job_identity(job)))  # as it will be read again
+    before = read_json(folder / "job.json")
     earlier, accepted = before.get("made_of", {}), before.get("accepted", [])
     changed = [key for key in sorted(earlier | made) if earlier.get(key) != made.get(key)]
     if os.environ.get("UNMASK_ACCEPT_CODE"):

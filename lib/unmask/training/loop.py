@@ -7,10 +7,10 @@ import json
 import math
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from unmask.children import on_signal
-from unmask.config import TrainConfig, resolved
+from unmask.config import ComputeConfig, TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention, plain_attention
@@ -35,6 +35,7 @@ STAGES: dict[str, type[Stage]] = {
 }  # fmt: skip
 LIBRARY = Path(__file__).parents[1]
 CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
+COMPUTING = {"keep_tokens", *(field.name for field in fields(ComputeConfig))}  # and not what comes of it
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
 STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
@@ -78,7 +79,7 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
         if done in asked.get("milestones", ()):
             save(folder / MILESTONES / mark / f"step-{done:07d}", f"{mark}-{done}")
 
-    with on_signal(signals.append, (signal.SIGTERM, signal.SIGINT)):  # until the model is saved
+    with on_signal(signals.append):  # until the model is saved
         train(
             stage, model, folder, fingerprint=mark, report=report, after_step=after_step,
             processes=processes, signals=signals,
@@ -99,13 +100,15 @@ def data_report(checkpoint: Path) -> list[dict[str, Any]]:
 
 def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that the result of a job depends on, by name, so that a message can say what differs: values
-    of the preset and of the job, the corpus ("data"), files, the starting point, and "code"."""
+    of the preset and of the job, the corpus ("data"), files, the starting point, and "code". A training that
+    ran out of memory goes on with a smaller token_budget."""
     stage = stage_of(asked)
     sections = {asked["stage"]: stage.config}
     if "start" not in asked:
         sections["backbone"] = stage.preset.backbone
+    values = {(name, key): value for name, one in sections.items() for key, value in resolved(one).items()}
     return {
-        **{f"{name}.{key}": value for name, one in sections.items() for key, value in resolved(one).items()},
+        **{f"{name}.{key}": value for (name, key), value in values.items() if key not in COMPUTING},
         "backbone.mask_token": stage.preset.backbone.mask_token,
         **{key: asked.get(key) for key in ("stage", "groups", "milestones", "bidirectional")},
         **{key: identity(Path(asked[key])) for key in ("start", "tokenizer") if key in asked},
@@ -170,8 +173,8 @@ def train(
             except FloatingPointError as error:
                 drawn = stage.plan.samples(step)
                 raise FloatingPointError(
-                    f"{error} at step {step}: lower lr or clip, or look at the rows {drawn['rows'][:8]} … of "
-                    f"data set {drawn['dataset']!r}; last good checkpoint: {last or 'none'}"
+                    f"{error} at step {step}: lower lr or clip in another run, or look at the rows "
+                    f"{drawn['rows'][:8]} … of data set {drawn['dataset']!r}; last good checkpoint: {last}"
                 ) from None
             for group in optimizer.param_groups:
                 group["lr"] = lr
