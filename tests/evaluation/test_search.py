@@ -91,8 +91,8 @@ FLOATS = np.ones((2, 6), np.float32)
 
 REFUSED = {
     "k is 0: ask for one document or more": (codes(2), codes(5), 0),
-    r"queries are \(2, 8\) int8 and documents \(5, 6\) int8": (codes(2, 8), codes(5), 1),
-    r"are .* float32 and documents .* int8: encode both in one precision": (FLOATS, codes(5), 1),
+    "queries have 8 columns of int8, documents 6 columns of int8": (codes(2, 8), codes(5), 1),
+    "floats, documents 6 columns of int8: encode both in one precision": (FLOATS, codes(5), 1),
     "row 1 of the queries contains NaN": (FLOATS * [[1], [np.nan]], FLOATS, 1),
     "row 0 of the documents contains NaN": (FLOATS, FLOATS * [[np.nan], [1]], 1),
     "row 1 of the documents contains NaN or infinity": (FLOATS, FLOATS * [[1], [np.inf]], 1),

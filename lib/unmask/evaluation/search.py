@@ -157,10 +157,9 @@ def _check_request(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> None:
     _check(q_ND, "queries")
     if k < 1:
         raise ValueError(f"k is {k}: ask for one document or more")
-    kinds = [(x_XD.shape[1], "f" if x_XD.dtype.kind == "f" else x_XD.dtype) for x_XD in (q_ND, d_MD)]
-    if kinds[0] != kinds[1]:
-        said = [f"{x_XD.shape} {x_XD.dtype}" for x_XD in (q_ND, d_MD)]
-        raise ValueError(f"queries are {said[0]} and documents {said[1]}: encode both in one precision")
+    said = [f"{x.shape[1]} columns of {'floats' if x.dtype.kind == 'f' else x.dtype}" for x in (q_ND, d_MD)]
+    if said[0] != said[1]:
+        raise ValueError(f"queries have {said[0]}, documents {said[1]}: encode both in one precision")
 
 
 def _nearest(

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import matplotlib.figure
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import yaml
 from adjustText import adjust_text
 from matplotlib.colors import to_hex, to_rgb, to_rgba_array
 from PIL import Image
-from scipy.signal import lfilter
 
 WIDTH, DPI = 7.5, 144  # inches; shown 830 pixels wide, 8 points are 12 pixels
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
@@ -102,25 +102,19 @@ def _recolour(figure: Figure, colors: Mapping[str, str]) -> None:
                 getattr(artist, f"set_{part}")(rgba if len(rgba) > 1 else tuple(rgba[0]))
 
 
-def smoothed(values: Sequence[float], alpha: float) -> np.ndarray:
-    """Exponential moving average, e_k = α·v_k + (1 − α)·e_{k−1}, corrected for its start (divided by 1 − (1
-    − α)^k)."""
-    sums = lfilter([alpha], [1, alpha - 1], values)
-    return sums / (1 - (1 - alpha) ** np.arange(1, len(sums) + 1))
-
-
 def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **about: Any) -> Figure:
     """Training loss against steps: each run's raw values faintly, their moving average on top, whose last
     value the legend tells.
 
     Args:
+        alpha: weight of a step in the average; that of the one before is 1 − alpha times as much.
         runs: name → logged rows with "step" and "loss".
         about: ylabel, title, and reference, for instance the loss of a uniform guess; see `_finished`.
     """
     figure, ax = axes()
     for (name, look), rows in zip(looks(runs).items(), runs.values(), strict=True):
         steps, losses = [row["step"] + 1 for row in rows], [row["loss"] for row in rows]
-        averages = smoothed(losses, alpha)
+        averages = list(pd.Series(losses).ewm(alpha=alpha).mean())
         ax.plot(steps, losses, color=look.color, alpha=0.25, linewidth=0.8)
         label = f"{name} ({averages[-1]:.2f})"
         ax.plot(steps, averages, **look.line, markevery=max(1, len(rows) // 7), label=label)

@@ -88,8 +88,7 @@ def deviation(values: Sequence[float]) -> float:
 
 def spread(values: Sequence[float]) -> str:
     """Mean ± standard deviation over seeds, "0.247 ± 0.003"; the mean alone where nothing varies."""
-    varies = f" ± {deviation(values):.3f}" if deviation(values) else ""
-    return f"{mean(values):.3f}{varies}"
+    return f"{mean(values):.3f}" + (f" ± {deviation(values):.3f}" if deviation(values) else "")
 
 
 # Gates and claims
