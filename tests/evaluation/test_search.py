@@ -120,24 +120,25 @@ def test_two_steps_rescore_the_candidates():
         same((scores_NK[query], ids_NK[query]), (expected[0][0], near_C[expected[1][0]]))
     with pytest.raises(ValueError, match="both kinds of embeddings of the same texts, and packed bits"):
         two_step(q_ND, d_MD, q_NB, d_MB[1:], 2, candidates=3)
+    with pytest.raises(ValueError, match="k is 0"):
+        two_step(q_ND, d_MD, q_NB, d_MB, 0, candidates=3)
     with pytest.raises(ValueError, match="row 3 of the queries contains NaN"):
         two_step(np.where(np.arange(10)[:, None] == 3, np.nan, q_ND), d_MD + 0.0, q_NB, d_MB, 2, candidates=3)
-    with pytest.raises(ValueError, match="row 0 of the documents contains NaN"):
+    with pytest.raises(ValueError, match="scores of the candidates contains NaN"):
         two_step(q_ND + 0.0, d_MD * np.nan, q_NB, d_MB, 2, candidates=3)
 
 
-@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("dimensions", [8, 2560])
-def test_similarity_of_int8_codes_is_exact(dimensions, queries):
+def test_similarity_of_int8_codes_is_exact(dimensions, n):
     # Codes near the corners sum to more than 2^24 at 2,560 dimensions, where one float32 sum would round.
-    values = np.random.default_rng(2).choice([-127, 126, 125], (queries + 40, dimensions)).astype(np.int8)
-    q, d = np.split(values, [queries])
+    q, d = np.split(np.random.default_rng(2).choice([-127, 126, 125], (45, dimensions)).astype(np.int8), [n])
     dot = q.astype(np.int64) @ d.astype(np.int64).T
     norm = [np.sqrt((x.astype(np.int64) ** 2).sum(1).astype(np.float64)) for x in (q, d)]
     np.testing.assert_allclose(similarity(q, d), dot / norm[0][:, None] / norm[1], rtol=3e-7)
     # Equal codes tie exactly, wherever they stand.
     repeated = similarity(q, np.concatenate([d, d[::-1]]))
-    assert torch.equal(repeated[:, :40], repeated[:, 40:].flip(1))
+    assert torch.equal(repeated[:, : len(d)], repeated[:, len(d) :].flip(1))
 
 
 def test_similarity_of_floats_bits_and_mixtures():

@@ -173,6 +173,7 @@ def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, m
     shutil.rmtree(folder / "checkpoints")
     write_atomic(folder / "model" / "unmask.json", json.dumps({"fingerprint": began[0]["fingerprint"]}))
     launch(opened(), "pair", {"start": start})
+    assert len(began) == 4
     launch(other, "pair", {"start": start})
     assert len(began) == 5 and began[4]["fingerprint"] != began[0]["fingerprint"]
     assert folder.with_name(f"pair-{began[0]['fingerprint']}").joinpath("model", "unmask.json").is_file()

@@ -117,9 +117,9 @@ def two_step(
     if candidates < k:
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
     ids_NC = np.sort(top_k(q_bits_NB, d_bits_MB, candidates)[1], axis=1)
-    found = [top_k(q_D[None], d_MD[ids_C], k) for q_D, ids_C in zip(q_ND, ids_NC, strict=True)]
-    scores_NK, places_NK = (np.concatenate(rows) for rows in zip(*found, strict=True))
-    return scores_NK, np.take_along_axis(ids_NC, places_NK, 1)
+    scores_NC = torch.cat([similarity(q[None], d_MD[ids]) for q, ids in zip(q_ND, ids_NC, strict=True)])
+    _check(scores_NC.numpy(), "scores of the candidates")
+    return tuple(best.numpy() for best in _first(scores_NC.float(), torch.from_numpy(ids_NC), k))
 
 
 def best_of(scores_TQ: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,8 @@ def _nearest(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tiles = _tensor(q_ND).to(device).split(QUERIES)
     best: list = [None] * len(tiles)
-    for part in parts(len(d_MD), FOR_FEW if len(q_ND) <= FEW and inverse_M is not None else DOCUMENTS):
+    few = inverse_M is not None and len(q_ND) <= FEW and device.type == "cpu"  # a GPU copies it as doubles
+    for part in parts(len(d_MD), FOR_FEW if few else DOCUMENTS):
         d_TD = _tensor(d_MD[part]).to(device)
         for tile, q_QD in enumerate(tiles):
             if inverse_M is None:

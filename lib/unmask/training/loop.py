@@ -103,12 +103,11 @@ def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
     of the preset and of the job, the corpus ("data"), files, the starting point, and "code". A training that
     ran out of memory goes on with a smaller token_budget."""
     stage = stage_of(asked)
-    sections = {asked["stage"]: stage.config}
+    sections = {asked["stage"]: resolved(stage.config)}
     if "start" not in asked:
-        sections["backbone"] = stage.preset.backbone
-    values = {(name, key): value for name, one in sections.items() for key, value in resolved(one).items()}
+        sections["backbone"] = resolved(stage.preset.backbone)
     return {
-        **{f"{name}.{key}": value for (name, key), value in values.items() if key not in COMPUTING},
+        **{f"{name}.{key}": one[key] for name, one in sections.items() for key in one.keys() - COMPUTING},
         "backbone.mask_token": stage.preset.backbone.mask_token,
         **{key: asked.get(key) for key in ("stage", "groups", "milestones", "bidirectional")},
         **{key: identity(Path(asked[key])) for key in ("start", "tokenizer") if key in asked},
@@ -171,10 +170,10 @@ def train(
                 if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
                     raise FloatingPointError(f"the loss is {row['loss']}, the norm of its gradient {norm}")
             except FloatingPointError as error:
-                drawn = stage.plan.samples(step)
+                drawn, kept = stage.plan.samples(step), last or "none"
                 raise FloatingPointError(
                     f"{error} at step {step}: lower lr or clip in another run, or look at the rows "
-                    f"{drawn['rows'][:8]} … of data set {drawn['dataset']!r}; last good checkpoint: {last}"
+                    f"{drawn['rows'][:8]} … of data set {drawn['dataset']!r}; last good checkpoint: {kept}"
                 ) from None
             for group in optimizer.param_groups:
                 group["lr"] = lr
