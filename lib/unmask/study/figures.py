@@ -93,7 +93,9 @@ def axes(**options) -> tuple[Figure, plt.Axes]:
 def _recolour(figure: Figure, colors: Mapping[str, str]) -> None:
     """Gives whatever has one of the colours another one."""
     parts = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
-    for artist, part in ((artist, part) for artist in figure.findobj() for part in parts):
+    artists = figure.findobj()
+    artists += [text.get_bbox_patch() for text in artists if getattr(text, "get_bbox_patch", bool)()]
+    for artist, part in ((artist, part) for artist in artists for part in parts):
         if hasattr(artist, f"get_{part}") and hasattr(artist, f"set_{part}"):
             rgba = to_rgba_array(getattr(artist, f"get_{part}")())
             for row in rgba:
@@ -107,17 +109,19 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
     value the legend tells.
 
     Args:
-        alpha: weight of a step in the average; that of the one before is 1 − alpha times as much.
+        alpha: weight of a step in the average; that of the one before is 1 − alpha times as much. Short runs
+            are averaged over a third of their steps at most, 6 / steps.
         runs: name → logged rows with "step" and "loss".
         about: ylabel, title, and reference, for instance the loss of a uniform guess; see `_finished`.
     """
     figure, ax = axes()
     for (name, look), rows in zip(looks(runs).items(), runs.values(), strict=True):
         steps, losses = [row["step"] + 1 for row in rows], [row["loss"] for row in rows]
-        averages = list(pd.Series(losses).ewm(alpha=alpha).mean())
+        averages = list(pd.Series(losses).ewm(alpha=min(1, max(alpha, 6 / len(rows)))).mean())
         ax.plot(steps, losses, color=look.color, alpha=0.25, linewidth=0.8)
         label = f"{name} ({averages[-1]:.2f})"
         ax.plot(steps, averages, **look.line, markevery=max(1, len(rows) // 7), label=label)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     return _finished(figure, xlabel="training step", **about)
 
 
@@ -138,15 +142,19 @@ def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None
         if intervals and series in intervals:
             ends = [np.subtract(intervals[series][group], value) for group, value in row.items()]
             options = {"yerr": np.abs(ends).T, "ecolor": MUTED}
+            ax.errorbar(at, row.values(), options["yerr"], fmt="none", ecolor=PAPER, elinewidth=4)
         options |= {"facecolor": (color, 0.3) if hollow else color, "edgecolor": color, "label": series}
         bars = ax.bar(at, row.values(), width * 0.92, **options)
         if len(inside) * len(groups) <= 24 or series == inside[-1]:
             shown = [f"{value:.{digits}f}".removeprefix("0") for value in row.values()]
-            ax.bar_label(bars, shown, fontsize=8, padding=2)
+            clear = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # of the lines behind
+            ax.bar_label(bars, shown, fontsize=8, padding=3, zorder=4, bbox=clear)
     for series in (series for series in table if series not in inside):
         at, color = np.array([groups.index(group) for group in table[series]]), look[series].color
         style = {"color": color, "linestyle": "-" if color == LEXICAL else ":", "linewidth": 2.5}
-        ax.hlines(list(table[series].values()), at - 0.45, at + 0.45, **style, label=series)
+        place = list(table[series].values()), at - 0.45, at + 0.45
+        ax.hlines(*place, color=PAPER, linewidth=4)  # or it is lost before a dark bar
+        ax.hlines(*place, **style, label=series)
     ax.axhline(0, color=MUTED, linewidth=1)
     ax.set_xticks(range(len(groups)), groups)
     ax.tick_params(axis="x", length=0, rotation=45 if len("".join(groups)) > 90 else 0)  # or they overlap
@@ -301,8 +309,9 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
     """Each claim's effect with its 95 % interval, measured from its bar towards the side that it claims.
 
     Right of the line the claim holds, left of it the opposite does; an interval that crosses the line tells
-    neither. Faint ticks are single seeds. The axis is linear close to the line (1 point, 0.1 nats) and
-    logarithmic beyond. Units have panels of their own; claims without an interval are left out.
+    neither, nor does one in grey, which is not significant after correction. Faint ticks are single seeds.
+    The axis is linear close to the line (1 point, 0.1 nats) and logarithmic beyond. Units have panels of
+    their own; claims without an interval are left out.
 
     Args:
         claims: as in claims.json (`unmask.study.evidence.claim`), in the order of the rows.
@@ -325,13 +334,15 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
             written = claim["effect"].removesuffix(f" {unit}")
             _beside(ax, y, f"{written}\nclaimed {'>' if side == 'above' else '<'} {percent * bar:g}")
         ax.axvline(0, color=INK, linewidth=1)
-        ax.set_xscale("symlog", linthresh=near)
+        ax.set_xscale("symlog", linthresh=near, subs=[3])
         ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter("{x:g}")
+        ax.tick_params(axis="x", which="both", labelsize=7, pad=4, length=3)
         ax.set_title(f"in {unit}", fontsize=9.5)
         _name_rows(ax, [textwrap.fill(claim["claim"], 56) for claim in rows], len(rows), fontsize=8)
     for verdict in dict.fromkeys(claim["verdict"] for claim in tested):
         drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
-    return _finished(figure, title=title, xlabel="beyond the bar, towards the claimed side")
+    return _finished(figure, title=title, xlabel="beyond the bar, on the claimed side (right: the effect)")
 
 
 def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
