@@ -3,7 +3,7 @@
     python tests/benchmarks/run.py [--only SUBJECT …] [--force]
 
 Writes results/benchmarks/benchmarks.json, a list of {name, ours, peer, ratio, unit, setting, spread, command,
-commit} in which a ratio above 1 means that we are better, and a figure of the ratios. A subject that was
+commit} in which a ratio above 1 means that we are better, and figures of them. A subject that was
 measured at this commit is not measured again.
 
 `run.py --child …` is one measurement in a process of its own, see `measure.child`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -101,7 +102,8 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     "preparation": partial(compare, "preparation", "tokenising text into files", **SPEED),
 }
 
-WITHOUT_PEER = {"scaling", "search-scaling", "matmul-share"}  # not in the figure
+WITHOUT_PEER = {"scaling", "search-scaling", "matmul-share"}  # not in the figure of peers
+PEERS = {"uncached": "plain backpropagation", "faiss SQ8": "faiss", "faiss IndexBinaryFlat": "faiss"}
 
 
 def commit() -> str:
@@ -136,16 +138,47 @@ def main(arguments: list[str] | None = None) -> None:
         write_atomic(path, json.dumps(flat, indent=1, ensure_ascii=False) + "\n")
         for row in by_subject[subject]:
             tqdm.write(f"{row['ratio'] or 'not run'} ×  {row['name']}")
+    draw(by_subject)
+
+
+def draw(by_subject: dict[str, list[dict]]) -> None:
+    """Figures of what was measured: against peers, batches that grow, corpora that grow."""
     plt.switch_backend("agg")
-    shown = [row for subject, some in by_subject.items() if subject not in WITHOUT_PEER for row in some]
-    figure = figures.horizontal_bars(
-        {row["name"]: row["ratio"] for row in shown if row["ratio"] is not None},
-        xlabel="times faster, or times less memory", title="Against peers on one machine",
-        fmt="{:.3g}×", origin=1,
-    )  # fmt: skip
-    figure.axes[0].set_xscale("log", base=2)
-    figure.axes[0].set_xlim(0.13, 24)  # room for what is written beside the bars
-    figure.save(RESULTS / "benchmarks.png")
+    panels: dict[str, dict] = {"speed": {}, "peak memory": {}}
+    for row in (row for name, some in by_subject.items() if name not in WITHOUT_PEER for row in some):
+        case, what, peer = re.fullmatch("(.+): ([^,]+), (.+)", row["name"]).groups()
+        if row["ratio"] is not None:
+            panels[what].setdefault(PEERS.get(peer, peer), {})[case] = row["ratio"]
+    for (what, table), text in zip(panels.items(), ("times faster", "times less memory"), strict=True):
+        figure = figures.beside({what: table}, xlabel=text, title="Against peers, on one machine")
+        figure.axes[0].set_xscale("log", base=2)
+        figure.axes[0].xaxis.set_major_formatter("{x:g}×")
+        figure.axes[0].axvline(1, color=figures.INK, linewidth=1)
+        figure.save(RESULTS / f"{what.split()[-1]}.png")
+    batches = growth(by_subject["scaling"], lambda row, size: row["ratio"])
+    sizes, ratios = batches["peak memory"]
+    shares = {"speed, of the smallest": batches["speed"]}
+    shares["peak memory, of 4 GiB"] = sizes, [1 / ratio for ratio in ratios]
+    text = {"xlabel": "pairs of a global batch", "ylabel": "share", "title": "Larger global batches"}
+    figures.lines(shares, log_x=True, **text).save(RESULTS / "batches.png")
+    rows = [row for row in by_subject["search-scaling"] if row["unit"] == "queries/s"]
+    read = growth(rows, lambda row, size: row["ours"] * size / 1e6)
+    read["reading alone"] = growth(rows, lambda row, size: row["peer"] * size / 1e6)["one query"]
+    text = {"xlabel": "documents of 1,024 INT8 codes", "title": "Larger corpora: exact INT8 search"}
+    figure = figures.lines(read, log_x=True, ylabel="millions of documents per second", **text)
+    figure.save(RESULTS / "corpora.png")
+
+
+def growth(rows: list[dict], value: Callable[[dict, int], float]) -> dict[str, tuple[list, list]]:
+    """What rows measured → the sizes in their names, and a value of each."""
+    found: dict[str, tuple[list, list]] = {}
+    for row in rows:
+        written, what = re.search(r"([\d,]+)(?: documents)?: (.+)", row["name"]).groups()
+        size = int(written.replace(",", ""))
+        sizes, values = found.setdefault(what, ([], []))
+        sizes.append(size)
+        values.append(value(row, size))
+    return found
 
 
 def rounded(row: Row) -> dict[str, Any]:
