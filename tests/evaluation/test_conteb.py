@@ -5,11 +5,10 @@ import pytest
 from datasets import Dataset
 
 import tiny
-from unmask import Embedder
 from unmask.data.mining import unit
 from unmask.evaluation import conteb
-from unmask.evaluation.conteb import as_task, load, maxsim, resized, squad, xquad
-from unmask.evaluation.tasks import Task
+from unmask.evaluation.conteb import as_task, load, maxsim, squad, xquad
+from unmask.study.report import PAPER
 
 CHUNKS = [("b_1", "second of b"), ("b_0", "first of b"), ("a_10", "last of a"), ("a_2", "middle of a")]
 DOCUMENTS = [{"chunk_id": name, "chunk": text} for name, text in CHUNKS]
@@ -23,12 +22,11 @@ def mirror(tmp_path, monkeypatch):
 
 
 def test_a_repository_of_the_mirror_is_a_task(tmp_path):
-    folder, card = tmp_path / "illuin-conteb" / "insurance", "---\nconfigs:\n"
+    folder = tmp_path / "illuin-conteb" / "insurance"
     extra = [row | {"og_chunk": "…"} for row in DOCUMENTS]  # as football has it
     for config, rows in (("documents", extra), ("queries", QUERIES)):
         Dataset.from_list(rows).to_parquet(folder / config / "train-00000-of-00001.parquet")
-        card += f"- config_name: {config}\n  data_files:\n  - split: train\n    path: {config}/train-*\n"
-    (folder / "README.md").write_text(f"{card}---\n")
+    tiny.write_card(folder, {name: f"{name}/train-*" for name in ("documents", "queries")})
     task = load("insurance")
     # Documents by name, chunks by number rather than by letters, each with its own id.
     assert task.documents == [["middle of a", "last of a"], ["first of b", "second of b"]]
@@ -63,6 +61,12 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path):
     assert (german.name, german.chunks, len(german.queries)) == ("XQuAD de", ["Z paragraph 0"], 2)
 
 
+def test_its_tasks_stand_in_the_order_of_the_papers_columns():
+    columns = dict(zip(conteb.TASKS, PAPER[3]["columns"][2:], strict=True))
+    assert all(name.startswith(columns[name].lower()) for name in ("covid-qa", "esg-reports", "insurance"))
+    assert (columns["football"], columns["geography"], columns["mldr-conteb-eval"]) == ("FB", "Geo", "MLDR")
+
+
 def test_what_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"no task 'geografy'; did you mean 'geography'"):
         load("geografy")
@@ -72,24 +76,6 @@ def test_what_is_not_there_is_named():
         as_task("bad", DOCUMENTS, [QUERIES[0], {"query": "?", "chunk_ids": ["a_2", "c_7"]}])
     several = as_task("several", DOCUMENTS, [{"query": "what is where?", "chunk_ids": ["a_2", "b_1"]}])
     assert several.relevant == [{0, 3}]
-
-
-# --- variations
-
-PARTS = [["head", "one two three four five", "six seven"], ["title", "a b"]]
-TASK = Task("t", "contextual", ["q0", "q1", "q2"], PARTS, [{1}, {2}, {3, 4}])
-RESIZED = {
-    2: ([["head", "one two", "three four", "five", "six seven"], ["title", "a b"]], [{1, 2, 3}, {4}, {5, 6}]),
-    3: ([["head", "one two three", "four five", "six seven"], ["title a b"]], [{1, 2}, {3}, {4}]),
-    7: ([["head one two three four five", "six seven"], ["title a b"]], [{0}, {1}, {2}]),
-    8: ([["head one two three four five six seven"], ["title a b"]], [{0}, {0}, {1}]),
-}
-
-
-@pytest.mark.parametrize("words", RESIZED)
-def test_chunks_are_cut_and_joined_and_the_answers_follow(words):
-    new = resized(TASK, words)
-    assert (new.documents, new.relevant) == RESIZED[words] and new.queries == TASK.queries
 
 
 # --- late interaction
@@ -105,12 +91,3 @@ def test_maxsim_is_its_formula_however_it_is_tiled(monkeypatch, tile):
     units = [[unit(x_LD).astype(float) for x_LD in texts] for texts in (q, d)]
     expected = [[(q_LD @ d_LD.T).max(axis=1).sum() for d_LD in units[1]] for q_LD in units[0]]
     np.testing.assert_allclose(maxsim(q, d), expected, atol=1e-5)
-
-
-def test_a_text_is_found_by_its_own_tokens():
-    embedder = Embedder(tiny.model(), tiny.tokenizer())
-    queries, (one, two) = embedder.encode_tokens(tiny.TEXTS[:3]), (tiny.TEXTS[:2], tiny.TEXTS[2:5])
-    alone = maxsim(queries, embedder.encode_tokens([*one, *two]))
-    assert alone.argmax(axis=1).tolist() == [0, 1, 2]
-    documents = embedder.encode_document_tokens([one, two])
-    assert maxsim(queries, [*documents[0], *documents[1]]).shape == alone.shape

@@ -48,11 +48,11 @@ def animals(tmp_path, monkeypatch):
         "queries": [{"_id": f"q{i}", "text": text} for i, text in enumerate([*QUERIES, "Nobody?"])],
         "default": [{"query-id": f"q{q}", "corpus-id": f"d{d:03}", "score": 1} for q, d in gold],
     }
-    folder, card = tmp_path / "mirror" / "tests" / "animals", "---\nconfigs:\n"
+    folder = tmp_path / "mirror" / "tests" / "animals"
     for name, rows in tables.items():
         Dataset.from_list(rows).to_parquet(str(folder / name / "test.parquet"))
-        card += f"- config_name: {name}\n  data_files:\n  - split: test\n    path: {name}/test.parquet\n"
-    (folder / "README.md").write_text(f"{card}---\n")
+    files = {name: [{"split": "test", "path": f"{name}/test.parquet"}] for name in tables}
+    tiny.write_card(folder, files)
     return tmp_path
 
 

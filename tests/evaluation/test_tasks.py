@@ -84,6 +84,9 @@ def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     assert all((again[name] == found[True][name]).all() for name in again)
     with pytest.raises(pytest.fail.Exception):
         assess(path, built, replace(CONFIG, query_length=3))  # other lengths are other scores
+    other = backbone.save(tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="two")
+    with pytest.raises(pytest.fail.Exception):
+        assess(other, built, CONFIG)
 
 
 def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(built):

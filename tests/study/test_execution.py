@@ -108,7 +108,7 @@ signal.signal(signal.SIGTERM, lambda *_: count.append(1))
 pathlib.Path("../started").touch()
 while not count:
     time.sleep(0.05)
-time.sleep(2)
+time.sleep(0.5)
 pathlib.Path("../checkpoint").write_text(str(len(count)))
 """
 START = f"""

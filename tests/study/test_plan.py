@@ -161,15 +161,15 @@ def test_sharing_divides_the_state_and_more_gpus_the_work():
 
 def test_what_cannot_fit_is_refused_with_what_takes_less():
     with pytest.raises(ValueError, match=r"cde needs 172 GB per GPU on 1.* has 80 GB") as error:
-        plan.describe(load_preset("paper-4b"), gpus=1)
+        plan.describe(load_preset("paper-4b", {"parallel.num_machines": 1, "parallel.num_processes": 1}))
     assert "--set cde.token_budget=4096; --gpus 2 --set parallel.strategy=fsdp2" in str(error.value)
-    assert plan.describe(load_preset("paper-4b"), gpus=4)
+    assert plan.describe(load_preset("paper-4b", {"parallel.num_machines": 1, "parallel.num_processes": 4}))
     with pytest.raises(ValueError, match=r"a GPU has 24 GB.*--set \w+.gradient_checkpointing=true"):
-        plan.describe(load_preset("gpu"), gpus=1, gpu_memory=24e9)
+        plan.describe(load_preset("gpu"), gpu_memory=24e9)
 
 
 def test_the_plan_of_the_paper_and_only_of_what_runs():
-    text = plan.describe(load_preset("paper-4b"), gpus=64, stages=["01_diffusion_cpt", "05_merge"])
+    text = plan.describe(load_preset("paper-4b"), stages=["01_diffusion_cpt", "05_merge"])
     assert "64 GPUs, fsdp2" in text and "02_pair" not in text
     numbers = r"1 × +60,000 steps +2\.52e\+11 tokens +1\.00e\+22 FLOP +8,057\.\d\d GPU-hours +34\.0 GB"
     assert re.search(rf"01_diffusion_cpt +diffusion +{numbers}", text)

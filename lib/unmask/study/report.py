@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from unmask.config import EvaluationConfig
@@ -58,15 +60,25 @@ def added_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     The first column names the data set or source, "name/language"; of "epochs" the largest counts.
     """
-    label, totals = next(iter(rows[0])), {}
-    numbers = dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, str))
-    for row in rows:
-        name = row[label].partition("/")[0]
-        total = totals.setdefault(name, {label: name} | dict.fromkeys(numbers, 0))
-        for key in numbers:
-            both = total[key], row.get(key, 0)
-            total[key] = max(both) if key == "epochs" else sum(both)
-    return list(totals.values())
+    table = pd.DataFrame(rows).fillna(0).convert_dtypes()
+    label = table.columns[0]
+    table[label] = table[label].str.partition("/")[0]
+    how = {name: "max" if name == "epochs" else "sum" for name in table.select_dtypes("number")}
+    return table.groupby(label, sort=False, as_index=False).agg(how).to_dict("records")
+
+
+def by_dataset(curve: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The logged steps of a training by data set, all languages of one together."""
+
+    def dataset(row: Mapping[str, Any]) -> str:
+        return row["dataset"].partition("/")[0]
+
+    return {name: list(rows) for name, rows in groupby(sorted(curve, key=dataset), dataset)}
+
+
+def quoted(text: str, width: int = 90) -> str:
+    """The beginning of a text in one line, as code, for a cell of a table."""
+    return "`" + " ".join(text.replace("`", "'").split())[:width] + "`"
 
 
 def measured(
@@ -124,7 +136,8 @@ def gates_table(gates: Sequence[Gate] | Mapping[str, Sequence[Gate]]) -> str:
 
 
 def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".", short: bool = False) -> str:
-    """Claims as a Markdown table, each with a link to the notebook that tests it.
+    """Claims as a Markdown table, each with a link to the notebook that tests it; in a notebook with the note
+    that these are verdicts of one run.
 
     Args:
         claims: see `evidence.claim`; notebooks: folder of the executed notebooks, as seen from the table.
@@ -138,7 +151,8 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".", s
         row["verdict"] = f"**{mark}{claim['verdict']}**" + (f" ({why})" if why else "")
         row |= {"seeds": len(claim["seeds"]) or "–", "notebook": link(notebooks, claim["notebook"])}
         rows.append(row)
-    return markdown_table(rows)
+    alone = "Verdicts of this run alone; notebook 12 pools the seeds and corrects for the number of claims."
+    return markdown_table(rows) + (f"\n\n{alone}" if notebooks == "." else "")
 
 
 def link(notebooks: str, stage: str, text: str = "") -> str:
