@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,14 +39,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in reasons.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(autouse=True)
-def _precision_is_free() -> Iterator[None]:
-    """accelerate allows one precision per process, which is all that a training needs; tests need several."""
-    yield
-    if state := sys.modules.get("accelerate.state"):
-        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -117,7 +117,8 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
     (checkout.root / ".venv" / "bin").mkdir(parents=True)
     (checkout.root / ".venv" / "bin" / "activate").touch()
     checkout.path_with("scontrol", '[ "$1" = show ] && printf "node-a\\nnode-b\\n" || echo "$@" >> "$LOG"')
-    stopped = "trap 'kill $!; exit 75' TERM; sleep 9 & kill $PPID; wait" if status == 75 else f"exit {status}"
+    waits = "trap 'kill $!; exit 75' TERM; sleep 9 >&- 2>&- & kill $PPID; wait"
+    stopped = waits if status == 75 else f"exit {status}"
     path = checkout.path_with("unmask", f'printf "%s\\n" "$HEAD" "$@" > "$LOG.unmask"; {stopped}')
     log = checkout.root / "log"
     slurm = {"SUBMIT_DIR": str(checkout.root), "JOB_NUM_NODES": "2", "JOB_NODELIST": "node-[a-b]"}

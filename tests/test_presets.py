@@ -100,7 +100,7 @@ def test_the_stated_size_is_the_models(name, stated):
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_fits_its_machine_and_its_texts_fit_the_positions(name):
     preset = load_preset(name)
-    assert f"plan of preset {name!r}" in describe(preset, gpus=preset.parallel.num_processes)
+    assert f"plan of preset {name!r}" in describe(preset)
     texts = [getattr(preset, name) for name in ("pair", "triplet", "cde", "qwen3", "reranker", "evaluation")]
     lengths = [length for config in texts for length in (config.query_length, config.document_length)]
     prompt = PROMPT_TOKENS + preset.reranker.query_length + preset.reranker.document_length

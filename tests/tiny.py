@@ -1,5 +1,6 @@
 """Tiny models and tokenizers that the tests share; everything in milliseconds, nothing downloaded."""
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 
 from unmask.config import BackboneConfig
-from unmask.data.tokens import train_tokenizer
+from unmask.data.tokens import encode, train_tokenizer
 from unmask.models import backbone
 
 TEXTS = [
@@ -18,6 +19,17 @@ TEXTS = [
     "def close(self): return self.stream.close()",
     "東京は日本の首都です。",
 ] * 4
+
+
+def write_card(folder, configs):
+    """The README of a repository, which says where the rows of its configurations lie."""
+    parts = [{"config_name": name, "data_files": path} for name, path in configs.items()]
+    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': parts})}\n---\n# A data set\n")
+
+
+def tokenize(tokenizer, texts, max_length):
+    """Token ids of each text, without special tokens, cut to `max_length`."""
+    return list(encode(tokenizer.backend_tokenizer, texts, np.int32, max_length))
 
 
 @cache

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
             from unmask.study.plan import describe
 
             names, memory = [stage.name for stage in due], options.gpu_memory * 1e9
-            print(describe(preset, gpus=options.gpus, stages=names, gpu_memory=memory))
+            print(describe(preset, stages=names, gpu_memory=memory))
         elif due:
             from unmask.data import hub
 

@@ -316,12 +316,18 @@ class CdeConfig(PairConfig):
     """CDE: batches of look-alikes, and an encoder that reads other documents of the corpus beside a text,
     over whose own tokens it pools."""
 
+    pooling: Literal["mean"] = "mean"
     context: Whole  # context documents, shared by a batch; a training may set it to 0: a plain encoder
     sequence_dropout: Share = 0.005  # of context documents, for the null vector
     max_pairs: Whole = 0  # training pairs that are read, and so embedded and clustered; 0: all
     batch_sizes: Sizes  # of the study of batches
     cluster_sizes: Sizes  # of the study of batches, beside random ones
     context_sizes: Numbers  # context documents at inference, `context` at most
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.context < max(self.context_sizes):
+            raise ValueError(f"context_sizes go up to {max(self.context_sizes)}, context is {self.context}")
 
     @property
     def trainings(self) -> dict[str, dict[str, float]]:

@@ -21,9 +21,10 @@ from measure import Case, Step
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3Model
 
+import tiny
 from unmask.config import load_preset
 from unmask.data.sources import open_corpus
-from unmask.data.tokens import tokenize, train_tokenizer
+from unmask.data.tokens import train_tokenizer
 from unmask.losses import pair_loss
 from unmask.models.encoding import TokenSequence, mean_pool
 from unmask.store import artifacts_root
@@ -76,7 +77,7 @@ def real_lengths(
     tokenizer, table, order = docstrings()
     rows = table.select(np.resize(order, pairs))  # more pairs than there are: again from the start
     lengths = {"query": query_length, "document": document_length}
-    return tuple(tokenize(tokenizer, list(rows[name]), length) for name, length in lengths.items())
+    return tuple(tiny.tokenize(tokenizer, list(rows[name]), length) for name, length in lengths.items())
 
 
 def ours(model: nn.Module, columns: Columns, token_budget: int) -> Tensor:

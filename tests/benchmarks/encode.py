@@ -16,9 +16,9 @@ from contrastive import MIXED_LENGTH, PRESET, bidirectional, docstrings
 from measure import Case, Step
 from transformers import PreTrainedTokenizerBase
 
+import tiny
 from unmask import Embedder
 from unmask.data.mining import unit
-from unmask.data.tokens import tokenize
 
 LAYERS, TEXTS, EQUAL_LENGTH = 4, 512, 64
 PRECISIONS = ("float32", "bf16")
@@ -58,9 +58,9 @@ def mixed() -> tuple[PreTrainedTokenizerBase, list[str]]:
 def equal() -> tuple[PreTrainedTokenizerBase, list[str]]:
     """The beginnings of docstrings, cut where they have EQUAL_LENGTH tokens."""
     tokenizer, table, order = docstrings()
-    ids = tokenize(tokenizer, list(table.select(order[: 8 * TEXTS])["document"]), EQUAL_LENGTH)
+    ids = tiny.tokenize(tokenizer, list(table.select(order[: 8 * TEXTS])["document"]), EQUAL_LENGTH)
     texts = [tokenizer.decode(tokens) for tokens in ids if len(tokens) == EQUAL_LENGTH]
-    lengths = map(len, tokenize(tokenizer, texts, MIXED_LENGTH))  # a text that is cut may read otherwise
+    lengths = map(len, tiny.tokenize(tokenizer, texts, MIXED_LENGTH))  # a text that is cut may read otherwise
     return tokenizer, [text for text, length in zip(texts, lengths) if length == EQUAL_LENGTH][:TEXTS]
 
 

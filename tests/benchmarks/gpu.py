@@ -17,6 +17,7 @@ import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import tiny
 from unmask.config import Preset, load_preset, resolved
 from unmask.data.tokenized import TokenDocument, TokenPairs
-from unmask.study.plan import PEAK, memory_bytes, parameters
+from unmask.study.plan import PEAK, forward, memory_bytes, parameters
 from unmask.training.loop import train
 from unmask.training.stages import Contextual, Diffusion, Pair, Stage
 
@@ -61,17 +62,15 @@ def work_of(preset: Preset, name: str, mixed: bool = False) -> tuple[Stage, list
         TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
         for _ in range(n)
     ]
-    stage = Contextual(asked, data={"random": tiny.Distinct(documents)}, separator_id=0)
+    stage = Contextual(asked, data={"random": tiny.Distinct(documents)}, stored=SimpleNamespace(end=0))
     return stage, [(n, config.query_length), (n, config.document_length)]
 
 
 def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
     """What the mathematics of one step needs; the formula stands at the top of this file."""
-    shape, (total, body) = preset.backbone, parameters(preset)
-    attention = 4 * shape.layers * shape.heads * shape.head_size
-    needed = sum(3 * number * length * (2 * body + attention * length) for number, length in texts)
+    needed, (total, body) = 3 * forward(preset, texts), parameters(preset)
     if name == "diffusion":
-        paid = sum(number * length for number, length in texts) * (1 + preset.diffusion.t_min) / 2
+        paid = sum(number * length for number, length in texts) * preset.diffusion.masked_share
         needed += 6 * paid * (total - body)
     return needed
 

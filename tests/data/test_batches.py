@@ -34,14 +34,6 @@ def plan(**options):
     return BatchPlan(keys, **{"batch": 8, "steps": 400, "seed": 3} | options)
 
 
-def test_a_step_is_a_function_of_seed_and_step():
-    one, two = plan(), plan()
-    for step in (399, 0, 17):
-        assert one(step)[0] == two(step)[0]
-        np.testing.assert_array_equal(one(step)[1], two(step)[1])
-    assert any(one(s)[0] != plan(seed=4)(s)[0] for s in range(50))
-
-
 def test_data_sets_are_drawn_by_their_size_and_an_epoch_shows_every_row_at_most_once():
     names, rows = zip(*map(plan(), range(400)), strict=True)
     assert abs(names.count("small") / 400 - 0.1) < 0.04

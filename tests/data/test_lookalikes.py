@@ -13,7 +13,7 @@ from unmask.data import mining
 from unmask.data.batches import BatchPlan, Packing
 from unmask.data.mining import Neighbours, Surrogate, clusters, negative_similarity, neighbours, unit
 from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
-from unmask.data.tokens import StoredTokenizer, tokenize
+from unmask.data.tokens import StoredTokenizer
 
 CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2)
 
@@ -122,7 +122,7 @@ class Letters:
 
 
 def tokens(texts):
-    ids = tokenize(tiny.tokenizer(), texts, 99)
+    ids = tiny.tokenize(tiny.tokenizer(), texts, 99)
     return Ragged(np.concatenate(ids), np.cumsum([*map(len, ids)]))
 
 
@@ -140,6 +140,8 @@ def test_every_distinct_text_is_embedded_once_and_kept(stored):
     for x_ND, texts in zip(own.points(range(3)), (queries, documents), strict=True):
         np.testing.assert_allclose(x_ND, unit(Letters().encode(texts)), atol=1e-3)
     # For clusters nothing is embedded anew.
+    with pytest.raises(pytest.fail.Exception):
+        find(data, stored, Surrogate("others", lambda: pytest.fail("loaded")))
     again = find(data, stored, Surrogate("letters", lambda: pytest.fail("loaded again")), cluster_size=2)
     np.testing.assert_array_equal(again.vectors_UD, own.vectors_UD)
     assert own.packing is None

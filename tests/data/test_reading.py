@@ -11,8 +11,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from tiny_sources import PAIR_COLUMNS, own, write_as, write_card
+from tiny_sources import PAIR_COLUMNS, own, write_as
 
+import tiny
 from fake_hub import fake_hub
 from unmask.data import reading
 from unmask.data.reading import data_files, identity, read, units
@@ -146,7 +147,7 @@ def mirror(tmp_path, monkeypatch):
     folder = tmp_path / "mirror" / "org" / "name"
     for config, part in product(("deu", "fra"), range(2)):
         write_as(folder / config / f"train-{part}.parquet", [{"text": f"{config} {part}"}])
-    write_card(folder, {config: f"{config}/train-*.parquet" for config in ("ces", "deu", "fra")})
+    tiny.write_card(folder, {config: f"{config}/train-*.parquet" for config in ("ces", "deu", "fra")})
     return folder
 
 

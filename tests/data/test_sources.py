@@ -9,8 +9,9 @@ from unittest.mock import Mock
 import pytest
 from datasets import Dataset
 from test_environment import make_config, make_packages
-from tiny_sources import PAIR_COLUMNS, own, write_as, write_card
+from tiny_sources import PAIR_COLUMNS, own, write_as
 
+import tiny
 from unmask.data import reading, sources
 from unmask.data.corpus import SCHEMAS, SPLITS
 from unmask.data.registry import Source, split_of
@@ -87,6 +88,8 @@ def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):
     assert second.identity("documents", "manuals") == first.identity("documents", "manuals")
     assert second.identity("pairs", "questions") != first.identity("pairs", "questions")
     assert len(first.pairs("train")) > len(second.pairs("train"))
+    change(config, "{text: body}", "{text: body}, share: 100")
+    assert open_corpus(config).hash != second.hash
 
 
 def test_an_optional_source_joins_once_it_is_there(config):
@@ -220,7 +223,7 @@ def test_chunks_and_queries_of_two_configurations_are_joined(tmp_path, monkeypat
     asked = {"q1": "a_b_1", "q2": "a_b_2", "q3": "c_0", "q4": "c_7", "q5": "e_0"}
     write_as(folder / "chunks.jsonl", [{"chunk_id": name, "chunk": text} for name, text in names.items()])
     write_as(folder / "queries.jsonl", [{"query": query, "chunk_id": name} for query, name in asked.items()])
-    write_card(folder, {"documents": "chunks.jsonl", "queries": "queries.jsonl"})
+    tiny.write_card(folder, {"documents": "chunks.jsonl", "queries": "queries.jsonl"})
     values = {"repo": "org/name", "config": "documents", "queries_config": "queries", "columns": JOINED}
     source = Source("mine", "mirror", "documents", "eng", "", **values)
     card, stored = tables(source, tmp_path / "out")

@@ -15,7 +15,7 @@ from tiny_sources import own, write_as
 import tiny
 from unmask.data import tokenized
 from unmask.data.tokenized import build, open_blocks, single_chunks, token_documents, token_pairs
-from unmask.data.tokens import StoredTokenizer, pack, tokenize
+from unmask.data.tokens import StoredTokenizer, pack
 from unmask.study.report import paper_table
 
 UNITS = list(range(1, 21))
@@ -123,7 +123,7 @@ def stored(_artifacts):
 
 
 def tokens(texts, length=12):
-    return [ids.tolist() for ids in tokenize(tiny.tokenizer(), texts, length)]
+    return [ids.tolist() for ids in tiny.tokenize(tiny.tokenizer(), texts, length)]
 
 
 def lists(arrays):

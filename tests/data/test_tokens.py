@@ -7,8 +7,9 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+import tiny
 from unmask.data import tokens
-from unmask.data.tokens import MASK, SPECIAL_TOKENS, encode, special_tokens_around, tokenize
+from unmask.data.tokens import MASK, SPECIAL_TOKENS, encode, special_tokens_around
 
 TEXTS = [
     "Returns the sum of two numbers, it's 1,234.5 or so.\n\n    def add(a, b):\n        return a + b",
@@ -28,7 +29,7 @@ def tokenizer(tmp_path_factory):
 
 
 def test_round_trip(tokenizer):
-    for text, ids in zip(TEXTS, tokenize(tokenizer, TEXTS, 1_000)):
+    for text, ids in zip(TEXTS, tiny.tokenize(tokenizer, TEXTS, 1_000)):
         assert ids.dtype == np.int32
         assert tokenizer.decode(ids) == text
         assert tokenizer(text)["input_ids"] == ids.tolist()  # and nothing is added to an encoding
@@ -52,7 +53,7 @@ def test_special_tokens_around_a_text(tokenizer):
 
 
 def test_pack(tokenizer):
-    ids = tokenize(tokenizer, TEXTS, 1_000)
+    ids = tiny.tokenize(tokenizer, TEXTS, 1_000)
     stream = np.concatenate([part for array in ids for part in (array, [0])])
     blocks = tokens.pack(tokenizer, TEXTS, 16)
     assert blocks.dtype == np.int32 and blocks.shape == (len(stream) // 16, 16)

@@ -36,9 +36,3 @@ def write_as(path, rows):
             data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
             path.write_bytes(gzip.compress(data, 1) if suffix == ".gz" else data)
     return path
-
-
-def write_card(folder, configs):
-    """The README of a repository, which says where the rows of its configurations lie."""
-    parts = [{"config_name": name, "data_files": path} for name, path in configs.items()]
-    (folder / "README.md").write_text(f"---\n{json.dumps({'configs': parts})}\n---\n# A data set\n")

@@ -9,7 +9,6 @@ from tokenizers import normalizers, processors
 
 import tiny
 from unmask import Embedder
-from unmask.data.tokens import tokenize
 from unmask.models import backbone
 from unmask.models import embedder as module
 from unmask.models.embedder import PRECISIONS
@@ -161,7 +160,7 @@ def test_a_document_beyond_the_window_has_the_vectors_of_the_windows_with_most_c
 ):
     """Against one forward pass per window in float64, and windows and contexts counted one by one."""
     chunks = [TEXTS[i] for i in np.random.default_rng(0).integers(0, len(TEXTS), 40)]
-    ids = [chunk.tolist() for chunk in tokenize(tiny.tokenizer(), chunks, 20)]
+    ids = [chunk.tolist() for chunk in tiny.tokenize(tiny.tokenizer(), chunks, 20)]
     monkeypatch.setattr(embedder, "window", window)
     monkeypatch.setattr(module, "OVERLAP", overlap)
     found = embedder.encode_documents([["a"], chunks, ["b", "c"]], "float32", chunk_length=20)
@@ -218,7 +217,7 @@ def test_a_chunk_longer_than_the_window_is_refused_with_the_remedy(embedder):
 
 def test_the_mean_of_the_token_vectors_is_the_vector(embedder):
     tokens = embedder.encode_tokens(TEXTS)
-    assert [len(part) for part in tokens] == [len(ids) for ids in tokenize(tiny.tokenizer(), TEXTS, 256)]
+    assert [len(part) for part in tokens] == [len(ids) for ids in tiny.tokenize(tiny.tokenizer(), TEXTS, 256)]
     np.testing.assert_allclose([part.mean(0) for part in tokens], embedder.encode(TEXTS, "float32"), **CLOSE)
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=9)
     found = embedder.encode_document_tokens(DOCUMENTS, chunk_length=9)

@@ -84,9 +84,8 @@ def expected_of(chunks):
     return naive(model, [tokenizer(chunk, add_special_tokens=False)["input_ids"] for chunk in chunks])
 
 
-@pytest.mark.parametrize("contextual", [False, True])
-def test_a_released_pplx_embed_checkpoint_loads_into_the_stock_class(tmp_path, contextual, monkeypatch):
-    path = tiny_foreign.released(tmp_path / "perplexity" / "pplx-embed", contextual=contextual)
+def test_a_released_pplx_embed_checkpoint_loads_into_the_stock_class(tmp_path, monkeypatch):
+    path = tiny_foreign.released(tmp_path / "perplexity" / "pplx-embed")
     assert len(list(path.glob("*.safetensors"))) > 1
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
     embedder = Embedder.from_pretrained("perplexity/pplx-embed", device="cpu")
@@ -124,6 +123,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
     (path / "unmask.json").write_text("{")
     with pytest.raises(ValueError, match=r"unmask\.json is broken"):
         load(path)
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: None)
     with pytest.raises(ValueError, match=r"n holds .*, which would be lost: name another folder"):
         export_onnx(Embedder(tiny.model(), tiny.tokenizer(), device="cpu"), path)
     assert (path / "model.safetensors").is_file()
@@ -194,7 +194,7 @@ def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, monkeypatc
     np.testing.assert_allclose(theirs.encode(QUERIES, prompt_name="query"), expected, atol=1e-5)
 
 
-EXPORTED = [("qwen3", {}), ("llama", {}), ("olmo2", {}), ("qwen3", {"pooling": "last", "normalize": True})]
+EXPORTED = [("llama", {}), ("qwen3", {"pooling": "last", "normalize": True})]
 
 
 def run_onnx(path, texts):

@@ -90,3 +90,40 @@ def test_an_interrupted_job_goes_on_and_another_does_not(embedder, model, tmp_pa
     assert seen == (TEXTS[14:] if precision == "int8" else TEXTS)
     np.testing.assert_allclose(np.load(output), real(embedder, TEXTS, precision), atol=1e-5)
     assert {path.name for path in tmp_path.iterdir()} == {"texts.txt", "out.npy"}
+
+
+# --- the machines of a Ray cluster
+
+
+DOCUMENTS = [TEXTS[i : i + 1 + i % 3] for i in range(len(TEXTS))]
+TABLE = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray", reason="no Ray here: install unmask[ray]")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # 15 by default: beside other tests they would starve
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_two_workers_of_ray_give_what_encode_gives(cluster, embedder, model, tmp_path):
+    dataset = cluster.data.from_arrow([TABLE.slice(0, 31), TABLE.slice(31)])
+    how = {"batch_size": 7, "batch_format": "pyarrow", "concurrency": 2, "num_cpus": 0.5}
+    arguments = {"fn_constructor_args": (str(model),), "fn_kwargs": {"dimensions": 16}}
+    dataset.map_batches(jobs.Worker, **arguments, **how).write_parquet(str(tmp_path / "out"))
+    found = pq.read_table(tmp_path / "out").sort_by("id")
+    assert found["id"].to_pylist() == list(range(len(TEXTS))) and found["text"].to_pylist() == TEXTS
+    assert found.schema.field("embedding").type == pa.list_(pa.int8(), 16)
+    rows = np.array(found["embedding"].to_pylist())  # of other batches: a code may differ by one
+    assert abs(rows - embedder.encode(TEXTS, dimensions=16)).max() <= 1
+
+
+def test_a_worker_embeds_the_chunks_of_documents_in_their_context(embedder, model):
+    found = jobs.Worker(model, "chunks")(TABLE, precision="float32", chunk_length=6)
+    expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
+    for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-5)

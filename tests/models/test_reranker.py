@@ -40,7 +40,7 @@ def naive(one, prompt_ids):
     """The score from all logits of transformers' own model, of one prompt that is not padded."""
     with torch.inference_mode():
         logits_V = one.model(torch.tensor([prompt_ids])).logits[0, -1].double()
-    yes, no = answers(one.tokenizer.backend_tokenizer)
+    yes, no = (ids(one, word)[0] for word in ("yes", "no"))
     return float(logits_V[yes].exp() / (logits_V[yes].exp() + logits_V[no].exp()))
 
 

@@ -79,23 +79,25 @@ def sentence_transformers(source, folder, pooling="mean", *, normalize=False):
     return folder
 
 
-def released(folder, *, contextual=False):
+def released(folder):
     """A tiny checkpoint laid out as the released pplx-embed ones, in shards, with code that must not run."""
     model = tiny.model()
     model.save_pretrained(folder, max_shard_size="50KB")
     tiny.tokenizer().save_pretrained(folder)
     tokenizer = {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False, "add_bos_token": False}
     edit(folder / "tokenizer_config.json", **tokenizer)
-    kind = "PPLXQwen3ContextualModel" if contextual else "PPLXQwen3Model"
     own = ("is_causal", "mask_token_id", "rope_parameters", "dtype", "transformers_version")
     config = {key: value for key, value in model.config.to_dict().items() if key not in own}
-    config |= {"model_type": "bidirectional_pplx_qwen3", "architectures": [kind], "torch_dtype": "float32"}
-    config |= {"use_bidirectional_attention": True, "tie_word_embeddings": True}
+    config |= {
+        "model_type": "bidirectional_pplx_qwen3",
+        "architectures": ["PPLXQwen3Model"],
+        "torch_dtype": "float32",
+    }
+    config |= {"torch_dtype": "float32", "use_bidirectional_attention": True, "tie_word_embeddings": True}
     config |= {"rope_theta": 1_000_000, "rope_scaling": None}
-    code = {"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": f"modeling.{kind}"}
+    code = {"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": "modeling.PPLXQwen3Model"}
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": code}))
     for name in ("configuration.py", "modeling.py", "st_quantize.py"):
         (folder / name).write_text("raise RuntimeError('code of a checkpoint was run')\n")
-    if not contextual:
-        write_modules(folder, OWN | {"st_quantize.FlexibleQuantizer": "2_Quantizer"})
+    write_modules(folder, OWN | {"st_quantize.FlexibleQuantizer": "2_Quantizer"})
     return folder

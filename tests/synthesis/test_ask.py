@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ import tiny
 from unmask.synthesis import prompts, synthesize_documents, synthesize_pairs
 from unmask.synthesis.ask import EndpointError
 from unmask.synthesis.prompts import estimate, plan_documents, plan_pairs, sample
+from waiting import wait_for
 
 PASSAGES = [passage(number) for number in range(24)]
 DOCUMENTS = [[passage(100 * d + c) for c in range(6)] for d in range(5)]
@@ -156,14 +156,10 @@ def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
     with ChatServer(delay=0.05) as server:
         child = multiprocessing.get_context("spawn").Process(target=many_pairs, args=(server.url, tmp_path))
         child.start()
-        end = time.monotonic() + 60
-        while server.answered < 20:
-            assert child.is_alive() and time.monotonic() < end
-            time.sleep(0.01)
+        wait_for(lambda: server.answered >= 20, 60)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        while server.current:
-            time.sleep(0.01)
+        wait_for(lambda: not server.current)
         journal = tmp_path / "pairs.journal"
         kept = len(lines(journal))
         assert 20 - 4 <= kept < 120

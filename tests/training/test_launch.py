@@ -25,7 +25,7 @@ OVERRIDES = {"pair.steps": 60, "pair.batch": 8, "pair.checkpoint_every": 5, "pai
 # At a low rate: rounding to INT8 amplifies what two processes round otherwise.
 TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-4}
 
-STOPPED = (OVERRIDES, 1, signal.SIGKILL), (OVERRIDES, 1, signal.SIGTERM), (TWO, 3, signal.SIGTERM)
+STOPPED = (OVERRIDES, 1, signal.SIGKILL), (TWO, 3, signal.SIGTERM)
 
 
 def opened(overrides=OVERRIDES, **changes):
@@ -172,6 +172,10 @@ def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, m
     # A finished model of accepted code is not trained again; with other values it is, beside the other one.
     shutil.rmtree(folder / "checkpoints")
     write_atomic(folder / "model" / "unmask.json", json.dumps({"fingerprint": began[0]["fingerprint"]}))
+    code.write_text("rate = 3\n")
+    monkeypatch.setenv("UNMASK_ACCEPT_CODE", "1")
+    launch(opened(), "pair", {"start": start})
+    monkeypatch.delenv("UNMASK_ACCEPT_CODE")
     launch(opened(), "pair", {"start": start})
     assert len(began) == 4
     launch(other, "pair", {"start": start})

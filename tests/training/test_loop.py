@@ -36,8 +36,10 @@ def assert_same(one, two, folders):
     assert first == second and [row["step"] for row in first] == list(range(8))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", tiny_stages.STAGES)
+RESUMED = [(name, "fp32") for name in tiny_stages.STAGES] + [("diffusion", "bf16"), ("pair", "bf16")]
+
+
+@pytest.mark.parametrize(("name", "precision"), RESUMED)
 def test_resumed_equals_uninterrupted(tmp_path, name, precision):
     whole = fit(tmp_path / "whole", name, precision=precision)
     # Stopped between two checkpoints, then at a step whose checkpoint is not yet written, then left alone.
@@ -49,6 +51,22 @@ def test_resumed_equals_uninterrupted(tmp_path, name, precision):
     assert seen[0] == {"total": 8, "done": 4}
     assert [row["step"] for row in seen[1:]] == [4, 5, 6, 7]
     assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
+
+
+def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tmp_path):
+    changes = {"steps": 4, "clip": 0.5, "beta1": 0.8, "weight_decay": 0.3, "gradient_checkpointing": True}
+    found = fit(tmp_path, **changes)
+    stage, model = tiny_stages.stage("pair", **changes), tiny_stages.model("pair").train()
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.3), betas=(0.8, stage.config.beta2))
+    for number, factor in enumerate((0.5, 1, 1, 0.5)):  # warm-up of two steps, then the cosine
+        tiny_stages.step(stage, model, stage.batch(number), number)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = factor * stage.config.lr
+        optimizer.step()
+    assert found.is_gradient_checkpointing
+    for one, two in zip(found.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, two)
 
 
 def test_another_training_is_not_continued_and_its_checkpoints_stay(tmp_path):

@@ -10,7 +10,7 @@ import tiny
 import tiny_corpus
 from unmask import Embedder
 from unmask.data.tokenized import TokenPairs
-from unmask.data.tokens import END_OF_TEXT, tokenize
+from unmask.data.tokens import END_OF_TEXT
 from unmask.losses import qwen3_loss
 from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS, instructed
@@ -67,8 +67,8 @@ def test_both_phases_train_and_leave_an_embedder_with_instructions(job, tmp_path
     assert backbone.facts(full)["prompts"]["query"] == instructed(INSTRUCTIONS["english"], "")
     # What was read: the instruction, the query and the end, counted once.
     texts = [instructed(INSTRUCTIONS["english"], row["query"]) for row in tiny_corpus.PAIRS]
-    queries = [min(len(ids) + 1, 90) for ids in tokenize(tiny.tokenizer(), texts, 999)]
-    documents = tokenize(tiny.tokenizer(), [row["document"] for row in tiny_corpus.PAIRS], 999)
+    queries = [min(len(ids) + 1, 90) for ids in tiny.tokenize(tiny.tokenizer(), texts, 999)]
+    documents = tiny.tokenize(tiny.tokenizer(), [row["document"] for row in tiny_corpus.PAIRS], 999)
     tokens = sum(queries) + sum(min(len(ids) + 1, 9) for ids in documents)
     assert data_report(weak)[0]["tokens"] == tokens
     assert embedder.around[1].tolist() == [embedder.tokenizer.convert_tokens_to_ids(END_OF_TEXT)]

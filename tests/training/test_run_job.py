@@ -87,6 +87,11 @@ def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
     assert not Embedder.from_pretrained(by_mean).special_tokens
 
 
+def test_a_stage_knows_its_tokenizers_special_tokens(start, tmp_path):
+    assert stage_of(job("diffusion", start, tmp_path)).mask_token_id == tiny_stages.MASK_ID
+    assert stage_of(job("contextual", start, tmp_path)).stored.end == tiny.tokenizer().eos_token_id
+
+
 def test_a_training_takes_the_place_of_an_earlier_one_whatever_files_that_had(start, tmp_path):
     path = run_job(job("pair", start, tmp_path), quiet)
     before = sorted(file.name for file in path.iterdir())
@@ -108,11 +113,16 @@ DIFFERENT = [
     ({"groups": ["code"]}, {"groups"}),
     ({"surrogate": "org/model"}, set()),  # not asked
     ({"changes": {"cluster_size": 8}}, {"pair.cluster_size", "surrogate", "clusters"}),
+    ({"start": "org/other"}, {"start"}),
+    ({"negatives": "none.parquet"}, {"negatives"}),
+    ({"milestones": [3]}, {"milestones"}),
+    ({"bidirectional": True}, {"bidirectional"}),
 ]
 
 
 @pytest.mark.parametrize(("more", "names"), DIFFERENT)
 def test_what_differs_between_two_jobs_is_named(start, tmp_path, more, names):
     base = {"surrogate": str(start)}
-    one, two = (job_identity(job("pair", start, tmp_path, **base | changed)) for changed in ({}, more))
+    stage = "triplet" if "negatives" in more else "pair"
+    one, two = (job_identity(job(stage, start, tmp_path, **base) | changed) for changed in ({}, more))
     assert {name for name in one | two if one.get(name) != two.get(name)} == names

@@ -84,18 +84,25 @@ def test_low_t_drawn_more_often_is_the_same_loss_in_expectation_with_equal_weigh
         counts_B = noised.masked_BL.double().sum(1)
         return counts_B * (1 + counts_B / 64) / noised.divisor_B.double() / 64
 
-    bounds = {"count": 20_000, "t_min": 0.05, "cut_fraction": 0.0}
+    bounds = {"count": 20_000, "t_min": 0.05, "t_max": 0.9, "cut_fraction": 0.0}
     (_, plain), (_, drawn) = forward_process(**bounds), forward_process(**bounds, log_uniform=True)
     assert drawn.divisor_B.unique().numel() == 1
     assert float(drawn.masked_BL.double().mean()) == pytest.approx(float(drawn.divisor_B[0]), abs=0.01)
     assert float(loss_B(drawn).mean()) == pytest.approx(float(loss_B(plain).mean()), rel=0.02)
 
 
+def test_a_stage_follows_its_curriculum():
+    stage = tiny_stages.stage("pair", steps=40, curriculum=(0.5, 0.0, 0.5))
+    stage.asked["groups"], stage.groups = None, lambda: {"one": "english", "two": "code"}
+    names = [stage.plan(step)[0] for step in range(40)]
+    assert set(names[:20]) == {"one"} and "two" in names[20:]
+
+
 def test_one_t_is_drawn_from_each_part_of_its_interval():
     """So a batch covers it evenly, in no order, and over many steps each sequence meets every part."""
-    tokens, settings = np.full((8, 2), 5, np.int32), tiny_stages.config("diffusion", t_min=0.2)
+    tokens, settings = np.full((8, 2), 5, np.int32), tiny_stages.config("diffusion", t_min=0.2, t_max=0.8)
     t_SB = np.stack([noise(tokens, settings, np.random.default_rng(s)).divisor_B for s in range(4000)])
-    part_SB = ((t_SB - 0.2) / 0.8 * 8).astype(int)
+    part_SB = ((t_SB - 0.2) / 0.6 * 8).astype(int)
     assert (np.sort(part_SB) == np.arange(8)).all()
     assert all(abs(np.bincount(part_S) - 500).max() < 100 for part_S in part_SB.T)  # standard deviation 21
 
@@ -110,13 +117,14 @@ def test_a_share_of_the_sequences_is_cut_and_nothing_is_masked_beyond():
     assert lengths[lengths < 64].double().mean() == pytest.approx(32.5, abs=4)
 
 
-@pytest.mark.parametrize("quantize", [True, False])
-def test_a_pair_step_compares_codes_or_means_as_configured(quantize):
-    stage, model = tiny_stages.stage("pair", quantize=quantize), tiny_stages.model("pair")
-    config, batch = stage.config, stage.batch(0)
+@pytest.mark.parametrize(("quantize", "query_query"), [(True, True), (False, True), (True, False)])
+def test_a_pair_step_computes_what_is_configured(quantize, query_query):
+    options = {"temperature": 0.05, "margin": 0.03, "query_query": query_query}
+    stage, model = tiny_stages.stage("pair", quantize=quantize, **options), tiny_stages.model("pair")
+    batch = stage.batch(0)
     rows_RD = encode_rows(model, batch.sequences)
     rows_RD = int8(rows_RD) if quantize else rows_RD
-    loss = pair_loss(rows_RD[:4], rows_RD[4:], temperature=config.temperature, margin=config.margin)
+    loss = pair_loss(rows_RD[:4], rows_RD[4:], **options)
     assert_same(step(stage, model, batch), backpropagated(loss, model))
 
 

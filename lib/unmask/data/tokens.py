@@ -59,11 +59,6 @@ def train_tokenizer(
     return fast
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[np.ndarray]:
-    """Token ids (int32) of each text, without special tokens, cut to `max_length`."""
-    return list(encode(tokenizer.backend_tokenizer, texts, np.int32, max_length))
-
-
 def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
     """The ids that the tokenizer's post-processor puts before and after a text, such as [CLS] and [SEP]."""
     encoding = tokenizer.backend_tokenizer.encode("a")

@@ -164,5 +164,5 @@ def _supported(model: nn.Module) -> bool:
         and bool(getattr(config, "rope_parameters", None))  # positions are counted anew in each sequence
         and getattr(config, "sliding_window", None) is None
         and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-        and not config.attention_dropout
+        and not any(getattr(config, f"attention_{name}", 0) for name in ("dropout", "probs_dropout_prob"))
     )

@@ -94,10 +94,6 @@ class ContextualEncoder(nn.Module):
                 )
         self.first, self.second, self.context = first, SecondStage(second, context), context
 
-    @property
-    def config(self) -> PreTrainedConfig:
-        return self.second.config
-
 
 def build(path: str | Path, *, context: int) -> ContextualEncoder:
     """A contextual encoder whose stages both start from one checkpoint (CDE, section 5).

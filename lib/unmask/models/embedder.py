@@ -143,8 +143,8 @@ class Embedder:
     def close(self) -> None:
         """Gives back the memory of the model, which is of no use any more: on a GPU another one, or a
         training, may need it."""
-        del self.model
-        vars(self).pop("_replicas", None)
+        for name in ("model", "encoder", "_replicas"):
+            vars(self).pop(name, None)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -106,12 +106,12 @@ def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerB
             "Transformer and Pooling, and Normalize after them, without do_lower_case"
         )
     pooling = read_json(folder / modules[1]["path"] / "config.json")
-    older = [key.split("_")[2] for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
+    older = [key[13:] for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
     modes = pooling.get("pooling_mode", older)
-    if modes not in ("mean", ["mean"], "lasttoken", ["lasttoken"]):
+    if modes not in ("mean", ["mean"], ["mean_tokens"], "lasttoken", ["lasttoken"]):
         raise ValueError(f"{folder}: pooling {modes} is not supported: only mean and lasttoken")
     return {
-        "pooling": "mean" if "mean" in modes else "last",
+        "pooling": "last" if "lasttoken" in modes else "mean",
         "max_length": settings.get("max_seq_length") or tokenizer.model_max_length,
         "special_tokens": True,
         "normalize": names[-1] == "Normalize",
@@ -193,6 +193,8 @@ def export_onnx(embedder: "Embedder", path: str | Path) -> Path:
     - `int8` (B, D) int8: the codes ⌊127 · tanh(mean) + 1/2⌋, as from `Embedder.encode`.
 
     Binary embeddings are the signs of `sentence_embedding`. The extra `onnx` has to be installed.
+
+    On a GPU, of an embedder that was loaded with `mixed_precision=False`.
 
     Source: pplx-embed, section 2.2.
     """

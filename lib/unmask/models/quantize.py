@@ -51,7 +51,7 @@ def binary(mean_BD: Tensor) -> Tensor:
     return torch.where(mean_BD >= 0, 1, -1).to(mean_BD.dtype)
 
 
-def pack_binary(mean_BD: Tensor | np.ndarray) -> np.ndarray:
+def pack_binary(mean_BD: Tensor) -> np.ndarray:
     """Binary embeddings as bits, eight to a byte, the first dimension in the most significant bit.
 
     Args:
@@ -73,8 +73,7 @@ def pack_binary(mean_BD: Tensor | np.ndarray) -> np.ndarray:
             f"Only a multiple of 8 dimensions packs into whole bytes; got {mean_BD.shape[-1]}; "
             "cut the embeddings first."
         )
-    positive_BD = mean_BD >= 0
-    return np.packbits(positive_BD.cpu().numpy() if isinstance(positive_BD, Tensor) else positive_BD, axis=-1)
+    return np.packbits((mean_BD >= 0).numpy(force=True), axis=-1)
 
 
 def bytes_per_embedding(dimensions: int, precision: str) -> int:

@@ -24,6 +24,8 @@ from typing import Any
 
 import psutil
 import torch
+from filelock import FileLock
+from joblib import cpu_count
 from tqdm import tqdm
 
 from unmask.children import bound, die_with, ended_together
@@ -80,11 +82,17 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
         trainings: name → stage and job, each as for `launch`.
     Returns: name → directory of the finished checkpoint.
     Raises:
+        filelock.Timeout: another kernel trains in the notebook's folder.
         RuntimeError: a training failed; the message carries its name, its error and the path of its log. What
             finished before it stays, what comes after it was not started. Or checkpoints of an interrupted
             training lie where another one is to be; the message says in what they differ.
         TrainingStopped: one was told to stop; the next call goes on.
     """
+    with FileLock(run.artifacts() / "another-kernel-trains-here.lock", timeout=0):  # so says the error
+        return _launch_all(run, trainings)
+
+
+def _launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Path]:
     due, models = {}, {}
     for name, (stage, job) in trainings.items():
         folder = run.artifacts() / name
@@ -96,6 +104,8 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
         models[name] = folder / "model"
         if (made := facts(models[name]).get("fingerprint")) == asked["fingerprint"]:
             finish(folder)  # a kill may have come in between
+            known = read_json(folder / "job.json") | {"accepted": asked["accepted"]}
+            write_atomic(folder / "job.json", json.dumps(known, indent=1))
             print(f"{run.stage}/{name}: already trained")
             continue
         stage = stage_of(asked)
@@ -193,7 +203,7 @@ def _command(jobs: Sequence[Path], parallel: ParallelConfig) -> list[str]:
 def _threads(parallel: ParallelConfig) -> dict[str, str]:
     """This machine's processes share its cores."""
     here = parallel.per_machine
-    cores = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+    cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
     return {"OMP_NUM_THREADS": str(max(1, cores // here))} if here > 1 else {}
 
 

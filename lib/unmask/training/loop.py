@@ -35,7 +35,9 @@ STAGES: dict[str, type[Stage]] = {
 }  # fmt: skip
 LIBRARY = Path(__file__).parents[1]
 CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
-COMPUTING = {"keep_tokens", *(field.name for field in fields(ComputeConfig))}  # and not what comes of it
+# Keys that change no training: how it is computed, and what notebooks alone read.
+APART = {"keep_tokens", "batch_sizes", "cluster_sizes", "context_sizes", "weak_steps", "weak_lr", "scratch"}
+APART |= {"checkpoints", "candidates", "max_queries", *(field.name for field in fields(ComputeConfig))}
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
 STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
@@ -107,7 +109,7 @@ def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
     if "start" not in asked:
         sections["backbone"] = resolved(stage.preset.backbone)
     return {
-        **{f"{name}.{key}": one[key] for name, one in sections.items() for key in one.keys() - COMPUTING},
+        **{f"{name}.{key}": one[key] for name, one in sections.items() for key in one.keys() - APART},
         "backbone.mask_token": stage.preset.backbone.mask_token,
         **{key: asked.get(key) for key in ("stage", "groups", "milestones", "bidirectional")},
         **{key: identity(Path(asked[key])) for key in ("start", "tokenizer") if key in asked},
@@ -207,7 +209,6 @@ def _prepared(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """What is run forward, on all processes, and the optimiser."""
     config = stage.config
-    torch.manual_seed(config.seed)
     if config.gradient_checkpointing:
         backbone.checkpoint_activations(model)
     if processes.half and processes.device.type == "cpu":
@@ -241,7 +242,8 @@ def finish(folder: Path) -> None:
     """Removes what the training whose model lies in a folder needs no more. Another one's checkpoints stay:
     somebody paid for them."""
     checkpoint.remove_checkpoints(folder / "checkpoints", backbone.facts(folder / "model").get("fingerprint"))
-    shutil.rmtree(folder / "torchrun", ignore_errors=True)
+    for name in ("torchrun", "cache"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def lr_factor(config: TrainConfig, step: int) -> float:

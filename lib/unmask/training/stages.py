@@ -33,7 +33,7 @@ from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sampl
 from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
-from unmask.data.tokens import StoredTokenizer, end_token
+from unmask.data.tokens import StoredTokenizer
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
@@ -135,8 +135,9 @@ class Stage:
         tables = {name: self.corpus.pairs("train", name) for name in self.groups()}
         for name, rows in (sample(tables, most, seed) if most else tables).items():
             identity = self.corpus.identity("pairs", name)
-            part = f"/{len(rows)}/{seed}" if len(rows) < len(tables[name]) else ""
-            data[name] = self._tokenised(name, rows, identity + part)
+            # One draw over all tables.
+            drawn = f"/{fingerprint(most, seed, [*map(len, tables.values())])}" if most else ""
+            data[name] = self._tokenised(name, rows, identity + drawn)
         return data
 
     def triplets(self) -> dict[str, TokenPairs]:
@@ -147,9 +148,9 @@ class Stage:
             sources[name] = corpus.triplets("train", name), corpus.identity("triplets", name)
         if path := self.asked.get("negatives"):
             rows = Dataset.from_parquet(path, cache_dir=str(Path(self.asked["folder"]) / "cache"))
-            names = np.asarray(rows["dataset"])
+            names, file = np.asarray(rows["dataset"]), identity(Path(path))
             for name in np.unique(names):
-                sources[str(name)] = rows.select(np.flatnonzero(names == name)), identity(Path(path))
+                sources[str(name)] = rows.select(np.flatnonzero(names == name)), file
         for name, (rows, file) in sources.items():
             parts = rows.select_columns("negatives").with_format("arrow").iter(10_000)
             count_N = np.concatenate([pc.list_value_length(part["negatives"]) for part in parts])
@@ -469,10 +470,6 @@ class Contextual(Contrastive):
     """
 
     @cached_property
-    def separator_id(self) -> int:
-        return self.tokenizer.convert_tokens_to_ids(end_token(self.tokenizer))
-
-    @cached_property
     def data(self) -> dict[str, TokenDocuments]:
         corpus, config, data = self.corpus, self.config, {}
         for name in corpus.datasets("documents", "train"):
@@ -492,7 +489,7 @@ class Contextual(Contrastive):
     def batch(self, step: int) -> Batch:
         name, rows = self.plan(step)
         layout = contextual_batch(
-            [self.data[name][i] for i in rows], separator_id=self.separator_id,
+            [self.data[name][i] for i in rows], separator_id=self.stored.end,
             queries_per_document=self.config.queries_per_document,
             rng=np.random.default_rng([self.config.seed, 3, step]),
         )  # fmt: skip
