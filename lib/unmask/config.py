@@ -326,7 +326,7 @@ class CdeConfig(PairConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.context < max(self.context_sizes):
+        if 0 < self.context < max(self.context_sizes):
             raise ValueError(f"context_sizes go up to {max(self.context_sizes)}, context is {self.context}")
 
     @property

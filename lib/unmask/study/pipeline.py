@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from joblib import cpu_count
 
 from unmask.children import bound, on_signal
 from unmask.config import ParallelConfig
@@ -247,7 +246,7 @@ def run_stages(
         folder.mkdir(parents=True, exist_ok=True)
     stages, environment = {stage.name: stage for stage in due}, _environment(folders) | environment
     # Notebooks that run side by side share the cores.
-    share = {"OMP_NUM_THREADS": str(max(cpu_count() // jobs, 1))} | environment
+    share = {"OMP_NUM_THREADS": str(max(hardware()["cores"] // jobs, 1))} | environment
     parameters = {"preset": about["preset"]["name"]} | {key: about[key] for key in ("overrides", "run")}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
@@ -478,6 +477,8 @@ def describe(
 def hardware() -> dict[str, Any]:
     """Processor, whether it has bf16 instructions (precision "bf16" is float32 where it has none), cores that
     this process may use, memory, and the GPUs' names."""
+    from joblib import cpu_count  # with numpy, which a question at the command line does not need
+
     about = _said("cat", "/proc/cpuinfo")  # nothing where there is none
     return {
         "cpu": (re.findall(r"model name\s*:\s*(.*)", about) or [platform.machine()])[0],

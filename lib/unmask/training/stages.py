@@ -135,9 +135,9 @@ class Stage:
         tables = {name: self.corpus.pairs("train", name) for name in self.groups()}
         for name, rows in (sample(tables, most, seed) if most else tables).items():
             identity = self.corpus.identity("pairs", name)
-            # One draw over all tables.
-            drawn = f"/{fingerprint(most, seed, [*map(len, tables.values())])}" if most else ""
-            data[name] = self._tokenised(name, rows, identity + drawn)
+            if len(rows) < len(tables[name]):  # by one draw over all tables
+                identity += f"/{fingerprint(most, seed, [*map(len, tables.values())])}"
+            data[name] = self._tokenised(name, rows, identity)
         return data
 
     def triplets(self) -> dict[str, TokenPairs]:
