@@ -135,9 +135,8 @@ class Stage:
         tables = {name: self.corpus.pairs("train", name) for name in self.groups()}
         for name, rows in (sample(tables, most, seed) if most else tables).items():
             identity = self.corpus.identity("pairs", name)
-            if len(rows) < len(tables[name]):  # by one draw over all tables
-                identity += f"/{fingerprint(most, seed, [*map(len, tables.values())])}"
-            data[name] = self._tokenised(name, rows, identity)
+            drawn = f"/{fingerprint(most, seed, [*map(len, tables.values())])}"  # one draw over all tables
+            data[name] = self._tokenised(name, rows, identity + drawn * (len(rows) < len(tables[name])))
         return data
 
     def triplets(self) -> dict[str, TokenPairs]:
