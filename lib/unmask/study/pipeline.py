@@ -246,7 +246,7 @@ def run_stages(
         folder.mkdir(parents=True, exist_ok=True)
     stages, environment = {stage.name: stage for stage in due}, _environment(folders) | environment
     # Notebooks that run side by side share the cores.
-    share = {"OMP_NUM_THREADS": str(max(hardware()["cores"] // jobs, 1))} | environment
+    share = {"OMP_NUM_THREADS": str(max(about["hardware"]["cores"] // jobs, 1))} | environment
     parameters = {"preset": about["preset"]["name"]} | {key: about[key] for key in ("overrides", "run")}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
@@ -414,8 +414,9 @@ def execute(job: dict[str, Any]) -> str:
             line = error.source.strip().partition("\n")[0]
             reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
         except Exception as error:
-            # A RuntimeError: DeadKernelError.
-            reason = f"\n  {error}" + isinstance(error, RuntimeError) * ", most often for want of memory"
+            # A RuntimeError: the kernel died.
+            why = ", most often for want of memory" if isinstance(error, RuntimeError) else ""
+            reason = f"\n  {error}{why}"
     _clean(Path(job["output"]), job["names"])
     if stopped and reason:
         raise SystemExit(PREEMPTED)
@@ -479,7 +480,7 @@ def hardware() -> dict[str, Any]:
     this process may use, memory, and the GPUs' names."""
     from joblib import cpu_count  # with numpy, which a question at the command line does not need
 
-    about = _said("cat", "/proc/cpuinfo")  # nothing where there is none
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return {
         "cpu": (re.findall(r"model name\s*:\s*(.*)", about) or [platform.machine()])[0],
         "bf16": "avx512_bf16" in about or "amx_tile" in about,

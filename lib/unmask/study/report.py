@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -67,13 +66,10 @@ def added_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return table.groupby(label, sort=False, as_index=False).agg(how).to_dict("records")
 
 
-def by_dataset(curve: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def by_dataset(curve: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """The logged steps of a training by data set, all languages of one together."""
-
-    def dataset(row: Mapping[str, Any]) -> str:
-        return row["dataset"].partition("/")[0]
-
-    return {name: list(rows) for name, rows in groupby(sorted(curve, key=dataset), dataset)}
+    names = [row["dataset"].partition("/")[0] for row in curve]
+    return {one: [row for name, row in zip(names, curve) if name == one] for one in sorted(set(names))}
 
 
 def quoted(text: str, width: int = 90) -> str:

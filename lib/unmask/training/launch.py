@@ -144,7 +144,7 @@ def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     before = read_json(folder / "job.json")
     earlier, accepted = before.get("made_of", {}), before.get("accepted", [])
     changed = [key for key in sorted(earlier | made) if earlier.get(key) != made.get(key)]
-    if os.environ.get("UNMASK_ACCEPT_CODE"):
+    if os.environ.get("UNMASK_ACCEPT_CODE") and made["code"] not in accepted:
         accepted = [*accepted, made["code"]]
     if changed == ["code"] and made["code"] in accepted:
         return {"fingerprint": before["fingerprint"], "made_of": earlier, "accepted": accepted}

@@ -133,10 +133,10 @@ class Stage:
         """The corpus's pairs, as the stage reads them; `config.max_pairs` of them, if that is set."""
         data, most, seed = {}, getattr(self.config, "max_pairs", 0), self.config.seed
         tables = {name: self.corpus.pairs("train", name) for name in self.groups()}
+        draw = fingerprint(most, seed, [*map(len, tables.values())])  # one over all tables
         for name, rows in (sample(tables, most, seed) if most else tables).items():
-            identity = self.corpus.identity("pairs", name)
-            drawn = f"/{fingerprint(most, seed, [*map(len, tables.values())])}"  # one draw over all tables
-            data[name] = self._tokenised(name, rows, identity + drawn * (len(rows) < len(tables[name])))
+            part = f"/{draw}" if len(rows) < len(tables[name]) else ""
+            data[name] = self._tokenised(name, rows, self.corpus.identity("pairs", name) + part)
         return data
 
     def triplets(self) -> dict[str, TokenPairs]:
