@@ -66,6 +66,11 @@ class Task:
         return [chunk for document in self.documents for chunk in document]
 
     @property
+    def document_M(self) -> np.ndarray:
+        """The number of each chunk's document."""
+        return np.repeat(np.arange(len(self.documents)), [len(chunks) for chunks in self.documents])
+
+    @property
     def identity(self) -> str:
         """Hash of what is asked, searched and right."""
         relevant = [sorted(chunks) for chunks in self.relevant]

@@ -1,9 +1,9 @@
 """Claims and what they rest on: effects with intervals over queries and seeds, gates of trainings, verdicts.
 
-An effect is a number with the values that it takes when the queries are drawn anew. Every run asks the same
-queries, and one fixed stream draws them: resample b holds the same queries for every system and every seed.
-So effects of the same queries can be subtracted, divided and compared resample by resample, and averaged over
-seeds.
+An effect is a number with the values that it takes when the queries are drawn anew, those that one document
+answers together. Every run asks the same queries, and one fixed stream draws them: resample b holds the same
+queries for every system and every seed. So effects of the same queries can be subtracted, divided and
+compared resample by resample, and averaged over seeds.
 
 A training that fails its own purpose says nothing about the paper: a claim that rests on it is "invalid",
 neither "contradicted" nor "not at this scale". A gate is a number, its bar, and whether it passed; notebooks
@@ -11,7 +11,7 @@ keep their gates beside their metrics, claims carry those that they rest on.
 
 What is claimed, by whom and with which bar stands in claims.yaml and nowhere else.
 
-Shape suffixes: N queries · B resamples · S seeds, in `learnt` steps.
+Shape suffixes: N queries · C clusters of them · B resamples · S seeds, in `learnt` steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ import yaml
 from scipy import stats
 
 from unmask.config import EvaluationConfig, resolved
-from unmask.evaluation.metrics import retrieval_metrics
-from unmask.evaluation.tasks import Task
+from unmask.evaluation.tasks import Task, ndcg
 from unmask.run import Run, seed_runs
 from unmask.store import replacing
 
@@ -93,41 +92,38 @@ class Effect:
         return Effect(self.value / max(whole.value, NOTHING), replicates_B)
 
 
-def bootstrap(values_N: Values, samples: int, block: int = 1) -> Effect:
-    """The mean over queries, by resampling queries.
+def bootstrap(values_N: Values, samples: int, cluster_N: Values | None = None, *, block: int = 1) -> Effect:
+    """The mean over queries, by resampling clusters of queries: of those drawn, the sum of all values by the
+    number of queries.
 
     Args:
-        values_N: a metric per query.
+        values_N: a metric per query, or the difference of two systems' over the same queries.
         samples: number of resamples.
-        block: values in a row that are drawn together, the first after the last: more than 1 for values that
-            depend on their neighbours, as the losses of training steps do.
+        cluster_N: what queries share that succeed or fail together, for instance the document that answers
+            them (`documents_asked`). Default: nothing.
+        block: clusters in a row that are drawn together, the first after the last: more than 1 for values
+            that depend on their neighbours, as the losses of training steps do.
     """
     values_N = np.asarray(values_N, dtype=np.float64)
-    rolled = [np.roll(values_N, -shift) for shift in range(block)]
-    means_N = np.mean(rolled, axis=0)  # of the block that begins here
+    _, number_N = np.unique(range(len(values_N)) if cluster_N is None else cluster_N, return_inverse=True)
+    size_C, sum_C = np.bincount(number_N), np.bincount(number_N, values_N)
+    sizes_C, sums_C = (sum(np.roll(x_C, -shift) for shift in range(block)) for x_C in (size_C, sum_C))
     generator = np.random.default_rng(0)  # one stream for all, see the top of this file
-    blocks = math.ceil(len(values_N) / block)
-    replicates = [generator.choice(means_N, blocks).mean() for _ in range(samples)]
-    return Effect(float(values_N.mean()), np.array(replicates))
+    drawn = [generator.integers(len(sum_C), size=math.ceil(len(sum_C) / block)) for _ in range(samples)]
+    return Effect(float(values_N.mean()), np.array([sums_C[c].sum() / sizes_C[c].sum() for c in drawn]))
 
 
-def paired_bootstrap(a_N: Values, b_N: Values, samples: int, block: int = 1) -> Effect:
-    """Mean of a − b over the same queries, by resampling queries.
-
-    Args:
-        a_N, b_N: a metric per query of two systems, aligned (`retrieval_metrics(..., per_query=True)`).
-        samples, block: as for `bootstrap`.
-
-    Raises: ValueError if the two differ in length.
-    """
-    return bootstrap(np.subtract(a_N, b_N, dtype=np.float64), samples, block)
+def documents_asked(tasks: Sequence[Task]) -> list[str]:
+    """For each query of the tasks in turn, the document that answers it (of several the first)."""
+    document_M = {task.name: task.document_M for task in tasks}
+    return [f"{t.name} {document_M[t.name][min(chunks)]}" for t in tasks for chunks in t.relevant]
 
 
-def compare(ours: Scores, other: Scores, names: Iterable[str], config: EvaluationConfig) -> Effect:
-    """How much better `ours` is than `other`: mean difference over all queries of the named tasks."""
-    names = list(names)
-    a_N, b_N = (np.concatenate([scores[name] for name in names]) for scores in (ours, other))
-    return paired_bootstrap(a_N, b_N, config.bootstrap)
+def compare(ours: Scores, other: Scores, tasks: Sequence[Task], config: EvaluationConfig) -> Effect:
+    """How much better `ours` is than `other`: mean difference over all queries of the tasks, the documents
+    that they ask for drawn anew."""
+    gain_N = np.concatenate([ours[task.name] - other[task.name] for task in tasks])
+    return bootstrap(gain_N, config.bootstrap, documents_asked(tasks))
 
 
 def lowest(effects: Sequence[Effect]) -> Effect:
@@ -248,11 +244,9 @@ def denoises(masked_nats: Mapping[str, float], causal: float, slope: float, *, b
 def above_chance(name: str, scores: Scores, tasks: Sequence[Task], config: EvaluationConfig) -> Gate:
     """Whether a model finds more than shuffled documents give: the low end of the interval of the difference
     in nDCG@10, over all queries."""
-    rng, shuffled = np.random.default_rng(0), {}
-    for task in (task for task in tasks if task.name in scores):
-        random_NM = rng.random((len(task.queries), len(task.chunks)))
-        shuffled[task.name] = retrieval_metrics(random_NM, task.relevant, per_query=True)["ndcg@10"]
-    low, _ = compare(scores, shuffled, shuffled, config).interval
+    rng, tasks = np.random.default_rng(0), [task for task in tasks if task.name in scores]
+    shuffled = {task.name: ndcg(task, rng.random((len(task.queries), len(task.chunks)))) for task in tasks}
+    low, _ = compare(scores, shuffled, tasks, config).interval
     return at_least(f"{name}: nDCG@10 above that of shuffled documents", low, 0.0)
 
 
