@@ -109,7 +109,7 @@ def bootstrap(values_N: Values, samples: int, cluster_N: Values | None = None, *
     size_C, sum_C = np.bincount(number_N), np.bincount(number_N, values_N)
     sizes_C, sums_C = (sum(np.roll(x_C, -shift) for shift in range(block)) for x_C in (size_C, sum_C))
     generator = np.random.default_rng(0)  # one stream for all, see the top of this file
-    drawn = [generator.integers(len(sum_C), size=math.ceil(len(sum_C) / block)) for _ in range(samples)]
+    drawn = (generator.integers(len(sum_C), size=math.ceil(len(sum_C) / block)) for _ in range(samples))
     return Effect(float(values_N.mean()), np.array([sums_C[c].sum() / sizes_C[c].sum() for c in drawn]))
 
 
