@@ -20,6 +20,23 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+# For notebooks and trainings, unless the environment says otherwise.
+ENVIRONMENT = {
+    # glibc returns blocks to the system at each free and faults them in again at the next step: keep all but
+    # the largest, whose changing sizes would leave holes.
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "MALLOC_TOP_PAD_": str(2**28),
+    # oneDNN keeps what it made for the last 1,024 shapes; with another number of masked tokens in every
+    # micro-batch that grows by 30 MB a step, to gigabytes.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    # OpenMP's threads spin while they wait for one another: beside other work on the same cores up to a
+    # hundred times as long as they compute. Spin shorter, then sleep; on quiet cores it costs nothing.
+    "GOMP_SPINCOUNT": "2000",
+    # On a GPU: batches of changing sizes leave no holes that are too small for the next one.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+
 
 def bound(command: Sequence[str]) -> list[str]:
     """A command whose process Linux kills when this one dies."""

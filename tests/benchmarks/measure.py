@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unmask.training.launch import MEMORY
+from unmask.children import ENVIRONMENT
 
 Step = Callable[[], Any]
 PAIRS = 5
@@ -100,13 +100,13 @@ def _resident(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def child(*arguments: str, environment: Mapping[str, str] = MEMORY) -> Any:
+def child(*arguments: str, environment: Mapping[str, str] = ENVIRONMENT) -> Any:
     """Runs run.py in a process of its own, under a training's environment, and returns what it reports.
 
     Raises: RuntimeError with the child's last words if it fails.
     """
     command = [sys.executable, str(Path(__file__).with_name("run.py")), "--child", *arguments]
-    unset = {key: value for key, value in os.environ.items() if key not in MEMORY}
+    unset = {key: value for key, value in os.environ.items() if key not in ENVIRONMENT}
     done = subprocess.run(command, env=unset | environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(arguments)}: status {done.returncode}, {done.stderr[-500:]}")
@@ -114,7 +114,7 @@ def child(*arguments: str, environment: Mapping[str, str] = MEMORY) -> Any:
 
 
 def compare(
-    case: str, title: str, *, memory: bool = True, environment: Mapping[str, str] = MEMORY
+    case: str, title: str, *, memory: bool = True, environment: Mapping[str, str] = ENVIRONMENT
 ) -> list[Row]:
     """Rows of a case: our speed and peak memory against every other program's, at their fastest variants."""
     found = child("speeds", case, environment=environment)

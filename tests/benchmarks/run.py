@@ -32,12 +32,12 @@ import share
 from measure import Row, child, compare
 from tqdm import tqdm
 
+from unmask.children import ENVIRONMENT
 from unmask.store import repository, write_atomic
 from unmask.study import figures
-from unmask.training.launch import MEMORY
 
 RESULTS = repository() / "results" / "benchmarks"
-NOTHING_RETURNED = MEMORY | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
+NOTHING_RETURNED = ENVIRONMENT | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 LIMIT = 4096.0  # MiB that a global batch of 16,384 pairs may take on two cores
 MODULES = (contrastive, diffusion, encode, preparation, search, share)
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}

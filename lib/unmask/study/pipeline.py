@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from unmask.children import bound, on_signal
+from unmask.children import ENVIRONMENT, bound, on_signal
 from unmask.config import ParallelConfig
 from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic
@@ -353,7 +353,7 @@ def _stop(running: list[_Child], signals: list[signal.Signals], grace: float, de
 def _environment(folders: Folders) -> dict[str, str]:
     """Of the notebooks' processes."""
     paths = [str(folders.library.parent), os.environ.get("PYTHONPATH", "")]
-    return dict(os.environ) | {
+    return dict(ENVIRONMENT | os.environ) | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONHASHSEED": "0",
         "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel before a user's own

@@ -28,7 +28,7 @@ from filelock import FileLock
 from joblib import cpu_count
 from tqdm import tqdm
 
-from unmask.children import bound, die_with, ended_together
+from unmask.children import ENVIRONMENT, bound, die_with, ended_together
 from unmask.config import ParallelConfig, resolved
 from unmask.models.backbone import facts, require_checkpoint
 from unmask.run import Run, grace_seconds
@@ -36,20 +36,6 @@ from unmask.store import fingerprint, read_json, replace_directory, write_atomic
 from unmask.training.loop import MILESTONES, STOP, Preempted, finish, job_identity, run_job, stage_of
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
-
-# For trainings, unless the environment says otherwise.
-MEMORY = {
-    # glibc returns blocks to the system at each free and faults them in again at the next step: keep all but
-    # the largest, whose changing sizes would leave holes.
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-    "MALLOC_TOP_PAD_": str(2**28),
-    # oneDNN keeps what it made for the last 1,024 shapes; with another number of masked tokens in every
-    # micro-batch that grows by 30 MB a step, to gigabytes.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-    # On a GPU: batches of changing sizes leave no holes that are too small for the next one.
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-}
 
 
 class TrainingStopped(RuntimeError):
@@ -164,7 +150,7 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
     with jobs[first].with_name(LOG).open("a", encoding="utf8") as log:
         # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
         patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
-        environment = MEMORY | patience | os.environ | _threads(parallel)
+        environment = ENVIRONMENT | patience | os.environ | _threads(parallel)
         options, stop = {"stdout": subprocess.PIPE, "stderr": log, "text": True}, None
         if parallel.launcher:  # srun answers SIGTERM by killing its tasks, so a file stands for it
             stop = jobs[first].with_name(f"stop-{os.getpid()}")
