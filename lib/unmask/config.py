@@ -99,6 +99,10 @@ class ComputeConfig(Section):
     keep_checkpoints: Count = 1  # the newest so many
 
 
+# The same, and what a step on one GPU may keep: keys that change no training.
+COMPUTED = {"keep_tokens", *(field.name for field in dataclasses.fields(ComputeConfig))}
+
+
 class TrainConfig(ComputeConfig):
     """What every training stage has: optimiser, schedule, precision."""
 

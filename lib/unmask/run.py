@@ -140,7 +140,7 @@ class Run:
         """Metrics that another stage saved; None where it did not run."""
         return read_json(self.results / f"{stage}.json") or None
 
-    def figure(self, figure: Any, name: str) -> Path:
+    def figure(self, figure: Any, name: str) -> None:
         """Lets a figure of `unmask.study.figures` save itself: results/<run>/figures/<stage>-<name>.png and,
         for dark pages, as <stage>-<name>-dark.png; it stays open for the notebook to show."""
-        return figure.save(self.results / "figures" / f"{self.stage}-{name}.png")
+        figure.save(self.results / "figures" / f"{self.stage}-{name}.png")

@@ -80,8 +80,8 @@ def test_a_figure_is_saved_for_light_and_for_dark_pages(tmp_path, monkeypatch):
     run = workspace.Run("02_pair", "r", load_preset("smoke"))
     figure = figures.grouped_bars(BARS | {"CDE": {"english": 0.4, "code": 0.3}}, **TEXT)
     before = [to_hex(patch.get_facecolor(), keep_alpha=True) for patch in figure.axes[0].patches]
-    path = run.figure(figure, "one")
-    assert path == run.results / "figures" / "02_pair-one.png"
+    run.figure(figure, "one")
+    path = run.results / "figures" / "02_pair-one.png"
     dark = path.with_name("02_pair-one-dark.png")
     assert sorted(path.parent.iterdir()) == sorted((path, dark))
     wanted = (figures.PAPER, figures.INK, figures.MERGED, figures.MAGENTA)

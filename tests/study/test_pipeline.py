@@ -60,6 +60,13 @@ def test_what_is_taken_is_not_missed(diamond):
     assert inputs() == {"input 00_backbone"}
     finish(["03_join"], marks_of(diamond), diamond.folders)
     assert inputs() == {"input 00_backbone", "input 03_join"}
+    # What the report could not have yet makes it due with what brings it.
+    (diamond.folders.artifacts / "03_join" / "done.json").unlink()
+    finish(["01_left", "02_right", "04_apart", "05_report"], marks_of(diamond), diamond.folders)
+    due = plan(stages, stages, marks_of(diamond), diamond.folders)
+    assert {one.name: why for one, why in due.items()} == {
+        "03_join": "not done yet", "05_report": "input 03_join is new",
+    }  # fmt: skip
 
 
 def test_what_is_no_notebook_of_ours_is_refused(checkout):

@@ -151,9 +151,9 @@ def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None
             ax.bar_label(bars, shown, fontsize=8, padding=3, zorder=4, bbox=clear)
     for series in (series for series in table if series not in inside):
         at, color = np.array([groups.index(group) for group in table[series]]), look[series].color
-        style = {"color": color, "linestyle": "-" if color == LEXICAL else ":", "linewidth": 2.5}
+        style = {"color": color, "linestyle": "-" if color == LEXICAL else ":", "linewidth": 2}
         place = list(table[series].values()), at - 0.45, at + 0.45
-        ax.hlines(*place, color=PAPER, linewidth=4)  # or it is lost before a dark bar
+        ax.hlines(*place, color=PAPER, linewidth=3)  # or it is lost before a dark bar
         ax.hlines(*place, **style, label=series)
     ax.axhline(0, color=MUTED, linewidth=1)
     ax.set_xticks(range(len(groups)), groups)

@@ -156,8 +156,12 @@ def plan(
     Raises:
         PipelineError: one of them needs the output of a stage that never ran and is not selected.
     """
-    reasons = {one: "forced" if force else why_due(one, marks[one.name], folders) for one in selected}
-    due = {stage: why for stage, why in reasons.items() if why}
+    due: dict[Stage, str] = {}
+    for one in selected:
+        new = [s.name for s in due if s.name in one.takes and not folders.done(s.name)]
+        why = "forced" if force else why_due(one, marks[one.name], folders)
+        if why := why or ", ".join(f"input {name} is new" for name in new):
+            due[one] = why
     available = {one.name for one in stages if one in selected or folders.done(one.name)}
     for stage in due:
         if missing := sorted({*stage.needs} - available):

@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from unmask.children import on_signal
-from unmask.config import ComputeConfig, TrainConfig, resolved
+from unmask.config import COMPUTED, TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention, plain_attention
@@ -36,8 +35,8 @@ STAGES: dict[str, type[Stage]] = {
 LIBRARY = Path(__file__).parents[1]
 CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
 # Keys that change no training: how it is computed, and what notebooks alone read.
-APART = {"keep_tokens", "batch_sizes", "cluster_sizes", "context_sizes", "weak_steps", "weak_lr", "scratch"}
-APART |= {"checkpoints", "candidates", "max_queries", *(field.name for field in fields(ComputeConfig))}
+APART = COMPUTED | {"batch_sizes", "cluster_sizes", "context_sizes", "weak_steps", "weak_lr", "scratch"}
+APART |= {"checkpoints", "candidates", "max_queries"}
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
 STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
