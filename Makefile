@@ -11,12 +11,12 @@ HALF   := $(VENV)/.unmask-installing
 help:
 	@echo "make install    .venv with everything that was tested together, and the package itself"
 	@echo "make reproduce  run the whole recipe on this machine (preset cpu), print where the report is;"
-	@echo "                PRESET=smollm2 TO=02: the first hour of the recipe on a pretrained language model"
+	@echo "                PRESET=smollm2 TO=02: the start of the recipe on a pretrained language model (1 to 2 h)"
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make rehearse   the presets that read the Hub, on made-up data and small models, on one and two processes"
 	@echo "make test       ruff, then pytest"
 	@echo "make test-faults  kill trainings at random moments"
-	@echo "make lint       ruff, and the floors of the library"
+	@echo "make lint       ruff, and which room of the library may import which"
 	@echo "make lab        JupyterLab on the notebooks; LAB=… is handed on, for instance LAB='--no-browser --port=8890'"
 	@echo "make bench      speed and memory against peers, in about an hour: results/benchmarks"
 

@@ -190,7 +190,7 @@ def _print_due(due: dict[Stage, str], preset: Preset, folders: Folders) -> None:
     times = {name: clock(one["wall_seconds"]) for name, one in known.items() if not one["exit_status"]}
     rows = [(stage.name, why, times.get(stage.name, "unknown")) for stage, why in due.items()]
     print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")
-    _print_table([("notebook", "why", "took last time"), *rows] if due else [])
+    _print_table([("notebook", "why", "took last time, without earlier trainings"), *rows] if due else [])
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -253,7 +253,7 @@ class SynthesisConfig(Section):
     temperature: Share = 0.7
     max_tokens: Count = 400  # of one answer
     min_similarity: float = 0.7  # cosine below which a pair is dropped; Qwen3-Embedding's filter
-    languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("English",)  # of the queries, in turn
+    languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("English",)  # of the queries, drawn
     price_in: float = 0.0  # per million tokens of prompts; 0: the estimate names no price
     price_out: float = 0.0  # per million tokens of answers
     seed: Whole = 0
@@ -435,6 +435,9 @@ def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
         if config.warmup + config.decay > config.steps:  # a study's shorter trainings may
             how = f"{config.warmup} + {config.decay} > {config.steps}"
             raise ConfigError(f"preset {name}: {stage}: warmup + decay exceed steps ({how})")
+        length = getattr(config, "document_length", 0) or config.length
+        if length > preset.backbone.max_length:  # it would be read otherwise than it was trained
+            raise ConfigError(f"preset {name}: {stage}: {length} tokens of a text exceed backbone.max_length")
     return preset
 
 

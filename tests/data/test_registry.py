@@ -148,6 +148,7 @@ REFUSED = [
     ({"group": ""}, "pairs need a group (english"),
     ({"columns": {"querry": "q", "document": "d"}}, "pairs need query document"),
     ({"role": "documents", "columns": JOINED}, "queries_config goes with"),
+    ({"role": "documents", "columns": JOINED, "queries_config": "q", "max_rows": 9}, "max_rows would part"),
     ({"repo": "some"}, "repo String should match"),
     ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl; `optional: true`"),
     ({"language": "english"}, "language String should match pattern"),

@@ -33,6 +33,7 @@ def pair_rows(name):
     return [
         *(pair(f"{name} query {i}", f"{name} answer {i}", f"k{i}") for i in range(12)),
         pair("again", f"{name} answer 3", "k3"),  # another query for a document that is there already
+        pair("again", f"{name} another answer", "k"),  # a query that two rows answer
         pair("synonym", f"{name} other words for 5", "k5"),  # another document that is the same thing
         pair("copied", f"{name} answer 7", "copy"),  # the same text under another key
     ]
@@ -65,6 +66,10 @@ def test_there_is_a_task_for_each_data_set_in_order(built):
     empty = SimpleNamespace(datasets=lambda *_: [], pairs=None, documents=None)
     with pytest.raises(ValueError, match=r"the test split gives no task.* set hold_out in the registry"):
         build_tasks(empty, "test", CONFIG)
+    twice = corpus()
+    twice.documents = lambda split, name: Dataset.from_list([document_row(next(iter(PLAIN)), 0)])
+    with pytest.raises(ValueError, match="two families have held-out tasks of one name"):
+        build_tasks(twice, "test", CONFIG)
 
 
 @pytest.fixture(autouse=True)
@@ -84,17 +89,20 @@ def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     assert all((again[name] == found[True][name]).all() for name in again)
     with pytest.raises(pytest.fail.Exception):
         assess(path, built, replace(CONFIG, query_length=3))  # other lengths are other scores
-    other = backbone.save(tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="two")
+    other = backbone.save(
+        tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="one"
+    )  # trained anew
     with pytest.raises(pytest.fail.Exception):
         assess(other, built, CONFIG)
 
 
 def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(built):
     for task in built[: len(PLAIN)]:
-        assert len(task.queries) == 15 and len(set(task.chunks)) == len(task.chunks) == 13
+        assert len(task.queries) == 15 and len(set(task.chunks)) == len(task.chunks) == 14
         texts = {q: {task.chunks[i] for i in r} for q, r in zip(task.queries, task.relevant, strict=True)}
         assert texts[f"{task.name} query 1"] == {f"{task.name} answer 1"}
-        assert texts["again"] == texts[f"{task.name} query 3"] == {f"{task.name} answer 3"}
+        assert texts[f"{task.name} query 3"] == {f"{task.name} answer 3"}
+        assert texts["again"] == {f"{task.name} answer 3", f"{task.name} another answer"}
         both = {f"{task.name} answer 5", f"{task.name} other words for 5"}
         assert texts["synonym"] == texts[f"{task.name} query 5"] == both
         assert texts["copied"] == {f"{task.name} answer 7"}

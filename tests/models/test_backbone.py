@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, GraniteConfig, GraniteForCausalLM
 
 import tiny
 import tiny_families
@@ -84,6 +84,15 @@ def test_what_is_no_checkpoint_is_refused_by_name(load, tmp_path):
     config.write_text("{")
     with pytest.raises(OSError, match=f"{config}' is not a valid JSON"):
         load(path)
+
+
+def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path):
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = GraniteConfig(**shape, num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0)
+    GraniteForCausalLM(config).save_pretrained(tmp_path)
+    assert backbone.load(tmp_path)
+    with pytest.raises(ValueError, match="its logits are scaled, capped or biased"):
+        backbone.load(tmp_path, head=True)
 
 
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch):

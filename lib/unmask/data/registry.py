@@ -183,6 +183,8 @@ def _check(source: Source) -> None:
         raise ValueError(f"columns: {source.role} need {wanted}, and may have id, key and held_by; got {got}")
     if ("chunk_id" in columns) != bool(source.queries_config):
         raise ValueError("queries_config goes with the columns chunk_id and query_chunk_id")
+    if source.queries_config and source.max_rows:  # of so many rows few have both
+        raise ValueError("max_rows would part queries from their chunks: leave it out where they lie apart")
 
 
 def _check_shares(sources: list[Source]) -> None:

@@ -142,7 +142,7 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
     opened = Parallel(jobs, **dying_together())(delayed(_open)(one, config) for one in bar)
     for source, held in zip(sources, opened):
         kind, relative, card = KIND[source.role], os.path.relpath(held.path, path), held.card
-        if twice := sizes[kind].keys() & card["sizes"][kind].keys():
+        if twice := card["sizes"][kind].keys() & {name for known in sizes.values() for name in known}:
             raise ValueError(f"{config.source}: two sources give a data set {', '.join(twice)}; rename yours")
         sizes[kind] |= card["sizes"][kind]
         folders[kind] |= {name: os.path.join(relative, one) for name, one in card["folders"][kind].items()}

@@ -354,7 +354,7 @@ def single_chunks(
         options: `name`, `query_length` and `document_length` of `token_pairs`.
     """
     order = permuted(np.arange(len(rows)), len(rows), seed)
-    first = np.unique(np.asarray(rows["key"])[order], return_index=True)[1]
+    first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
     drawn = rows.select(np.sort(order[np.sort(first)[:count]]))
     return as_documents(token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options))
 
@@ -372,18 +372,19 @@ def _prepared(
     limits: Mapping[str, Limit], arrange: Callable[[int, Rows, Counter[str]], Arranged], count: int,
 ) -> Prepared:  # fmt: skip
     """A table, arranged with `count` and tokenised."""
-    pieces = [(part.start, rows.select(range(part.start, part.stop))) for part in parts(len(rows), ROWS)]
-    work = partial(_tokenised, name, stored, limits, partial(arrange, count))
+    pieces = parts(len(rows), ROWS)
+    work = partial(_tokenised, name, stored, limits, partial(arrange, count), rows)
     return build(_folder(kind, name, identity, stored, limits, count), pieces, work, f"tokenising {name}")
 
 
 def _tokenised(
     name: str, stored: StoredTokenizer, limits: Mapping[str, Limit],
-    arrange: Callable[[Rows, Counter[str]], Arranged], piece: tuple[int, Dataset],
+    arrange: Callable[[Rows, Counter[str]], Arranged], table: Dataset, part: slice,
 ) -> Tokenised:  # fmt: skip
-    """Tokenises a piece of a table: the number of its first row, and its rows."""
+    """Tokenises a part of a table."""
     counters = Counter()
-    rows = list(arrange(enumerate(piece[1].to_list(), piece[0]), counters))
+    rows = table.select(range(part.start, part.stop)).to_list()
+    rows = list(arrange(enumerate(rows, part.start), counters))
     digests = (blake2b(key.encode(), digest_size=8).digest() for *_, key in rows)
     columns = {
         "keys": np.array([int.from_bytes(digest) for digest in digests], np.uint64),

@@ -30,7 +30,7 @@ from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import INSTRUCTIONS, Embedder, quantized
 from unmask.models.reranker import Reranker
 from unmask.store import code_fingerprint, fingerprint
-from unmask.training.stages import identity
+from unmask.training.stages import content
 
 # What a pretrained public embedder scores on the same tasks; no competitor. 22 M parameters, distilled from a
 # pretrained language model and trained on a billion English pairs. The extra `reference` brings its weights.
@@ -101,6 +101,8 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
         for name in corpus.datasets(kind, split):
             for row in read(split, name):
                 rows.setdefault((row.get("group", "contextual"), row["task"]), []).append(row)
+    if len({name for _, name in rows}) < len(rows):
+        raise ValueError(f"two families have held-out tasks of one name; rename one: {sorted(rows)}")
     tasks = []
     for family, name in sorted(rows, key=lambda key: (FAMILIES.index(key[0]), key[1])):
         make = _document_task if family == "contextual" else _pair_task
@@ -124,9 +126,11 @@ def _pair_task(name: str, family: str, rows: list[dict], config: EvaluationConfi
     of_key: dict[str, set[int]] = {}
     for row in rows:
         of_key.setdefault(row["key"], set()).add(number[row["document"]])
-    asked = rows[: config.max_queries]
-    relevant = [of_key[row["key"]] for row in asked]
-    return Task(name, family, [row["query"] for row in asked], [[text] for text in texts], relevant)
+    relevant: dict[str, set[int]] = {}  # of each query once, whose rows may name several
+    for row in rows:
+        relevant.setdefault(row["query"], set()).update(of_key[row["key"]])
+    asked = list(relevant)[: config.max_queries]
+    return Task(name, family, asked, [[text] for text in texts], [relevant[query] for query in asked])
 
 
 def _document_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
@@ -198,14 +202,14 @@ def assess(
     without documents of chunks has the same scores with late chunking and without.
     """
     lengths = (config.query_length, config.document_length, config.chunk_length)
-    scores, embedder = {}, cache(lambda: load(path, config))
+    scores, embedder, weights = {}, cache(lambda: load(path, config)), content(Path(path))
 
     def work(task: Task, late: bool) -> np.ndarray:
         return evaluate(embedder(), [task], config, late_chunking=late)[task.name]
 
     for task in tasks:
         late = late_chunking and task.contextual
-        key = [identity(Path(path)), task.identity, lengths, config.precision, late, _code()]
+        key = [weights, task.identity, lengths, config.precision, late, _code(), torch.__version__]
         scores[task.name] = kept("scores", key, partial(work, task, late))
     if embedder.cache_info().currsize:
         embedder().close()

@@ -117,9 +117,17 @@ def sees_both_sides(model: PreTrainedModel) -> bool:
 def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
     """Loads a checkpoint in float32, by directory or Hub name; `head` keeps the language-model head.
 
-    Raises: ValueError if a directory is given that holds no checkpoint, and as `read`.
+    Raises: ValueError if a directory is given that holds no checkpoint, or the head is more than a matrix,
+        and as `read`.
     """
-    return read(AutoModelForCausalLM if head else AutoModel, require_checkpoint(path))
+    model = read(AutoModelForCausalLM if head else AutoModel, require_checkpoint(path))
+    if head:
+        with torch.inference_mode():
+            ids_BL = torch.arange(4)[None]
+            hidden_BLD, weight_VD = model.base_model(ids_BL)[0], model.get_output_embeddings().weight
+            if not torch.allclose(model(ids_BL).logits, hidden_BLD @ weight_VD.T, rtol=1e-3, atol=1e-3):
+                raise ValueError(f"{path}: its logits are scaled, capped or biased, which no loss here knows")
+    return model
 
 
 def read(kind: Any, source: str | Path, **options: Any) -> PreTrainedModel:

@@ -167,6 +167,8 @@ def taken(tokenizer: Tokenizer, around: tuple[str, str]) -> int:
 def answers(tokenizer: Tokenizer) -> tuple[int, int]:
     """The tokens that say "yes" and "no": the first of each word, which may be a part of it."""
     yes, no = encode(tokenizer, ["yes", "no"], np.int32)
+    if yes[0] == no[0]:
+        raise ValueError('the tokenizer begins "yes" and "no" with the same token: take another checkpoint')
     return int(yes[0]), int(no[0])
 
 

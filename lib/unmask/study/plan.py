@@ -96,13 +96,13 @@ def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory:
     flops, hours = sum(one.flops for one in planned), sum(one.gpu_hours for one in planned)
     size = f"{parameters(preset)[0]:,} parameters"
     lines = [
-        f"plan of preset {preset.name!r} on {gpus} GPUs, {preset.parallel.strategy}: {size}",
+        f"plan of preset {preset.name!r} on {gpus} GPU{'s' * (gpus > 1)}, {preset.parallel.strategy}: {size}",
         *(ROW.format(*astuple(one)) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
         f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s, up to {NARROW} dimensions "
         f"{EAGER} of that where layers are not compiled; assumed: texts as long as they may be; not counted: "
-        "mining, clustering and evaluation",
+        "mining, clustering and evaluation; two CPU cores take about a thousand times as long as a GPU",
     ]
     return "\n".join(lines)
 

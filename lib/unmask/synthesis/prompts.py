@@ -144,10 +144,11 @@ def _tasks(
     names, tasks = personas(), []
     scores_NP = unit(embedder.encode(texts)) @ unit(embedder.encode(names)).T
     order_NK = np.argsort(-scores_NP, axis=1, kind="stable")[:, : config.personas]
-    for number, (text, place, order) in enumerate(zip(texts, places, order_NK, strict=True)):
-        language = config.languages[number % len(config.languages)]
+    for text, place, order in zip(texts, places, order_NK, strict=True):
+        # In a larger sample documents have other numbers, and the same is asked about the same passage.
+        draw = random.Random(f"{config.seed} {json.dumps([text, place | {'document': 0}])}")
+        language, length = draw.choice(config.languages), draw.choice(LENGTHS)
         digest = sha256(json.dumps([text, language, place]).encode()).hexdigest()[:16]
-        length = random.Random(f"{config.seed} {digest}").choice(LENGTHS)
         tasks.append(Task(digest, text, language, length, tuple(names[n] for n in order), **place))
     return tasks
 

@@ -147,7 +147,7 @@ class Stage:
             sources[name] = corpus.triplets("train", name), corpus.identity("triplets", name)
         if path := self.asked.get("negatives"):
             rows = Dataset.from_parquet(path, cache_dir=str(Path(self.asked["folder"]) / "cache"))
-            names, file = np.asarray(rows["dataset"]), identity(Path(path))
+            names, file = np.asarray(rows["dataset"][:]), identity(Path(path))
             for name in np.unique(names):
                 sources[str(name)] = rows.select(np.flatnonzero(names == name)), file
         for name, (rows, file) in sources.items():
@@ -164,10 +164,13 @@ class Stage:
 
 def identity(path: Path) -> str:
     """Identity of an input: a checkpoint of ours by its fingerprint, anything else by its content."""
+    return backbone.facts(path).get("fingerprint") or content(path)
+
+
+def content(path: Path) -> str:
+    """Identity by content: on another machine the same training gives other weights, and other scores."""
     if not path.exists():  # a name on the Hub
         return str(path)
-    if known := backbone.facts(path).get("fingerprint"):
-        return known
     files = sorted(filter(Path.is_file, path.glob("*"))) if path.is_dir() else [path]
     return fingerprint([sha256(file) for file in files])
 
@@ -365,7 +368,7 @@ class Contrastive(Stage):
 
             return SentenceTransformer(path)
 
-        return Surrogate(identity(Path(path)), load)
+        return Surrogate(content(Path(path)), load)
 
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
