@@ -4,8 +4,6 @@ Files come with Range, as from the Hub's CDN, but from the same host. Faults are
 request for its content takes one.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

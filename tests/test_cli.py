@@ -26,7 +26,7 @@ def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
     assert result.returncode == 0 and result.stderr == ""
     assert result.stdout.splitlines()[:3] == [
         "run 'mine': 1 to do",
-        "  notebook     why           took last time",
+        "  notebook     why           took last time, without earlier trainings",
         "  00_backbone  not done yet  unknown",
     ]
     assert "plan of preset 'smoke' on 8 GPUs, ddp" in result.stdout

@@ -32,7 +32,7 @@ class Checkout:
 
     @property
     def folders(self) -> Folders:
-        return Folders.of("smoke", root=self.root)
+        return Folders("smoke", root=self.root)
 
     def notebook(self, name: str, cells: Sequence[str] = (), prose: str = "# A question", **about) -> Path:
         """Writes notebooks/<name>.ipynb; `about` is its metadata: needs, reads and so on."""

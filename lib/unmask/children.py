@@ -9,8 +9,6 @@ passed it on waits.
 Run as `python -m unmask.children PID COMMAND …` this is the start of such a process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -5,8 +5,6 @@ brings what is read from the Hub to hosts without internet.
 Nothing here imports torch, datasets or papermill before there is something to do: help is there at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -133,7 +131,7 @@ def _open(
     overrides = _overrides(options.set) | (seeded(seed) if seed else {})
     if getattr(options, "gpus", None) is not None:
         overrides["parallel.num_processes"] = options.gpus
-    preset, folders = load_preset(options.preset, overrides), Folders.of(_run_name(options, seed))
+    preset, folders = load_preset(options.preset, overrides), Folders(_run_name(options, seed))
     stages = pipeline.discover(folders.notebooks)
     if sure:
         hub.require(preset)
@@ -186,7 +184,7 @@ def mirror_check(options: argparse.Namespace) -> int:
 
 def _print_due(due: dict[Stage, str], preset: Preset, folders: Folders) -> None:
     """What will run, why, and how long it took last time: in this run, or else in its preset's."""
-    known = pipeline.recorded(Folders.of(preset.name)) | pipeline.recorded(folders)
+    known = pipeline.recorded(Folders(preset.name)) | pipeline.recorded(folders)
     times = {name: clock(one["wall_seconds"]) for name, one in known.items() if not one["exit_status"]}
     rows = [(stage.name, why, times.get(stage.name, "unknown")) for stage, why in due.items()]
     print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")

@@ -5,9 +5,6 @@ papermill_runs/<run>/        executed notebooks
 results/<run>/               metrics as JSON, figures, report
 """
 
-from __future__ import annotations
-
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -16,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unmask.config import Preset, load_preset
-from unmask.store import artifacts_root, fingerprint, read_json, repository, write_atomic
+from unmask.store import artifacts_root, fingerprint, read_json, repository, write_json
 
 PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
 
@@ -43,34 +40,18 @@ def seed_runs(results: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-@dataclass(frozen=True)
 class Folders:
-    """Where the notebooks of one run come from and where its output goes."""
+    """Where the notebooks of a run come from and where its output goes, by default in this checkout."""
 
-    root: Path  # top level of the checkout
-    notebooks: Path
-    artifacts: Path  # checkpoints and logs of this run
-    executed: Path  # executed notebooks of this run
-    results: Path  # metrics, figures and report of this run
-    library: Path  # the package, whose code is an input of every stage
-
-    @classmethod
-    def of(cls, run: str, root: Path | None = None) -> Folders:
-        """Folders of the run named `run`, by default in this checkout."""
+    def __init__(self, run: str, root: Path | None = None):
         artifacts = root / "artifacts" if root else artifacts_root()
-        root = root or repository()
-        return cls(
-            root=root,
-            notebooks=root / "notebooks",
-            artifacts=artifacts / run,
-            executed=root / "papermill_runs" / run,
-            results=root / "results" / run,
-            library=root / "lib" / "unmask",
-        )
-
-    @property
-    def logs(self) -> Path:
-        return self.artifacts / "logs"
+        self.root = root = root or repository()
+        self.notebooks = root / "notebooks"
+        self.library = root / "lib" / "unmask"  # the package, whose code is an input of every stage
+        self.artifacts = artifacts / run  # checkpoints and logs of this run
+        self.logs = self.artifacts / "logs"
+        self.executed = root / "papermill_runs" / run  # its executed notebooks
+        self.results = root / "results" / run  # its metrics, figures and report
 
     def done(self, stage: str) -> dict[str, Any] | None:
         """What was recorded when `stage` finished; None where it did not finish."""
@@ -94,7 +75,7 @@ class Run:
     config: Preset
 
     @classmethod
-    def open(cls, stage: str, preset: str, overrides: dict[str, Any] | None = None, run: str = "") -> Run:
+    def open(cls, stage: str, preset: str, overrides: dict[str, Any] | None = None, run: str = "") -> "Run":
         """Opens the run `run` (default: the preset's name) for the notebook `stage`, for instance "02_pair",
         and says where its outputs go.
 
@@ -133,8 +114,7 @@ class Run:
 
     def save(self, metrics: dict[str, Any], stage: str = "") -> Path:
         """Writes the metrics of this stage to results/<run>/<stage>.json."""
-        text = json.dumps(metrics, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        return write_atomic(self.results / f"{stage or self.stage}.json", text)
+        return write_json(self.results / f"{stage or self.stage}.json", metrics)
 
     def load(self, stage: str) -> dict[str, Any] | None:
         """Metrics that another stage saved; None where it did not run."""

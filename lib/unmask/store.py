@@ -1,8 +1,6 @@
 """Where a checkout keeps its files, how one is written so that a kill leaves nothing half-done, and what
 names the content: one rule each for the whole library."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses
@@ -47,6 +45,14 @@ def write_atomic(path: Path, text: str) -> Path:
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf8")
     return path
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """Writes a value as JSON, see `replacing`.
+
+    Raises: ValueError for NaN and infinity, which JSON has not.
+    """
+    return write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

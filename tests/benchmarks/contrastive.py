@@ -7,8 +7,6 @@ sentence-transformers and GradCache get each column padded to its longest text, 
 is counted are true tokens, padding excluded.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

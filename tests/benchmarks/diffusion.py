@@ -1,7 +1,5 @@
 """The diffusion step with logits at the masked positions only, against logits at all positions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Both sort the texts by length. sentence-transformers gets its best batch size, a
 Transformer and mean Pooling loaded from what `Embedder.save_pretrained` wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory

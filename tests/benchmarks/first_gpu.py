@@ -11,8 +11,6 @@
 code runs at toy size, on a CPU too, and nothing is kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -9,8 +9,6 @@ of a text of L tokens 3 (2 P + 4 n A L), P parameters without embeddings, n laye
 and 6 V H per predicted token.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

@@ -1,7 +1,5 @@
 """How programs are compared: the same work on one machine in one run, speed in turns, memory apart."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

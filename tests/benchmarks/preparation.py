@@ -5,8 +5,6 @@ start of the processes included. The library has the texts in memory, uses all c
 its encodings are thrown away.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

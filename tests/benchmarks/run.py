@@ -9,8 +9,6 @@ measured at this commit is not measured again.
 `run.py --child …` is one measurement in a process of its own, see `measure.child`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bits · K ranks.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from pathlib import Path

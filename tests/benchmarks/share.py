@@ -6,8 +6,6 @@ masked one, each three times in training (forward, and twice as much backward), 
 caching once more. Padding, norms, the optimiser and tokenising are not counted, but they take their time.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

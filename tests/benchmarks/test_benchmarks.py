@@ -1,7 +1,5 @@
 """The benchmarks compare like with like."""
 
-from __future__ import annotations
-
 import json
 
 import contrastive

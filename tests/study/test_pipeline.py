@@ -110,7 +110,7 @@ def test_code_of_the_library_counts_and_comments_and_layout_do_not(diamond):
     module = library / "run.py"
     source = module.read_text()
     (library / "cli.py").write_text("")
-    code = source[source.index("\n\nfrom __f") :].replace("\ndef ", "\ndef  ")
+    code = source[source.index("\n\nimport") :].replace("\ndef ", "\ndef  ")
     module.write_text('"""Another docstring."""\n\n# and a comment' + code)
     assert reasons(diamond) == {}
     module.write_text(source + "\nx = 1\n")
@@ -150,7 +150,7 @@ def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):
     stages = discover(diamond.folders.notebooks)
     assert [stage.number for stage in select(stages, again=1)] == ["00", "01", "02", "03", "04"]
     all_done(diamond)
-    other = Folders.of("smoke-seed1", root=diamond.root).results
+    other = Folders("smoke-seed1", root=diamond.root).results
     write_atomic(other / "02_right.json", '{"irrelevant": 1}')
     assert reasons(diamond) == {}
     for value in (1, 2):
@@ -208,7 +208,7 @@ def test_evaluation_sees_the_gpus_that_the_run_was_given(monkeypatch, known, her
 
 
 def test_our_notebooks_name_earlier_ones_and_sections_and_processes_make_none_due():
-    folders = Folders.of("smoke")
+    folders = Folders("smoke")
     stages = discover(folders.notebooks)
     for index, stage in enumerate(stages):
         assert {*stage.inputs} <= {one.name for one in stages[:index]} and {*stage.reads} <= {*SECTIONS}

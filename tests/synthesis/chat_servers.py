@@ -1,8 +1,6 @@
 """An OpenAI-compatible server on localhost that computes answers from the prompts, with faults to order; and
 what is asked of it. Light to import: a child process of a test does."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -49,7 +47,7 @@ class ChatServer:
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
 
-    def __enter__(self) -> ChatServer:
+    def __enter__(self) -> "ChatServer":
         self.thread.start()
         return self
 

@@ -4,12 +4,9 @@ and free.
 Shape suffixes: N rows · K clusters · P places.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,8 +61,7 @@ def _feistel(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarra
     return left << half | right
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """Rows that look alike next to each other: clusters, in the order in which they fill batches."""
 
     rows_N: np.ndarray  # row numbers, cluster after cluster

@@ -7,8 +7,6 @@ ones are made of seen words: there a model can generalise, whereas an unseen nam
 only as far as names resemble.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from datetime import date, time, timedelta

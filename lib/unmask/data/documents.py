@@ -1,8 +1,6 @@
 """Documents of chunks, laid out in batches for training."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +10,7 @@ from unmask.data.tokenized import TokenDocument
 from unmask.data.tokens import TokenSequence, join_chunks
 
 
-@dataclass(frozen=True)
-class ContextualBatch:
+class ContextualBatch(NamedTuple):
     """N queries and M distinct documents; every distinct document is encoded once."""
 
     sequences: list[TokenSequence]  # the N queries, then the M documents

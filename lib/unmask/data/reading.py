@@ -5,18 +5,16 @@ its files, `read` reads one piece, row by row.
 source says (`bad_rows`). No text is altered.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 from huggingface_hub import DatasetCard, HfApi
@@ -44,8 +42,7 @@ class BadRow(ValueError):
     """A row that cannot be used: what it is counted under, and what is in it."""
 
 
-@dataclass(frozen=True)
-class DataFile:
+class DataFile(NamedTuple):
     """A file of a source."""
 
     path: str  # local, or an hf:// URL
@@ -120,8 +117,7 @@ def manifest(folder: str | Path) -> dict[str, Any]:
     return read_json(Path(folder) / MANIFEST)
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A piece of a data file that one worker reads at a time: part `part` of `parts`."""
 
     file: str  # local path or hf:// URL

@@ -4,8 +4,6 @@ An entry describes one data set, or the same set in many languages, which is the
 Where it is read from (`kind`) is a single key: the same entry serves the Hub, a mirror and own files.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

@@ -1,8 +1,5 @@
 """Corpora by kind of source: `open_corpus` reads what a preset asks for once, then keeps it."""
 
-from __future__ import annotations
-
-import json
 import math
 import os
 import re
@@ -26,7 +23,7 @@ from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, load_registry, own_files
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, write_atomic
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, write_json
 
 _ENVIRONMENT = Source("environment", "environment", "text", "mul", "")
 KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": "documents"}
@@ -52,7 +49,7 @@ def open_corpus(config: DataConfig) -> Corpus:
     path, sources = _registry(config)
     if not (path / "card.json").is_file():
         card = _compose(path, sources, config)
-        write_atomic(path / "card.json", json.dumps(card, indent=1, ensure_ascii=False))
+        write_json(path / "card.json", card)
     return Corpus(path, config.families)
 
 
@@ -95,7 +92,7 @@ def collect(source: Source, folder: Path) -> None:
             "folders": {kind: {source.name: "."}},
             "dropped": {source.name: dict(dropped.most_common())},
         }
-        (unfinished / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
+        write_json(unfinished / "card.json", card)
 
 
 # --- a corpus and its sources, each in its folder

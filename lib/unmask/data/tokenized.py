@@ -6,8 +6,6 @@ bytes of each file, and counters. Units are appended in their order, whoever com
 depend neither on the number of workers nor on when the work was interrupted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -16,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
@@ -72,14 +70,14 @@ class Prepared:
     counters: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> Prepared:
+    def read(cls, folder: Path) -> "Prepared":
         return cls(**read_json(folder / JOURNAL) | {"folder": folder})
 
     def suffices(self, wanted: int | None) -> bool:
         """Whether these are the tokens that are wanted (None: all that there are)."""
         return wanted is not None and self.counters.get("tokens", 0) >= wanted
 
-    def extended(self, result: Tokenised) -> Prepared:
+    def extended(self, result: Tokenised) -> "Prepared":
         """With the result of one unit more."""
         sizes = {}
         for name, array in result[0].items():
@@ -271,8 +269,7 @@ class TokenPairs:
     identity: str = ""
 
 
-@dataclass(frozen=True)
-class TokenDocument:
+class TokenDocument(NamedTuple):
     """A tokenised document with its queries."""
 
     chunks: list[np.ndarray]

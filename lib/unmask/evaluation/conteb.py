@@ -5,8 +5,6 @@ Every query is ranked against every chunk of the whole corpus, by nDCG@10 with t
 benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `tasks.family_means`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import islice
@@ -19,6 +17,7 @@ from sentence_transformers import util
 from torch.nn.functional import normalize
 
 from unmask.data import hub
+from unmask.data.reading import document_of
 from unmask.data.registry import CONTEB as TASKS
 from unmask.data.registry import conteb as source
 from unmask.evaluation.tasks import Task, located
@@ -49,8 +48,7 @@ def as_task(name: str, documents: Rows, queries: Rows) -> Task:
     """
     chunks: dict[tuple[str, int], tuple[str, str]] = {}
     for row in documents:
-        document, _, place = row["chunk_id"].rpartition("_")
-        chunks[document, int(place)] = row["chunk_id"], row["chunk"]
+        chunks[document_of(row["chunk_id"])] = row["chunk_id"], row["chunk"]
     parts, number, texts, relevant = {}, {}, [], []
     for (document, _), (chunk_id, text) in sorted(chunks.items()):
         parts.setdefault(document, []).append(text)

@@ -3,8 +3,6 @@
 Shape suffixes: B texts · N queries · M documents · D dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path

@@ -5,8 +5,6 @@ Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bi
 documents of a tile · G groups of documents · C candidates · X rows.
 """
 
-from __future__ import annotations
-
 import warnings
 from functools import cache, partial
 

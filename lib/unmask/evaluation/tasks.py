@@ -4,8 +4,6 @@ reranker behind it.
 Shape suffixes: N queries · M chunks · D dimensions · K candidates.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,8 +75,7 @@ class Task:
         return fingerprint(self.family, self.queries, self.documents, relevant, self.chunk_ids)
 
 
-@dataclass(frozen=True)
-class Vectors:
+class Vectors(NamedTuple):
     """Unquantised vectors of a task's queries and chunks: encode once, score in every precision."""
 
     queries_ND: np.ndarray

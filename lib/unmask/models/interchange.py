@@ -3,7 +3,6 @@ checkpoints. Nothing here runs code from a checkpoint: every model is a stock cl
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from transformers import (
 from unmask.data.hub import MODEL_FILES, unreachable
 from unmask.models import backbone
 from unmask.models.quantize import int8
-from unmask.store import new_directory, read_json
+from unmask.store import new_directory, read_json, write_json
 
 if TYPE_CHECKING:
     from unmask.models.embedder import Embedder
@@ -134,8 +133,7 @@ def save(embedder: "Embedder", path: str | Path) -> Path:
     with new_directory(path) as folder:
         backbone.write(embedder.model, portable_tokenizer(embedder), folder, **facts)
         for name, content in _sentence_transformers_files(embedder, facts.get("prompts", {})).items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf8")
+            write_json(folder / name, content)
         (folder / "README.md").write_text(CARD.format(name=path.name, facts=facts), encoding="utf8")
     return path
 

@@ -5,7 +5,6 @@ Legend: N texts, B texts or documents, R rows of embeddings, D dimensions (bytes
 """
 
 import glob
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from unmask.data import reading
 from unmask.data.registry import Source
 from unmask.models.embedder import Embedder
-from unmask.store import fingerprint, read_json, write_atomic
+from unmask.store import fingerprint, read_json, write_json
 
 OUTPUT = "embedding"
 BATCH = 4096  # texts that are embedded at a time, and that an interruption costs at most
@@ -56,7 +55,7 @@ def encode_file(
     for start in tqdm(range(done, count, BATCH), unit="batch", desc="embedding"):
         rows_ND[start : start + BATCH] = embedder.encode(list(islice(left, BATCH)), precision, dimensions)
         rows_ND.flush()
-        write_atomic(state, json.dumps({"job": job, "rows": start + BATCH}))
+        write_json(state, {"job": job, "rows": start + BATCH})
     os.replace(partial, output)
     state.unlink(missing_ok=True)
     return output

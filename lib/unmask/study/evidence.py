@@ -14,8 +14,6 @@ What is claimed, by whom and with which bar stands in claims.yaml and nowhere el
 Shape suffixes: N queries · C clusters of them · B resamples · S seeds, in `learnt` steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -84,10 +82,10 @@ class Effect:
         """value, low, high."""
         return iter((self.value, *self.interval))
 
-    def __sub__(self, other: Effect) -> Effect:
+    def __sub__(self, other: "Effect") -> "Effect":
         return Effect(self.value - other.value, self.replicates_B - other.replicates_B)
 
-    def share_of(self, whole: Effect) -> Effect:
+    def share_of(self, whole: "Effect") -> "Effect":
         """This as a share of a score; a score below 0.001 counts as 0.001."""
         replicates_B = self.replicates_B / np.maximum(whole.replicates_B, NOTHING)
         return Effect(self.value / max(whole.value, NOTHING), replicates_B)

@@ -5,8 +5,6 @@ decides: blues are the recipe, and the further trained, the more they stand out 
 are its neighbours; greys come from outside.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle

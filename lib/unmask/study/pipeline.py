@@ -12,8 +12,6 @@ A stage is done when its done.json matches all that its outputs depend on. Those
 of their own, `python -m unmask.study.pipeline JOB`; nothing heavy is imported before.
 """
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import json
@@ -30,14 +28,14 @@ from dataclasses import dataclass
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from unmask.children import ENVIRONMENT, bound, on_signal
 from unmask.config import ParallelConfig
 from unmask.run import PREEMPTED, Folders, grace_seconds
-from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic
+from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic, write_json
 
 # Of the library: what computes nothing.
 ASIDE = ("study/pipeline.py", "study/plan.py", "children.py", "cli.py", "data/hub.py", "__main__.py")
@@ -59,8 +57,7 @@ class Interrupted(KeyboardInterrupt):
         self.exit_status = PREEMPTED if number == signal.SIGTERM else 128 + number
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One notebook."""
 
     name: str  # file name without its ending, for instance "02_pair"
@@ -371,8 +368,7 @@ def _finish(one: _Child, mark: dict[str, Any], folders: Folders) -> None:
     """Marks a stage done, with its inputs as they were used: one that was out of date keeps it due."""
     used = {f"input {name}": done["hash"] for name in one.stage.inputs if (done := folders.done(name))}
     facts = {"finished": _utc(time.time()), "wall_seconds": one.seconds}
-    text = json.dumps(seal(mark["depends_on"] | used) | facts, indent=1) + "\n"
-    write_atomic(folders.artifacts / one.stage.name / "done.json", text)
+    write_json(folders.artifacts / one.stage.name / "done.json", seal(mark["depends_on"] | used) | facts)
 
 
 # ---- one notebook, in its own process
@@ -436,7 +432,7 @@ def execute(job: dict[str, Any]) -> str:
 
 def _clean(path: Path, names: dict[str, str]) -> None:
     """Takes from the executed notebook this machine's paths and what a vanished progress bar left."""
-    notebook = json.loads(path.read_text(encoding="utf8"))
+    notebook = read_json(path)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"] = [one for one in cell["outputs"] if "".join(one.get("text", "-")).strip()]
@@ -516,8 +512,7 @@ def _record(one: _Child, about: dict[str, Any], folders: Folders) -> None:
         "dirty": about["dirty"],
     }
     stages = dict(sorted((recorded(folders) | {one.stage.name: outcome}).items()))
-    text = json.dumps(about | {"stages": stages}, indent=1, ensure_ascii=False) + "\n"
-    write_atomic(folders.results / "provenance.json", text)
+    write_json(folders.results / "provenance.json", about | {"stages": stages})
 
 
 def _said(*command: str) -> str:

@@ -33,12 +33,11 @@ Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     context, communication, fragmentation       RUNTIME_BYTES
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 from unmask.config import BackboneConfig, Preset, PretrainConfig
 from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
@@ -58,8 +57,7 @@ ROW = "  {:<20}{:<12}{:>4} × {:>7,} steps{:>10.2e} tokens{:>10.2e} FLOP{:>11,.2
 Texts = list[tuple[int, int]]  # (number, tokens of each)
 
 
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """Trainings of one size that a notebook starts, and their cost together on so many GPUs."""
 
     notebook: str
@@ -97,7 +95,7 @@ def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory:
     size = f"{parameters(preset)[0]:,} parameters"
     lines = [
         f"plan of preset {preset.name!r} on {gpus} GPU{'s' * (gpus > 1)}, {preset.parallel.strategy}: {size}",
-        *(ROW.format(*astuple(one)) for one in planned),
+        *(ROW.format(*one) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
         f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s, up to {NARROW} dimensions "

@@ -1,7 +1,5 @@
 """What notebooks show: the paper's tables and ours, gates and claims."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path

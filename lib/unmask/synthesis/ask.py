@@ -4,8 +4,6 @@ For each passage one request chooses the character, the type of question and its
 writes the query (pplx-embed, section 2.6, after Qwen3-Embedding, appendix A.1).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -14,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openai
@@ -133,8 +131,7 @@ def _answers(journal: Path) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class Synthesis:
+class Synthesis(NamedTuple):
     """What came of a synthesis.
 
     Attributes:
@@ -180,7 +177,7 @@ def synthesize_pairs(
     for draft in drafts:
         if draft.outcome == "kept":
             row = {"id": draft.task.id, "query": draft.query, "document": draft.task.passage}
-            row |= {"language": draft.task.language} | asdict(draft.choice)
+            row |= {"language": draft.task.language} | draft.choice._asdict()
             rows.append(row | {"similarity": round(draft.similarity, 4)})
     return _written(folder / "pairs.jsonl", rows, drafts, chat)
 

@@ -5,18 +5,15 @@ Two requests a query, after Qwen3-Embedding (appendix A.1), in our own words (pr
 asks, what kind of question and how hard a one; the other writes the query that was chosen.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from string import Template
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import regex
@@ -51,8 +48,7 @@ def choice_form(personas: int) -> type[BaseModel]:
     return create_model("Choice", __config__=ConfigDict(extra="forbid"), **fields)
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One query that is wanted: for a passage, or for one chunk among the chunks around it."""
 
     id: str
@@ -71,8 +67,7 @@ class Task:
         return "\n\n".join((*self.before, self.passage, *self.after))
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Who asks, what kind of question, how hard: what the first request settles."""
 
     persona: str

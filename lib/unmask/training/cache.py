@@ -13,8 +13,6 @@ CDE, section 4.2): the gradient of those rows, which the second model's pushes l
 first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ optimiser's moments and the step; nothing else has a memory. Every process write
 distributed checkpointing, as safetensors, and any number of processes reads them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import warnings

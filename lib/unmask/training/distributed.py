@@ -5,8 +5,6 @@ and the gradients are reduced once, in the last backward pass of a step. So a tr
 one process as on many.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -53,7 +51,7 @@ class Processes:
     device: torch.device = CPU
 
     @classmethod
-    def start(cls, precision: str, strategy: str = "ddp") -> Processes:
+    def start(cls, precision: str, strategy: str = "ddp") -> "Processes":
         """Joins the other processes that torchrun started, if there are any."""
         patience = InitProcessGroupKwargs(timeout=PATIENCE)
         cpu = not torch.cuda.is_available()  # accelerate joins CPU processes only where the CPU was asked for

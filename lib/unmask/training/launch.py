@@ -8,8 +8,6 @@ main process prints one JSON line per step, from which the notebook draws its pr
 goes to the log files of each training.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -32,7 +30,7 @@ from unmask.children import ENVIRONMENT, bound, die_with, ended_together
 from unmask.config import ParallelConfig, resolved
 from unmask.models.backbone import facts, require_checkpoint
 from unmask.run import Run, grace_seconds
-from unmask.store import fingerprint, read_json, replace_directory, write_atomic
+from unmask.store import fingerprint, read_json, replace_directory, write_json
 from unmask.training.loop import MILESTONES, STOP, Preempted, finish, job_identity, run_job, stage_of
 
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
@@ -91,7 +89,7 @@ def _launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]]
         if (made := facts(models[name]).get("fingerprint")) == asked["fingerprint"]:
             finish(folder)  # a kill may have come in between
             known = read_json(folder / "job.json") | {"accepted": asked["accepted"]}
-            write_atomic(folder / "job.json", json.dumps(known, indent=1))
+            write_json(folder / "job.json", known)
             print(f"{run.stage}/{name}: already trained")
             continue
         stage = stage_of(asked)
@@ -99,7 +97,7 @@ def _launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]]
         if made:  # another training, which somebody paid for
             replace_directory(folder, folder.with_name(f"{name}-{made}"))
         asked["corpus"] = str(stage.corpus.path)  # else each process would ask the Hub for all sources
-        due[name] = write_atomic(folder / "job.json", json.dumps(asked, indent=1))
+        due[name] = write_json(folder / "job.json", asked)
         for log in folder.glob("*.log"):  # of an earlier try
             log.unlink()
     if due:
@@ -225,7 +223,7 @@ def main(paths: Sequence[str]) -> None:
     if "RANK" in os.environ:
         _die_with_torchrun()
     for path in map(Path, paths):
-        job = json.loads(path.read_text(encoding="utf8"))
+        job = read_json(path)
         _log_to(path.with_name(LOG if rank == "0" else f"rank-{rank}.log"))
 
         def say(row: dict[str, Any], name: str = job["name"]) -> None:

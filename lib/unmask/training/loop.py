@@ -1,8 +1,6 @@
 """From a job (preset, stage, starting checkpoint, files) to a trained checkpoint: what a training child
 process does, and the one training loop for all stages, on one process or many."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -22,7 +20,7 @@ from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention, plain_attention
 from unmask.run import PREEMPTED
-from unmask.store import code_fingerprint, replace_directory, write_atomic
+from unmask.store import code_fingerprint, replace_directory, write_atomic, write_json
 from unmask.training import checkpoint
 from unmask.training.distributed import Processes, full_weights
 from unmask.training.neighbours import Cde, Qwen3, Reranking
@@ -64,7 +62,7 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
     processes = Processes.start(stage.config.precision, stage.preset.parallel.strategy)
     read = stage.prepare()
     if processes.main:
-        write_atomic(folder / DATA_REPORT, json.dumps(read, indent=1, ensure_ascii=False) + "\n")
+        write_json(folder / DATA_REPORT, read)
     model, facts = stage.model(), stage.facts()
     tokenizer = ending(stage.tokenizer) if stage.ends else stage.tokenizer
 

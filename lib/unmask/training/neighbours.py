@@ -4,8 +4,6 @@ Shape suffixes: N queries · K context documents, or hard negatives per query ·
 B prompts · L tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -128,10 +126,7 @@ class Reranking(Stage):
     """
 
     head = True
-
-    @cached_property
-    def data(self) -> dict[str, TokenPairs]:
-        return self.triplets()
+    data = cached_property(Stage.triplets)
 
     @cached_property
     def answers(self) -> tuple[int, int]:

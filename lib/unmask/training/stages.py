@@ -7,8 +7,6 @@ into the presets.
 Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -441,9 +439,7 @@ class Pair(Contrastive):
     def ends(self) -> bool:
         return self.config.pooling == "last"
 
-    @cached_property
-    def data(self) -> dict[str, TokenPairs]:
-        return self.pairs()
+    data = cached_property(Stage.pairs)
 
     def allowed(self) -> Callable[[int], set[str]] | None:
         """Groups that are named are trained on from the first step to the last."""
@@ -525,9 +521,7 @@ class Contextual(Contrastive):
 class Triplet(Contrastive):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
 
-    @cached_property
-    def data(self) -> dict[str, TokenPairs]:
-        return self.triplets()
+    data = cached_property(Stage.triplets)
 
     def batch(self, step: int) -> list[Batch]:
         """The parts of a batch, each with a loss of its own."""
