@@ -162,14 +162,7 @@ class ContrastiveConfig(TrainConfig):
     query_length: Count
     temperature: Positive = 0.02
     margin: Margin = 0.1  # negatives this much better than the positive are left out
-    cluster_size: Whole = 0  # rows of a cluster of look-alikes, from which batches are filled; 0: at random
-    filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; below 0: off
     keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept
-
-    @property
-    def looks_around(self) -> bool:
-        """Whether batches depend on a surrogate embedder."""
-        return self.cluster_size > 0 or self.filter_margin >= 0
 
 
 class PairConfig(ContrastiveConfig):
@@ -179,11 +172,18 @@ class PairConfig(ContrastiveConfig):
     pooling: Literal["mean", "last"] = "mean"
     quantize: bool = True  # INT8 from the first step; false, for the comparison: the unquantised mean
     query_query: bool = True  # whether queries are each other's negatives (Qwen3's loss always has that)
+    cluster_size: Whole = 0  # rows of a cluster of look-alikes, from which batches are filled; 0: at random
+    filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; below 0: off
     curriculum: tuple[Share, Share, Share]  # shares of the steps: English; + cross-lingual; everything
 
     def __post_init__(self):
         if not any(self.curriculum):
             raise ValueError("curriculum gives no step to any of its three parts")
+
+    @property
+    def looks_around(self) -> bool:
+        """Whether batches depend on a surrogate embedder."""
+        return self.cluster_size > 0 or self.filter_margin >= 0
 
 
 class ContextualConfig(ContrastiveConfig):

@@ -12,7 +12,7 @@ from unmask.config import load_preset
 from unmask.data import mining
 from unmask.data.batches import BatchPlan, Packing
 from unmask.data.mining import Neighbours, Surrogate, clusters, negative_similarity, neighbours, unit
-from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs
+from unmask.data.tokenized import Ragged, TokenPairs
 from unmask.data.tokens import StoredTokenizer
 
 CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2)
@@ -29,9 +29,8 @@ def pairs(count=400, width=12, *, groups=8, finer=8, noise=0.3, seed=0):
 
 def seen(q_ND, d_ND):
     """Pairs whose texts have these vectors."""
-    n, one_each = len(q_ND), np.arange(1, len(q_ND) + 1)
     vectors_UD = unit(np.concatenate([q_ND, d_ND])).astype(np.float16)
-    return Neighbours(vectors_UD, Ragged(np.arange(n), one_each), Ragged(np.arange(n, 2 * n), one_each))
+    return Neighbours(vectors_UD, *np.split(np.arange(2 * len(q_ND)), 2))
 
 
 def plan(keys, packing, **options):
@@ -146,21 +145,3 @@ def test_every_distinct_text_is_embedded_once_and_kept(stored):
     np.testing.assert_array_equal(again.vectors_UD, own.vectors_UD)
     assert own.packing is None
     np.testing.assert_array_equal(again.packing.rows_N, pack(own, 2, CONFIG, seed=0).rows_N)
-
-
-def test_the_filter_compares_each_query_of_a_document_with_the_other_documents(stored):
-    chunks = [["it is 1", "it is 2"], ["it is 1", "it is 22", "aaa"], ["eee"]]
-    queries = [["1?", "a?"], ["22?"], ["e?", "1?", "333?"]]
-    nested = [Ragged(tokens(list(chain(*x))), np.cumsum(list(map(len, x)))) for x in (chunks, queries)]
-    golds = Ragged(np.zeros(6, np.int32), nested[1].ends)
-    data, rows = TokenDocuments(*nested, golds, np.arange(3), identity="some documents"), [2, 0, 1]
-    own = find(data, stored, Surrogate("letters", Letters))
-    document_N, query_N = np.array([0, 0, 1, 2]), np.array([2, 1, 0, 0])
-    d_MD = own.points(rows)[1].astype(np.float64)
-    expected = []
-    for document, number in zip(document_N, query_N, strict=True):
-        q_D = unit(Letters().encode([queries[rows[document]][number]])).astype(np.float16)[0]
-        scores = d_MD @ q_D.astype(np.float64)
-        expected.append([m == document or scores[m] < scores[document] + 0.02 for m in range(3)])
-    assert own.negatives(rows, 0.02, document_N, query_N).tolist() == expected
-    assert not np.all(expected)

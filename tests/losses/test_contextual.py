@@ -48,29 +48,6 @@ def test_the_losses_are_the_formulas(shape, padded, temperature):
         assert insent_loss(*arguments, lam=lam, **options).item() == pytest.approx(insent, rel=1e-10)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_documents_that_are_known_to_be_no_negatives_are_left_out(shape, share):
-    """All their chunks, and the queries about them; never a query's own document."""
-    q, chunks, documents, document, gold, mask = problem(*shape)
-    negatives = torch.rand(len(q), len(chunks), generator=torch.Generator().manual_seed(9)) >= share
-    lists = [x.tolist() for x in (q, chunks, document, gold)]
-    end = (0.05, mask.tolist(), negatives.tolist())
-    batch, insent = naive_losses.batch(*lists, *end), naive_losses.insent(*lists, 0.3, *end)
-    sequence = naive_losses.sequence(*lists, 0.05, mask.tolist())
-    level = naive_losses.global_(lists[0], documents.tolist(), lists[2], 0.05, 0.1, negatives.tolist())
-    options = {"temperature": 0.05, "chunk_mask_MC": mask, "negatives_NM": negatives}
-    arguments = (q, chunks, document, gold)
-    assert batch_loss(*arguments, **options).item() == pytest.approx(batch, rel=1e-10)
-    assert insent_loss(*arguments, lam=0.3, **options).item() == pytest.approx(insent, rel=1e-10)
-    total = contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options).item()
-    expected = 0.35 * level + 0.65 * (0.3 * sequence + 0.7 * batch)
-    assert total == pytest.approx(expected, rel=1e-10)
-    if share == 0:
-        options.pop("negatives_NM")
-        assert total == contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options)
-
-
 @pytest.mark.parametrize("document", [[0, 0, 0], [0, 1, 2]])
 def test_distinct_documents_do_what_the_papers_mask_does(document):
     """The printed sum over queries with M^dup, where it meets no other document twice."""

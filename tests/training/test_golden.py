@@ -12,8 +12,6 @@ ALIKE = {"cluster_size": 3, "filter_margin": 0.0}
 CASES = {name: (name, {}) for name in tiny_stages.STAGES} | {
     "insent": ("contextual", {"objective": "insent"}),
     "pair of look-alikes": ("pair", ALIKE),
-    "contextual of look-alikes": ("contextual", ALIKE),
-    "triplet of look-alikes": ("triplet", ALIKE),
     "qwen3 of look-alikes": ("qwen3", ALIKE),
 }
 FILE = Path(__file__).with_name("golden.json")  # {case: [[loss, norm of the gradient], …]}

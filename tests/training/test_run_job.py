@@ -49,9 +49,8 @@ def test_a_stage_trains_and_says_what_it_read(start, tmp_path, stage, negatives,
         assert found[name].items() >= counts.items()
 
 
-@pytest.mark.parametrize("stage", ["pair", "contextual"])
-def test_a_stage_trains_on_look_alikes_that_were_prepared_before(stage, start, tmp_path):
-    own = job(stage, start, tmp_path, changes={"cluster_size": 8, "filter_margin": 0.0})
+def test_a_stage_trains_on_look_alikes_that_were_prepared_before(start, tmp_path):
+    own = job("pair", start, tmp_path, changes={"cluster_size": 8, "filter_margin": 0.0})
     with pytest.raises(ValueError, match=r"name one in clusters\.surrogate"):
         stage_of(own).prepare()
     own, rows = own | {"surrogate": str(start)}, []

@@ -150,7 +150,7 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
     assert_same(step(stage, model, parts), backpropagated(total, model))
 
 
-@pytest.mark.parametrize("name", ["pair", "contextual", "triplet", "cde", "qwen3"])
+@pytest.mark.parametrize("name", ["pair", "cde", "qwen3"])
 def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
     """Without either, batches and losses are those of before; the filter takes terms from the loss."""
     found = {}

@@ -12,7 +12,7 @@ import tiny
 import tiny_corpus
 from unmask.config import load_preset, resolved
 from unmask.data.mining import Neighbours, clusters, pack, unit
-from unmask.data.tokenized import Ragged, TokenDocument, TokenPairs
+from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.training.distributed import ALONE
 from unmask.training.loop import STAGES as CLASSES
@@ -61,14 +61,9 @@ def documents(count):
 
 def neighbours(rows, settings):
     """What a surrogate embedder finds whose vectors are random numbers."""
-    if isinstance(rows, TokenPairs):
-        queries, chunks = [1] * len(rows.keys), [1] * len(rows.keys)
-    else:
-        queries, chunks = ([len(getattr(row, part)) for row in rows] for part in ("queries", "chunks"))
-    texts = np.arange(sum(queries) + sum(chunks))
+    texts = np.arange(2 * len(rows.keys))
     vectors_UD = unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16)
-    asked, found = np.split(texts, [sum(queries)])
-    own = Neighbours(vectors_UD, Ragged(asked, np.cumsum(queries)), Ragged(found, np.cumsum(chunks)))
+    own = Neighbours(vectors_UD, *np.split(texts, 2))
     size = settings.cluster_size
     return replace(own, packing=pack(clusters(own, size, _PRESET.clusters, settings.seed))) if size else own
 
@@ -85,7 +80,7 @@ def stage(name, data=None, **changes):
     else:
         made = {"data": {"one": pairs(12, negatives=settings.negatives)}}
     made |= {"data": data} if data else {}
-    if name not in ("ar", "diffusion", "reranker") and settings.looks_around:
+    if getattr(settings, "looks_around", False):
         made["neighbours"] = {key: neighbours(rows, settings) for key, rows in made["data"].items()}
     preset = resolved(replace(_PRESET, **{name: settings}))
     # Groups that are named have no curriculum.

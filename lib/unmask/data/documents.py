@@ -15,7 +15,6 @@ class ContextualBatch(NamedTuple):
 
     sequences: list[TokenSequence]  # the N queries, then the M documents
     document_N: Tensor
-    query_N: Tensor  # which of its document's queries each one is
     gold_N: Tensor
     chunk_tokens_MC: Tensor  # tokens of each chunk; 0 where a document has fewer chunks
 
@@ -34,9 +33,9 @@ def contextual_batch(
     golds = [documents[index].golds[number] for index, number in drawn]
     lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
     joined = [join_chunks(document.chunks, separator_id) for document in documents]
-    document_N, query_N = torch.tensor(drawn).T
+    document_N = torch.tensor([index for index, _ in drawn])
     counts_MC = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-    return ContextualBatch(queries + joined, document_N, query_N, torch.tensor(golds), counts_MC)
+    return ContextualBatch(queries + joined, document_N, torch.tensor(golds), counts_MC)
 
 
 def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ from unmask.config import ClustersConfig, TripletConfig
 from unmask.data import batches
 from unmask.data.batches import Packing, parts, permuted
 from unmask.data.corpus import Corpus
-from unmask.data.tokenized import Ragged, TokenDocuments, TokenPairs, as_documents
+from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import StoredTokenizer
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
 
@@ -223,48 +223,33 @@ def _cosines(q_ND: np.ndarray, d_ND: np.ndarray) -> np.ndarray:
 class Neighbours:
     """One data set as a surrogate embedder sees it.
 
-    The vector of a row's document is the mean of its chunks' vectors (a pair has one), made unit length.
     Vectors have half precision and are compared in float64, where sums of products of such numbers are exact:
     the same text has the same similarity on every machine.
     """
 
     vectors_UD: np.ndarray  # of the distinct texts: float16, unit length, mapped into memory
-    queries: Ragged  # for each row the numbers of its queries' texts; a pair has one query
-    documents: Ragged  # for each row the numbers of its chunks' texts
+    query_N: np.ndarray  # for each row the number of its query's text
+    document_N: np.ndarray  # and of its document's
     packing: Packing | None = None  # clusters of rows; None: random batches
 
-    def negatives(
-        self, rows: Sequence[int], margin: float,
-        document_N: np.ndarray | None = None, query_N: np.ndarray | None = None,
-    ) -> np.ndarray:  # fmt: skip
+    def negatives(self, rows: np.ndarray, margin: float) -> np.ndarray:
         """Which documents of a batch may be negatives of its queries: those outside of CDE's
         S(q,d) = {d′ : f(q,d′) ≥ f(q,d) + ε}, with the cosine f of the surrogate's vectors.
 
         Args:
-            rows: the M rows of the batch.
+            rows: the rows of the batch.
             margin: ε, 0 or more.
-            document_N: for each query its document, a place in `rows`. Default: one query per row.
-            query_N: for each query which one of its row's queries it is. Default: the first.
-        Returns: booleans (N, M); a query's own document counts as True.
+        Returns: booleans (N, N); a query's own document counts as True.
         """
-        document_N = np.arange(len(rows)) if document_N is None else document_N
-        query_N = np.zeros(len(document_N), np.int64) if query_N is None else query_N
-        texts_N = [self.queries[rows[m]][n] for m, n in zip(document_N, query_N, strict=True)]
-        scores_NM = _dots(self.vectors_UD[texts_N], self._means(self.documents, rows))
-        own_N1 = np.take_along_axis(scores_NM, document_N[:, None], 1)
-        negatives_NM = scores_NM < own_N1 + margin
-        np.put_along_axis(negatives_NM, document_N[:, None], True, 1)
-        return negatives_NM
+        scores_NN = _dots(self.vectors_UD[self.query_N[rows]], self.points(rows)[1])
+        negatives_NN = scores_NN < scores_NN.diagonal()[:, None] + margin
+        np.fill_diagonal(negatives_NN, True)
+        return negatives_NN
 
-    def points(self, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors of the rows' queries (the mean of each row's) and documents: float16, unit length."""
-        return self._means(self.queries, rows), self._means(self.documents, rows)
-
-    def _means(self, texts: Ragged, rows: Sequence[int]) -> np.ndarray:
-        numbers = [texts[int(row)] for row in rows]
-        starts = np.cumsum([0, *map(len, numbers[:-1])])
-        sums_ND = np.add.reduceat(self.vectors_UD[np.concatenate(numbers)].astype(np.float32), starts)
-        return unit(sums_ND).astype(np.float16)
+    def points(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Vectors of the rows' queries and documents: float16, unit length."""
+        texts = (self.vectors_UD[number_N[rows]] for number_N in (self.query_N, self.document_N))
+        return tuple(unit(x_ND).astype(np.float16) for x_ND in texts)
 
 
 def negative_similarity(own: Neighbours, rows: Sequence[int]) -> float:
@@ -285,7 +270,7 @@ class Surrogate(NamedTuple):
 
 
 def neighbours(
-    data: TokenPairs | TokenDocuments, *, name: str, stored: StoredTokenizer, surrogate: Surrogate,
+    data: TokenPairs, *, name: str, stored: StoredTokenizer, surrogate: Surrogate,
     config: ClustersConfig, cluster_size: int, seed: int,
 ) -> Neighbours:  # fmt: skip
     """A data set's neighbours; vectors and clusters are computed on first use and kept in files.
@@ -299,14 +284,11 @@ def neighbours(
         seed: of k-means and of the order of the clusters.
     Raises: ValueError if the embedder's answer is not finite.
     """
-    data = data if isinstance(data, TokenDocuments) else as_documents(data)
-    texts = ConcatDataset([data.queries.values, data.chunks.values])
+    texts = ConcatDataset([data.queries, data.documents])
     first_U, number = _distinct_texts(texts)
     key = [data.identity, stored, surrogate.identity, code_fingerprint(__file__, batches.__file__)]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
-    count = len(data.queries.values)
-    queries, documents = Ragged(number[:count], data.queries.ends), Ragged(number[count:], data.chunks.ends)
-    own = Neighbours(vectors_UD, queries, documents)
+    own = Neighbours(vectors_UD, *np.split(number, [len(data.queries)]))
     if not cluster_size:
         return own
     key += [cluster_size, config.iterations, config.attempts, seed]
@@ -331,7 +313,7 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
     """
     import faiss
 
-    count, width = len(own.queries), 2 * own.vectors_UD.shape[1]
+    count, width = len(own.query_N), 2 * own.vectors_UD.shape[1]
     k = -(-count // cluster_size)
     fits = max(SAMPLE // (4 * width), LEAST * k) // 2
     rows = np.arange(count) if count <= fits else np.sort(permuted(np.arange(fits), count, seed))

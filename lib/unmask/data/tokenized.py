@@ -287,7 +287,6 @@ class TokenDocuments(Sequence):
     golds: Ragged
     keys: Sequence | np.ndarray
     counters: Mapping[str, int] = field(default_factory=dict)
-    identity: str = ""
 
     def __len__(self) -> int:
         return len(self.golds)
@@ -336,7 +335,7 @@ def token_documents(
     chunked, queries = (done.lists(column, stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
     keys = done.array("keys", np.uint64)
-    return TokenDocuments(chunked, queries, golds, keys, done.counters, done.folder.name)
+    return TokenDocuments(chunked, queries, golds, keys, done.counters)
 
 
 def single_chunks(
@@ -353,15 +352,11 @@ def single_chunks(
     order = permuted(np.arange(len(rows)), len(rows), seed)
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
     drawn = rows.select(np.sort(order[np.sort(first)[:count]]))
-    return as_documents(token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options))
-
-
-def as_documents(pairs: TokenPairs) -> TokenDocuments:
-    """Pairs as documents of one chunk."""
+    pairs = token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options)
     one_each = np.arange(1, len(pairs.keys) + 1)
     golds = np.zeros(len(pairs.keys), np.int32)
     columns = (Ragged(column, one_each) for column in (pairs.documents, pairs.queries, golds))
-    return TokenDocuments(*columns, pairs.keys, pairs.counters, pairs.identity)
+    return TokenDocuments(*columns, pairs.keys, pairs.counters)
 
 
 def _prepared(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from unmask.losses.contrastive import cosine, counted, info_nce, mean_over_queries, no_negatives, one_hot
+from unmask.losses.contrastive import cosine, counted, info_nce, mean_over_queries, one_hot
 from unmask.losses.shapes import check_index, check_settings, check_shapes
 
 
@@ -57,7 +57,7 @@ def sequence_loss(
 
 def batch_loss(
     q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *,
-    temperature: float = 0.02, chunk_mask_MC: Tensor | None = None, negatives_NM: Tensor | None = None,
+    temperature: float = 0.02, chunk_mask_MC: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """InfoNCE of each query's gold chunk against all chunks of all distinct documents of the batch.
 
@@ -73,8 +73,6 @@ def batch_loss(
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
         temperature: τ, above 0.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
-        negatives_NM: False where no chunk of document m is a negative of query n (CDE, section 4.1); what it
-            says of a query's own document does not matter.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -92,14 +90,14 @@ def batch_loss(
         >>> f"{loss:.4f}"  # log(1 + 3/e): the three other chunks of the batch
         '0.7437'
     """
-    masks = {"chunk_mask_MC": chunk_mask_MC, "negatives_NM": negatives_NM}
-    return local_loss(q_ND, chunks_MCD, document_N, gold_N, alpha=0, temperature=temperature, **masks)
+    chunks = (chunks_MCD, document_N, gold_N)
+    return local_loss(q_ND, *chunks, alpha=0, temperature=temperature, chunk_mask_MC=chunk_mask_MC)
 
 
 def local_loss(
     q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *,
     alpha: float = 0.2, temperature: float = 0.02,
-    chunk_mask_MC: Tensor | None = None, negatives_NM: Tensor | None = None, queries: slice | None = None,
+    chunk_mask_MC: Tensor | None = None, queries: slice | None = None,
 ) -> Tensor:  # fmt: skip
     """The chunk-level half of the contextual objective: L_local = α L_seq + (1−α) L_batch.
 
@@ -113,8 +111,6 @@ def local_loss(
         alpha: α, the weight of L_seq, in [0, 1].
         temperature: τ, above 0.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
-        negatives_NM: False where no chunk of document m is a negative of query n (CDE, section 4.1); what it
-            says of a query's own document does not matter.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -141,13 +137,13 @@ def local_loss(
         batch_T = info_nce(gold_T, all_TMC.flatten(1), temperature=temperature)
         return alpha * sequence_T + (1 - alpha) * batch_T
 
-    return _chunk_loss(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, negatives_NM, queries)
+    return _chunk_loss(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, queries)
 
 
 def global_loss(
     q_ND: Tensor, documents_MD: Tensor, document_N: Tensor, *,
     temperature: float = 0.02, margin: float = 0.1,
-    negatives_NM: Tensor | None = None, queries: slice | None = None,
+    queries: slice | None = None,
 ) -> Tensor:  # fmt: skip
     """InfoNCE of each query against its document, the other distinct documents and the other queries.
 
@@ -166,8 +162,6 @@ def global_loss(
         document_N: index of each query's document, in 0..M−1.
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; math.inf masks nothing.
-        negatives_NM: False where document m is known to be no negative of query n (CDE, section 4.1); the
-            queries about it then are none either. What it says of a query's own document does not matter.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -185,7 +179,7 @@ def global_loss(
         >>> f"{global_loss(queries, documents, torch.tensor([0, 0, 1]), temperature=1.0):.4f}"
         '0.9188'
     """
-    check_shapes(q_ND=q_ND, documents_MD=documents_MD, document_N=document_N, negatives_NM=negatives_NM)
+    check_shapes(q_ND=q_ND, documents_MD=documents_MD, document_N=document_N)
     check_settings(temperature=temperature, margin=margin)
     check_index("document_N", document_N, len(documents_MD))
     document_N = document_N.to(q_ND.device, non_blocking=True)
@@ -193,12 +187,9 @@ def global_loss(
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TM, qq_TN = cosine(q_TD, documents_MD), cosine(q_TD, q_ND)
-        own_TM = document_NM[rows]
         positive_T = qd_TM.gather(1, document_N[rows, None]).squeeze(1)
-        none_TM = no_negatives(own_TM, negatives_NM, rows)
-        none_TN = one_hot(rows, q_ND) | (none_TM & ~own_TM)[:, document_N]
-        documents_TM = counted(qd_TM, none_TM, positive_T, margin)
-        queries_TN = counted(qq_TN, none_TN, positive_T, margin)
+        documents_TM = counted(qd_TM, document_NM[rows], positive_T, margin)
+        queries_TN = counted(qq_TN, one_hot(rows, q_ND), positive_T, margin)
         return info_nce(positive_T, positive_T[:, None], documents_TM, queries_TN, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(documents_MD) + len(q_ND))
@@ -207,7 +198,7 @@ def global_loss(
 def contextual_loss(
     q_ND: Tensor, chunks_MCD: Tensor, documents_MD: Tensor, document_N: Tensor, gold_N: Tensor, *,
     beta: float, alpha: float = 0.2, temperature: float = 0.02, margin: float = 0.1,
-    chunk_mask_MC: Tensor | None = None, negatives_NM: Tensor | None = None, queries: slice | None = None,
+    chunk_mask_MC: Tensor | None = None, queries: slice | None = None,
 ) -> Tensor:  # fmt: skip
     """The objective of contextual training: L_context = β L_global + (1−β) L_local.
 
@@ -220,8 +211,6 @@ def contextual_loss(
         temperature: τ, above 0.
         margin: how much better than its document a negative of L_global may be; math.inf masks nothing.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
-        negatives_NM: False where document m is known to be no negative of query n (CDE, section 4.1): its
-            chunks, and the queries about it, then are none either.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -244,7 +233,7 @@ def contextual_loss(
     """
     check_shapes(chunks_MCD=chunks_MCD, documents_MD=documents_MD)
     check_settings(temperature=temperature, beta=beta)
-    shared = {"temperature": temperature, "negatives_NM": negatives_NM, "queries": queries}
+    shared = {"temperature": temperature, "queries": queries}
     chunks = (chunks_MCD, document_N, gold_N)
     local = local_loss(q_ND, *chunks, alpha=alpha, chunk_mask_MC=chunk_mask_MC, **shared)
     document = global_loss(q_ND, documents_MD, document_N, margin=margin, **shared)
@@ -254,7 +243,7 @@ def contextual_loss(
 def insent_loss(
     q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *,
     lam: float = 0.5, temperature: float = 0.05,
-    chunk_mask_MC: Tensor | None = None, negatives_NM: Tensor | None = None, queries: slice | None = None,
+    chunk_mask_MC: Tensor | None = None, queries: slice | None = None,
 ) -> Tensor:  # fmt: skip
     """InSeNT: the gold chunk against its own document, and against the chunks of the other documents.
 
@@ -274,8 +263,6 @@ def insent_loss(
         lam: λ, the weight of the in-sequence term, in [0, 1].
         temperature: τ, above 0.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
-        negatives_NM: False where no chunk of document m is a negative of query n (CDE, section 4.1); what it
-            says of a query's own document does not matter.
         queries: the terms of these queries only, with the weights they have in the whole batch. Default: all.
 
     Returns:
@@ -305,13 +292,13 @@ def insent_loss(
         batch_T = info_nce(gold_T, gold_T[:, None], others_TR, temperature=temperature)
         return share_N[rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)
 
-    return _chunk_loss(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, negatives_NM, queries)
+    return _chunk_loss(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, queries)
 
 
 def _chunk_loss(
     nats_of: Callable[[slice, Tensor, Tensor, Tensor, Tensor], Tensor],
     q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None,
-    negatives_NM: Tensor | None, queries: slice | None,
+    queries: slice | None,
 ) -> Tensor:  # fmt: skip
     """Checks what the chunk-level losses take, and averages their terms over the queries.
 
@@ -321,10 +308,8 @@ def _chunk_loss(
             True at the own document. Similarities are −inf where a chunk is padding; with all chunks, also
             where a document is known to be no negative.
     """
-    check_shapes(
-        q_ND=q_ND, chunks_MCD=chunks_MCD, document_N=document_N, gold_N=gold_N, chunk_mask_MC=chunk_mask_MC,
-        negatives_NM=negatives_NM,
-    )  # fmt: skip
+    index = {"document_N": document_N, "gold_N": gold_N}
+    check_shapes(q_ND=q_ND, chunks_MCD=chunks_MCD, **index, chunk_mask_MC=chunk_mask_MC)
     check_index("document_N", document_N, len(chunks_MCD))
     check_index("gold_N", gold_N, chunks_MCD.shape[1])
     padding_MC = None if chunk_mask_MC is None else ~chunk_mask_MC.bool()
@@ -343,9 +328,6 @@ def _chunk_loss(
         own_TM = document_NM[rows]
         own_TC = all_TMC[torch.arange(len(all_TMC), device=all_TMC.device), document_N[rows]]
         gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
-        if negatives_NM is not None:
-            known_TM = no_negatives(own_TM, negatives_NM, rows) & ~own_TM
-            all_TMC = all_TMC.masked_fill(known_TM[..., None], -torch.inf)
         return nats_of(rows, gold_T, own_TC, all_TMC, own_TM)
 
     return mean_over_queries(tile_nats, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())

@@ -81,14 +81,14 @@ def pair_loss(
 def triplet_loss(
     q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, *, temperature: float = 0.03,
     document_N: Tensor | None = None, hard_document_NK: Tensor | None = None,
-    negatives_NN: Tensor | None = None, queries: slice | None = None,
+    queries: slice | None = None,
 ) -> Tensor:  # fmt: skip
     """InfoNCE of each query against every document of the batch and the mined hard negatives of every query.
 
         L = −(1/N) Σ_i log e^{s(q_i,d_i)/τ} / [ Σ_j e^{s(q_i,d_j)/τ} + Σ_j Σ_k e^{s(q_i,h_jk)/τ} ]
 
-    Queries are not compared with each other, and nothing is masked but `negatives_NN` and a h_jk that is d_i
-    once more: what was mined for one query may be the answer to another.
+    Queries are not compared with each other, and nothing is masked but a h_jk that is d_i once more: what was
+    mined for one query may be the answer to another.
 
     Args:
         q_ND, d_ND: embeddings of N aligned pairs, of any scale.
@@ -96,8 +96,6 @@ def triplet_loss(
         temperature: τ, above 0.
         document_N, hard_document_NK: a number (0 or more) for each document and hard negative, equal for
             equal texts. Default: all differ.
-        negatives_NN: False where document j is known to be no negative of query i (CDE, section 4.1); the
-            diagonal does not matter, and hard negatives always count.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -118,13 +116,13 @@ def triplet_loss(
         '1.2446'
     """
     check_settings(temperature=temperature)
-    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, document_N, hard_document_NK, negatives_NN)
+    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, document_N, hard_document_NK)
     hard_RD, number_R = hard_NKD.flatten(0, 1), hard_document_NK.flatten()
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
-        others_TN = qd_TN.masked_fill(no_negatives(one_hot(rows, d_ND), negatives_NN, rows), -torch.inf)
+        others_TN = qd_TN.masked_fill(one_hot(rows, d_ND), -torch.inf)
         qh_TR = cosine(q_TD, hard_RD).masked_fill(document_N[rows, None] == number_R, -torch.inf)
         return info_nce(positive_T, positive_T[:, None], others_TN, qh_TR, temperature=temperature)
 
@@ -203,7 +201,7 @@ def qwen3_loss(
 
 def _numbered(
     q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor,
-    document_N: Tensor | None, hard_document_NK: Tensor | None, negatives_NN: Tensor | None,
+    document_N: Tensor | None, hard_document_NK: Tensor | None, negatives_NN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The numbers of documents and hard negatives, by default all different, once everything is checked."""
     document_N = torch.arange(len(q_ND)) if document_N is None else document_N
@@ -280,6 +278,6 @@ def one_hot(rows: slice, x_ND: Tensor) -> Tensor:
     return index_N[rows, None] == index_N
 
 
-def no_negatives(own_TM: Tensor, negatives_NM: Tensor | None, rows: slice) -> Tensor:
+def no_negatives(own_TM: Tensor, negatives_NN: Tensor | None, rows: slice) -> Tensor:
     """Which candidates are no negatives of a tile's queries: their own ones, and those known to be none."""
-    return own_TM if negatives_NM is None else own_TM | ~negatives_NM[rows].to(own_TM.device)
+    return own_TM if negatives_NN is None else own_TM | ~negatives_NM[rows].to(own_TM.device)

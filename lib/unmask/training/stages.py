@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask import losses
 from unmask.config import GROUPS, DiffusionConfig, preset_from
 from unmask.data import tokenized
-from unmask.data.batches import BatchPlan, curriculum
+from unmask.data.batches import BatchPlan, Packing, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
@@ -332,7 +332,7 @@ class Batch:
     dataset: str
     sequences: list[TokenSequence]  # the queries come first
     count: int  # N
-    negatives: Tensor | None  # (N, documents), False: the document is no negative of the query
+    negatives: Tensor | None = None  # (N, N), False: the document is no negative of the query
     weight: float = 1.0  # of its loss in the step's
     layout: ContextualBatch | None = None  # of queries about documents: what follows the queries
     guess: float = 0.0  # the loss of a model to which all texts are alike; logged with the others
@@ -341,10 +341,64 @@ class Batch:
 
 
 class Contrastive(Stage):
-    """What the contrastive stages share: single-dataset batches, of look-alikes if the config says so, and a
-    model that is run as it is. A batch, or each of several, has one loss: `loss(rows_RD, batch, step,
-    processes)` is this process's part of it, given the vectors of its texts.
+    """What the contrastive stages share: single-dataset batches, and a model that is run as it is. A batch,
+    or each of several, has one loss: `loss(rows_RD, batch, step, processes)` is this process's part of it,
+    given the vectors of its texts.
     """
+
+    def allowed(self) -> Callable[[int], set[str]] | None:
+        """Data sets that may be drawn at a step; None: all, always."""
+        return None
+
+    def packings(self) -> dict[str, Packing]:
+        """Clusters of look-alikes by data set, from which batches are filled."""
+        return {}
+
+    @cached_property
+    def plan(self) -> BatchPlan:
+        config, keys = self.config, {name: rows.keys for name, rows in self.data.items()}
+        which = {"allowed": self.allowed(), "packings": self.packings()}
+        return BatchPlan(keys, batch=config.batch, steps=config.steps, seed=config.seed, **which)
+
+    def texts(self, name: str, rows: np.ndarray) -> Batch:
+        """The pairs in some rows: queries, then documents, then the hard negatives of each query, if any."""
+        pairs = self.data[name]
+        texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
+        texts += [negative for i in rows for negative in pairs.negatives[i]] if pairs.negatives else []
+        return Batch(dataset=name, sequences=list(map(TokenSequence, texts)), count=len(rows))
+
+    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
+        config, parts = self.config, batch if isinstance(batch, list) else [batch]
+        options = {"token_budget": config.token_budget, "keep_tokens": config.keep_tokens}
+        options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
+        total = torch.zeros((), device=processes.device)
+        for part in parts:
+
+            def loss_of_rows(rows_RD: Tensor, part: Batch = part) -> Tensor:
+                return part.weight * self.loss(rows_RD, part, step, processes)
+
+            options["last"] = part is parts[-1]
+            total += cached_backward(module, part.sequences, loss_of_rows, **options)
+        tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
+        pairs = sum(part.count for part in parts)
+        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs}
+
+
+class Pair(Contrastive):
+    """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
+    (pplx-embed, section 2.3)."""
+
+    @property
+    def ends(self) -> bool:
+        return self.config.pooling == "last"
+
+    data = cached_property(Stage.pairs)
+
+    def allowed(self) -> Callable[[int], set[str]] | None:
+        """Groups that are named are trained on from the first step to the last."""
+        if self.asked.get("groups"):
+            return None
+        return curriculum(self.groups(), self.config.curriculum, self.config.steps)
 
     @cached_property
     def surrogate(self) -> Surrogate:
@@ -386,69 +440,16 @@ class Contrastive(Stage):
         clusters = fingerprint(replace(self.preset.clusters, surrogate=""))
         return super().inputs() | {"surrogate": self.surrogate.identity, "clusters": clusters}
 
-    def allowed(self) -> Callable[[int], set[str]] | None:
-        """Data sets that may be drawn at a step; None: all, always."""
-        return None
-
-    @cached_property
-    def plan(self) -> BatchPlan:
-        config, keys = self.config, {name: rows.keys for name, rows in self.data.items()}
-        near = self.neighbours.items() if config.cluster_size else ()
-        return BatchPlan(
-            keys, batch=config.batch, steps=config.steps, seed=config.seed,
-            allowed=self.allowed(), packings={name: own.packing for name, own in near},
-        )  # fmt: skip
-
-    def negatives(self, name: str, rows: np.ndarray, *which: np.ndarray) -> Tensor | None:
-        """What the surrogate lets be negatives in a batch of these rows, see `Neighbours.negatives`; None
-        without a `filter_margin`."""
-        if self.config.filter_margin < 0:
-            return None
-        return torch.from_numpy(self.neighbours[name].negatives(rows, self.config.filter_margin, *which))
-
-    def texts(self, name: str, rows: np.ndarray) -> Batch:
-        """The pairs in some rows: queries, then documents, then the hard negatives of each query, if any."""
-        pairs = self.data[name]
-        texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
-        texts += [negative for i in rows for negative in pairs.negatives[i]] if pairs.negatives else []
-        sequences, near = list(map(TokenSequence, texts)), self.negatives(name, rows)
-        return Batch(dataset=name, sequences=sequences, count=len(rows), negatives=near)
-
-    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
-        config, parts = self.config, batch if isinstance(batch, list) else [batch]
-        options = {"token_budget": config.token_budget, "keep_tokens": config.keep_tokens}
-        options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
-        total = torch.zeros((), device=processes.device)
-        for part in parts:
-
-            def loss_of_rows(rows_RD: Tensor, part: Batch = part) -> Tensor:
-                return part.weight * self.loss(rows_RD, part, step, processes)
-
-            options["last"] = part is parts[-1]
-            total += cached_backward(module, part.sequences, loss_of_rows, **options)
-        tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
-        pairs = sum(part.count for part in parts)
-        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs}
-
-
-class Pair(Contrastive):
-    """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
-    (pplx-embed, section 2.3)."""
-
-    @property
-    def ends(self) -> bool:
-        return self.config.pooling == "last"
-
-    data = cached_property(Stage.pairs)
-
-    def allowed(self) -> Callable[[int], set[str]] | None:
-        """Groups that are named are trained on from the first step to the last."""
-        if self.asked.get("groups"):
-            return None
-        return curriculum(self.groups(), self.config.curriculum, self.config.steps)
+    def packings(self) -> dict[str, Packing]:
+        near = self.neighbours.items() if self.config.cluster_size else ()
+        return {name: own.packing for name, own in near}
 
     def batch(self, step: int) -> Batch:
-        return self.texts(*self.plan(step))
+        name, rows = self.plan(step)
+        batch, margin = self.texts(name, rows), self.config.filter_margin
+        if margin < 0:
+            return batch
+        return replace(batch, negatives=torch.from_numpy(self.neighbours[name].negatives(rows, margin)))
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         config, n = self.config, batch.count
@@ -491,10 +492,8 @@ class Contextual(Contrastive):
             queries_per_document=self.config.queries_per_document,
             rng=np.random.default_rng([self.config.seed, 3, step]),
         )  # fmt: skip
-        batch = Batch(
-            dataset=name, sequences=layout.sequences, count=len(layout.document_N), layout=layout,
-            negatives=self.negatives(name, rows, layout.document_N.numpy(), layout.query_N.numpy()),
-        )  # fmt: skip
+        queries = len(layout.document_N)
+        batch = Batch(dataset=name, sequences=layout.sequences, count=queries, layout=layout)
         texts_RD = torch.ones(sum(text.rows for text in batch.sequences), min(self.config.dimensions))
         return replace(batch, guess=float(self.loss(texts_RD, batch, step, ALONE)))
 
@@ -506,8 +505,7 @@ class Contextual(Contrastive):
         q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, layout)
         shared = {
             "document_N": layout.document_N, "gold_N": layout.gold_N, "temperature": config.temperature,
-            "chunk_mask_MC": mask_MC, "negatives_NM": batch.negatives,
-            "queries": processes.slice(batch.count),
+            "chunk_mask_MC": mask_MC, "queries": processes.slice(batch.count),
         }  # fmt: skip
         if config.objective == "insent":
             loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
@@ -534,7 +532,7 @@ class Triplet(Contrastive):
         return losses.triplet_loss(
             codes_RD[:n], codes_RD[n : 2 * n], codes_RD[2 * n :].unflatten(0, (n, -1)),
             document_N=number_R[n : 2 * n], hard_document_NK=number_R[2 * n :].unflatten(0, (n, -1)),
-            temperature=self.config.temperature, negatives_NN=batch.negatives, queries=processes.slice(n),
+            temperature=self.config.temperature, queries=processes.slice(n),
         )  # fmt: skip
 
 
