@@ -280,4 +280,4 @@ def one_hot(rows: slice, x_ND: Tensor) -> Tensor:
 
 def no_negatives(own_TM: Tensor, negatives_NN: Tensor | None, rows: slice) -> Tensor:
     """Which candidates are no negatives of a tile's queries: their own ones, and those known to be none."""
-    return own_TM if negatives_NN is None else own_TM | ~negatives_NM[rows].to(own_TM.device)
+    return own_TM if negatives_NN is None else own_TM | ~negatives_NN[rows].to(own_TM.device)
