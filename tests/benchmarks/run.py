@@ -143,15 +143,23 @@ def draw(by_subject: dict[str, list[dict]]) -> None:
     """Figures of what was measured: against peers, batches that grow, corpora that grow."""
     plt.switch_backend("agg")
     panels: dict[str, dict] = {"speed": {}, "peak memory": {}}
+    spreads: list[tuple[str, str, list[float]]] = []
     for row in (row for name, some in by_subject.items() if name not in WITHOUT_PEER for row in some):
         case, what, peer = re.fullmatch("(.+): ([^,]+), (.+)", row["name"]).groups()
         if row["ratio"] is not None:
             panels[what].setdefault(PEERS.get(peer, peer), {})[case] = row["ratio"]
+            spreads += [(what, case, row["spread"])] if row["spread"] else []
     for (what, table), text in zip(panels.items(), ("times faster", "times less memory"), strict=True):
-        figure = figures.beside({what: table}, xlabel=text, title="Against peers, on one machine")
-        figure.axes[0].set_xscale("log", base=2)
-        figure.axes[0].xaxis.set_major_formatter("{x:g}×")
-        figure.axes[0].axvline(1, color=figures.INK, linewidth=1)
+        known = [(case, ends) for measured, case, ends in spreads if measured == what]
+        title = "Against peers, on one machine" + bool(known) * " (lines: least and most of five rounds)"
+        figure = figures.beside({what: table}, xlabel=text, title=title)
+        ax = figure.axes[0]
+        place = {label.get_text(): y for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)}
+        for case, ends in known:
+            ax.hlines(place[case], *ends, color=figures.MUTED, linewidth=1)
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_formatter("{x:g}×")
+        ax.axvline(1, color=figures.INK, linewidth=1)
         figure.save(RESULTS / f"{what.split()[-1]}.png")
     batches = growth(by_subject["scaling"], lambda row, size: row["ratio"])
     sizes, ratios = batches["peak memory"]
@@ -161,9 +169,9 @@ def draw(by_subject: dict[str, list[dict]]) -> None:
     figures.lines(shares, log_x=True, **text).save(RESULTS / "batches.png")
     rows = [row for row in by_subject["search-scaling"] if row["unit"] == "queries/s"]
     read = growth(rows, lambda row, size: row["ours"] * size / 1e6)
-    read["reading alone"] = growth(rows, lambda row, size: row["peer"] * size / 1e6)["one query"]
+    read["reading the codes once"] = growth(rows, lambda row, size: row["peer"] * size / 1e6)["one query"]
     text = {"xlabel": "documents of 1,024 INT8 codes", "title": "Larger corpora: exact INT8 search"}
-    figure = figures.lines(read, log_x=True, ylabel="millions of documents per second", **text)
+    figure = figures.lines(read, log_x=True, ylabel="millions of comparisons per second", **text)
     figure.save(RESULTS / "corpora.png")
 
 

@@ -359,6 +359,7 @@ def _environment(folders: Folders) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel before a user's own
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",  # of reading tables: the library has bars of its own
         "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
         "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
     }
