@@ -11,7 +11,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +75,8 @@ class Task:
         return fingerprint(self.family, self.queries, self.documents, relevant, self.chunk_ids)
 
 
-class Vectors(NamedTuple):
+@dataclass(frozen=True)
+class Vectors:
     """Unquantised vectors of a task's queries and chunks: encode once, score in every precision."""
 
     queries_ND: np.ndarray
