@@ -13,7 +13,7 @@ from unmask.store import repository
 RESULTS = repository() / "results"
 PAPER = repository() / "lib" / "unmask" / "study" / "paper.yaml"
 NUMBER = re.compile(r"(?<!≥ )(?<![\w.,/=-])[−+-]?(\d{1,3}(?:,\d{3})+|\d+\.\d+)(?![\w.]*\d|[/-])")
-SCALES = 1, 100, 1e-2, 1e-6  # as it is, in hundredths, a share of hundredths, in millions
+SCALES = 1, 100, 1e-2, 1e-6, 2**-30  # as it is, in hundredths, a share of hundredths, in millions, in GiB
 
 
 def leaves(value, path=()):
