@@ -333,7 +333,7 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
         ax.set_xscale("symlog", linthresh=near, subs=[3])
         ax.xaxis.set_major_formatter("{x:g}")
         ax.tick_params(axis="x", which="minor", length=2)
-        ax.set_title(f"in {unit}", fontsize=9.5)
+        ax.set_title(f"in {unit}, logarithmic beyond ±{near:g}", fontsize=9.5)
         _name_rows(ax, [textwrap.fill(claim["claim"], 56) for claim in rows], len(rows), fontsize=8)
     for verdict in dict.fromkeys(claim["verdict"] for claim in tested):
         drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
