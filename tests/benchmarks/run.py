@@ -143,19 +143,19 @@ def draw(by_subject: dict[str, list[dict]]) -> None:
     """Figures of what was measured: against peers, batches that grow, corpora that grow."""
     plt.switch_backend("agg")
     panels: dict[str, dict] = {"speed": {}, "peak memory": {}}
-    spreads: list[tuple[str, str, list[float]]] = []
+    spreads: dict[str, list] = {what: [] for what in panels}  # of the rows whose rounds were compared
     for row in (row for name, some in by_subject.items() if name not in WITHOUT_PEER for row in some):
         case, what, peer = re.fullmatch("(.+): ([^,]+), (.+)", row["name"]).groups()
         if row["ratio"] is not None:
             panels[what].setdefault(PEERS.get(peer, peer), {})[case] = row["ratio"]
-            spreads += [(what, case, row["spread"])] if row["spread"] else []
+            spreads[what] += [(case, row["spread"])] if row["spread"] else []
     for (what, table), text in zip(panels.items(), ("times faster", "times less memory"), strict=True):
-        known = [(case, ends) for measured, case, ends in spreads if measured == what]
-        title = "Against peers, on one machine" + bool(known) * " (lines: least and most of five rounds)"
+        rounds = " (lines: least and most of five rounds)" if spreads[what] else ""
+        title = f"Against peers, on one machine{rounds}"
         figure = figures.beside({what: table}, xlabel=text, title=title)
         ax = figure.axes[0]
         place = {label.get_text(): y for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)}
-        for case, ends in known:
+        for case, ends in spreads[what]:
             ax.hlines(place[case], *ends, color=figures.MUTED, linewidth=1)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:g}×")

@@ -59,7 +59,7 @@ def test_a_registry_becomes_a_corpus(config):
     document = corpus.documents("train")[0]
     assert document["chunks"][document["golds"][0]] == "open it"
     assert len(corpus.triplets("train")) == 0
-    with pytest.raises(ValueError, match="no pairs 'answers'; it has"):
+    with pytest.raises(ValueError, match="no pairs 'answers' in 'train'; it has"):
         corpus.pairs("train", "answers")
 
 

@@ -3,6 +3,7 @@ split."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from unmask.data.registry import Source
-from unmask.store import read_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,7 +54,7 @@ class Corpus:
     @cached_property
     def card(self) -> dict[str, Any]:
         """Sizes, languages, origins with version and licence, and what was dropped and why."""
-        return read_json(self.path / "card.json")
+        return json.loads((self.path / "card.json").read_text(encoding="utf8"))
 
     @property
     def hash(self) -> str:
@@ -79,7 +79,7 @@ class Corpus:
             return names
         if kind == "documents":
             return names if "contextual" in self.families else []
-        return [name for name in names if self._read(kind, split, name)[0]["group"] in self.families]
+        return [name for name in names if self._rows(kind, split, [name])[0]["group"] in self.families]
 
     def texts(self, split: str) -> Dataset:
         """Text for pretraining. Of a source that is larger than a table should be, a sample."""
@@ -98,14 +98,18 @@ class Corpus:
         return self._read("documents", split, dataset)
 
     def _read(self, kind: str, split: str, dataset: str | None) -> Dataset:
+        if split not in SPLITS:
+            raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
+        names = self.datasets(kind, split)
+        if dataset and dataset not in names:
+            raise ValueError(f"The corpus has no {kind} {dataset!r} in {split!r}; it has {names}.")
+        return self._rows(kind, split, [dataset] if dataset else names)
+
+    def _rows(self, kind: str, split: str, names: Sequence[str]) -> Dataset:
         # Slow to import, and workers that read source files do not need it.
         from datasets import Dataset, concatenate_datasets
 
-        if split not in SPLITS:
-            raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
-        folders, names = self.card["folders"][kind], [dataset] if dataset else self.datasets(kind, split)
-        if dataset and dataset not in folders:
-            raise ValueError(f"The corpus has no {kind} {dataset!r}; it has {', '.join(folders)}.")
+        folders = self.card["folders"][kind]
         parts = [_table(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
 

@@ -31,7 +31,7 @@ from unmask.data import cldr
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
 from unmask.data.registry import Source
 from unmask.data.tokens import batches
-from unmask.store import nearest, new_directory
+from unmask.store import nearest, new_directory, write_json
 
 MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
@@ -428,7 +428,7 @@ def build(
     ]
     with new_directory(path) as partial:
         card = _write(rows, partial) | {"origins": origins, "dropped": {TEXTS: dropped}}
-        (partial / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
+        write_json(partial / "card.json", card)
     return Corpus(path)
 
 

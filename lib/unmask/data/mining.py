@@ -241,15 +241,17 @@ class Neighbours:
             margin: ε, 0 or more.
         Returns: booleans (N, N); a query's own document counts as True.
         """
-        scores_NN = _dots(self.vectors_UD[self.query_N[rows]], self.points(rows)[1])
+        scores_NN = _dots(self.vectors_UD[self.query_N[rows]], self._points(self.document_N[rows]))
         negatives_NN = scores_NN < scores_NN.diagonal()[:, None] + margin
         np.fill_diagonal(negatives_NN, True)
         return negatives_NN
 
-    def points(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    def points(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Vectors of the rows' queries and documents: float16, unit length."""
-        texts = (self.vectors_UD[number_N[rows]] for number_N in (self.query_N, self.document_N))
-        return tuple(unit(x_ND).astype(np.float16) for x_ND in texts)
+        return self._points(self.query_N[rows]), self._points(self.document_N[rows])
+
+    def _points(self, text_N: np.ndarray) -> np.ndarray:
+        return unit(self.vectors_UD[text_N]).astype(np.float16)
 
 
 def negative_similarity(own: Neighbours, rows: Sequence[int]) -> float:

@@ -354,7 +354,7 @@ def _stop(running: list[_Child], signals: list[signal.Signals], grace: float, de
 def _environment(folders: Folders) -> dict[str, str]:
     """Of the notebooks' processes."""
     paths = [str(folders.library.parent), os.environ.get("PYTHONPATH", "")]
-    return dict(ENVIRONMENT | os.environ) | {
+    own = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONHASHSEED": "0",
         "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel before a user's own
@@ -363,6 +363,7 @@ def _environment(folders: Folders) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
         "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
     }
+    return ENVIRONMENT | os.environ | own
 
 
 def _finish(one: _Child, mark: dict[str, Any], folders: Folders) -> None:
