@@ -14,9 +14,10 @@ from waiting import live, wait_for
 
 LOOK = """
 import json, os, sys
-import unmask
+import ipykernel, unmask
 print(json.dumps({"python": sys.executable, "folder": os.getcwd(), "library": unmask.__file__,
-                  "hub": os.environ.get("HF_HUB_OFFLINE"), "hash": os.environ["PYTHONHASHSEED"]}))
+                  "hub": os.environ.get("HF_HUB_OFFLINE"), "hash": os.environ["PYTHONHASHSEED"],
+                  "transport": ipykernel.get_connection_info(unpack=True)["transport"]}))
 """
 BAR = """
 for step in range(3):
@@ -55,6 +56,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout):
     seen = json.loads(text_of(ran, 3))
     assert (seen["folder"], seen["library"]) == ("notebooks", "lib/unmask/__init__.py")
     assert (seen["hub"], seen["hash"]) == ("1", "0") and Path(seen["python"]) == Path(sys.executable)
+    assert seen["transport"] == "ipc"  # kernels that start at once cannot take each other's ports
     assert text_of(ran, 4) == "step 2\n"
     assert text_of(checkout.executed("01_pair"), 3) == "{'pair.steps': 13}\n"
     assert str(checkout.root) not in json.dumps(ran)

@@ -22,6 +22,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -388,6 +389,7 @@ def execute(job: dict[str, Any]) -> str:
     sys.modules["rfc3987_syntax"] = None  # a check of IRIs that nbformat would load, in seconds, for nothing
     from papermill import PapermillExecutionError, execute_notebook
     from papermill.exceptions import strip_color
+    from traitlets.config import Config
 
     stopped: list[signal.Signals] = []
 
@@ -401,7 +403,13 @@ def execute(job: dict[str, Any]) -> str:
             os._exit(PREEMPTED)
 
     name, reason = Path(job["source"]).name, ""
-    with open(job["log"], "w", encoding="utf8") as log, on_signal(stop, [signal.SIGTERM]):
+    with (
+        open(job["log"], "w", encoding="utf8") as log,
+        tempfile.TemporaryDirectory() as sockets,
+        on_signal(stop, [signal.SIGTERM]),
+    ):
+        # Not ports: of two kernels that look for a free one at once, one may bind what the other chose.
+        transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
         for stream in (1, 2):  # the kernel inherits them
             os.dup2(log.fileno(), stream)
         try:
@@ -409,6 +417,7 @@ def execute(job: dict[str, Any]) -> str:
                 job["source"], job["output"], job["parameters"],
                 kernel_name="python3", language="python", progress_bar=False, record_timing=False,
                 stdout_file=log, stderr_file=log, coalesce_streams=True,  # of a progress bar its last state
+                config=transport,
             )  # fmt: skip
         except PapermillExecutionError as error:
             print(error, file=log)
