@@ -180,4 +180,12 @@ def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, m
     assert len(began) == 4
     launch(other, "pair", {"start": start})
     assert len(began) == 5 and began[4]["fingerprint"] != began[0]["fingerprint"]
-    assert folder.with_name(f"pair-{began[0]['fingerprint']}").joinpath("model", "unmask.json").is_file()
+    aside = [folder.with_name(f"pair-{job['fingerprint']}") for job in (began[0], began[4])]
+    assert (aside[0] / "model" / "unmask.json").is_file()
+
+    # With the first values and code it comes back, and the other one waits.
+    write_atomic(folder / "model" / "unmask.json", json.dumps({"fingerprint": began[4]["fingerprint"]}))
+    code.write_text("rate = 1\n")
+    launch(opened(), "pair", {"start": start})
+    assert len(began) == 5 and launching.facts(folder / "model")["fingerprint"] == began[0]["fingerprint"]
+    assert [path.is_dir() for path in aside] == [False, True]

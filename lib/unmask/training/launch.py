@@ -58,9 +58,9 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
     """Trains one after the other, all in the same child processes.
 
     A training that already finished with the same configuration, data, code and starting point is not run
-    again; one that finished with others is put aside, in NAME-FINGERPRINT. SIGTERM and an interrupted cell
-    are passed on to the training under way, which saves itself. None may start from another one of the same
-    call.
+    again; one that finished with others is put aside, in NAME-FINGERPRINT, until it is asked for. SIGTERM and
+    an interrupted cell are passed on to the training under way, which saves itself. None may start from
+    another one of the same call.
 
     Args:
         trainings: name → stage and job, each as for `launch`.
@@ -86,7 +86,13 @@ def _launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]]
             asked["start"] = require_checkpoint(asked["start"])
         asked |= _identity(asked, folder)
         models[name] = folder / "model"
-        if (made := facts(models[name]).get("fingerprint")) == asked["fingerprint"]:
+        made, kept = facts(models[name]).get("fingerprint"), _aside(folder, asked["fingerprint"])
+        if kept.is_dir():
+            if made:
+                replace_directory(folder, _aside(folder, made))
+            replace_directory(kept, folder)
+            made = asked["fingerprint"]
+        if made == asked["fingerprint"]:
             finish(folder)  # a kill may have come in between
             known = read_json(folder / "job.json") | {"accepted": asked["accepted"]}
             write_json(folder / "job.json", known)
@@ -95,7 +101,7 @@ def _launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]]
         stage = stage_of(asked)
         stage.prepare()  # here, where its progress shows and no GPU waits for it
         if made:  # another training, which somebody paid for
-            replace_directory(folder, folder.with_name(f"{name}-{made}"))
+            replace_directory(folder, _aside(folder, made))
         asked["corpus"] = str(stage.corpus.path)  # else each process would ask the Hub for all sources
         due[name] = write_json(folder / "job.json", asked)
         for log in folder.glob("*.log"):  # of an earlier try
@@ -114,6 +120,11 @@ def history(checkpoint: Path) -> list[dict[str, Any]]:
 def milestones(checkpoint: Path) -> list[Path]:
     """What the training that made a checkpoint kept on its way (job key "milestones"), in order."""
     return sorted((checkpoint.parent / MILESTONES / facts(checkpoint)["fingerprint"]).glob("step-*"))
+
+
+def _aside(folder: Path, made: str) -> Path:
+    """Where a finished training waits while its folder holds one with other values."""
+    return folder.with_name(f"{folder.name}-{made}")
 
 
 def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
