@@ -24,6 +24,7 @@ WIDTH, DPI = 7.5, 144  # inches; shown 830 pixels wide, 8 points are 12 pixels
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
 DARK = dict(_TOLD["colors"].values())  # every colour that a figure may use → what it becomes on a dark page
 INK, MUTED, GRID, PAPER, *_COLORED = DARK
+CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # behind a label: hides lines
 RECIPE = BACKBONE, PAIR, CONTEXTUAL, TRIPLET, MERGED = _COLORED[:5]
 VERMILION, GREEN, MAGENTA, AMBER, BROWN = _COLORED[5:10]
 HUES = CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN  # of what has no colour of its own
@@ -145,8 +146,7 @@ def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None
         bars = ax.bar(at, row.values(), width * 0.92, **options)
         if len(inside) * len(groups) <= 24 or series == inside[-1]:
             shown = [f"{value:.{digits}f}".removeprefix("0") for value in row.values()]
-            clear = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # of the lines behind
-            ax.bar_label(bars, shown, fontsize=8, padding=3, zorder=4, bbox=clear)
+            ax.bar_label(bars, shown, fontsize=8, padding=3, zorder=4, bbox=CLEAR)
     for series in (series for series in table if series not in inside):
         at, color = np.array([groups.index(group) for group in table[series]]), look[series].color
         style = {"color": color, "linestyle": "-" if color == LEXICAL else ":", "linewidth": 2}
@@ -344,7 +344,7 @@ def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> Non
     """Writes labels, (x, y, text, colour), near their points and clear of them and of one another."""
     if labels:
         ax.margins(x=0.2, y=0.15)
-        texts = [ax.text(x, y, text, fontsize=8, color=color) for x, y, text, color in labels]
+        texts = [ax.text(x, y, text, fontsize=8, color=color, bbox=CLEAR) for x, y, text, color in labels]
         room = {"expand": (1.5, 2.2), "force_explode": (0.3, 0.5), "min_arrow_len": 12}
         adjust_text(texts, ax=ax, iter_lim=100, **room, arrowprops={"arrowstyle": "-", "color": GRID})
 
