@@ -43,6 +43,7 @@ DRAWINGS = {
     "pareto": lambda: figures.pareto({"ours": POINTS, "theirs": POINTS, "third": POINTS}, **AXES),
     "horizontal_bars": lambda: figures.horizontal_bars(SIZES, xlabel="text (MB)", title="A title"),
     "beside": lambda: figures.beside(PANELS, **CHANGE),
+    "beside, as differences": lambda: figures.beside(PANELS, relative=True, **CHANGE),
     "forest": lambda: figures.forest([CLAIM, CLAIM | {"unit": "nats"}], title="A title"),
 }
 

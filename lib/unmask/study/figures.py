@@ -243,7 +243,7 @@ def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **abou
 
 def beside(
     panels: Mapping[str, Table], *, highlight: Sequence[str] = (), like: Mapping[str, str] | None = None,
-    change: tuple[str, str] | None = None, **about: Any,
+    change: tuple[str, str] | None = None, relative: bool = False, **about: Any,
 ) -> Figure:  # fmt: skip
     """Dots side by side, each panel on its own scale: panel → series → row → value.
 
@@ -254,6 +254,7 @@ def beside(
         like: series → the system whose part it plays, and whose colour and marker it gets.
         change: two systems, before and after; a bar joins the two that play their parts in each row, and the
             change is written beside it.
+        relative: the dots are differences to the system before, where levels differ more than systems do.
     """
     like = like or {}
     colored = [s for panel in panels.values() for s in highlight or panel if s in panel]
@@ -265,20 +266,22 @@ def beside(
     for (name, panel), ax in zip(panels.items(), drawn[0], strict=True):
         played = {like.get(series, series): values for series, values in panel.items()}
         before, after = (played.get(part, {}) for part in change or ("", ""))
+        zero = dict.fromkeys(rows[name], 0) | (before if relative else {})
         for y, row in enumerate(rows[name]):
-            values = [series[row] for series in panel.values() if row in series]
+            values = [series[row] - zero[row] for series in panel.values() if row in series]
             ax.hlines(y, min(values), max(values), color=GRID, linewidth=1.2)
             if row in before and row in after:
-                gain = after[row] - before[row]
+                start, gain = before[row] - zero[row], after[row] - before[row]
                 color = CONTEXTUAL if gain >= 0 else VERMILION
-                ax.hlines(y, before[row], after[row], color=color, linewidth=4, alpha=0.4)
+                ax.hlines(y, start, start + gain, color=color, linewidth=4, alpha=0.4)
                 _beside(ax, y, f"{before[row]:.1f} → {after[row]:.1f} ({gain:+.1f})", color=color)
         others = [series for series in panel if series not in colored]
         grey = {"marker": "o", "color": LEXICAL, "markersize": 3.5, "label": f"{len(others)} others"}
         for series in (*others, *(series for series in colored[::-1] if series in panel)):  # the first on top
             style = look[like.get(series, series)].line | {"label": series} if series in colored else grey
             at = [rows[name].index(row) for row in panel[series]]
-            ax.plot(panel[series].values(), at, **style | {"linestyle": ""})
+            values = [value - zero[row] for row, value in panel[series].items()]
+            ax.plot(values, at, **style | {"linestyle": ""})
         _name_rows(ax, rows[name], most)
         ax.set_title(name, fontsize=9.5)
         handles, labels = ax.get_legend_handles_labels()
