@@ -151,6 +151,8 @@ def write_mirror(folder: Path, registry: str, tasks: Sequence[str]) -> None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 pq.write_table(table, file)
             splits.setdefault(config or "default", []).append({"split": split, "path": f"{place}/{split}-*"})
+        for name, files in splits.items():  # as of some: a split that nothing here reads, and no mirror holds
+            files.append({"split": "unread", "path": f"{name}/unread-*"})
         configs = [{"config_name": name, "data_files": files} for name, files in splits.items()]
         (folder / repo / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
 

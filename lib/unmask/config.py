@@ -305,7 +305,7 @@ class ContebConfig(Section):
     """The studies of context: ConTEB, InSeNT, late interaction. Trainings are the contextual stage's but for
     what is named here."""
 
-    tasks: tuple[str, ...] = ()  # of `unmask.evaluation.conteb.TASKS`; read from a mirror or the Hub
+    tasks: tuple[str, ...] = ()  # of `unmask.data.registry.CONTEB`; read from a mirror or the Hub
     chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
     chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
     corpus_documents: Sizes  # among which a query looks for its document

@@ -6,6 +6,7 @@ from datasets import Dataset
 
 import tiny
 from unmask.data.mining import unit
+from unmask.data.registry import CONTEB
 from unmask.evaluation import conteb
 from unmask.evaluation.conteb import as_task, load, maxsim, squad, xquad
 from unmask.study.report import PAPER
@@ -62,7 +63,7 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path):
 
 
 def test_its_tasks_stand_in_the_order_of_the_papers_columns():
-    columns = dict(zip(conteb.TASKS, PAPER[3]["columns"][2:], strict=True))
+    columns = dict(zip(CONTEB, PAPER[3]["columns"][2:], strict=True))
     assert all(name.startswith(columns[name].lower()) for name in ("covid-qa", "esg-reports", "insurance"))
     assert (columns["football"], columns["geography"], columns["mldr-conteb-eval"]) == ("FB", "Geo", "MLDR")
 
@@ -70,7 +71,7 @@ def test_its_tasks_stand_in_the_order_of_the_papers_columns():
 def test_what_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"no task 'geografy'; did you mean 'geography'"):
         load("geografy")
-    with pytest.raises(OSError, match=r"illuin-conteb/geography is in no mirror \(UNMASK_MIRROR\), and"):
+    with pytest.raises(ValueError, match=r"/illuin-conteb/geography cannot be read .*mirror pull"):
         load("geography")
     with pytest.raises(ValueError, match=r"task bad, queries, row 1: no chunks \['a_2', 'c_7'\]"):
         as_task("bad", DOCUMENTS, [QUERIES[0], {"query": "?", "chunk_ids": ["a_2", "c_7"]}])

