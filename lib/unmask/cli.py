@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
         elif due:
             from unmask.data import hub
 
-            pipeline.check_machine(preset.parallel, options.gpus)
+            pipeline.check_machine(preset, options.gpus)
             about = pipeline.describe(folders, resolved(preset), overrides, options.said)
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}

@@ -24,7 +24,7 @@ import torch._dynamo.utils
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import tiny
-from unmask.config import Preset, load_preset, resolved
+from unmask.config import ParallelConfig, Preset, load_preset, resolved
 from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.study.plan import PEAK, forward, memory_bytes, parameters
 from unmask.training.loop import train
@@ -82,7 +82,7 @@ def measure(
     preset, batch = preset or load_preset("paper-0.6b"), batch or BATCH[name]
     changes |= {"batch": batch, "steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5}
     config = replace(getattr(preset, name), **changes, checkpoint_every=warm_up + steps)
-    preset = replace(preset, **{name: config})
+    preset = replace(preset, parallel=ParallelConfig(), **{name: config})  # one process, unsharded
     (stage, texts), shape = work_of(preset, name, mixed), preset.backbone
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -104,9 +104,11 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trained = model if name == "diffusion" else model.model
-        train(stage, trained, Path(folder), fingerprint="benchmark", after_step=after_step)
-        if cuda:
-            torch.cuda.set_sync_debug_mode("default")
+        try:
+            train(stage, trained, Path(folder), fingerprint="benchmark", after_step=after_step)
+        finally:
+            if cuda:
+                torch.cuda.set_sync_debug_mode("default")
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     rows = [json.loads(line) for line in lines][warm_up:]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)

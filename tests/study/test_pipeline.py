@@ -1,6 +1,8 @@
 """The graph of notebooks: selection, and what makes a stage due."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -183,10 +185,24 @@ MACHINES = [
 def test_a_machine_with_too_few_gpus_is_refused(monkeypatch, here, processes, machines, gpus, message):
     monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * here)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
+    preset = replace(load_preset("smoke"), parallel=parallel)
     if not message:
-        return pipeline.check_machine(parallel, gpus)
+        return pipeline.check_machine(preset, gpus)
     with pytest.raises(PipelineError, match=message):
-        pipeline.check_machine(parallel, gpus)
+        pipeline.check_machine(preset, gpus)
+
+
+def test_layers_are_compiled_only_where_something_compiles_c(monkeypatch):
+    compiled = load_preset("gpu", {"diffusion.compile": True, "pair.compile": False})
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(pipeline, "gpu_names", list)
+    pipeline.check_machine(compiled, None)
+    monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"])
+    pipeline.check_machine(load_preset("smoke"), None)
+    with pytest.raises(
+        PipelineError, match=r"need a C compiler and .*Python\.h.* --set diffusion\.compile=false"
+    ):
+        pipeline.check_machine(compiled, None)
 
 
 SEEN = [

@@ -232,7 +232,7 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int]:
     for file in found:
         pulled["files"].setdefault(file.filename, {"size": file.file_size})
     write_json(folder / MANIFEST, pulled)
-    return download, sum(file.file_size for file in found if file.will_download)
+    return download, sum(file.file_size or 0 for file in found if file.will_download)
 
 
 def _chosen(need: Need, commit: str) -> tuple[list[str], float]:
@@ -263,6 +263,7 @@ def _record_checksums(folder: Path) -> None:
     pulled = manifest(folder)
     for path, fact in pulled["files"].items():
         if "sha256" not in fact:
+            fact["size"] = (folder / path).stat().st_size  # some servers did not say
             fact["sha256"] = sha256(folder / path)
     write_json(folder / MANIFEST, pulled)
 

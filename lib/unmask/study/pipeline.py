@@ -19,9 +19,11 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,7 +36,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from unmask.children import ENVIRONMENT, bound, on_signal
-from unmask.config import ParallelConfig
+from unmask.config import TRAINED, ParallelConfig, Preset
 from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic, write_json
 
@@ -198,13 +200,15 @@ def _find(stages: Sequence[Stage], text: str) -> int:
 # ---- running it
 
 
-def check_machine(parallel: ParallelConfig, gpus: int | None) -> None:
+def check_machine(preset: Preset, gpus: int | None) -> None:
     """Makes sure that the trainings of a run can be started here.
 
     Args:
         gpus: what --gpus said; None: not given.
-    Raises: PipelineError if the machine has too few GPUs, or nothing starts the other machines' processes.
+    Raises: PipelineError if the machine has too few GPUs, nothing starts the other machines' processes, or
+        layers are to be compiled for a GPU and nothing compiles C, with which Triton starts its kernels.
     """
+    parallel, compiled = preset.parallel, [name for name in TRAINED if getattr(preset, name).compile]
     machines, found = parallel.num_machines, len(gpu_names())
     here = parallel.per_machine
     if machines > 1 and not parallel.launcher:
@@ -216,6 +220,12 @@ def check_machine(parallel: ParallelConfig, gpus: int | None) -> None:
         raise PipelineError(
             f"{here} GPUs are needed on this machine, and it has {found}: --gpus {max(found, 1) * machines} "
             f"uses what is there; --set parallel.num_processes={here} without --gpus trains on CPUs"
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if found and compiled and not (header.is_file() and any(map(shutil.which, ("cc", "gcc", "clang")))):
+        keys = " ".join(f"--set {name}.compile=false" for name in compiled)
+        raise PipelineError(
+            f"compiled layers need a C compiler and {header}: install both, or go on with {keys}"
         )
 
 
