@@ -222,7 +222,8 @@ def check_machine(preset: Preset, gpus: int | None) -> None:
             f"uses what is there; --set parallel.num_processes={here} without --gpus trains on CPUs"
         )
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if found and compiled and not (header.is_file() and any(map(shutil.which, ("cc", "gcc", "clang")))):
+    compilers = os.environ.get("CC", "gcc"), "clang"  # that Triton looks for
+    if found and compiled and not (header.is_file() and any(map(shutil.which, compilers))):
         keys = " ".join(f"--set {name}.compile=false" for name in compiled)
         raise PipelineError(
             f"compiled layers need a C compiler and {header}: install both, or go on with {keys}"
