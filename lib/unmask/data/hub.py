@@ -263,7 +263,7 @@ def _record_checksums(folder: Path) -> None:
     pulled = manifest(folder)
     for path, fact in pulled["files"].items():
         if "sha256" not in fact:
-            fact["size"] = (folder / path).stat().st_size  # some servers did not say
+            fact["size"] = fact["size"] or (folder / path).stat().st_size  # some servers do not say it
             fact["sha256"] = sha256(folder / path)
     write_json(folder / MANIFEST, pulled)
 
