@@ -10,6 +10,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    XLMRobertaConfig,
+    XLMRobertaModel,
 )
 
 import tiny
@@ -57,3 +59,8 @@ def mistral():
     torch.manual_seed(0)
     config = MistralConfig(vocab_size=len(tiny.tokenizer()), sliding_window=8, **SHAPE)
     return MistralForCausalLM(config).model.eval()
+
+
+def xlm_roberta():
+    """Positions that are counted from behind the number of the padding token, here 0."""
+    return XLMRobertaModel(XLMRobertaConfig(vocab_size=len(tiny.tokenizer()), **SHAPE)).eval()

@@ -8,6 +8,7 @@ import torch
 from tokenizers import normalizers, processors
 
 import tiny
+import tiny_families
 from unmask import Embedder
 from unmask.models import backbone
 from unmask.models import embedder as module
@@ -213,6 +214,13 @@ def test_a_chunk_longer_than_the_window_is_refused_with_the_remedy(embedder):
     with pytest.raises(ValueError, match=message):
         embedder.encode_documents([["short"], ["a", long]])
     assert embedder.encode_documents([["short"], ["a", long] * 8], chunk_length=20)[1].shape == (16, 32)
+
+
+def test_a_text_is_cut_to_the_positions_that_a_family_has_left():
+    model, text = tiny_families.xlm_roberta(), " ".join(WORDS * 9)
+    (found,) = Embedder(model, tiny.tokenizer(), device="cpu").encode([text], "float32")
+    (ids,) = tiny.tokenize(tiny.tokenizer(), [text], 255)
+    np.testing.assert_allclose(found, naive(model, [ids.tolist()])[0], **CLOSE)
 
 
 def test_the_mean_of_the_token_vectors_is_the_vector(embedder):

@@ -154,6 +154,16 @@ def layers(model: torch.nn.Module) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
 
 
+def positions(model: torch.nn.Module) -> int:
+    """Tokens that a model has positions for; 0: as many as come. Families after RoBERTa begin to count behind
+    the number of their padding token."""
+    known = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+    for name, table in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
+            return known - table.padding_idx - 1
+    return known
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a checkpoint.
 

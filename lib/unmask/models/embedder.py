@@ -113,7 +113,7 @@ class Embedder:
         if pooling not in ("mean", "last"):
             raise ValueError(f"pooling must be 'mean' or 'last', got {pooling!r}")
         self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
-        self.window = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or WINDOW)
+        self.window = backbone.positions(model) or WINDOW
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
         self.max_length = self._limit(self.window if max_length is None else max_length)
         half = on_gpu and backbone.computes_in_bf16("bf16")
