@@ -78,7 +78,7 @@ def test_what_cannot_be_run_says_why_and_the_others_go_on(animals, embedder):
     assert found["score"] is not None
 
 
-def test_results_are_kept_until_the_model_changes(animals, embedder, monkeypatch):
+def test_results_are_kept_until_the_model_or_the_code_changes(animals, embedder, monkeypatch):
     (first,) = run_benchmark(embedder, ["Animals"], CONFIG, animals / "results")
     with monkeypatch.context() as broken:
         broken.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
@@ -86,6 +86,9 @@ def test_results_are_kept_until_the_model_changes(animals, embedder, monkeypatch
     other = Embedder(tiny.model(seed=1), tiny.tokenizer())
     (changed,) = run_benchmark(other, ["Animals"], CONFIG, animals / "results")
     assert changed["score"] != first["score"]
+    before = MtebEncoder(embedder, CONFIG).mteb_model_meta.revision
+    monkeypatch.setattr(in_mteb, "code_hash", lambda: "other code")
+    assert MtebEncoder(embedder, CONFIG).mteb_model_meta.revision != before
 
 
 def test_the_benchmarks_are_the_papers():

