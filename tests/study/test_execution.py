@@ -10,6 +10,8 @@ import psutil
 import pytest
 
 from unmask.models.backbone import computes_in_bf16
+from unmask.store import write_atomic
+from unmask.study.pipeline import describe
 from waiting import live, wait_for
 
 LOOK = """
@@ -39,8 +41,10 @@ def test_a_run_from_start_to_nothing_to_do(checkout):
     checkout.notebook("01_pair", ["print(overrides)"], needs=["00_backbone"], reads=["pair"])
     checkout.notebook("12a_page", prose="# The report", needs=["01_pair"], reads=[])
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for arguments in (["init", "-q"], ["add", "notebooks", "lib"], ["commit", "-qm", "a"]):
+    (checkout.root / ".gitignore").write_text("artifacts\n__pycache__\n")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
         subprocess.run([*git, *arguments], check=True, cwd=checkout.root)
+    write_atomic(checkout.root / "papermill_runs" / "another" / "00_backbone.ipynb", "")
 
     command = ("run", "--preset", "smoke", "--set", "pair.steps=13")
     first = checkout.unmask(*command)
@@ -64,7 +68,10 @@ def test_a_run_from_start_to_nothing_to_do(checkout):
 
     about = record(checkout)
     assert about["command"] == "unmask run --preset smoke --set pair.steps=13"
-    assert len(about["commit"]) == 40 and about["dirty"] is True  # papermill_runs/presets was not committed
+    assert len(about["commit"]) == 40 and about["dirty"] is False  # what runs have made does not count
+    checkout.notebook("13_new")
+    assert describe(checkout.folders, {}, {}, "")["dirty"] is True
+    (checkout.folders.notebooks / "13_new.ipynb").unlink()
     assert about["overrides"] == {"pair.steps": 13} and about["preset"]["pair"]["steps"] == 13
     assert about["versions"]["torch"].startswith("2.") and about["hardware"]["cores"] >= 1
     assert about["hardware"]["gpus"] or about["hardware"]["bf16"] is computes_in_bf16("bf16")

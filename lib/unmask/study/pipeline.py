@@ -481,14 +481,13 @@ def describe(
         overrides: the values that were changed on the command line.
         command: the command that was given.
     """
-    run = folders.artifacts.name
     git = ("git", "-C", str(folders.root))
-    own = (":(exclude)results", f":(exclude)papermill_runs/{run}")  # the run's own output
+    output = (":(exclude)results", ":(exclude,glob)papermill_runs/*/*.ipynb")  # of this run and of others
     return {
-        "run": run,
+        "run": folders.artifacts.name,
         "command": command,
         "commit": _said(*git, "rev-parse", "HEAD"),
-        "dirty": bool(_said(*git, "status", "--porcelain", "--", ".", *own)),
+        "dirty": bool(_said(*git, "status", "--porcelain", "--", ".", *output)),
         "python": platform.python_version(),
         "versions": dict(sorted((str(one.name), one.version) for one in importlib.metadata.distributions())),
         "hardware": hardware(),
