@@ -9,11 +9,13 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(safetensors|onnx|onnx\.data)(\.index\.json)?")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -70,15 +72,18 @@ def read_json(path: Path) -> dict[str, Any]:
 def new_directory(path: Path) -> Iterator[Path]:
     """A temporary directory to fill; it then replaces `path`, which after an error is as it was.
 
-    Raises: ValueError if `path` holds what the new one does not, weights in other pieces aside.
+    Raises: ValueError if `path` is a file, or holds what the new one does not, weights in other pieces aside.
     """
+    path = path.resolve()  # a link stays one
+    if path.is_file():
+        raise ValueError(f"{path} is a file: name a folder")
     temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         yield temporary
-        there = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
-        foreign = {name for name in there if not name.startswith("model")} - {*os.listdir(temporary)}
-        if foreign:
+        there = [*path.iterdir()] if path.is_dir() else []
+        kept = {one.name for one in there if not (one.is_file() and WEIGHTS.fullmatch(one.name))}
+        if foreign := kept - {*os.listdir(temporary)}:
             raise ValueError(f"{path} holds {min(foreign)}, which would be lost: name another folder")
         replace_directory(temporary, path)
     finally:

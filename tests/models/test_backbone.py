@@ -95,6 +95,17 @@ def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path):
         backbone.load(tmp_path, head=True)
 
 
+def test_a_save_replaces_its_own_kind_and_nothing_else(tmp_path):
+    path = saved(tmp_path / "many" / "model-a")
+    with pytest.raises(ValueError, match=r"many holds model-a, which would be lost"):
+        saved(tmp_path / "many")
+    with pytest.raises(ValueError, match=r"config\.json is a file: name a folder"):
+        saved(path / "config.json")
+    (tmp_path / "latest").symlink_to(path)
+    assert backbone.facts(saved(tmp_path / "latest")) == backbone.facts(path) == {"stage": "diffusion"}
+    assert (tmp_path / "latest").is_symlink()
+
+
 def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch):
     path = saved(tmp_path / "m")
 
