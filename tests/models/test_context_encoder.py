@@ -170,10 +170,10 @@ def test_the_context_is_a_set_of_at_most_j_documents():
 
 
 def test_an_embedder_is_saved_with_its_options(tmp_path):
-    ready = embedder(max_length=9, normalize=True)
+    ready = embedder(max_length=9, window=99, normalize=True)
     path = ready.save_pretrained(tmp_path / "model")
     loaded = ContextEmbedder.from_pretrained(path, device="cpu")
-    options = {"pooling": "mean", "max_length": 9, "special_tokens": False, "normalize": True}
+    options = {"pooling": "mean", "max_length": 9, "window": 99, "special_tokens": False, "normalize": True}
     assert backbone.facts(path) == options | {"context": J}
     for one, two in ((ready, loaded), (ready.with_context(CORPUS), loaded.with_context(CORPUS))):
         np.testing.assert_array_equal(encoded(two), encoded(one))

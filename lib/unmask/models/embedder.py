@@ -85,6 +85,7 @@ class Embedder:
     Args:
         pooling: "mean", or "last" for the ablation.
         max_length: tokens of one text at most; what is longer is cut. Default: the model's positions.
+        window: tokens of a document that are read at once, see `encode_documents`. Default: the same.
         mixed_precision: bf16 autocast; faster, and a few codes in a thousand differ by one. The matrices of
             `model` become bfloat16, in place, so it is no more to be saved. Default: on a GPU that has it,
             not on a CPU.
@@ -100,7 +101,8 @@ class Embedder:
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pooling: str = "mean",
-        max_length: int | None = None, mixed_precision: bool | None = None, token_budget: int | None = None,
+        max_length: int | None = None, window: int | None = None,
+        mixed_precision: bool | None = None, token_budget: int | None = None,
         device: str | torch.device | Sequence[str | torch.device] | None = None,
         special_tokens: bool = False, normalize: bool = False,
     ):  # fmt: skip
@@ -113,9 +115,10 @@ class Embedder:
         if pooling not in ("mean", "last"):
             raise ValueError(f"pooling must be 'mean' or 'last', got {pooling!r}")
         self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
-        self.window = backbone.positions(model) or WINDOW
+        self.positions = backbone.positions(model) or WINDOW
+        self.window = min(window or self.positions, self.positions)
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
-        self.max_length = self._limit(self.window if max_length is None else max_length)
+        self.max_length = self._limit(self.positions if max_length is None else max_length)
         half = on_gpu and backbone.computes_in_bf16("bf16")
         self.mixed_precision = half if mixed_precision is None else mixed_precision
         if self.mixed_precision:
@@ -177,10 +180,9 @@ class Embedder:
         """Embeds the chunks of documents in the light of their document: late chunking (pplx-embed, section
         2.4).
 
-        A document beyond 10,000 tokens, or beyond `self.window` (the model's positions, unless it is set to
-        what the model was trained on), is read in overlapping windows of whole chunks, and each chunk has the
-        vector of the window where it has most context: `encoding.context_windows` says how. Every chunk has
-        one vector, always.
+        A document beyond 10,000 tokens, or beyond `window` (what the model was trained on, for instance), is
+        read in overlapping windows of whole chunks, and each chunk has the vector of the window where it has
+        most context: `encoding.context_windows` says how. Every chunk has one vector, always.
 
         Args:
             documents: a list of chunks for each document.
@@ -222,7 +224,7 @@ class Embedder:
                 f"max_length must be at least {special + 1}, got {max_length}: "
                 f"a text has {special} special tokens"
             )
-        return min(max_length, self.window)
+        return min(max_length, self.positions)
 
     def _texts(self, texts: Iterable[str], max_length: int | None) -> Reading:
         texts = _list(texts, "encode([text])")

@@ -29,7 +29,7 @@ from unmask.store import new_directory, read_json, write_json
 if TYPE_CHECKING:
     from unmask.models.embedder import Embedder
 
-OPTIONS = ("pooling", "max_length", "special_tokens", "normalize")  # kept in unmask.json
+OPTIONS = ("pooling", "max_length", "window", "special_tokens", "normalize")  # kept in unmask.json
 RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]
 CARD = Path(__file__).with_name("card.md").read_text(encoding="utf8")
@@ -49,7 +49,7 @@ def load(path: str | Path) -> Loaded:
         ValueError: there is no checkpoint, its architecture is unknown to transformers, it has a
             sentence-transformers module or setting that `Embedder` has not, or its weights do not fit.
     """
-    folder = _local(path)
+    folder = folder_of(path)
     config, _ = PreTrainedConfig.get_config_dict(folder)
     kind = config.get("model_type")
     if kind == RELEASED:
@@ -68,7 +68,7 @@ def load(path: str | Path) -> Loaded:
     return backbone.load(folder), tokenizer, options
 
 
-def _local(path: str | Path) -> Path:
+def folder_of(path: str | Path) -> Path:
     """The checkpoint's directory; a Hub name is downloaded, or found in the mirror or the Hub's cache."""
     source = backbone.require_checkpoint(path)
     if Path(source).is_dir():
@@ -98,7 +98,8 @@ def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerB
     modules = read_json(folder / "modules.json")
     kinds = [module["type"] for module in modules]
     names = [kind.rpartition(".")[2] for kind in kinds if kind.startswith("sentence_transformers.")]
-    settings = read_json(folder / "sentence_bert_config.json")
+    found = sorted(folder.glob("sentence_*_config.json"))  # older ones name another family than "bert"
+    settings = read_json(found[0]) if found else {}
     if len(names) != len(kinds) or names not in CHAINS or settings.get("do_lower_case"):
         raise ValueError(
             f"{folder}: the sentence-transformers modules {', '.join(kinds)} are not supported: only "

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import encode
-from unmask.models import backbone
+from unmask.models import backbone, interchange
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import micro_batches
 
@@ -74,8 +74,9 @@ class Reranker:
 
         Raises: ValueError if the directory holds no checkpoint.
         """
-        known = {key: value for key, value in backbone.facts(path).items() if key == "instruction"}
-        return cls(backbone.load(path, head=True), backbone.load_tokenizer(path), **{**known, **options})
+        folder = interchange.folder_of(path)
+        known = {key: value for key, value in backbone.facts(folder).items() if key == "instruction"}
+        return cls(backbone.load(folder, head=True), backbone.load_tokenizer(folder), **{**known, **options})
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` and AutoModelForCausalLM load."""
