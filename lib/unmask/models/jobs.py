@@ -46,12 +46,15 @@ def encode_file(
     embedder = Embedder.from_pretrained(model)
     none = embedder.encode([], precision, dimensions)
     partial, state = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "json"))
-    facts = [os.stat(file).st_mtime_ns for file in (model, texts) if os.path.exists(file)]
-    job = fingerprint(str(model), str(texts), column, precision, dimensions, facts)
+    files = [texts, *sorted(filter(Path.is_file, Path(embedder.model.name_or_path).rglob("*")))]
+    facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    job = fingerprint(column, precision, dimensions, facts)
     known = read_json(state)
     done = known["rows"] if known.get("job") == job and partial.is_file() else 0
     shape, left = (count, none.shape[1]), islice(_texts(texts, column), done, None)
     rows_ND = np.lib.format.open_memmap(partial, "r+" if done else "w+", none.dtype, shape)
+    with partial.open("r+b") as file:  # a disk that is too small is an error now, and no signal later
+        os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
     for start in tqdm(range(done, count, BATCH), unit="batch", desc="embedding"):
         rows_ND[start : start + BATCH] = embedder.encode(list(islice(left, BATCH)), precision, dimensions)
         rows_ND.flush()
