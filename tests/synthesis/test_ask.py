@@ -115,8 +115,10 @@ def test_answers_that_will_not_do_are_counted_by_reason(tmp_path, monkeypatch):
         }
         server.write = lambda prompt: '{"character": 77, "type": "knowledge", "difficulty": "school"}'
         other = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
-    assert other.outcomes == {"invalid: not by the schema": len(PASSAGES)}
-    assert other.path.read_text() == ""
+        assert other.outcomes == {"invalid: not by the schema": len(PASSAGES)}
+        server.write = good  # it was mended
+        mended = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
+    assert mended.outcomes == {"kept": len(PASSAGES)}
 
 
 def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):
@@ -145,6 +147,8 @@ def test_an_endpoint_that_is_gone_or_refuses_ends_the_run(tmp_path, monkeypatch)
         synthesize_pairs(PASSAGES[:4], Words(), config(url, retries=0), tmp_path)
     with ChatServer() as server, pytest.raises(EndpointError, match=r"NotFound.*synthesis.endpoint ends"):
         synthesize_pairs(PASSAGES, Words(), config(server.url.removesuffix("/v1")), tmp_path)
+    with ChatServer(lambda *_: "400") as server, pytest.raises(EndpointError, match="no request: the first"):
+        synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
     refusing = ChatServer(lambda prompt, before: "401")  # which echoes the key
     with refusing as server, pytest.raises(EndpointError, match=r"Authentication.*_TEST_KEY") as error:
         synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)

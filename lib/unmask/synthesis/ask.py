@@ -61,6 +61,7 @@ class Chat:
         self.config, self.journal = config, journal
         self.traffic: Counter[str] = Counter()
         self._known = _answers(journal)
+        self._earlier = {*self._known}  # answers of earlier processes, to a server that may have been mended
         self._lock = threading.Lock()  # of journal and traffic
 
     def each(self, work: Callable[[Any], Any], items: Sequence) -> list:
@@ -86,12 +87,15 @@ class Chat:
             EndpointError: the endpoint refuses everything, or is gone.
         """
         key = fingerprint(self.config.model, self.config.temperature, self.config.max_tokens, messages)
-        if key not in self._known:
-            self._known[key] = self._answer(key, messages, form)
-        try:
-            return form.model_validate_json(self._known[key])
-        except ValidationError:
-            raise Dropped("invalid: not by the schema") from None
+        while True:
+            if key not in self._known:
+                self._known[key] = self._answer(key, messages, form)
+            with suppress(ValidationError):
+                return form.model_validate_json(self._known[key])
+            if key not in self._earlier:
+                raise Dropped("invalid: not by the schema")
+            self._earlier.discard(key)
+            del self._known[key]
 
     def _answer(self, key: str, messages: list[Message], form: type[BaseModel]) -> str:
         config = self.config
@@ -110,7 +114,8 @@ class Chat:
                     f"where /chat/completions begins, and that {config.api_key_env} holds the key if any. "
                     f"Answers are kept in {self.journal}: the same call goes on from there."
                 ) from None
-            raise Dropped(f"failed: {type(error).__name__}") from None
+            code = getattr(error, "code", None)  # of a refusal, for instance "unsupported_parameter"
+            raise Dropped(f"failed: {type(error).__name__}{f' ({code})' if code else ''}") from None
         text, usage = completion.choices[0].message.content or "", completion.usage
         read, written = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         answer = {"text": text, "prompt_tokens": read, "answer_tokens": written}
@@ -166,11 +171,12 @@ def synthesize_pairs(
     """Writes folder/pairs.jsonl: a query for each of `config.passages` passages, as far as they are any good.
 
     Rows hold id, query, document, language, persona, type, difficulty and similarity. Every answer is kept in
-    folder/pairs.journal at once: the same call goes on after an interruption and asks for nothing twice.
+    folder/pairs.journal at once: the same call goes on after an interruption and asks for nothing twice, but
+    for what had no answer by the schema.
 
     Raises:
         ValueError: nothing to ask about, no endpoint or no model.
-        EndpointError: the endpoint cannot be used, or is gone; nothing is lost.
+        EndpointError: the endpoint cannot be used, answers nothing, or is gone; nothing is lost.
     """
     chat = Chat(config, folder / "pairs.journal")
     drafts, rows = _drafts(chat, prompts.plan_pairs(passages, embedder, config), embedder), []
@@ -212,6 +218,8 @@ def _drafts(chat: Chat, tasks: Sequence[Task], embedder: Encoder) -> list[Draft]
     """What became of each task: a query is kept if nothing is wrong with it, if no other says the same, and
     if it is similar to what its model was shown."""
     drafts, fresh = chat.each(lambda task: _draft(chat, task), tasks), {}
+    if drafts and all(draft.outcome.startswith("failed") for draft in drafts):
+        raise EndpointError(f"{chat.config.endpoint} answers no request: the first {drafts[0].outcome}")
     for draft in drafts:
         if not draft.outcome and fresh.setdefault(prompts.normalized(draft.query), draft) is not draft:
             draft.outcome = "duplicate"
