@@ -60,6 +60,9 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path):
     Dataset.from_list(rows[:2]).to_parquet(path)
     german = xquad("de")
     assert (german.name, german.chunks, len(german.queries)) == ("XQuAD de", ["Z paragraph 0"], 2)
+    path = path.parents[1] / "xquad.fr" / "validation-0.parquet"
+    Dataset.from_list([{"context": "c", "question": "q"}]).to_parquet(path)  # as the Hub has it
+    assert xquad("fr") is None
 
 
 def test_its_tasks_stand_in_the_order_of_the_papers_columns():

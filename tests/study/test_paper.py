@@ -47,13 +47,3 @@ def test_documents_per_megabyte_are_arithmetic():
     expected = {name: documents_per_megabyte(*stored) for name, stored in STORED.items()}
     for number in (1, 2):
         assert {name: row["Docs/MB"] for name, row in paper_table(number).items()} == expected
-
-
-def test_tables_repeat_one_another():
-    first, miracl, multilingual, code = (paper_table(number) for number in (1, 2, 11, 12))
-    assert multilingual.keys() == code.keys() == first.keys() - {"embed-gemma-0.3B"}
-    for name, row in multilingual.items():
-        assert row["Avg"] == first[name]["MTEB(Multilingual, v2)"]
-        assert code[name]["Avg"] == first[name]["MTEB(Code)"]
-        assert code[name]["StackOverflowQA"] == row["StackOverflowQA"]
-        assert rounds(row["MIRACLRetrievalHardNegatives"], miracl[name]["Avg"])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -209,7 +210,6 @@ SEEN = [
     (None, 8, 2, 1, {"CUDA_VISIBLE_DEVICES": "0,1"}),
     ("3,5,7", 8, 4, 2, {"CUDA_VISIBLE_DEVICES": "3,5"}),
     (None, 2, 2, 1, {}),
-    (None, 0, 1, 1, {}),
 ]
 
 
@@ -221,6 +221,11 @@ def test_evaluation_sees_the_gpus_that_the_run_was_given(monkeypatch, known, her
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", known)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
     assert pipeline.own_gpus(parallel) == seen
+
+
+def test_notebooks_find_folders_that_are_named_from_here(monkeypatch, tmp_path):
+    monkeypatch.setenv("UNMASK_MIRROR", "mirror")
+    assert pipeline._environment(Folders("smoke", tmp_path))["UNMASK_MIRROR"] == str(Path.cwd() / "mirror")
 
 
 def test_our_notebooks_name_earlier_ones_and_sections_and_processes_make_none_due():

@@ -76,7 +76,8 @@ def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
 
 
 def xquad(language: str) -> Task | None:
-    """As `squad`, for XQuAD: 240 of its paragraphs and 1,190 questions, in English ("en") or translated."""
+    """As `squad`, for XQuAD: 240 of its paragraphs and 1,190 questions, in English ("en") or translated. Its
+    rows must name their article ("title"), which the Hub's own copy does not: without, None."""
     return _articles(f"XQuAD {language}", XQUAD, f"xquad.{language}", 0, 2000)
 
 
@@ -86,6 +87,8 @@ def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int
     if not files:
         return None
     rows = load_dataset("parquet", data_files=files, split="train").to_list()
+    if "title" not in rows[0]:
+        return None
     articles: dict[str, dict[str, None]] = {}  # paragraphs by article, in the data's order
     for row in rows:
         articles.setdefault(row["title"], {})[row["context"]] = None
