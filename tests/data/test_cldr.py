@@ -46,15 +46,6 @@ def test_cross_lingual_pairs_have_two_languages_and_multilingual_ones_one(rows):
     assert len(cross) == len({row["key"] for row in cross})  # one right answer each
 
 
-def test_a_date_in_words_is_the_same_date_in_brief(rows):
-    german = [row for row in rows["pairs"] if row["language"] == "de" and row["key"].startswith("date:")]
-    assert german
-    for row in german:
-        year, month, day = row["key"].removeprefix("date:").split("-")
-        assert year in row["query"] and f" {int(day)}. " in row["query"]
-        assert row["document"] == f"{day}.{month}.{year[2:]}"
-
-
 def test_only_the_heading_of_a_statistics_document_names_its_entity(rows):
     locale = cldr.Locale.parse("en")
     english = {"territory": locale.territories, "language": locale.languages, "currency": locale.currencies}

@@ -223,11 +223,3 @@ def test_a_checkpoint_put_there_by_hand_is_read(tmp_path, monkeypatch):
     assert hub.local("org/base") == tmp_path / "org/base" and hub.check(preset) == []
     for path in ("/org/base", "./org/base", "org", "", "a/b/c"):
         assert hub.local(path) is None
-
-
-@pytest.mark.mirror
-def test_a_mirror_made_by_hand_is_read_as_it_is():
-    preset = load_preset("smoke", {"data.source": "mirror"})
-    assert len(hub.needs(preset)) > 100
-    hub.require(preset)
-    assert hub.offline(preset) and hub.check(preset) == []
