@@ -288,7 +288,8 @@ def neighbours(
     """
     texts = ConcatDataset([data.queries, data.documents])
     first_U, number = _distinct_texts(texts)
-    key = [data.identity, stored, surrogate.identity, code_fingerprint(__file__, batches.__file__)]
+    code = code_fingerprint(__file__, batches.__file__, Path(__file__).parents[1] / "models")
+    key = [data.identity, stored, surrogate.identity, code]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     own = Neighbours(vectors_UD, *np.split(number, [len(data.queries)]))
     if not cluster_size:

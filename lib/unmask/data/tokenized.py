@@ -225,8 +225,8 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
 def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) -> Prepared:
     """The training texts of a source as one column "tokens"; `wanted` tokens of them or all.
 
-    Pieces of the source are taken in a random order, so that a part of a source is like the whole. Where
-    enough is prepared, they are not listed again.
+    Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
+    that is neither Parquet nor Arrow is one piece. Where enough is prepared, they are not listed again.
     """
     folder, work = _folder("text", identity(source), stored), partial(_text, source, stored)
     if (done := Prepared.read(folder)).suffices(wanted):
