@@ -122,8 +122,8 @@ def rows_of(source: Source, rng: random.Random) -> Iterator[tuple[str, dict[str,
                         yield config, row | {"chunk_id": f"{name}_{chunk}"}
                 continue
             row = blank(schema(source.repo, source.config), rng)
-            decides, words = ("text", 60) if source.role == "text" else ("document", 14)
-            put(row, source.columns[decides], held(source, split, rng, words))
+            decides = next(one for one in ("held_by", "text", "document") if one in source.columns)
+            put(row, source.columns[decides], held(source, split, rng, 60 if decides == "text" else 14))
             yield source.config, row
     if source.role in ("pairs", "triplets"):  # the cards warn of empty texts
         row = blank(schema(source.repo, source.config), rng)
