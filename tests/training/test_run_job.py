@@ -101,7 +101,6 @@ def test_a_causal_start_reads_both_sides_if_it_is_told_to(causal, tmp_path):
 
 
 DIFFERENT = [
-    ({}, set()),
     ({"changes": {"lr": 1.0}}, {"pair.lr"}),
     ({"groups": ["code"]}, {"groups"}),
     ({"surrogate": "org/model"}, set()),  # not asked

@@ -362,7 +362,7 @@ def _finished(
         ax.set(xlabel=xlabel if place.is_last_row() else "", ylabel=ylabel if place.is_first_col() else "")
         for (name, value), style in zip((reference or {}).items(), cycle(("--", ":", "-."))):
             ax.axhline(value, color=MUTED, linestyle=style, linewidth=1.2, label=name)
-    figure.suptitle(title, fontsize=11.5, x=0.008, ha="left")
+    figure.suptitle(textwrap.fill(title, 80), fontsize=11.5, x=0.008, ha="left")
     found = [zip(*ax.get_legend_handles_labels(), strict=True) for ax in figure.axes]
     entries = {label: handle for pairs in found for handle, label in pairs}
     if len(entries) > 1 and not figure.legends:
