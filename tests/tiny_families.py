@@ -1,18 +1,7 @@
 """Tiny decoders of several families, with the tests' tokenizer."""
 
 import torch
-from transformers import (
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    XLMRobertaConfig,
-    XLMRobertaModel,
-)
+import transformers
 
 import tiny
 from unmask.models import backbone
@@ -29,7 +18,10 @@ SHAPE = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "olmo2": (Olmo2Config, Olmo2ForCausalLM)}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+}
 
 
 def model(family: str, *, bidirectional: bool = False, head: bool = False, seed: int = 0):
@@ -47,20 +39,21 @@ def gpt_neo():
     """A family whose class stays causal whatever its configuration says."""
     torch.manual_seed(0)
     kinds = [[["global"], 2]]
-    shape = GPTNeoConfig(
+    shape = transformers.GPTNeoConfig(
         vocab_size=len(tiny.tokenizer()), max_position_embeddings=64, hidden_size=32, num_layers=2,
         num_heads=2, attention_types=kinds, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return GPTNeoForCausalLM(shape).eval()
+    return transformers.GPTNeoForCausalLM(shape).eval()
 
 
 def mistral():
     """Attention over a window."""
     torch.manual_seed(0)
-    config = MistralConfig(vocab_size=len(tiny.tokenizer()), sliding_window=8, **SHAPE)
-    return MistralForCausalLM(config).model.eval()
+    config = transformers.MistralConfig(vocab_size=len(tiny.tokenizer()), sliding_window=8, **SHAPE)
+    return transformers.MistralForCausalLM(config).model.eval()
 
 
 def xlm_roberta():
     """Positions that are counted from behind the number of the padding token, here 0."""
-    return XLMRobertaModel(XLMRobertaConfig(vocab_size=len(tiny.tokenizer()), **SHAPE)).eval()
+    config = transformers.XLMRobertaConfig(vocab_size=len(tiny.tokenizer()), **SHAPE)
+    return transformers.XLMRobertaModel(config).eval()

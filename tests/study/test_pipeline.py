@@ -210,6 +210,7 @@ SEEN = [
     (None, 8, 2, 1, {"CUDA_VISIBLE_DEVICES": "0,1"}),
     ("3,5,7", 8, 4, 2, {"CUDA_VISIBLE_DEVICES": "3,5"}),
     (None, 2, 2, 1, {}),
+    (None, 0, 1, 1, {}),
 ]
 
 

@@ -116,6 +116,7 @@ def test_answers_that_will_not_do_are_counted_by_reason(tmp_path, monkeypatch):
         server.write = lambda prompt: '{"character": 77, "type": "knowledge", "difficulty": "school"}'
         other = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
         assert other.outcomes == {"invalid: not by the schema": len(PASSAGES)}
+        assert other.path.read_text() == ""
         server.write = good  # it was mended
         mended = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
     assert mended.outcomes == {"kept": len(PASSAGES)}

@@ -86,12 +86,18 @@ def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
     assert not Embedder.from_pretrained(by_mean).special_tokens
 
 
+def test_a_stage_knows_its_tokenizers_special_tokens(start, tmp_path):
+    assert stage_of(job("diffusion", start, tmp_path)).mask_token_id == tiny_stages.MASK_ID
+    assert stage_of(job("contextual", start, tmp_path)).stored.end == tiny.tokenizer().eos_token_id
+
+
 def test_a_training_takes_the_place_of_an_earlier_one_whatever_files_that_had(start, tmp_path):
     path = run_job(job("pair", start, tmp_path), quiet)
     before = sorted(file.name for file in path.iterdir())
     (path / "of_another_version.json").touch()
     assert run_job(job("pair", start, tmp_path), quiet) == path
     assert sorted(file.name for file in path.iterdir()) == before
+    assert not path.with_name(f".{path.name}.new").exists()
 
 
 def test_a_causal_start_reads_both_sides_if_it_is_told_to(causal, tmp_path):
@@ -101,6 +107,7 @@ def test_a_causal_start_reads_both_sides_if_it_is_told_to(causal, tmp_path):
 
 
 DIFFERENT = [
+    ({}, set()),
     ({"changes": {"lr": 1.0}}, {"pair.lr"}),
     ({"groups": ["code"]}, {"groups"}),
     ({"surrogate": "org/model"}, set()),  # not asked

@@ -375,8 +375,8 @@ def _environment(folders: Folders) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
         "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
     }
-    folders = ("UNMASK_ARTIFACTS", "UNMASK_MIRROR")  # notebooks run in another folder than this process
-    own |= {name: os.path.abspath(os.environ[name]) for name in folders if os.environ.get(name)}
+    named = ("UNMASK_ARTIFACTS", "UNMASK_MIRROR")  # folders; notebooks run in another one than this process
+    own |= {name: os.path.abspath(os.environ[name]) for name in named if os.environ.get(name)}
     return ENVIRONMENT | os.environ | own
 
 
