@@ -86,9 +86,9 @@ class Embedder:
         pooling: "mean", or "last" for the ablation.
         max_length: tokens of one text at most; what is longer is cut. Default: the model's positions.
         window: tokens of a document that are read at once, see `encode_documents`. Default: the same.
-        mixed_precision: bf16 autocast; faster, and a few codes in a thousand differ by one. The matrices of
-            `model` become bfloat16, in place, so it is no more to be saved. Default: on a GPU that has it,
-            not on a CPU.
+        mixed_precision: bf16 autocast; faster, and about one INT8 code in ten differs, by one. The matrices
+            of `model` become bfloat16, in place, so it is no more to be saved. Default: on a GPU that has
+            it, not on a CPU.
         token_budget: tokens of one forward pass, padding included; bounds memory. Default: 1,024 on a CPU,
             where they stay in its cache, otherwise 32,768.
         device: a device, or several, which share the work, each with a copy of the model. Default: all CUDA

@@ -252,7 +252,8 @@ def encode_rows(
     lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
     tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
     different = len(set(lengths)) > 1
-    if different and (unpadded(model) if packed is None else packed):
+    packed = unpadded(model) if packed is None else packed
+    if packed and (different or str(device) == "cpu"):  # a GPU has faster kernels for sequences of one length
         tokens_1T = tokens_T[None].to(device, non_blocking=True)
         inputs |= unpadded_inputs(model, lengths, device)
         hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
