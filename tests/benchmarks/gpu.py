@@ -9,6 +9,7 @@ of a text of L tokens 3 (2 P + 4 n A L), P parameters without embeddings, n laye
 and 6 V H per predicted token.
 """
 
+import gc
 import json
 import statistics
 import tempfile
@@ -84,14 +85,8 @@ def measure(
     config = replace(getattr(preset, name), **changes, checkpoint_every=warm_up + steps)
     preset = replace(preset, parallel=ParallelConfig(), **{name: config})  # one process, unsharded
     (stage, texts), shape = work_of(preset, name, mixed), preset.backbone
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=preset.data.vocab_size, hidden_size=shape.hidden_size,
-            intermediate_size=shape.mlp_size, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads, head_dim=shape.head_size, tie_word_embeddings=True,
-            is_causal=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-        )
-    )  # fmt: skip
+    sizes = tiny.sizes(shape, shape.layers, preset.data.vocab_size)
+    model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True, is_causal=False))
     graphs, cuda = [], torch.cuda.is_available()
 
     def after_step(done: int) -> None:
@@ -99,7 +94,10 @@ def measure(
         if cuda and done == warm_up:
             torch.cuda.set_sync_debug_mode("warn")  # a warning for each wait
 
+    gc.collect()  # compiled layers lie in cycles
+    torch.compiler.reset()
     if cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -176,6 +176,7 @@ MACHINES = [
     (0, 2, 1, 2, r"2 GPUs are needed on this machine, and it has 0: .*parallel\.num_processes=2"),
     (4, 8, 1, None, "8 GPUs are needed on this machine, and it has 4: --gpus 4"),
     (8, 16, 2, None, "trainings on 2 machines need parallel.launcher"),
+    ("0,1", 4, 1, None, "4 GPUs are needed on this machine, and it has 2"),
     (0, 2, 1, None, ""),
     (0, 1, 1, 1, ""),
     (4, 4, 1, 4, ""),
@@ -184,7 +185,9 @@ MACHINES = [
 
 @pytest.mark.parametrize(("here", "processes", "machines", "gpus", "message"), MACHINES)
 def test_a_machine_with_too_few_gpus_is_refused(monkeypatch, here, processes, machines, gpus, message):
-    monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * here)
+    visible = here if isinstance(here, str) else ",".join(map(str, range(here)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * 8)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
     preset = replace(load_preset("smoke"), parallel=parallel)
     if not message:
@@ -196,6 +199,7 @@ def test_a_machine_with_too_few_gpus_is_refused(monkeypatch, here, processes, ma
 def test_layers_are_compiled_only_where_something_compiles_c(monkeypatch):
     compiled = load_preset("gpu", {"diffusion.compile": True, "pair.compile": False})
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(pipeline, "gpu_names", list)
     pipeline.check_machine(compiled, None)
     monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"])

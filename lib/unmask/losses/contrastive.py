@@ -208,7 +208,7 @@ def _numbered(
     hard_document_NK = torch.full(hard_NKD.shape[:2], -1) if hard_document_NK is None else hard_document_NK
     numbers = {"document_N": document_N, "hard_document_NK": hard_document_NK}
     check_shapes(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, **numbers, negatives_NN=negatives_NN)
-    return document_N.to(q_ND.device), hard_document_NK.to(q_ND.device)
+    return tuple(x.to(q_ND.device, non_blocking=True) for x in (document_N, hard_document_NK))
 
 
 def mean_over_queries(

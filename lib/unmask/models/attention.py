@@ -130,15 +130,17 @@ AttentionMaskInterface.register(VARLEN, sdpa_mask)
 
 
 def fast_attention(same_length: bool) -> AbstractContextManager:
-    """Prefers cuDNN's attention on Hopper and later GPUs for sequences that all have one length.
+    """Which of torch's kernels come first on Hopper and later GPUs: cuDNN's for sequences that all have one
+    length, flash attention for others.
 
-    There torch's own choice is slower; for every new length, however, cuDNN makes a plan, in tens of
-    milliseconds. Changes nothing elsewhere. It must enclose the backward pass too, which may compute layers
-    again.
+    cuDNN is the faster one there, and since torch 2.11 torch's own choice. But for every new shape, in every
+    thread, it makes a plan, in tens to hundreds of milliseconds. Changes nothing elsewhere. It must enclose
+    the backward pass too, which may compute layers again.
     """
-    if same_length and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
-        return sdpa_kernel(KERNELS, set_priority=True)
-    return nullcontext()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        return nullcontext()
+    cudnn, *others = KERNELS
+    return sdpa_kernel(KERNELS if same_length else [*others, cudnn], set_priority=True)
 
 
 def plain_attention(model: nn.Module) -> None:
@@ -160,6 +162,7 @@ def compile_layers(model: nn.Module) -> None:
     Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
     shard the model afterwards.
     """
+    torch._dynamo.config.optimize_ddp = False  # else DDP's buckets cut layers into several graphs
     for layer in backbone.layers(model):
         layer.compile()
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask.data.tokens import TokenSequence, batches, end_token, join_chunks, special_tokens_around
 from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, interchange
-from unmask.models.attention import unpadded
+from unmask.models.attention import fast_attention, unpadded
 from unmask.models.encoding import context_windows, encode_rows, micro_batches, only_chunks
 from unmask.models.quantize import binary, int8, pack_binary
 
@@ -325,7 +325,7 @@ class Embedder:
             numbers.append(numbers_R)
             found.append(coded(rows_RD))
 
-        with self.autocast(), ThreadPoolExecutor(len(self.devices)) as threads:
+        with self.autocast(), fast_attention(False), ThreadPoolExecutor(len(self.devices)) as threads:
             packed = unpadded(self.model, inference=True)
             compute = map if self.devices == [torch.device("cpu")] else threads.map
             under_way = ()

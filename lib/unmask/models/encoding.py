@@ -258,7 +258,7 @@ def encode_rows(
         inputs |= unpadded_inputs(model, lengths, device)
         hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
         if pooling == "last":
-            return hidden_TD[torch.tensor(lengths).cumsum(0).to(device) - 1].float()
+            return hidden_TD[inputs["cu_seq_lens_q"][1:].long() - 1].float()
         segment_T = _segments(sequences, lengths).to(device, non_blocking=True)
         return segment_mean(hidden_TD, segment_T, rows).float()
 

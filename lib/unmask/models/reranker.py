@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import encode
 from unmask.models import backbone, interchange
+from unmask.models.attention import fast_attention
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import micro_batches
 
@@ -140,7 +141,7 @@ class Reranker:
         """The vector (M, D) of the last token of each prompt. The beginning, the same in all of them, is read
         once, and each group of ends goes on from a copy of its keys and values."""
         reader, found_MD = self.reader, torch.empty(len(ends), self.model.config.hidden_size)
-        with reader.autocast():
+        with reader.autocast(), fast_attention(False):
             begun = reader.model(padded([start_L])[0].to(reader.devices[0]), use_cache=True).past_key_values
             for group in micro_batches([len(end_L) for end_L in ends], reader.token_budget):
                 tokens_BL, last_B = padded([ends[i] for i in group])

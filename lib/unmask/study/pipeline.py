@@ -210,6 +210,8 @@ def check_machine(preset: Preset, gpus: int | None) -> None:
     """
     parallel, compiled = preset.parallel, [name for name in TRAINED if getattr(preset, name).compile]
     machines, found = parallel.num_machines, len(gpu_names())
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        found = min(found, len(visible.split(",")) if visible else 0)
     here = parallel.per_machine
     if machines > 1 and not parallel.launcher:
         raise PipelineError(

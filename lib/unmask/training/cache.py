@@ -84,7 +84,7 @@ def cached_rows(
         return rows_RD if len(group) else rows_RD[:0]
 
     def places(group: np.ndarray) -> Tensor:
-        return torch.from_numpy(rows_of(offsets, group)).to(processes.device)
+        return processes.ship(torch.from_numpy(rows_of(offsets, group)))
 
     kept = 1
     if processes.count == 1:  # DDP reduces after the backward pass of its last forward pass

@@ -254,6 +254,8 @@ def main(paths: Sequence[str]) -> None:
         gc.collect()
         torch.cuda.empty_cache()
         torch.compiler.reset()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _die_with_torchrun() -> None:

@@ -153,18 +153,19 @@ def train(
     _shorten(log, done, processes)
     if processes.main:
         report({"total": config.steps, "done": done})
-    with fast_attention(stage.same_length), log.open("a", encoding="utf8") as lines:
+    whole = getattr(config, "length", 0) % 128 == 0  # else cuDNN's backward pass may give NaN (torch 2.11)
+    with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
         started = time.perf_counter()
         for step, batch in _ahead(stage.batch, range(done, config.steps)):
             lr = config.lr * lr_factor(config, step)
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
             try:
                 row = stage.backward(module, batch, step, processes)
-                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
                 # FSDP2 leaves it in parts.
                 norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
                 told = bool(signals) or (processes.main and _asked_to_stop())
-                told = processes.sum(torch.tensor(float(told), device=processes.device))
+                told = processes.sum(torch.full((), float(told), device=processes.device))
                 row["loss"], norm, told = torch.stack([row["loss"].float(), norm.float(), told]).tolist()
                 if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
                     raise FloatingPointError(f"the loss is {row['loss']}, the norm of its gradient {norm}")

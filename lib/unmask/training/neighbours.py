@@ -61,13 +61,14 @@ class Cde(Pair):
         options = {"token_budget": self.config.token_budget, "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
         options["keep_tokens"] = self.config.keep_tokens
-        context_KD = documents_KD[batch.kept].requires_grad_()
+        kept = processes.ship(torch.from_numpy(batch.kept))
+        context_KD = documents_KD[kept].requires_grad_()
         loss = cached_backward(
             second, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch, step, processes),
             context_KD=context_KD, **options,
         )  # fmt: skip
         gradient_KD = torch.zeros_like(documents_KD)
-        gradient_KD[batch.kept] = context_KD.grad / processes.count
+        gradient_KD[kept] = context_KD.grad / processes.count
         push(gradient_KD)
         tokens = sum(map(len, [*batch.context, *batch.sequences]))  # slots are computed, so they count
         return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
