@@ -25,19 +25,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import transformers
 import yaml
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    T5Config,
-    T5EncoderModel,
-)
 
 from unmask.config import TRAINED
 from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
@@ -160,7 +153,7 @@ def write_mirror(folder: Path, registry: str, tasks: Sequence[str]) -> None:
 @cache
 def tokenizer() -> Tokenizer:
     """Byte-level BPE with the vocabulary's size and the special tokens of Qwen3, of few merges."""
-    learnt, theirs = Tokenizer(models.BPE()), Qwen2Tokenizer().backend_tokenizer
+    learnt, theirs = Tokenizer(models.BPE()), transformers.Qwen2Tokenizer().backend_tokenizer
     learnt.normalizer, learnt.pre_tokenizer = theirs.normalizer, theirs.pre_tokenizer
     learnt.decoder = theirs.decoder
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -184,7 +177,7 @@ def write_qwen3(folder: Path) -> None:
         "tie_word_embeddings": True,
     }  # fmt: skip
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**sizes)).bfloat16().save_pretrained(folder)
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).bfloat16().save_pretrained(folder)
     config = sizes | {
         "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "bos_token_id": FIRST_SPECIAL, "eos_token_id": FIRST_SPECIAL, "hidden_act": "silu",
@@ -218,8 +211,8 @@ def write_gtr(folder: Path) -> None:
     """A random encoder with the modules of gtr-t5-base: Transformer, Pooling, Dense and Normalize."""
     plain = folder.with_name("t5")
     shape = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
-    T5EncoderModel(T5Config(**shape)).save_pretrained(plain)
-    PreTrainedTokenizerFast(
+    transformers.T5EncoderModel(transformers.T5Config(**shape)).save_pretrained(plain)
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer(), pad_token="<|endoftext|>", eos_token="<|endoftext|>"
     ).save_pretrained(plain)
     parts = [Transformer(str(plain), max_seq_length=512), Pooling(32, "mean")]

@@ -60,9 +60,10 @@ def test_every_number_of_a_report_is_measured(report):
     assert missing(report.read_text(), [report.parent]) == []
 
 
-def test_every_number_of_the_readme_is_measured():
+@pytest.mark.parametrize("folder", [repository(), RESULTS / "benchmarks"], ids=lambda path: path.name)
+def test_every_number_of_a_readme_is_measured(folder):
     """Of tables those count whose first line names runs; the others tell what presets plan."""
-    text = re.sub(r"```.*?```|arXiv [\d.]+", "", (repository() / "README.md").read_text(), flags=re.S)
+    text = re.sub(r"```.*?```|arXiv [\d.]+", "", (folder / "README.md").read_text(), flags=re.S)
     for paragraph in text.split("\n\n"):
         head = paragraph.partition("\n")[0] if paragraph.startswith("|") else paragraph
         named = [folder for folder in RESULTS.iterdir() if f"`{folder.name}`" in head]

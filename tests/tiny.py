@@ -46,6 +46,15 @@ def model(*, bidirectional: bool = True, head: bool = False, layers: int = 2, se
     return (built if head else built.model).eval()
 
 
+def sizes(shape: BackboneConfig, layers: int, vocabulary: int) -> dict[str, int | None]:
+    """So many layers of a shape, in the words of a configuration of transformers."""
+    return {
+        "vocab_size": vocabulary, "hidden_size": shape.hidden_size, "intermediate_size": shape.mlp_size,
+        "num_hidden_layers": layers, "num_attention_heads": shape.heads, "head_dim": shape.head_size,
+        "num_key_value_heads": shape.kv_heads, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+
+
 def sequences(count: int, *, seed: int = 0, longest: int = 30) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(4, 300, rng.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
@@ -57,6 +66,13 @@ class Distinct(list):
     @property
     def keys(self) -> range:
         return range(len(self))
+
+
+def with_gradients(values: torch.Tensor, module: torch.nn.Module) -> tuple:
+    """Values, and the gradients of their sum, weighted so that hardly two count alike."""
+    module.zero_grad()
+    (values * torch.linspace(-1, 1, values.numel()).view_as(values)).sum().backward()
+    return values.detach(), gradients(module)
 
 
 def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:

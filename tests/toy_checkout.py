@@ -24,6 +24,14 @@ def cell(kind: str, source: str, *tags: str) -> dict[str, Any]:
     return made | ({"outputs": [], "execution_count": None} if kind == "code" else {})
 
 
+def write_script(path: Path, script: str) -> Path:
+    """Writes a shell script that can be run by its path."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf8")
+    path.chmod(0o755)
+    return path
+
+
 @dataclass(frozen=True)
 class Checkout:
     """A copy of the library and the presets, with toy notebooks, in which the command line can be tried."""
@@ -71,10 +79,7 @@ class Checkout:
 
     def path_with(self, name: str, script: str) -> str:
         """A PATH on which `name` is this shell script."""
-        tool = self.root / "tools" / name
-        tool.parent.mkdir(exist_ok=True)
-        tool.write_text(f"#!/bin/sh\n{script}\n", encoding="utf8")
-        tool.chmod(0o755)
+        tool = write_script(self.root / "tools" / name, script)
         return os.pathsep.join([str(tool.parent), os.environ["PATH"]])
 
     def executed(self, name: str) -> dict[str, Any]:

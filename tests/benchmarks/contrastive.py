@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3Model
 
 import tiny
-from unmask.config import load_preset
+from unmask.config import BackboneConfig, load_preset
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import train_tokenizer
 from unmask.losses import pair_loss
@@ -32,20 +33,18 @@ PRESET = load_preset("cpu")
 TEMPERATURE = 0.05  # at 0.02 the loss of an untrained model is so large that relative differences hide
 PAIRS, EQUAL_LENGTH, MIXED_LENGTH = 128, 64, 256  # 256: the paper's texts
 ATTENTION = "sdpa", "eager"  # on a CPU in bf16 now one is faster, now the other; each takes its best
+plain_loss = partial(pair_loss, temperature=TEMPERATURE, margin=math.inf)
 PEERS = artifacts_root() / "benchmarks" / "peers"  # packages that only `make bench` needs
 Columns = tuple[list[np.ndarray], list[np.ndarray]]  # token ids of the queries, of the documents
+Programs = dict[str, dict[str, Step]]  # with their variants
 
 
-def bidirectional(layers: int, vocabulary: int = PRESET.data.vocab_size) -> Qwen3Model:
-    """Preset cpu's Transformer with so many layers, untrained."""
+def bidirectional(
+    layers: int, vocabulary: int = PRESET.data.vocab_size, shape: BackboneConfig = PRESET.backbone
+) -> Qwen3Model:
+    """The Transformer of a preset, preset cpu's by default, with so many layers, untrained."""
     torch.manual_seed(0)
-    shape = PRESET.backbone
-    config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=shape.hidden_size, intermediate_size=shape.mlp_size,
-        num_hidden_layers=layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size, is_causal=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    return Qwen3Model(config).train()
+    return Qwen3Model(Qwen3Config(**tiny.sizes(shape, layers, vocabulary), is_causal=False)).train()
 
 
 def equal_lengths(pairs: int) -> Columns:
@@ -68,26 +67,25 @@ def docstrings() -> tuple[PreTrainedTokenizerBase, Dataset, np.ndarray]:
     return AutoTokenizer.from_pretrained(folder), table, order
 
 
-def real_lengths(
-    pairs: int, query_length: int = MIXED_LENGTH, document_length: int = MIXED_LENGTH
-) -> Columns:
+def real_lengths(pairs: int, lengths: tuple[int, int] = (MIXED_LENGTH, MIXED_LENGTH)) -> Columns:
     """So many of the pairs of `docstrings`, as tokens."""
     tokenizer, table, order = docstrings()
     rows = table.select(np.resize(order, pairs))  # more pairs than there are: again from the start
-    lengths = {"query": query_length, "document": document_length}
-    return tuple(tiny.tokenize(tokenizer, list(rows[name]), length) for name, length in lengths.items())
+    columns = zip((rows["query"], rows["document"]), lengths, strict=True)
+    return tuple(tiny.tokenize(tokenizer, list(texts), length) for texts, length in columns)
 
 
-def ours(model: nn.Module, columns: Columns, token_budget: int) -> Tensor:
+def backward(loss: Tensor) -> Tensor:
+    """Leaves the gradient in the parameters, as all steps do, and returns the loss."""
+    loss.backward()
+    return loss.detach()
+
+
+def ours(model: nn.Module, columns: Columns, token_budget: int, keep_tokens: int = 0) -> Tensor:
     """Our step; like the others it leaves the gradient in the parameters and returns the loss."""
-    queries, documents = columns
-    n = len(queries)
-    return cached_backward(
-        model,
-        [TokenSequence(tokens) for tokens in (*queries, *documents)],
-        lambda rows_RD: pair_loss(rows_RD[:n], rows_RD[n:], temperature=TEMPERATURE, margin=math.inf),
-        token_budget=token_budget,
-    )
+    items = [TokenSequence(tokens) for column in columns for tokens in column]
+    options = {"token_budget": token_budget, "keep_tokens": keep_tokens}
+    return cached_backward(model, items, lambda rows_RD: plain_loss(*rows_RD.chunk(2)), **options)
 
 
 class Pooled(nn.Module):
@@ -129,13 +127,7 @@ def sentence_transformers(
         directions=("query_to_doc", "query_to_query"),
     )  # fmt: skip
     features = [padded(column) for column in columns]
-
-    def step() -> Tensor:
-        loss = loss_of(features, labels=None)
-        loss.backward()
-        return loss.detach()
-
-    return step
+    return lambda: backward(loss_of(features, labels=None))
 
 
 def gradcache(model: nn.Module, columns: Columns, chunk: int) -> Callable[[], Tensor]:
@@ -148,7 +140,7 @@ def gradcache(model: nn.Module, columns: Columns, chunk: int) -> Callable[[], Te
     from gradcache.grad_cache import GradCache
 
     encoder = Pooled(model)
-    cache = GradCache([encoder, encoder], chunk, partial(pair_loss, temperature=TEMPERATURE, margin=math.inf))
+    cache = GradCache([encoder, encoder], chunk, plain_loss)
     features = [padded(column) for column in columns]
     return lambda: cache(*features)
 
@@ -156,33 +148,28 @@ def gradcache(model: nn.Module, columns: Columns, chunk: int) -> Callable[[], Te
 def uncached(model: nn.Module, columns: Columns) -> Callable[[], Tensor]:
     """Plain backpropagation: one forward pass per column, all activations kept."""
     encoder, features = Pooled(model), [padded(column) for column in columns]
-
-    def step() -> Tensor:
-        q_ND, d_ND = (encoder(**column) for column in features)
-        loss = pair_loss(q_ND, d_ND, temperature=TEMPERATURE, margin=math.inf)
-        loss.backward()
-        return loss.detach()
-
-    return step
+    return lambda: backward(plain_loss(*(encoder(**column) for column in features)))
 
 
-def attending(model: nn.Module, implementation: str, step: Step) -> Step:
-    """The step with one of transformers' ways to compute attention."""
-
-    def attended() -> Tensor:
-        model.set_attn_implementation(implementation)
+def attended(model: nn.Module, implementation: str, step: Step, bf16: bool = True) -> Tensor:
+    """A step with one of transformers' ways to compute attention."""
+    model.set_attn_implementation(implementation)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         return step()
 
-    return attended
 
-
-def programs(model: nn.Module, columns: Columns) -> tuple[dict[str, dict[str, Step]], dict[str, str]]:
+def programs(model: nn.Module, columns: Columns, *, bf16: bool) -> tuple[Programs, dict[str, str]]:
     """Every program with the settings to try, and why a program is missing."""
-    budgets, sizes, tokens = (1024, 2048, 4096), (16, 32, 64), (2048, 4096, 8192)
+    sizes, tokens = (16, 32, 64), (2048, 4096, 8192)
+    everything = sum(len(tokens) for column in columns for tokens in column)
+    budgets = product((1024, 2048, 4096), (0, everything // 4, everything // 2, everything))
     theirs = {f"mini_batch_size {n}": sentence_transformers(model, columns, n) for n in sizes}
     theirs |= {f"mini_batch_num_tokens {n}": sentence_transformers(model, columns, 64, n) for n in tokens}
-    found: dict[str, dict[str, Step]] = {
-        "unmask": {f"token_budget {n}": partial(ours, model, columns, n) for n in budgets},
+    found: Programs = {
+        "unmask": {
+            f"token_budget {n}, keep_tokens {kept}": partial(ours, model, columns, n, kept)
+            for n, kept in budgets
+        },
         "sentence-transformers": theirs,
         "uncached": {"one pass per column": uncached(model, columns)},
     }
@@ -193,14 +180,15 @@ def programs(model: nn.Module, columns: Columns) -> tuple[dict[str, dict[str, St
         missing["GradCache"] = f"{error}; install it with `make bench`"
     found = {
         program: {
-            f"{name}, {how}": attending(model, how, step) for name, step in steps.items() for how in ATTENTION
+            f"{name}, {how}": partial(attended, model, how, step, bf16)
+            for (name, step), how in product(steps.items(), ATTENTION)
         }
         for program, steps in found.items()
     }
     return found, missing
 
 
-def agree(model: nn.Module, steps: dict[str, dict[str, Step]]) -> None:
+def agree(model: nn.Module, steps: Programs) -> None:
     """Raises AssertionError unless all programs give the same loss and the same gradient (in float32)."""
     expected = None
     for name, step in ((f"{p}, {v}", step) for p, variants in steps.items() for v, step in variants.items()):
@@ -213,34 +201,26 @@ def agree(model: nn.Module, steps: dict[str, dict[str, Step]]) -> None:
     model.zero_grad()
 
 
-def in_bf16(step: Step) -> Step:
-    return torch.autocast("cpu", torch.bfloat16)(step)
-
-
 def step_case(layers: int, columns_of: Callable[[int], Columns], lengths: str) -> Case:
     """All programs on one batch; whether they agree is checked on a few of its pairs."""
     model, columns = bidirectional(layers), columns_of(PAIRS)
-    found, missing = programs(model, columns)
-    timed = {
-        program: {name: in_bf16(step) for name, step in variants.items()}
-        for program, variants in found.items()
-    }
+    found, missing = programs(model, columns, bf16=True)
     setting = f"{layers} layers, {PRESET.backbone.hidden_size}-d, {PAIRS} pairs {lengths}"
     tokens = sum(len(tokens) for column in columns for tokens in column)
 
     def check() -> None:
-        agree(model, programs(model, (columns[0][:8], columns[1][:8]))[0])
+        agree(model, programs(model, (columns[0][:8], columns[1][:8]), bf16=False)[0])
 
-    return Case(described(setting), "true tokens/s", tokens, timed, check, missing)
+    return Case(described(setting), "true tokens/s", tokens, found, check, missing)
 
 
 def scaling_case(pairs: int) -> Case:
     """Our step at preset cpu's lengths, budget and loss settings, on a global batch of so many pairs."""
     config = PRESET.pair
     model = bidirectional(PRESET.backbone.layers)
-    model.set_attn_implementation("eager")  # as trainings in bf16 do on a CPU
-    columns = real_lengths(pairs, config.query_length, config.document_length)
-    step = in_bf16(partial(ours, model, columns, config.token_budget))
+    columns = real_lengths(pairs, (config.query_length, config.document_length))
+    # Eager, as trainings in bf16 on a CPU.
+    step = partial(attended, model, "eager", partial(ours, model, columns, config.token_budget))
     tokens = sum(len(tokens) for column in columns for tokens in column)
     return Case(scaling_setting(pairs), "true tokens/s", tokens, {"unmask": {"": step}}, lambda: None)
 
@@ -253,8 +233,8 @@ def scaling_setting(pairs: int) -> str:
     )
 
 
-def described(setting: str) -> str:
-    return f"{setting}; bf16, {torch.get_num_threads()} threads"
+def described(setting: str, precision: str = "bf16") -> str:
+    return f"{setting}; {precision}, {torch.get_num_threads()} threads"
 
 
 SIZES = (256, 1024, 4096, 16384)

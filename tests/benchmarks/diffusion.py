@@ -1,32 +1,37 @@
-"""The diffusion step with logits at the masked positions only, against logits at all positions."""
+"""The diffusion step with logits at the masked positions only, against logits at all positions: two layers
+of Qwen3-0.6B's shape, and its vocabulary."""
 
 from collections.abc import Callable
 
 import torch
-from contrastive import PRESET, bidirectional, described
+import torch.nn.functional as F
+from contrastive import backward, bidirectional, described
 from measure import Case
 from torch import Tensor
 
+from unmask.config import BackboneConfig, load_preset
 from unmask.losses import diffusion_loss
 
-VOCABULARY, BATCH, LENGTH = 32_768, 16, 512
+PRESET = load_preset("paper-0.6b")
+LAYERS, BATCH, LENGTH = 2, 8, 512
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def full_logits(hidden_BLD, unembedding_VD, tokens_BL, masked_BL, t_B) -> Tensor:
     """The same loss as it is commonly written: logits everywhere, cross-entropy, then the mask."""
-    logits_BLV = torch.nn.functional.linear(hidden_BLD[:, :-1], unembedding_VD).float()
-    nats = torch.nn.functional.cross_entropy(
-        logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten(), reduction="none"
-    )
+    logits_BLV = F.linear(hidden_BLD[:, :-1], unembedding_VD).float()
+    nats = F.cross_entropy(logits_BLV.flatten(0, 1), tokens_BL[:, 1:].flatten(), reduction="none")
     weights = masked_BL[:, 1:] / t_B[:, None]
     return (nats.view_as(weights) * weights).sum() / weights.numel()
 
 
-def diffusion_case(batch: int = BATCH, length: int = LENGTH, vocabulary: int = VOCABULARY) -> Case:
+def diffusion_case(
+    batch: int = BATCH, length: int = LENGTH, vocabulary: int = PRESET.data.vocab_size,
+    shape: BackboneConfig = PRESET.backbone,
+) -> Case:  # fmt: skip
     """Whole steps: the model's forward pass, the loss, the backward pass of both. Whether the losses agree is
     checked in float32, on a corner of the batch."""
-    model = bidirectional(PRESET.backbone.layers, vocabulary)
+    model = bidirectional(LAYERS, vocabulary, shape)
     unembedding, (tokens, masked, t) = model.embed_tokens.weight, noised(batch, length, vocabulary)
 
     def hidden_states() -> Tensor:
@@ -40,11 +45,9 @@ def diffusion_case(batch: int = BATCH, length: int = LENGTH, vocabulary: int = V
     def step(loss_of: Loss) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(hidden_states(), unembedding, tokens, masked, t)
-        loss.backward()
-        return loss.detach()
+        return backward(loss)
 
-    setting = f"{PRESET.backbone.layers} layers, {model.config.hidden_size}-d, {batch} × {length} tokens, "
-    setting += f"vocabulary {vocabulary:,}"
+    setting = f"{LAYERS} layers, {shape.hidden_size}-d, {batch} × {length} tokens, vocabulary {vocabulary:,}"
     programs = {"unmask": {"": lambda: step(diffusion_loss)}, "full logits": {"": lambda: step(full_logits)}}
     return Case(described(setting), "tokens/s", tokens.numel(), programs, check)
 

@@ -10,23 +10,27 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from contrastive import MIXED_LENGTH, PRESET, bidirectional, docstrings
-from measure import Case, Step
+from contrastive import MIXED, MIXED_LENGTH, PRESET, bidirectional, described, docstrings
+from measure import Case
 from transformers import PreTrainedTokenizerBase
 
 import tiny
 from unmask import Embedder
+from unmask.config import BackboneConfig, load_preset
 from unmask.data.mining import unit
 
 LAYERS, TEXTS, EQUAL_LENGTH = 4, 512, 64
+LARGE = load_preset("smollm2").backbone
 PRECISIONS = ("float32", "bf16")
 
 
-def embedders(tokenizer: PreTrainedTokenizerBase, layers: int, *, bf16: bool) -> tuple[Embedder, object]:
+def embedders(
+    tokenizer: PreTrainedTokenizerBase, layers: int, *, bf16: bool, shape: BackboneConfig = PRESET.backbone
+) -> tuple[Embedder, object]:
     """Ours and sentence-transformers' of one model."""
     from sentence_transformers import SentenceTransformer
 
-    model = bidirectional(layers, len(tokenizer))
+    model = bidirectional(layers, len(tokenizer), shape)
     options = {"max_length": MIXED_LENGTH, "device": "cpu"}
     with TemporaryDirectory() as folder:
         saved = Embedder(model, tokenizer, mixed_precision=False, **options).save_pretrained(folder)
@@ -39,11 +43,10 @@ def theirs(peer: object, texts: Sequence[str], batch_size: int, *, bf16: bool) -
         return peer.encode(texts, batch_size=batch_size)
 
 
-def agree(steps: Sequence[Step], tolerance: float) -> None:
-    """Raises AssertionError unless all programs give the same vectors, compared at unit length."""
-    first, *others = (unit(step()) for step in steps)
-    for rows in others:
-        np.testing.assert_allclose(rows, first, rtol=0, atol=tolerance)
+def agree(ours: Embedder, peer: object, texts: Sequence[str], *, bf16: bool) -> None:
+    """Raises AssertionError unless both give the same vectors, compared at unit length."""
+    first, other = unit(ours.encode(texts, "float32")), unit(theirs(peer, texts, 8, bf16=bf16))
+    np.testing.assert_allclose(other, first, rtol=0, atol=1e-3 if bf16 else 1e-5)
 
 
 def mixed() -> tuple[PreTrainedTokenizerBase, list[str]]:
@@ -51,6 +54,12 @@ def mixed() -> tuple[PreTrainedTokenizerBase, list[str]]:
     tokenizer, table, order = docstrings()
     rows = table.select(order[: TEXTS // 2])
     return tokenizer, [*rows["query"], *rows["document"]]
+
+
+def few() -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """A quarter of `mixed`, for the large model."""
+    tokenizer, texts = mixed()
+    return tokenizer, texts[::4]
 
 
 def equal() -> tuple[PreTrainedTokenizerBase, list[str]]:
@@ -63,36 +72,29 @@ def equal() -> tuple[PreTrainedTokenizerBase, list[str]]:
 
 
 def encode_case(
-    texts_of: Callable[[], tuple[PreTrainedTokenizerBase, list[str]]], lengths: str, *, bf16: bool
-) -> Case:
+    texts_of: Callable[[], tuple[PreTrainedTokenizerBase, list[str]]], lengths: str, *, bf16: bool,
+    layers: int = LAYERS, shape: BackboneConfig = PRESET.backbone,
+) -> Case:  # fmt: skip
     """Both programs on some hundred texts; whether they agree is checked on a few of them."""
     tokenizer, texts = texts_of()
-    ours, peer = embedders(tokenizer, LAYERS, bf16=bf16)
+    ours, peer = embedders(tokenizer, layers, bf16=bf16, shape=shape)
     programs = {
         "unmask": {"": partial(ours.encode, texts, "float32")},
         "sentence-transformers": {
             f"batch_size {size}": partial(theirs, peer, texts, size, bf16=bf16) for size in (4, 8, 16, 32, 64)
         },
     }
-    precision = "bf16" if bf16 else "float32"
-    setting = (
-        f"{LAYERS} layers, {PRESET.backbone.hidden_size}-d, {len(texts)} docstrings {lengths}; "
-        f"{precision}, {torch.get_num_threads()} threads"
-    )
-
-    def check() -> None:
-        few = texts[:: len(texts) // 64]
-        steps = [partial(ours.encode, few, "float32"), partial(theirs, peer, few, 8, bf16=bf16)]
-        agree(steps, 1e-3 if bf16 else 1e-5)
-
-    return Case(setting, "texts/s", len(texts), programs, check)
+    setting = f"{layers} layers, {shape.hidden_size}-d, {len(texts)} docstrings {lengths}"
+    check = partial(agree, ours, peer, texts[:: len(texts) // 64], bf16=bf16)
+    return Case(described(setting, PRECISIONS[bf16]), "texts/s", len(texts), programs, check)
 
 
 CASES: dict[str, Callable[[], Case]] = {
     f"encode-{kind}-{precision}": partial(encode_case, texts_of, lengths, bf16=precision == "bf16")
     for kind, texts_of, lengths in (
-        ("mixed", mixed, f"of up to {MIXED_LENGTH} tokens"),
+        ("mixed", mixed, MIXED),
         ("equal", equal, f"of {EQUAL_LENGTH} tokens each"),
     )
     for precision in PRECISIONS
 }
+CASES["encode-large"] = partial(encode_case, few, MIXED, bf16=True, layers=LARGE.layers, shape=LARGE)

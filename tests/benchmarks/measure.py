@@ -1,6 +1,7 @@
 """How programs are compared: the same work on one machine in one run, speed in turns, memory apart."""
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,27 +58,28 @@ def seconds(step: Step) -> float:
     return time.perf_counter() - started
 
 
-def speeds(case: Case) -> dict[str, dict[str, Any]]:
-    """For each program: its fastest variant, its median rate, and the ratios of our rate to its, sorted.
-
-    Every variant runs twice, and its faster time counts. Then the best variants take turns, so that a drift
-    of the machine's speed meets all of them alike; a ratio is that of one round.
-    """
+def trial(case: Case) -> dict[str, dict[str, float]]:
+    """Seconds of every variant, the faster of two runs; each program's fastest comes first."""
     case.check()
-    chosen = {}
+    found = {}
     for program, variants in case.programs.items():
-        fastest = {name: min(seconds(step), seconds(step)) for name, step in variants.items()}
-        chosen[program] = min(fastest, key=fastest.get)
-    steps = [case.programs[program][variant] for program, variant in chosen.items()]
-    rounds = [[seconds(step) for step in steps] for _ in range(PAIRS)]
-    return {
-        program: {
-            "variant": variant,
-            "rate": case.work / statistics.median(times[number] for times in rounds),
-            "ratios": sorted(times[number] / times[0] for times in rounds),
-        }
-        for number, (program, variant) in enumerate(chosen.items())
-    }
+        taken = {name: min(seconds(step), seconds(step)) for name, step in variants.items()}
+        found[program] = dict(sorted(taken.items(), key=lambda item: item[1]))
+    return found
+
+
+def rounds(case: Case, chosen: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
+    """For each peer, with the variants chosen for us and for it: both median rates, and the ratios, sorted.
+
+    The two take turns, so that a drift of the machine's speed meets both alike; a ratio is that of one round.
+    """
+    found, ours = {}, next(iter(case.programs))
+    for peer, (mine, theirs) in chosen.items():
+        steps = case.programs[ours][mine], case.programs[peer][theirs]
+        times = [[seconds(step) for step in steps] for _ in range(PAIRS)]
+        rates = [case.work / statistics.median(some) for some in zip(*times, strict=True)]
+        found[peer] = {"rates": rates, "ratios": sorted(their / my for my, their in times)}
+    return found
 
 
 def peak(step: Step, steps: int) -> dict[str, float]:
@@ -112,27 +115,40 @@ def child(*arguments: str, environment: Mapping[str, str] = ENVIRONMENT) -> Any:
 
 
 def compare(
-    case: str, title: str, *, memory: bool = True, environment: Mapping[str, str] = ENVIRONMENT
-) -> list[Row]:
-    """Rows of a case: our speed and peak memory against every other program's, at their fastest variants."""
-    found = child("speeds", case, environment=environment)
-    facts, results = found["facts"], found["speeds"]
-    peaks = {}
-    if memory:
-        peaks = {p: child("peak", case, p, r["variant"], "2")["bytes"] / 2**20 for p, r in results.items()}
-    ours, *others = results
+    case: str, title: str, *, memory: bool = True, limited: bool = True,
+    environment: Mapping[str, str] = ENVIRONMENT,
+) -> list[Row]:  # fmt: skip
+    """Rows of a case: our speed and peak memory against every other program's.
+
+    A peer takes its fastest variant. We take our fastest one that needs no more memory than the peer's (if
+    none does, that which needs least); where memory is not measured or `limited` is off, the fastest of all.
+    """
+
+    @functools.cache
+    def mebibytes(program: str, variant: str) -> float:
+        return child("peak", case, program, variant, "2")["bytes"] / 2**20
+
+    found = child("trial", case, environment=environment)
+    ours, *others = found["tried"]
+    fastest = {program: list(variants) for program, variants in found["tried"].items()}
+    chosen = {other: (fastest[ours][0], fastest[other][0]) for other in others}
+    if memory and limited:
+        need = partial(mebibytes, ours)
+        for other, (_, theirs) in chosen.items():
+            fitting = (mine for mine in fastest[ours] if need(mine) <= mebibytes(other, theirs))
+            chosen[other] = next(fitting, None) or min(fastest[ours], key=need), theirs
     rows = []
-    for other in others:
-        variants = {p: results[p]["variant"] for p in (ours, other)}
+    for other, measured in child("rounds", case, json.dumps(chosen), environment=environment).items():
+        variants = dict(zip((ours, other), chosen[other], strict=True))
         settings = "; ".join(f"{p}: {variant}" for p, variant in variants.items() if variant)
-        setting = f"{facts['setting']}; {settings}" if settings else facts["setting"]
-        mine, theirs, ratios = results[ours]["rate"], results[other]["rate"], results[other]["ratios"]
+        setting = f"{found['setting']}; {settings}" if settings else found["setting"]
+        ratios = measured["ratios"]
         name, ratio, spread = f"{title}: speed, {other}", statistics.median(ratios), (ratios[0], ratios[-1])
-        rows.append(Row(name, mine, theirs, ratio, facts["unit"], setting, spread))
+        rows.append(Row(name, *measured["rates"], ratio, found["unit"], setting, spread))
         if memory:
-            mine, theirs = peaks[ours], peaks[other]
+            mine, theirs = (mebibytes(*item) for item in variants.items())
             name = f"{title}: peak memory, {other}"
             rows.append(Row(name, mine, theirs, theirs / mine, MEMORY_UNIT, setting))
-    for other, reason in facts["missing"].items():
-        rows.append(Row(f"{title}: speed, {other}", None, None, None, facts["unit"], f"not run: {reason}"))
+    for other, reason in found["missing"].items():
+        rows.append(Row(f"{title}: speed, {other}", None, None, None, found["unit"], f"not run: {reason}"))
     return rows

@@ -64,14 +64,21 @@ def several(titles: dict[str, str], **options: Any) -> list[Row]:
 
 SPEED = {"memory": False, "environment": {}}  # outside of a training
 BATCHES = f"batches of {search.QUERIES}"
+LAYERS = {"": "", "-4-layers": "4 layers, "}
 LENGTHS = {"equal": "equal lengths", "mixed": "real lengths"}
 SUBJECTS: dict[str, Callable[[], list[Row]]] = {
     **{
         f"contrastive-{kind}{ending}": partial(
             compare, f"contrastive-{kind}{ending}", f"cached step, {layers}{lengths}"
         )
-        for ending, layers in {"": "", "-4-layers": "4 layers, "}.items()
+        for ending, layers in LAYERS.items()
         for kind, lengths in LENGTHS.items()
+    },
+    **{
+        f"contrastive-kept{ending}": partial(
+            compare, f"contrastive-equal{ending}", f"cached step, {layers}memory to spare", limited=False
+        )
+        for ending, layers in LAYERS.items()
     },
     "scaling": scaling,
     "diffusion": partial(compare, "diffusion", "diffusion step"),
@@ -87,6 +94,7 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         )
         for kind, lengths in LENGTHS.items()
     },
+    "encode-large": partial(compare, "encode-large", "encode, real lengths, bf16, 135 M", memory=False),
     "matmul-share": partial(several, share.TITLES, memory=False),
     **{
         f"{kind}-search": partial(
@@ -149,7 +157,9 @@ def draw(by_subject: dict[str, list[dict]]) -> None:
         if row["ratio"] is not None:
             panels[what].setdefault(PEERS.get(peer, peer), {})[case] = row["ratio"]
             spreads[what] += [(case, row["spread"])] if row["spread"] else []
-    for (what, table), text in zip(panels.items(), ("times faster", "times less memory"), strict=True):
+    for (what, table), text in zip(
+        panels.items(), ("our speed, in times the peer's", "the peer's memory, in times ours"), strict=True
+    ):
         rounds = " (lines: least and most of five rounds)" if spreads[what] else ""
         title = f"Against peers, on one machine{rounds}"
         figure = figures.beside({what: table}, xlabel=text, title=title)
@@ -193,13 +203,15 @@ def rounded(row: Row) -> dict[str, Any]:
 
 
 def in_child(kind: str, name: str, *rest: str) -> dict:
-    """speeds CASE: all programs, in turn; peak CASE PROGRAM VARIANT STEPS: the memory of one program."""
+    """trial CASE: all variants; rounds CASE CHOSEN: some in turn; peak CASE PROGRAM VARIANT STEPS: memory."""
     case = CASES[name]()
-    if kind == "speeds":
-        facts = {"setting": case.setting, "unit": case.unit, "missing": case.missing}
-        return {"facts": facts, "speeds": measure.speeds(case)}
+    facts = {"setting": case.setting, "unit": case.unit, "work": case.work, "missing": case.missing}
+    if kind == "trial":
+        return facts | {"tried": measure.trial(case)}
+    if kind == "rounds":
+        return measure.rounds(case, json.loads(rest[0]))
     program, variant, steps = rest
-    return measure.peak(case.programs[program][variant], int(steps)) | {"work": case.work, "unit": case.unit}
+    return facts | measure.peak(case.programs[program][variant], int(steps))
 
 
 if __name__ == "__main__":

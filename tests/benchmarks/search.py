@@ -5,6 +5,7 @@ Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bi
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -59,8 +60,14 @@ def binary_peer(d_MB: np.ndarray) -> Search:
     return peer.search
 
 
-def case(name: str, queries: np.ndarray, documents: np.ndarray, peer: Search, batch: int) -> Case:
-    ours = index(documents)
+KINDS = {"integer": ("faiss SQ8", codes, integer_peer)}
+KINDS |= {"binary": ("faiss IndexBinaryFlat", bits, binary_peer)}
+
+
+def case(kind: str, batch: int, number: int = DOCUMENTS) -> Case:
+    name, made, peer_of = KINDS[kind]
+    queries, documents = made(number)
+    ours, peer = index(documents), peer_of(documents)
     count = len(queries) if batch > 1 else len(queries) // 4
 
     def all_queries(search: Search) -> None:
@@ -81,22 +88,8 @@ def case(name: str, queries: np.ndarray, documents: np.ndarray, peer: Search, ba
     return Case(setting, "queries/s", count, programs, check)
 
 
-def integer_case(batch: int = QUERIES, documents: int = DOCUMENTS) -> Case:
-    queries, rows = codes(documents)
-    return case("faiss SQ8", queries, rows, integer_peer(rows), batch)
-
-
-def binary_case(batch: int = QUERIES, documents: int = DOCUMENTS) -> Case:
-    queries, rows = bits(documents)
-    return case("faiss IndexBinaryFlat", queries, rows, binary_peer(rows), batch)
-
-
-CASES = {
-    "integer-search": integer_case,
-    "integer-search-one": lambda: integer_case(1),
-    "binary-search": binary_case,
-    "binary-search-one": lambda: binary_case(1),
-}
+CASES = {f"{kind}-search": partial(case, kind, QUERIES) for kind in KINDS}
+CASES |= {f"{kind}-search-one": partial(case, kind, 1) for kind in KINDS}
 
 
 def scaling(sizes: tuple[int, ...] = SIZES) -> list[Row]:

@@ -15,6 +15,7 @@ from measure import Case, Step
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import tiny
 from unmask import Embedder
 from unmask.config import load_preset, resolved
 from unmask.losses import pair_loss
@@ -33,12 +34,8 @@ TEXTS = 256
 def build() -> LlamaForCausalLM:
     torch.manual_seed(0)
     shape = PRESET.backbone
-    config = LlamaConfig(
-        vocab_size=PRESET.data.vocab_size, hidden_size=shape.hidden_size, intermediate_size=shape.mlp_size,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_size, max_position_embeddings=shape.max_length, tie_word_embeddings=True,
-        is_causal=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+    more = {"max_position_embeddings": shape.max_length, "tie_word_embeddings": True, "is_causal": False}
+    config = LlamaConfig(**tiny.sizes(shape, shape.layers, PRESET.data.vocab_size), **more)
     return LlamaForCausalLM(config).train()
 
 
@@ -100,7 +97,7 @@ def diffusion_case() -> Case:
 def pair_case(keep: bool) -> Case:
     """A step of preset smollm2's pair stage on real lengths, with or without the activations of all of it."""
     model, config, processes = build().base_model, PRESET.pair, Processes.start("bf16")
-    queries, documents = real_lengths(config.batch, config.query_length, config.document_length)
+    queries, documents = real_lengths(config.batch, (config.query_length, config.document_length))
     items = [TokenSequence(tokens) for tokens in (*queries, *documents)]
     lengths = [len(item) for item in items]
     again = [] if keep else np.concatenate(micro_batches(lengths, config.token_budget)[1:])

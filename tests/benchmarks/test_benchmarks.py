@@ -23,7 +23,7 @@ def columns(seed: int = 0) -> contrastive.Columns:
 
 def test_all_programs_compute_the_same_loss_and_gradient():
     model = contrastive.bidirectional(1, vocabulary=90)
-    programs, missing = contrastive.programs(model, columns())
+    programs, missing = contrastive.programs(model, columns(), bf16=False)
     assert set(programs) | set(missing) == {"unmask", "sentence-transformers", "GradCache", "uncached"}
     programs["unmask"]["small"] = lambda: contrastive.ours(model, columns(), 20)
     programs["sentence-transformers"]["small"] = contrastive.sentence_transformers(model, columns(), 2)
@@ -31,7 +31,7 @@ def test_all_programs_compute_the_same_loss_and_gradient():
 
 
 def test_the_diffusion_steps_compare_equal_losses():
-    case = diffusion.diffusion_case(batch=3, length=40, vocabulary=50)
+    case = diffusion.diffusion_case(3, 40, 50, contrastive.PRESET.backbone)
     case.check()
     ours, full = (program[""]() for program in case.programs.values())
     torch.testing.assert_close(ours, full, rtol=2e-2, atol=0)
@@ -41,16 +41,12 @@ def test_the_diffusion_steps_compare_equal_losses():
 @pytest.mark.parametrize("bf16", [False, True])
 def test_both_encoders_give_the_same_vectors(bf16):
     ours, peer = encode.embedders(tiny.tokenizer(), 2, bf16=bf16)
-    steps = [
-        lambda: ours.encode(tiny.TEXTS, "float32"),
-        lambda: encode.theirs(peer, tiny.TEXTS, 8, bf16=bf16),
-    ]
-    encode.agree(steps, 1e-3 if bf16 else 1e-5)
+    encode.agree(ours, peer, tiny.TEXTS, bf16=bf16)
 
 
-@pytest.mark.parametrize("make", [search.integer_case, search.binary_case])
-def test_peers_find_the_same_documents(make):
-    case = make(64, documents=3000)
+@pytest.mark.parametrize("kind", search.KINDS)
+def test_peers_find_the_same_documents(kind):
+    case = search.case(kind, 64, 3000)
     case.check()
     for variants in case.programs.values():
         variants[""]()

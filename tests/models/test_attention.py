@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 import tiny
 import tiny_families
-from unmask.models import backbone
+from unmask.models import attention, backbone
 from unmask.models.attention import VARLEN, compile_layers, plain_attention, unpadded, unpadded_inputs
 
 
@@ -29,15 +29,22 @@ def test_sequences_in_one_row_do_not_see_each_other(bidirectional, checkpointing
     if checkpointing:
         backbone.checkpoint_activations(model)
         model.train()
-    results = []
-    for part in (0, 1):
-        model.zero_grad()
-        hidden = rows(model, tiny.sequences(6, seed=1))[part]
-        (hidden * torch.linspace(-1, 1, hidden.shape[1])).sum().backward()
-        results.append((hidden.detach(), tiny.gradients(model)))
+    results = [tiny.with_gradients(part, model) for part in rows(model, tiny.sequences(6, seed=1))]
     (together, found), (alone, expected) = results
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("short", [3, 1024])  # nearly all by torch's kernel, all by two products
+def test_in_bf16_a_row_of_sequences_is_what_each_is_in_float32(short, bidirectional, monkeypatch):
+    monkeypatch.setattr(attention, "SHORT", short)
+    model, sequences = tiny.model(bidirectional=bidirectional), tiny.sequences(6, seed=1)
+    with torch.inference_mode():
+        alone = rows(model, sequences)[1]
+        with torch.autocast("cpu", torch.bfloat16):
+            together = rows(model, sequences)[0]
+    torch.testing.assert_close(together, alone, atol=5e-2, rtol=5e-2)
 
 
 def both_ways(model):
@@ -73,14 +80,10 @@ def test_a_cpu_pads_in_training_and_so_do_families_that_cannot_do_without():
 def test_plain_attention_computes_the_same(bidirectional, tmp_path):
     """With and without padding, and the checkpoint does not ask for it."""
     model = tiny.model(bidirectional=bidirectional)
-    results = []
-    for _ in range(2):
-        model.zero_grad()
-        hidden = torch.cat(both_ways(model))
-        (hidden * torch.linspace(-1, 1, hidden.shape[2])).sum().backward()
-        results.append((hidden.detach(), tiny.gradients(model)))
-        plain_attention(model)
-    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+    expected = tiny.with_gradients(torch.cat(both_ways(model)), model)
+    plain_attention(model)
+    found = tiny.with_gradients(torch.cat(both_ways(model)), model)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     model.save_pretrained(tmp_path)
     assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 

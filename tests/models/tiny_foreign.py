@@ -88,11 +88,7 @@ def released(folder):
     edit(folder / "tokenizer_config.json", **tokenizer)
     own = ("is_causal", "mask_token_id", "rope_parameters", "dtype", "transformers_version")
     config = {key: value for key, value in model.config.to_dict().items() if key not in own}
-    config |= {
-        "model_type": "bidirectional_pplx_qwen3",
-        "architectures": ["PPLXQwen3Model"],
-        "torch_dtype": "float32",
-    }
+    config |= {"model_type": "bidirectional_pplx_qwen3", "architectures": ["PPLXQwen3Model"]}
     config |= {"torch_dtype": "float32", "use_bidirectional_attention": True, "tie_word_embeddings": True}
     config |= {"rope_theta": 1_000_000, "rope_scaling": None}
     code = {"AutoConfig": "configuration.PPLXQwen3Config", "AutoModel": "modeling.PPLXQwen3Model"}

@@ -105,11 +105,9 @@ def test_flops_of_a_step_in_two_stages_are_what_torch_counts(budget):
 def test_activations_are_what_autograd_keeps(sharded):
     """Two layers less one, so that only a layer's own count; fsdp2's layers are bfloat16 throughout."""
     shape = replace(load_preset("smoke").backbone, hidden_size=128, heads=4, kv_heads=2, mlp_size=192)
-    sizes = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "head_dim": shape.head_size}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "is_causal": False}
     kept = []
     for layers in (1, 2):
-        model = Qwen3Model(Qwen3Config(num_hidden_layers=layers, **sizes))
+        model = Qwen3Model(Qwen3Config(**tiny.sizes(shape, layers, 300), is_causal=False))
         kept.append(_kept_bytes(model.bfloat16() if sharded else model, autocast=not sharded))
     weights = sum(p.numel() for p in model.layers[1].parameters() if p.ndim == 2)
     # Autocast also keeps its copy of the weights, which the plan counts apart.

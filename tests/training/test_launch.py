@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from toy_checkout import write_script
 from unmask.models import backbone
 from unmask.run import Run
 from unmask.store import read_json, write_atomic
@@ -113,10 +114,7 @@ def test_a_failure_stops_the_list_and_names_its_training(start, tmp_path, capsys
 @pytest.mark.slow
 def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkeypatch):
     """`srun` of two machines, which here are one."""
-    tool = tmp_path / "bin" / "srun"
-    tool.parent.mkdir()
-    tool.write_text('#!/bin/sh\necho "from srun"\n"$@" & "$@" & wait\n')
-    tool.chmod(0o755)
+    tool = write_script(tmp_path / "bin" / "srun", 'echo "from srun"\n"$@" & "$@" & wait')
     monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{Path(sys.executable).parent}", prepend=os.pathsep)
     launcher = "srun torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=$HEAD:29533"
     sharded = {"parallel.num_machines": 2, "parallel.strategy": "fsdp2", "parallel.launcher": launcher}
@@ -136,11 +134,9 @@ def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkey
 
 def test_a_launcher_that_answers_sigterm_by_killing_is_asked_by_a_file(start, tmp_path, monkeypatch):
     """As srun does. This one has the notebook told to stop, and says what a training would."""
-    tool = tmp_path / "srun"
     said = '{"training": "pair", "stopped": true}'
     waits = 'until [ -e "$UNMASK_STOP" ]; do sleep 0.1; done'
-    tool.write_text(f"#!/bin/sh\nkill -TERM $PPID\n{waits}\necho '{said}'\nexit 75\n")
-    tool.chmod(0o755)
+    tool = write_script(tmp_path / "srun", f"kill -TERM $PPID\n{waits}\necho '{said}'\nexit 75")
     with pytest.raises(TrainingStopped, match="training pair was told to stop"):
         launch(opened(**{"parallel.launcher": str(tool)}), "pair", {"start": start})
     assert not list((tmp_path / "r" / "02_pair" / "pair").glob("stop-*"))
