@@ -121,7 +121,7 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
         label = f"{name} ({averages[-1]:.2f})"
         ax.plot(steps, averages, **look.line, markevery=max(1, len(rows) // 7), label=label)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    return _finished(figure, xlabel="training step", **about)
+    return _finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
 
 
 def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None, **about: Any) -> Figure:
