@@ -62,7 +62,7 @@ bench: $(READY)
 	@peers=$${UNMASK_ARTIFACTS:-artifacts}/benchmarks/peers; test -d $$peers/gradcache || \
 	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$peers gradcache==0.0.1 || \
 	  echo "GradCache cannot be installed here, so it will be left out"
-	@$(BIN)/python tests/benchmarks/run.py
+	@PYTHONPATH=tests $(BIN)/python tests/benchmarks/run.py
 
 # The marker HALF exists while pip works: finding it means that an installation was interrupted, so it starts afresh.
 $(READY): pyproject.toml requirements.lock

@@ -1,6 +1,6 @@
 """Side-by-side measurements of this library and its peers; see `make bench`.
 
-    python tests/benchmarks/run.py [--only SUBJECT …] [--force]
+    PYTHONPATH=tests python tests/benchmarks/run.py [--only SUBJECT …] [--force]
 
 Writes results/benchmarks/benchmarks.json, a list of {name, ours, peer, ratio, unit, setting, spread, command,
 commit} in which a ratio above 1 means that we are better, and figures of them. A subject that was
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
         done = by_subject[subject] and all(row["commit"] == version for row in by_subject[subject])
         if done and not options.force and not version.endswith("-changed"):
             continue
-        facts = {"command": f"python tests/benchmarks/run.py --only {subject}", "commit": version}
+        facts = {"command": f"PYTHONPATH=tests python tests/benchmarks/run.py --only {subject}", "commit": version}
         by_subject[subject] = [rounded(row) | facts for row in SUBJECTS[subject]()]
         flat = [row for rows in by_subject.values() for row in rows]
         write_atomic(path, json.dumps(flat, indent=1, ensure_ascii=False) + "\n")
