@@ -22,12 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DECLARED = [*PROJECT["dependencies"], *chain.from_iterable(EXTRAS.values())]
-LOCKED = {
-    canonicalize_name(name): version
-    for line in (ROOT / "requirements.lock").read_text(encoding="utf8").splitlines()
-    if not line.startswith("#")
-    for name, version in [line.split("==")]
-}
+LINES = (ROOT / "requirements.lock").read_text(encoding="utf8").splitlines()
+PINS = (line.split("==") for line in LINES if not line.startswith("#"))
+LOCKED = {canonicalize_name(name): version for name, version in PINS}
 
 
 def test_conda_environment_carries_the_same_dependencies() -> None:

@@ -138,7 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
         done = by_subject[subject] and all(row["commit"] == version for row in by_subject[subject])
         if done and not options.force and not version.endswith("-changed"):
             continue
-        facts = {"command": f"PYTHONPATH=tests python tests/benchmarks/run.py --only {subject}", "commit": version}
+        command = f"PYTHONPATH=tests python tests/benchmarks/run.py --only {subject}"
+        facts = {"command": command, "commit": version}
         by_subject[subject] = [rounded(row) | facts for row in SUBJECTS[subject]()]
         flat = [row for rows in by_subject.values() for row in rows]
         write_atomic(path, json.dumps(flat, indent=1, ensure_ascii=False) + "\n")
