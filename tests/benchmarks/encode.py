@@ -46,7 +46,7 @@ def theirs(peer: object, texts: Sequence[str], batch_size: int, *, bf16: bool) -
 def agree(ours: Embedder, peer: object, texts: Sequence[str], *, bf16: bool) -> None:
     """Raises AssertionError unless both give the same vectors, compared at unit length."""
     first, other = unit(ours.encode(texts, "float32")), unit(theirs(peer, texts, 8, bf16=bf16))
-    np.testing.assert_allclose(other, first, rtol=0, atol=1e-3 if bf16 else 1e-5)
+    np.testing.assert_allclose(other, first, rtol=0, atol=2e-3 if bf16 else 1e-5)
 
 
 def mixed() -> tuple[PreTrainedTokenizerBase, list[str]]:
