@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from contrastive import MIXED, MIXED_LENGTH, PRESET, bidirectional, described, docstrings
+from contrastive import MIXED_LENGTH, PRESET, bidirectional, described, docstrings
 from measure import Case
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,7 @@ from unmask.data.mining import unit
 
 LAYERS, TEXTS, EQUAL_LENGTH = 4, 512, 64
 LARGE = load_preset("smollm2").backbone
+UP_TO = f"of up to {MIXED_LENGTH} tokens"
 PRECISIONS = ("float32", "bf16")
 
 
@@ -92,9 +93,9 @@ def encode_case(
 CASES: dict[str, Callable[[], Case]] = {
     f"encode-{kind}-{precision}": partial(encode_case, texts_of, lengths, bf16=precision == "bf16")
     for kind, texts_of, lengths in (
-        ("mixed", mixed, MIXED),
+        ("mixed", mixed, UP_TO),
         ("equal", equal, f"of {EQUAL_LENGTH} tokens each"),
     )
     for precision in PRECISIONS
 }
-CASES["encode-large"] = partial(encode_case, few, MIXED, bf16=True, layers=LARGE.layers, shape=LARGE)
+CASES["encode-large"] = partial(encode_case, few, UP_TO, bf16=True, layers=LARGE.layers, shape=LARGE)
