@@ -94,7 +94,6 @@ SUBJECTS: dict[str, Callable[[], list[Row]]] = {
         )
         for kind, lengths in LENGTHS.items()
     },
-    "encode-large": partial(compare, "encode-large", "encode, real lengths, bf16, 135 M", memory=False),
     "matmul-share": partial(several, share.TITLES, memory=False),
     **{
         f"{kind}-search": partial(

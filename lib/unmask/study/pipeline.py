@@ -209,9 +209,7 @@ def check_machine(preset: Preset, gpus: int | None) -> None:
         layers are to be compiled for a GPU and nothing compiles C, with which Triton starts its kernels.
     """
     parallel, compiled = preset.parallel, [name for name in TRAINED if getattr(preset, name).compile]
-    machines, found = parallel.num_machines, len(gpu_names())
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        found = min(found, len(visible.split(",")) if visible else 0)
+    machines, found = parallel.num_machines, min(len(gpu_names()), len(_visible()))
     here = parallel.per_machine
     if machines > 1 and not parallel.launcher:
         raise PipelineError(
@@ -234,9 +232,15 @@ def check_machine(preset: Preset, gpus: int | None) -> None:
 
 def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
     """What hides the GPUs of this machine that a run was not given, for evaluation as for trainings."""
-    here, known = parallel.per_machine, os.environ.get("CUDA_VISIBLE_DEVICES")
-    every = [str(number) for number in range(len(gpu_names()))] if known is None else known.split(",")
+    here, every = parallel.per_machine, _visible()
     return {"CUDA_VISIBLE_DEVICES": ",".join(every[:here])} if len(every) > here else {}
+
+
+def _visible() -> list[str]:
+    """This machine's GPUs, or those of them that CUDA_VISIBLE_DEVICES leaves."""
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    every = map(str, range(len(gpu_names()))) if known is None else known.split(",")
+    return list(filter(None, every))
 
 
 def run_stages(
