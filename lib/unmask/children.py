@@ -31,6 +31,8 @@ ENVIRONMENT = {
     # OpenMP's threads spin while they wait for one another: beside other work on the same cores up to a
     # hundred times as long as they compute. Spin shorter, then sleep; on quiet cores it costs nothing.
     "GOMP_SPINCOUNT": "2000",
+    # Bars of `datasets` would stay in executed notebooks.
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     # On a GPU: batches of changing sizes leave no holes that are too small for the next one.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }

@@ -55,9 +55,11 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
     silent = logging.NullHandler()  # or mergekit sets the root logger up, and every library speaks up
     with TemporaryDirectory(dir=path.parent, prefix=".") as folder:
         logging.root.addHandler(silent)
+        logging.disable(logging.WARNING)  # transformers' on an option that mergekit uses
         try:
             run_merge(configuration, folder, options)
         finally:
+            logging.disable(logging.NOTSET)
             logging.root.removeHandler(silent)
         _check(Path(folder), parents[0])
         known = {key: value for key, value in backbone.facts(parents[0]).items() if key != "fingerprint"}

@@ -128,13 +128,13 @@ def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None
     """A bar per (group, series): `table[series][group]`; intervals, where given, as error bars.
 
     Systems from outside (BM25, a pretrained embedder) are grey levels over their group instead. Values are
-    written at the bars, where these are many only at those of the last series.
+    written at the bars where there is room for all of them.
     """
     groups = list(dict.fromkeys(group for row in table.values() for group in row))
     figure, ax = axes()
     look, top = looks(table), max(abs(value) for row in table.values() for value in row.values())
     inside = [series for series in table if look[series].color not in OUTSIDE]
-    width, digits = 0.84 / max(1, len(inside)), 3 if top < 0.1 else 2 if top < 10 else 1
+    width, digits = 0.84 / max(1, len(inside)), 3 if top < 0.2 else 2 if top < 10 else 1
     for number, series in enumerate(inside):
         (color, _, hollow), row, options = look[series], table[series], {}
         at = [groups.index(group) + (number - (len(inside) - 1) / 2) * width for group in row]
@@ -144,15 +144,15 @@ def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None
             ax.errorbar(at, row.values(), options["yerr"], fmt="none", ecolor=PAPER, elinewidth=4)
         options |= {"facecolor": (color, 0.3) if hollow else color, "edgecolor": color, "label": series}
         bars = ax.bar(at, row.values(), width * 0.92, **options)
-        if len(inside) * len(groups) <= 24 or series == inside[-1]:
+        if len(inside) * len(groups) <= 24:
             shown = [f"{value:.{digits}f}".removeprefix("0") for value in row.values()]
             ax.bar_label(bars, shown, fontsize=8, padding=3, zorder=4, bbox=CLEAR)
     for series in (series for series in table if series not in inside):
         at, color = np.array([groups.index(group) for group in table[series]]), look[series].color
         style = {"color": color, "linestyle": "-" if color == LEXICAL else ":", "linewidth": 2}
         place = list(table[series].values()), at - 0.45, at + 0.45
-        ax.hlines(*place, color=PAPER, linewidth=3)  # or it is lost before a dark bar
-        ax.hlines(*place, **style, label=series)
+        ax.hlines(*place, color=PAPER, linewidth=3, alpha=0.5, zorder=2)  # or it is lost before a dark bar
+        ax.hlines(*place, **style, zorder=2.1, label=series)  # above all that is under a line
     ax.axhline(0, color=MUTED, linewidth=1)
     ax.set_xticks(range(len(groups)), groups)
     ax.tick_params(axis="x", length=0, rotation=45 if len("".join(groups)) > 90 else 0)  # or they overlap
@@ -190,8 +190,10 @@ def lines(
     return figure
 
 
-def histograms(series: Mapping[str, Sequence[float]], *, bins: int = 50, **about: Any) -> Figure:
-    """Overlaid distributions, each normalised to an area of one."""
+def histograms(
+    series: Mapping[str, Sequence[float]], *, bins: int | Sequence[float] = 50, **about: Any
+) -> Figure:
+    """Overlaid distributions, each normalised to an area of one; `bins`: how many, or their edges."""
     figure, ax = axes()
     edges = np.histogram_bin_edges(np.concatenate([np.ravel(data) for data in series.values()]), bins)
     for (name, look), data in zip(looks(series).items(), series.values(), strict=True):
@@ -340,7 +342,9 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
         _name_rows(ax, [textwrap.fill(claim["claim"], 56) for claim in rows], len(rows), fontsize=8)
     for verdict in dict.fromkeys(claim["verdict"] for claim in tested):
         drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
-    return _finished(figure, title=title, xlabel="beyond the bar, on the claimed side (right: the effect)")
+    return _finished(
+        figure, title=title, xlabel="beyond the bar, towards the claimed side (numbers: the effect)"
+    )
 
 
 def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
@@ -357,9 +361,11 @@ def _finished(
 ) -> Figure:  # fmt: skip
     """The figure with its title at the left, labels at its outer axes, values for reference as lines across,
     and below it a legend where there is more than one name."""
+    lowest = {ax.get_subplotspec().colspan.start: ax for ax in figure.axes}
     for ax in figure.axes:
         place = ax.get_subplotspec()
-        ax.set(xlabel=xlabel if place.is_last_row() else "", ylabel=ylabel if place.is_first_col() else "")
+        below, left = ax is lowest[place.colspan.start], place.is_first_col()
+        ax.set(xlabel=xlabel if below else "", ylabel=ylabel if left else "")
         for (name, value), style in zip((reference or {}).items(), cycle(("--", ":", "-."))):
             ax.axhline(value, color=MUTED, linestyle=style, linewidth=1.2, label=name)
     figure.suptitle(textwrap.fill(title, 80), fontsize=11.5, x=0.008, ha="left")

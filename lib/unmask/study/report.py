@@ -44,7 +44,8 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str
     columns = list(dict.fromkeys(key for row in rows for key in row))
 
     def line(cells: Iterable[Any]) -> str:
-        shown = (f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        numbers = (f"{cell:,}" if type(cell) is int else cell for cell in cells)
+        shown = (f"{cell:.{digits}f}" if isinstance(cell, float) else str(cell) for cell in numbers)
         return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in shown) + " |"
 
     cells = ([row.get(key) for key in columns] for row in rows)
@@ -72,7 +73,8 @@ def by_dataset(curve: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str
 
 def quoted(text: str, width: int = 90) -> str:
     """The beginning of a text in one line, as code, for a cell of a table."""
-    return "`" + " ".join(text.replace("`", "'").split())[:width] + "`"
+    line = " ".join(text.replace("`", "'").split())
+    return f"`{line if len(line) <= width else line[: width - 1] + '…'}`"
 
 
 def measured(
