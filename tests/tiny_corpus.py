@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from unmask.data import environment
-from unmask.data.corpus import SCHEMAS, SPLITS, write_table
+from unmask.data.corpus import SCHEMAS, SPLITS, write_tables
 from unmask.data.registry import Source
 
 OF_PAIRS = dict.fromkeys(("dataset", "task"), "docs") | {"group": "english"}
@@ -41,9 +41,8 @@ def build(config, packages, path, languages):
     path.mkdir(parents=True)
     sizes = {kind: {} for kind in SCHEMAS}
     for kind, (name, rows) in ROWS.items():
-        sizes[kind][name] = {
-            split: write_table(path / kind / name / f"{split}.arrow", rows, SCHEMAS[kind]) for split in SPLITS
-        }
+        every = [row | {"split": split} for split in SPLITS for row in rows]
+        sizes[kind][name] = write_tables(path / kind / name, every, SCHEMAS[kind])
     text = Source(
         name="environment", kind="files", role="text", language="mul", licence="",
         files=("texts/environment/train.arrow",), columns={"text": "text"},

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SPLITS = ("train", "dev", "test")
+Rows = Iterable[Mapping[str, Any]]  # of a table
 
 _text = pa.string()
 _pair = dict.fromkeys(("query", "document", "key", "dataset", "task", "group", "language", "package"), _text)
@@ -122,9 +124,15 @@ def _table(file: str) -> Dataset:
     return Dataset.from_file(file)
 
 
-def write_table(path: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> dict[str, int]:
-    """Writes rows as an Arrow file that `datasets` maps into memory, and returns its size."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with pa.ipc.new_stream(str(path), schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema), max_chunksize=10_000)
-    return {"rows": len(rows)}
+def write_tables(folder: Path, rows: Rows, schema: pa.Schema) -> dict[str, dict[str, int]]:
+    """Writes each row into the Arrow file of its "split", which `datasets` maps into memory, and returns the
+    sizes of the three."""
+    from datasets.arrow_writer import ArrowWriter
+
+    folder.mkdir(parents=True)
+    with ExitStack() as stack:
+        made = {split: ArrowWriter(path=str(folder / f"{split}.arrow"), schema=schema) for split in SPLITS}
+        writers = {split: stack.enter_context(writer) for split, writer in made.items()}
+        for row in rows:
+            writers[row["split"]].write({name: row[name] for name in schema.names})
+        return {split: {"rows": writer.finalize()[0]} for split, writer in writers.items()}

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from unmask.children import dying_together
 from unmask.config import DataConfig
 from unmask.data import cldr
-from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_table
+from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.data.tokens import batches
 from unmask.store import nearest, new_directory, write_json
@@ -506,11 +506,10 @@ def _write(rows: Rows, folder: Path) -> dict[str, Any]:
             content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
             languages.update(row["language"].split("-"))
     for kind in KINDS:
-        every = chain(*(rows[kind, split] for split in SPLITS))
-        for name, split in product(sorted({row.get("dataset", TEXTS) for row in every}), SPLITS):
-            own = [row for row in rows[kind, split] if row.get("dataset", TEXTS) == name]
-            size = write_table(folder / kind / name / f"{split}.arrow", own, SCHEMAS[kind])
-            sizes[kind].setdefault(name, {})[split] = size
+        every = [row | {"split": split} for split in SPLITS for row in rows[kind, split]]
+        for name in sorted({row.get("dataset", TEXTS) for row in every}):
+            own = (row for row in every if row.get("dataset", TEXTS) == name)
+            sizes[kind][name] = write_tables(folder / kind / name, own, SCHEMAS[kind])
     where = (f"texts/{TEXTS}/train.arrow",)
     text = Source(TEXTS, "files", "text", "mul", "", files=where, columns={"text": "text"})
     return {

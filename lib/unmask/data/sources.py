@@ -5,13 +5,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
@@ -20,7 +18,7 @@ from unmask.children import dying_together
 from unmask.config import DataConfig
 from unmask.data import cldr, corpus, environment, reading, registry
 from unmask.data.batches import shuffled
-from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
+from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_tables
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, load_registry, own_files
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, write_json
@@ -80,7 +78,7 @@ def collect(source: Source, folder: Path) -> None:
         rows = _gathered(rows, dropped)
     rows = tqdm(rows, f"reading {source.name}", source.rows, delay=2, leave=False)
     with new_directory(folder) as unfinished:
-        sizes = _write(unfinished, (_stored(source, row) for row in rows), SCHEMAS[kind])
+        sizes = write_tables(unfinished, (_stored(source, row) for row in rows), SCHEMAS[kind])
         if not any(size["rows"] for size in sizes.values()):
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
@@ -229,16 +227,3 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     if "chunks" in row:
         told["document_id"] = f"{source.name}/{row.get('id') or told['key']}"
     return {**row, **told}
-
-
-def _write(folder: Path, rows: Rows, schema: pa.Schema) -> dict[str, dict[str, int]]:
-    """Writes each row into the Arrow file of its split, and returns the sizes of the three."""
-    from datasets.arrow_writer import ArrowWriter  # slow to import, see `Corpus`
-
-    folder.mkdir(parents=True)
-    with ExitStack() as stack:
-        made = {split: ArrowWriter(path=str(folder / f"{split}.arrow"), schema=schema) for split in SPLITS}
-        writers = {split: stack.enter_context(writer) for split, writer in made.items()}
-        for row in rows:
-            writers[row["split"]].write({name: row[name] for name in schema.names})
-        return {split: {"rows": writer.finalize()[0]} for split, writer in writers.items()}

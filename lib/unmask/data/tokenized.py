@@ -279,8 +279,7 @@ class TokenDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenDocuments(Sequence):
-    """Tokenised documents, each made when it is asked for; `keys`, `counters` and `identity` as in
-    `TokenPairs`."""
+    """Tokenised documents, each made when it is asked for; `keys` and `counters` as in `TokenPairs`."""
 
     chunks: Ragged
     queries: Ragged
