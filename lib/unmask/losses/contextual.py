@@ -132,7 +132,7 @@ def local_loss(
     """
     check_settings(temperature=temperature, alpha=alpha)
 
-    def nats_of(rows: slice, gold_T: Tensor, own_TC: Tensor, all_TMC: Tensor, own_TM: Tensor) -> Tensor:
+    def nats_of(rows: slice, gold_T: Tensor, own_TC: Tensor, all_TMC: Tensor) -> Tensor:
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
         batch_T = info_nce(gold_T, all_TMC.flatten(1), temperature=temperature)
         return alpha * sequence_T + (1 - alpha) * batch_T
@@ -285,9 +285,10 @@ def insent_loss(
     check_index("document_N", document_N, len(chunks_MCD))
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
+    own_NM = _own_document(document_N.to(q_ND.device, non_blocking=True), chunks_MCD)
 
-    def nats_of(rows: slice, gold_T: Tensor, own_TC: Tensor, all_TMC: Tensor, own_TM: Tensor) -> Tensor:
-        others_TR = all_TMC.masked_fill(own_TM[..., None], -torch.inf).flatten(1)
+    def nats_of(rows: slice, gold_T: Tensor, own_TC: Tensor, all_TMC: Tensor) -> Tensor:
+        others_TR = all_TMC.masked_fill(own_NM[rows, :, None], -torch.inf).flatten(1)
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
         batch_T = info_nce(gold_T, gold_T[:, None], others_TR, temperature=temperature)
         return share_N[rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)
@@ -296,17 +297,16 @@ def insent_loss(
 
 
 def _chunk_loss(
-    nats_of: Callable[[slice, Tensor, Tensor, Tensor, Tensor], Tensor],
+    nats_of: Callable[[slice, Tensor, Tensor, Tensor], Tensor],
     q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None,
     queries: slice | None,
 ) -> Tensor:  # fmt: skip
     """Checks what the chunk-level losses take, and averages their terms over the queries.
 
     Args:
-        nats_of: the loss terms (T,) of a tile, given as a slice of the N queries; their similarities with the
-            gold chunk, with the chunks of the own document (the gold one among them) and with all chunks; and
-            True at the own document. Similarities are −inf where a chunk is padding; with all chunks, also
-            where a document is known to be no negative.
+        nats_of: the loss terms (T,) of a tile, given as a slice of the N queries, and their similarities with
+            the gold chunk, with the chunks of the own document (the gold one among them) and with all chunks,
+            −inf where one is padding.
     """
     index = {"document_N": document_N, "gold_N": gold_N}
     check_shapes(q_ND=q_ND, chunks_MCD=chunks_MCD, **index, chunk_mask_MC=chunk_mask_MC)
@@ -319,16 +319,14 @@ def _chunk_loss(
             raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
         padding_MC = padding_MC.to(q_ND.device, non_blocking=True)
     document_N, gold_N = (x.to(q_ND.device, non_blocking=True) for x in (document_N, gold_N))
-    document_NM = _own_document(document_N, chunks_MCD)
 
     def tile_nats(rows: slice, q_TD: Tensor) -> Tensor:
         all_TMC = cosine(q_TD, chunks_MCD.flatten(0, 1)).unflatten(1, chunks_MCD.shape[:2])
         if padding_MC is not None:
             all_TMC = all_TMC.masked_fill(padding_MC, -torch.inf)
-        own_TM = document_NM[rows]
         own_TC = all_TMC[torch.arange(len(all_TMC), device=all_TMC.device), document_N[rows]]
         gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
-        return nats_of(rows, gold_T, own_TC, all_TMC, own_TM)
+        return nats_of(rows, gold_T, own_TC, all_TMC)
 
     return mean_over_queries(tile_nats, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
 

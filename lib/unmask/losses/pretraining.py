@@ -64,11 +64,14 @@ def diffusion_loss(
     )  # fmt: skip
     if not ((t_B > 0) & (t_B <= 1)).all():
         raise ValueError(f"The masking probability t must lie in (0, 1]; got {t_B.tolist()}.")
-    predictable_BL = _predictable(tokens_BL, valid_BL)
+    valid_BL = torch.ones_like(tokens_BL) if valid_BL is None else valid_BL
+    predictable_BL = valid_BL[:, 1:].bool() & valid_BL[:, :-1].bool()
+    if normalizer is None and not predictable_BL.any():
+        raise ValueError("No position is predictable: leave out sequences of fewer than two tokens.")
     paid_BL = predictable_BL & masked_BL[:, 1:].bool()
     weight_R = t_B.reciprocal()[:, None].expand(paid_BL.shape)[paid_BL]
     nats = _weighted_nats(hidden_BLD, unembedding_VD, tokens_BL, paid_BL, weight_R)
-    return nats / _positions(predictable_BL, normalizer)
+    return nats / (predictable_BL.sum() if normalizer is None else normalizer)
 
 
 def next_token_loss(
@@ -99,10 +102,9 @@ def next_token_loss(
         >>> f"{next_token_loss(hidden, unembedding, torch.arange(5)[None]):.4f}"  # log 10
         '2.3026'
     """
-    check_shapes(hidden_BLD=hidden_BLD, unembedding_VD=unembedding_VD, tokens_BL=tokens_BL, valid_BL=valid_BL)
-    predictable_BL = _predictable(tokens_BL, valid_BL)
-    nats = _weighted_nats(hidden_BLD, unembedding_VD, tokens_BL, predictable_BL, None)
-    return nats / _positions(predictable_BL, normalizer)
+    everything = torch.ones_like(tokens_BL), tokens_BL.new_ones(len(tokens_BL), dtype=torch.float32)
+    noised = (tokens_BL, *everything, valid_BL)  # all of it masked, t = 1
+    return diffusion_loss(hidden_BLD, unembedding_VD, *noised, normalizer=normalizer)
 
 
 def answer_loss(
@@ -145,22 +147,10 @@ def answer_loss(
     return nats / (len(answer_B) if normalizer is None else normalizer)
 
 
-def _predictable(tokens_BL: Tensor, valid_BL: Tensor | None) -> Tensor:
-    """True (B, L−1) where a token and its predecessor are real."""
-    valid_BL = torch.ones_like(tokens_BL) if valid_BL is None else valid_BL
-    return valid_BL[:, 1:].bool() & valid_BL[:, :-1].bool()
-
-
-def _positions(predictable_BL: Tensor, normalizer: float | None) -> Tensor | float:
-    if normalizer is None and not predictable_BL.any():
-        raise ValueError("No position is predictable: leave out sequences of fewer than two tokens.")
-    return predictable_BL.sum() if normalizer is None else normalizer
-
-
 def _weighted_nats(
-    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, paid_BL: Tensor, weight_R: Tensor | None
+    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, paid_BL: Tensor, weight_R: Tensor
 ) -> Tensor:
-    """Σ over the paid positions of weight · (−log p of the next token); no weights: all 1. Scalar.
+    """Σ over the paid positions of weight · (−log p of the next token). Scalar.
 
     What is paid is found where the tokens are: while these are on the CPU, nobody waits for a GPU.
     """
@@ -171,7 +161,6 @@ def _weighted_nats(
     half = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if half else rows_RD.dtype
     rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
-    weight_R = rows_RD.new_ones(len(rows_RD)) if weight_R is None else weight_R
     weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
     size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
     with torch.autocast(device.type, enabled=False):
