@@ -3,7 +3,8 @@ import pytest
 import torch
 
 import tiny
-from unmask.data.documents import TokenDocument, contextual_batch, split_rows
+from unmask.data.tokenized import TokenDocument
+from unmask.training.stages import contextual_batch, split_rows
 
 DOCUMENTS = [
     TokenDocument(tiny.sequences(chunks, seed=chunks), tiny.sequences(queries, seed=20 + chunks), golds)

@@ -8,12 +8,11 @@ import tiny_stages
 import torch
 from tiny_stages import assert_same, backpropagated, step
 
-from unmask.data.documents import split_rows
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
 from unmask.training.distributed import ALONE
-from unmask.training.stages import cosine_ramp, noise
+from unmask.training.stages import cosine_ramp, noise, split_rows
 
 
 def plain(value):

@@ -9,7 +9,7 @@ Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +24,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask import losses
 from unmask.config import GROUPS, DiffusionConfig, preset_from
 from unmask.data import tokenized
-from unmask.data.batches import BatchPlan, Packing, curriculum
+from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
-from unmask.data.documents import ContextualBatch, contextual_batch, split_rows
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
 from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
-from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
-from unmask.data.tokens import StoredTokenizer
+from unmask.data.tokenized import Blocks, TokenDocument, TokenDocuments, TokenPairs, open_blocks
+from unmask.data.tokens import StoredTokenizer, join_chunks
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
@@ -325,6 +324,50 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     return Noised(*map(torch.from_numpy, drawn))
 
 
+class ContextualBatch(NamedTuple):
+    """N queries and M distinct documents; every distinct document is encoded once."""
+
+    sequences: list[TokenSequence]  # the N queries, then the M documents
+    document_N: Tensor
+    gold_N: Tensor
+    chunk_tokens_MC: Tensor  # tokens of each chunk; 0 where a document has fewer chunks
+
+
+def contextual_batch(
+    documents: list[TokenDocument], *, separator_id: int, queries_per_document: int, rng: np.random.Generator
+) -> ContextualBatch:
+    """Draws up to `queries_per_document` queries of each document and lays the batch out for one encoding
+    pass."""
+    drawn = [
+        (index, int(number))
+        for index, document in enumerate(documents)
+        for number in sorted(rng.permutation(len(document.queries))[:queries_per_document])
+    ]
+    queries = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
+    golds = [documents[index].golds[number] for index, number in drawn]
+    lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
+    joined = [join_chunks(document.chunks, separator_id) for document in documents]
+    document_N = torch.tensor([index for index, _ in drawn])
+    counts_MC = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
+    return ContextualBatch(queries + joined, document_N, torch.tensor(golds), counts_MC)
+
+
+def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of an encoded batch as (q_ND, chunks_MCD, documents_MD, chunk_mask_MC); the mask is on the CPU.
+
+    A document's own vector is the mean over all its chunks' tokens, which is the token-weighted mean of its
+    chunk means.
+    """
+    counts_MC = batch.chunk_tokens_MC.to(rows_RD.device, non_blocking=True)
+    mask_MC = counts_MC > 0
+    n = len(batch.document_N)
+    empty_MCD = rows_RD.new_zeros(*mask_MC.shape, rows_RD.shape[1])
+    chunks_MCD = empty_MCD.masked_scatter(mask_MC[..., None], rows_RD[n:])
+    weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
+    documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
+    return rows_RD[:n], chunks_MCD, documents_MD, batch.chunk_tokens_MC > 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """N queries of one data set, and all texts that their loss looks at."""
@@ -335,7 +378,7 @@ class Batch:
     negatives: Tensor | None = None  # (N, N), False: the document is no negative of the query
     weight: float = 1.0  # of its loss in the step's
     layout: ContextualBatch | None = None  # of queries about documents: what follows the queries
-    guess: float = 0.0  # the loss of a model to which all texts are alike; logged with the others
+    told: Mapping[str, float] = field(default_factory=dict)  # logged with the loss
     context: Sequence[TokenSequence] = ()  # CDE's: documents that all pairs see
     kept: np.ndarray | None = None  # which of these are seen; the null vector stands for the others
 
@@ -346,19 +389,15 @@ class Contrastive(Stage):
     given the vectors of its texts.
     """
 
-    def allowed(self) -> Callable[[int], set[str]] | None:
-        """Data sets that may be drawn at a step; None: all, always."""
-        return None
-
-    def packings(self) -> dict[str, Packing]:
-        """Clusters of look-alikes by data set, from which batches are filled."""
+    def drawing(self) -> dict[str, Any]:
+        """What else decides which rows a step takes, as `BatchPlan` takes it."""
         return {}
 
     @cached_property
     def plan(self) -> BatchPlan:
         config, keys = self.config, {name: rows.keys for name, rows in self.data.items()}
-        which = {"allowed": self.allowed(), "packings": self.packings()}
-        return BatchPlan(keys, batch=config.batch, steps=config.steps, seed=config.seed, **which)
+        sizes = {"batch": config.batch, "steps": config.steps, "seed": config.seed}
+        return BatchPlan(keys, **sizes, **self.drawing())
 
     def texts(self, name: str, rows: np.ndarray) -> Batch:
         """The pairs in some rows: queries, then documents, then the hard negatives of each query, if any."""
@@ -381,7 +420,7 @@ class Contrastive(Stage):
             total += cached_backward(module, part.sequences, loss_of_rows, **options)
         tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
         pairs = sum(part.count for part in parts)
-        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs}
+        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs, **parts[0].told}
 
 
 class Pair(Contrastive):
@@ -395,7 +434,7 @@ class Pair(Contrastive):
     data = cached_property(Stage.pairs)
 
     def allowed(self) -> Callable[[int], set[str]] | None:
-        """Groups that are named are trained on from the first step to the last."""
+        """Data sets that may be drawn at a step; None: all, always, as groups that are named."""
         if self.asked.get("groups"):
             return None
         return curriculum(self.groups(), self.config.curriculum, self.config.steps)
@@ -440,9 +479,9 @@ class Pair(Contrastive):
         clusters = fingerprint(replace(self.preset.clusters, surrogate=""))
         return super().inputs() | {"surrogate": self.surrogate.identity, "clusters": clusters}
 
-    def packings(self) -> dict[str, Packing]:
+    def drawing(self) -> dict[str, Any]:
         near = self.neighbours.items() if self.config.cluster_size else ()
-        return {name: own.packing for name, own in near}
+        return {"allowed": self.allowed(), "packings": {name: own.packing for name, own in near}}
 
     def batch(self, step: int) -> Batch:
         name, rows = self.plan(step)
@@ -495,10 +534,7 @@ class Contextual(Contrastive):
         queries = len(layout.document_N)
         batch = Batch(dataset=name, sequences=layout.sequences, count=queries, layout=layout)
         texts_RD = torch.ones(sum(text.rows for text in batch.sequences), min(self.config.dimensions))
-        return replace(batch, guess=float(self.loss(texts_RD, batch, step, ALONE)))
-
-    def backward(self, module: nn.Module, batch: Batch, step: int, processes: Processes) -> dict[str, Any]:
-        return super().backward(module, batch, step, processes) | {"guess": batch.guess}
+        return replace(batch, told={"guess": float(self.loss(texts_RD, batch, step, ALONE))})
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         config, layout = self.config, batch.layout
