@@ -84,9 +84,7 @@ def xquad(language: str) -> Task | None:
 def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int) -> Task | None:
     folder = hub.local(repo)
     files = sorted(map(str, folder.glob(f"{config}/validation-*.parquet"))) if folder else []
-    if not files:
-        return None
-    rows = load_dataset("parquet", data_files=files, split="train").to_list()
+    rows = load_dataset("parquet", data_files=files, split="train").to_list() if files else [{}]
     if "title" not in rows[0]:
         return None
     articles: dict[str, dict[str, None]] = {}  # paragraphs by article, in the data's order
@@ -96,14 +94,15 @@ def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int
         total = np.cumsum([len(known) for known in articles.values()])
         fit = max(1, int(np.searchsorted(total, paragraphs, side="right")))
         articles = dict(islice(articles.items(), fit))
-    places = [(title, text) for title, known in articles.items() for text in known]
-    number = {place: i for i, place in enumerate(places)}
-    ids = [f"{d:02d}_{c:03d}" for d, known in enumerate(articles.values()) for c in range(len(known))]
-    asked = [row for row in rows if row["title"] in articles]
-    asked.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
-    relevant = [{number[row["title"], row["context"]]} for row in asked[:questions]]
-    texts = [row["question"] for row in asked[:questions]]
-    return Task(name, "contextual", texts, list(map(list, articles.values())), relevant, ids)
+    ids = {
+        (title, text): f"{d:02d}_{c:03d}"
+        for d, (title, known) in enumerate(articles.items())
+        for c, text in enumerate(known)
+    }
+    rows.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
+    asked = [{"query": row["question"], "chunk_id": ids.get((row["title"], row["context"]))} for row in rows]
+    chunks = [{"chunk_id": chunk_id, "chunk": text} for (_, text), chunk_id in ids.items()]
+    return as_task(name, chunks, [row for row in asked if row["chunk_id"]][:questions])
 
 
 def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:

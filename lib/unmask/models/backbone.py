@@ -9,7 +9,6 @@ each; here they become an ordinary checkpoint, once, under artifacts/data.
 """
 
 import json
-import logging
 import shutil
 import zipfile
 from pathlib import Path
@@ -41,13 +40,8 @@ CARD = Path(__file__).with_name("smollm2.md").read_text(encoding="utf8").strip()
 disable_progress_bar()  # a bar for every load would bury what a notebook shows
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a report on loading says more than that an embedder leaves out a language model's head."""
-    rows = [line for line in record.getMessage().splitlines() if " | " in line and "Status" not in line]
-    return not (len(rows) == 1 and "lm_head.weight | UNEXPECTED" in rows[0])
-
-
-logging.getLogger("transformers.modeling_utils").addFilter(_is_news)
+# That an embedder leaves out a language model's head is no news.
+PreTrainedModel._keys_to_ignore_on_load_unexpected = [r"^lm_head\.weight$"]
 
 
 def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen3ForCausalLM:

@@ -7,10 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from mergekit.config import MergeConfiguration
 from mergekit.merge import MergeOptions, run_merge
-from safetensors.torch import load_file
 
 from unmask.models import backbone
 
@@ -23,8 +21,8 @@ def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
 
     mergekit falls back to linear interpolation where |cos θ| > 0.9995.
 
-    Raises: ValueError for a directory that is no checkpoint; RuntimeError if what mergekit wrote
-        is not a whole checkpoint (it returns normally even when it wrote no weights).
+    Raises: ValueError for a directory that is no checkpoint, and if what mergekit wrote is not a whole one
+        (it returns normally even when it wrote no weights).
     """
     recipe = {"merge_method": "slerp", "base_model": str(base.resolve()), "parameters": {"t": t}}
     return _merge(recipe, [base, other], path, t=t)
@@ -39,7 +37,7 @@ def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
     `slerp` with t = 1/2. Qwen3-Embedding (section 3.2) merges "multiple model checkpoints" by slerp and does
     not say how; slerp by slerp, with t = 1/2, 1/3, …, the result would depend on their order.
 
-    Raises: ValueError if one is no checkpoint; RuntimeError as in `slerp`.
+    Raises: ValueError as in `slerp`.
     """
     recipe = {"merge_method": "multislerp", "parameters": {"weight": 1.0}}
     return _merge(recipe, checkpoints, path, merged=len(checkpoints))
@@ -61,19 +59,9 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
         finally:
             logging.disable(logging.NOTSET)
             logging.root.removeHandler(silent)
-        _check(Path(folder), parents[0])
+        merged = backbone.load(folder)  # refuses what is not whole
+        if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
+            raise ValueError(f"the merge of {parents[0]} and others has NaN or infinity in {bad[0]}")
         known = {key: value for key, value in backbone.facts(parents[0]).items() if key != "fingerprint"}
         tokenizer = backbone.load_tokenizer(parents[0])
-        return backbone.save(backbone.load(folder), tokenizer, path, **known | {"stage": "merge"} | facts)
-
-
-def _check(merged: Path, parent: Path) -> None:
-    """Same tensors, same shapes, all finite."""
-    expected, found = _tensors(parent), _tensors(merged)
-    for name, tensor in expected.items():
-        if name not in found or found[name].shape != tensor.shape or not found[name].isfinite().all():
-            raise RuntimeError(f"mergekit left out {name}, changed its shape or wrote what is not finite")
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        return backbone.save(merged, tokenizer, path, **known | {"stage": "merge"} | facts)

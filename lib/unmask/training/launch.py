@@ -73,42 +73,38 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
         TrainingStopped: one was told to stop; the next call goes on.
     """
     with FileLock(run.artifacts() / "another-kernel-trains-here.lock", timeout=0):  # so says the error
-        return _launch_all(run, trainings)
+        due = {
+            name: _due(run, stage, job, run.artifacts() / name) for name, (stage, job) in trainings.items()
+        }
+        if due := {name: path for name, path in due.items() if path}:
+            _train(run, due)
+    return {name: run.artifacts() / name / "model" for name in trainings}
 
 
-def _launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Path]:
-    due, models = {}, {}
-    for name, (stage, job) in trainings.items():
-        folder = run.artifacts() / name
-        asked = {"values": resolved(run.config), "stage": stage, "name": name, "folder": str(folder)}
-        asked |= {key: str(value) if isinstance(value, Path) else value for key, value in job.items()}
-        if "start" in asked:
-            asked["start"] = require_checkpoint(asked["start"])
-        asked |= _identity(asked, folder)
-        models[name] = folder / "model"
-        made, kept = facts(models[name]).get("fingerprint"), _aside(folder, asked["fingerprint"])
-        if kept.is_dir():
-            if made:
-                replace_directory(folder, _aside(folder, made))
-            replace_directory(kept, folder)
-            made = asked["fingerprint"]
-        if made == asked["fingerprint"]:
-            finish(folder)  # a kill may have come in between
-            known = read_json(folder / "job.json") | {"accepted": asked["accepted"]}
-            write_json(folder / "job.json", known)
-            print(f"{run.stage}/{name}: already trained")
-            continue
-        stage = stage_of(asked)
-        stage.prepare()  # here, where its progress shows and no GPU waits for it
-        if made:  # another training, which somebody paid for
-            replace_directory(folder, _aside(folder, made))
-        asked["corpus"] = str(stage.corpus.path)  # else each process would ask the Hub for all sources
-        due[name] = write_json(folder / "job.json", asked)
-        for log in folder.glob("*.log"):  # of an earlier try
-            log.unlink()
-    if due:
-        _train(run, due)
-    return models
+def _due(run: Run, stage: str, job: Mapping[str, Any], folder: Path) -> Path | None:
+    """Prepares a training and returns its job file; None where it has finished already."""
+    asked = {"values": resolved(run.config), "stage": stage, "name": folder.name, "folder": str(folder)}
+    asked |= {key: str(value) if isinstance(value, Path) else value for key, value in job.items()}
+    if "start" in asked:
+        asked["start"] = require_checkpoint(asked["start"])
+    asked |= _identity(asked, folder)
+    mark, made = asked["fingerprint"], facts(folder / "model").get("fingerprint")
+    if made not in (None, mark):  # another training, which somebody paid for
+        replace_directory(folder, _aside(folder, made))
+    if _aside(folder, mark).is_dir():
+        replace_directory(_aside(folder, mark), folder)
+    if facts(folder / "model").get("fingerprint") == mark:
+        finish(folder)  # a kill may have come in between
+        known = read_json(folder / "job.json") | {"accepted": asked["accepted"]}
+        write_json(folder / "job.json", known)
+        print(f"{run.stage}/{folder.name}: already trained")
+        return None
+    trained = stage_of(asked)
+    trained.prepare()  # here, where its progress shows and no GPU waits for it
+    asked["corpus"] = str(trained.corpus.path)  # else each process would ask the Hub for all sources
+    for log in folder.glob("*.log"):  # of an earlier try
+        log.unlink()
+    return write_json(folder / "job.json", asked)
 
 
 def history(checkpoint: Path) -> list[dict[str, Any]]:
