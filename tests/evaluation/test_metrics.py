@@ -114,7 +114,7 @@ FOUND = {
     "हिन्दी भाषा": ["यह हिन्दी भाषा है", "यह हवा नहीं है"],
     "東京の天気": ["今日の東京の天気は晴れです", "大阪で電車に乗る"],
     "ภาษาไทย": ["เรียนภาษาไทยทุกวัน", "ฝนตกหนัก"],
-    "MAX_LENGTH?": ["set max_length=3", "set max length"],
+    "Maximal length?": ["set maximal_length=3", "set a maximum"],  # an identifier is its words
 }
 
 

