@@ -60,7 +60,8 @@ REPORTS = sorted(path for path in RESULTS.glob("*/report.md") if path.parent.nam
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda path: path.parent.name)
 def test_every_number_of_a_report_is_measured(report):
-    assert missing(report.read_text(), [report.parent]) == []
+    text = re.sub(r"\| \*\*together.*", "", report.read_text())  # sums of what stands above
+    assert missing(text, [report.parent]) == []
 
 
 @pytest.mark.parametrize("folder", [repository(), RESULTS / "benchmarks"], ids=lambda path: path.name)
