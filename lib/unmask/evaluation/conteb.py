@@ -5,10 +5,9 @@ Every query is ranked against every chunk of the whole corpus, by nDCG@10 with t
 benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `tasks.family_means`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +16,10 @@ from sentence_transformers import util
 from torch.nn.functional import normalize
 
 from unmask.data import hub
+from unmask.data.corpus import Rows
 from unmask.data.reading import data_files, document_of
 from unmask.data.registry import conteb as source
 from unmask.evaluation.tasks import Task
-
-Rows = Iterable[Mapping[str, Any]]
 
 SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
 LENGTHS = {"query_length": 64, "document_length": 320, "chunk_length": 320}  # tokens of their texts
@@ -84,7 +82,9 @@ def xquad(language: str) -> Task | None:
 def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int) -> Task | None:
     folder = hub.local(repo)
     files = sorted(map(str, folder.glob(f"{config}/validation-*.parquet"))) if folder else []
-    rows = load_dataset("parquet", data_files=files, split="train").to_list() if files else [{}]
+    if not files:
+        return None
+    rows = load_dataset("parquet", data_files=files, split="train").to_list()
     if "title" not in rows[0]:
         return None
     articles: dict[str, dict[str, None]] = {}  # paragraphs by article, in the data's order

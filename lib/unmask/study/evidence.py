@@ -242,13 +242,18 @@ def denoises(masked_nats: Mapping[str, float], causal: float, slope: float, *, b
     return found + ([at_most(f"nats at t = {shares[0]}, at most the causal parent's", least, causal)] * beats)
 
 
+def above(name: str, scores: Scores, other: Scores, tasks: Sequence[Task], config: EvaluationConfig) -> Gate:
+    """Whether a model finds more than another: the low end of the interval of the difference in nDCG@10, over
+    all queries of the tasks that it was asked."""
+    asked = [task for task in tasks if task.name in scores]
+    return at_least(name, compare(scores, other, asked, config).interval[0], 0.0)
+
+
 def above_chance(name: str, scores: Scores, tasks: Sequence[Task], config: EvaluationConfig) -> Gate:
-    """Whether a model finds more than shuffled documents give: the low end of the interval of the difference
-    in nDCG@10, over all queries."""
-    rng, tasks = np.random.default_rng(0), [task for task in tasks if task.name in scores]
-    shuffled = {task.name: ndcg(task, rng.random((len(task.queries), len(task.chunks)))) for task in tasks}
-    low, _ = compare(scores, shuffled, tasks, config).interval
-    return at_least(f"{name}: nDCG@10 above that of shuffled documents", low, 0.0)
+    """Whether a model finds more than shuffled documents give, see `above`."""
+    rng, asked = np.random.default_rng(0), [task for task in tasks if task.name in scores]
+    shuffled = {task.name: ndcg(task, rng.random((len(task.queries), len(task.chunks)))) for task in asked}
+    return above(f"{name}: nDCG@10 above that of shuffled documents", scores, shuffled, tasks, config)
 
 
 def mean_gates(gates: Sequence[Gate]) -> list[Gate]:
