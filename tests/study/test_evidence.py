@@ -179,6 +179,14 @@ def test_a_rise_is_found_among_many_data_sets_and_where_each_comes_once_nothing_
     assert rise["passed"] == (sets == 60) and (sets == 60 or rise["value"] == pytest.approx(1, abs=0.4))
 
 
+def test_a_spike_at_the_start_does_not_let_a_guess_pass():
+    rows = [
+        {"loss": 5.27 + 4 * (s == 0), "dataset": "spiky" if s in (0, 13, 14, 15) else "calm"}
+        for s in range(16)
+    ]
+    assert passed(evidence.learnt("x", rows, 5.263))[1] is False
+
+
 def test_the_base_rate_is_what_the_steps_log_unless_it_is_given():
     rows = [{"loss": 1.0 - 0.01 * s, "guess": 0.9 - 0.1 * (s >= 27)} for s in range(30)]
     assert evidence.learnt("x", rows)[1]["bar"] == "<= 0.8"
