@@ -1,5 +1,6 @@
 """Unmask: diffusion-pretrained dense and contextual text embeddings, from backbone to report."""
 
+import os
 from importlib.metadata import version
 from typing import Any
 
@@ -10,6 +11,9 @@ FLOORS = {"torch": (2, 11), "transformers": (5, 17)}  # tested; requirements.loc
 for name, floor in FLOORS.items():
     if tuple(map(int, (found := version(name)).split(".")[:2])) < floor:
         raise ImportError(f"unmask needs {name} {floor[0]}.{floor[1]} or later, and {found} is installed")
+
+# bm25s starts JAX where that is installed, and JAX takes three quarters of every GPU that it finds.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,8 @@
 """Ranking metrics against trec_eval, and the lexical baseline."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import pytrec_eval
@@ -128,3 +131,12 @@ def test_bm25_of_nothing():
     assert Bm25(["word", "", "other"]).scores(["", "…", "word"])[:2].tolist() == [[0, 0, 0], [0, 0, 0]]
     with pytest.raises(ValueError, match="at least one document with a word"):
         Bm25(["", "!"])
+
+
+@pytest.mark.gpu
+def test_the_baseline_leaves_the_gpu_alone():
+    """bm25s starts JAX where that is installed, which would take three quarters of it."""
+    free = "torch.cuda.mem_get_info()[0]"
+    said = f"import torch; before = {free}; import unmask.evaluation; print(before - {free})"
+    taken = subprocess.run([sys.executable, "-c", said], capture_output=True, check=True, text=True).stdout
+    assert int(taken) < 2e9
