@@ -189,10 +189,10 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | Non
     """Whether a training's loss fell: below its start, below its base rate, and did not rise at the end.
 
     Start and end are the first and the last tenth of the steps, three at least. Losses of different data sets
-    are not comparable, so for the first check each is taken as its distance from the mean of its data set; for
-    the second, each as it is, beside its own base rate. A rise is the slope over the last third of the steps
-    times their number, data sets' means taken out of both; it counts if its 95 % interval lies above 0, and is
-    not asked for where each data set comes once.
+    are not comparable: for the first check each is taken as its distance from the mean of its data set, for
+    the second as it is, beside its own base rate. A rise is the slope over the last third of the steps times
+    their number, data sets' means taken out of both; it counts if its 95 % interval lies above 0, and is not
+    asked for where each data set comes once.
 
     Args:
         name: of the training; curve: its logged steps, with "loss" and perhaps "dataset".
