@@ -92,11 +92,15 @@ class BackboneConfig(Section):
 class ComputeConfig(Section):
     """How a training is computed, not what comes of it, rounding aside: it may change on the way."""
 
-    token_budget: Count  # tokens of one micro-batch of one process, padding included
+    token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `budget`
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
     compile: bool = False  # torch.compile of every layer; pays in long trainings of one shape
-    checkpoint_every: Count = 50  # steps
+    checkpoint_seconds: Whole = 120  # between two of them: what a kill costs, at most
     keep_checkpoints: Count = 1  # the newest so many
+
+    def budget(self, device: str) -> int:
+        """`token_budget`, or what suits the kind of device: a core's cache, or enough work for a GPU."""
+        return self.token_budget or (2_048 if device == "cpu" else 16_384)
 
 
 # The same, and what a step on one GPU may keep: keys that change no training.

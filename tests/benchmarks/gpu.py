@@ -82,7 +82,7 @@ def measure(
     beside the plan's, how often a step waited for the GPU, and graphs that were compiled late."""
     preset, batch = preset or load_preset("paper-0.6b"), batch or BATCH[name]
     changes |= {"batch": batch, "steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5}
-    config = replace(getattr(preset, name), **changes, checkpoint_every=warm_up + steps)
+    config = replace(getattr(preset, name), **changes, checkpoint_seconds=3600)
     preset = replace(preset, parallel=ParallelConfig(), **{name: config})  # one process, unsharded
     (stage, texts), shape = work_of(preset, name, mixed), preset.backbone
     sizes = tiny.sizes(shape, shape.layers, preset.data.vocab_size)

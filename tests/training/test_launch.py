@@ -22,7 +22,7 @@ from unmask.training.launch import TrainingStopped, history, launch, launch_all
 from unmask.training.loop import run_job
 from waiting import live_in, wait_for
 
-OVERRIDES = {"pair.steps": 60, "pair.batch": 8, "pair.checkpoint_every": 5, "pair.precision": "fp32"}
+OVERRIDES = {"pair.steps": 60, "pair.batch": 8, "pair.checkpoint_seconds": 0, "pair.precision": "fp32"}
 # At a low rate: rounding to INT8 amplifies what two processes round otherwise.
 TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-4}
 
@@ -94,14 +94,15 @@ def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupt
 @pytest.mark.slow
 def test_a_failure_stops_the_list_and_names_its_training(start, tmp_path, capsys):
     trainings = {"one": few_steps(start), "two": few_steps(start, lr=1e30), "three": few_steps(start, seed=1)}
+    run = opened(**{"pair.checkpoint_seconds": 120})
     with pytest.raises(RuntimeError, match=r"training two failed: FloatingPointError: .* at step") as error:
-        launch_all(opened(), trainings)
+        launch_all(run, trainings)
     folder = tmp_path / "r" / "02_pair"
     assert str(folder / "two" / "train.log") in str(error.value)
     assert "Traceback" in (folder / "two" / "train.log").read_text()
     assert not [name for name in ("two", "three") if (folder / name / "model").exists()]
 
-    models = launch_all(opened(), trainings | {"two": few_steps(start)})
+    models = launch_all(run, trainings | {"two": few_steps(start)})
     said = capsys.readouterr().out
     assert "02_pair/one: already trained" in said and said.count("already trained") == 1
     assert all(len(history(model)) == 6 for model in models.values())

@@ -52,7 +52,7 @@ def job(causal, tmp_path):
     """The second phase, from a causal checkpoint."""
     values = {"steps": 6, "query_length": 90, "document_length": 9, "negatives": 2, "dimensions": [16, 32]}
     more = tiny_stages.mined(tmp_path) | {"milestones": [3, 6], "groups": ["english"]}
-    return tiny_stages.job("qwen3", causal, tmp_path / "full", values | {"checkpoint_every": 2}, more)
+    return tiny_stages.job("qwen3", causal, tmp_path / "full", values | {"checkpoint_seconds": 2}, more)
 
 
 def test_both_phases_train_and_leave_an_embedder_with_instructions(job, tmp_path):

@@ -1,6 +1,7 @@
 """Every training stage on a few random tokens, for the tests of the stages and of the loop."""
 
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,16 +15,20 @@ from unmask.config import load_preset, resolved
 from unmask.data.mining import Neighbours, clusters, pack, unit
 from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.models.context_encoder import ContextualEncoder
+from unmask.training import loop
 from unmask.training.distributed import ALONE
-from unmask.training.loop import STAGES as CLASSES
 
+loop.monotonic = (
+    count().__next__
+)  # a step takes a second, so every other one leaves a checkpoint, see _COMMON
+CLASSES = loop.STAGES
 STAGES = tuple(CLASSES)
 HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3
 ANSWERS = (20, 21)  # yes, no
 _PRESET = load_preset("smoke")
 _COMMON = {"steps": 8, "batch": 4, "lr": 1e-3, "schedule": "cosine", "warmup": 2, "decay": 0, "seed": 5}
-_COMMON |= {"token_budget": 64, "precision": "fp32", "checkpoint_every": 2}
+_COMMON |= {"token_budget": 64, "precision": "fp32", "checkpoint_seconds": 2}
 _OWN = {
     "ar": {"length": 16},
     "diffusion": {"length": 16, "cut_fraction": 0.3, "t_min": 0.001},
@@ -137,7 +142,7 @@ def mined(folder, count=3):
 
 def job(stage, start, folder, values, more):
     """A training of a few steps of four rows, with some of the stage's values, and more parts of a job."""
-    short = {"steps": 2, "batch": 4, "warmup": 0, "decay": 0, "precision": "fp32", "checkpoint_every": 10}
+    short = {"steps": 2, "batch": 4, "warmup": 0, "decay": 0, "precision": "fp32", "checkpoint_seconds": 10}
     preset = load_preset("smoke", {f"{stage}.{key}": value for key, value in (short | values).items()})
     asked = {"values": resolved(preset), "stage": stage, "folder": str(folder), "fingerprint": "x"}
     return asked | {"start": str(start)} | more

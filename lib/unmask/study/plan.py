@@ -84,7 +84,7 @@ def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory:
         return "nothing to train"
     worst = max(planned, key=lambda training: training.memory_gb)
     if worst.memory_gb * 1e9 > gpu_memory:
-        stage, budget = worst.stage, getattr(preset, worst.stage).token_budget // 2
+        stage, budget = worst.stage, getattr(preset, worst.stage).budget("cuda") // 2
         raise ValueError(
             f"preset {preset.name} does not fit: {stage} needs {worst.memory_gb:.0f} GB per GPU on {gpus} "
             f"under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Less take, together "
@@ -155,7 +155,7 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
         layers += shape.layers * (2 if sharded else 4) * shape.hidden_size
     else:
         layers *= shape.layers
-    budget = max(config.token_budget, getattr(config, "keep_tokens", 0) * (gpus == 1))
+    budget = max(config.budget("cuda"), getattr(config, "keep_tokens", 0) * (gpus == 1))
     tokens = sum(_micro_batch(budget, texts, gpus)[0] for texts in models)
     loss = 48 * sum(number for texts in models for number, _ in texts) * shape.hidden_size
     if stage in PRETRAINING:
@@ -226,7 +226,7 @@ def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float, float]:
     cached = stage not in PREDICTING
     read, flops, waited = 0, 0.0, 0.0
     for texts in work(preset, stage):
-        _, groups = _micro_batch(config.token_budget, texts, gpus)
+        _, groups = _micro_batch(config.budget("cuda"), texts, gpus)
         passes = 3 + config.gradient_checkpointing + cached * (groups - 1) / groups
         flops += passes * forward(preset, texts)
         longest = max(forward(preset, [(1, length)]) for _, length in texts)

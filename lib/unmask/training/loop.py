@@ -5,10 +5,10 @@ import json
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def train(
         report({"total": config.steps, "done": done})
     whole = getattr(config, "length", 0) % 128 == 0  # else cuDNN's backward pass may give NaN (torch 2.11)
     with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
-        started = time.perf_counter()
+        started, saved = perf_counter(), monotonic()
         for step, batch in _ahead(stage.batch, range(done, config.steps)):
             lr = config.lr * lr_factor(config, step)
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
@@ -165,8 +165,10 @@ def train(
                 # FSDP2 leaves it in parts.
                 norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
                 told = bool(signals) or (processes.main and _asked_to_stop())
-                told = processes.sum(torch.full((), float(told), device=processes.device))
-                row["loss"], norm, told = torch.stack([row["loss"].float(), norm.float(), told]).tolist()
+                due = processes.main and monotonic() - saved >= config.checkpoint_seconds
+                both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
+                facts = torch.stack([row["loss"].float(), norm.float(), *both])
+                row["loss"], norm, told, due = facts.tolist()
                 if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
                     raise FloatingPointError(f"the loss is {row['loss']}, the norm of its gradient {norm}")
             except FloatingPointError as error:
@@ -179,12 +181,12 @@ def train(
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-            row = {"step": step, **row, "lr": lr, "grad_norm": norm, "seconds": time.perf_counter() - started}
+            row = {"step": step, **row, "lr": lr, "grad_norm": norm, "seconds": perf_counter() - started}
             if processes.main:
                 report(row)
                 lines.write(json.dumps(row) + "\n")
             after_step(step + 1)
-            if step + 1 < config.steps and (told or (step + 1) % config.checkpoint_every == 0):
+            if step + 1 < config.steps and (told or due):
                 lines.flush()
                 last = checkpoint.save_checkpoint(
                     checkpoints, model, optimizer, step + 1, fingerprint,
@@ -192,7 +194,8 @@ def train(
                 )  # fmt: skip
                 if told:  # one process at least
                     raise Preempted(PREEMPTED)
-            started = time.perf_counter()
+                saved = monotonic()
+            started = perf_counter()
     return model.eval()
 
 

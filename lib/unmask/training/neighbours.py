@@ -58,7 +58,7 @@ class Cde(Pair):
 
     def backward(self, module: nn.ModuleList, batch: Batch, step: int, processes: Processes) -> dict:
         first, second = module
-        options = {"token_budget": self.config.token_budget, "processes": processes}
+        options = {"token_budget": self.config.budget(processes.device.type), "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
         options["keep_tokens"] = self.config.keep_tokens
         kept = processes.ship(torch.from_numpy(batch.kept))
@@ -170,6 +170,6 @@ class Reranking(Stage):
             loss = partial(answer_loss, last_B=last_B, answer_B=answer_B, normalizer=len(lengths))
             return module(tokens_BL, None, loss)
 
-        groups = micro_batches(lengths, self.config.token_budget, processes.count)
+        groups = micro_batches(lengths, self.config.budget(processes.device.type), processes.count)
         loss = accumulate(module, groups, forward, processes)
         return {"loss": loss, "tokens": sum(lengths), "dataset": batch.dataset, "prompts": len(lengths)}

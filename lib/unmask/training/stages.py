@@ -214,7 +214,7 @@ class Pretraining(Stage):
         self, module: nn.Module, order_B: Tensor, forward: Callable[[Tensor], Tensor], processes: Processes
     ) -> Tensor:
         """`accumulate` over micro-batches of the rows in `order_B`, under the token budget."""
-        rows = max(1, self.config.token_budget // self.config.length)
+        rows = max(1, self.config.budget(processes.device.type) // self.config.length)
         # Every process runs as many passes as the others.
         passes = math.ceil(math.ceil(len(order_B) / rows) / processes.count)
         return accumulate(module, order_B.tensor_split(passes * processes.count), forward, processes)
@@ -408,7 +408,8 @@ class Contrastive(Stage):
 
     def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
         config, parts = self.config, batch if isinstance(batch, list) else [batch]
-        options = {"token_budget": config.token_budget, "keep_tokens": config.keep_tokens}
+        budget = config.budget(processes.device.type)
+        options = {"token_budget": budget, "keep_tokens": config.keep_tokens}
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
         for part in parts:
