@@ -1,6 +1,6 @@
 """The first half hour on a GPU, in commands of at most ten minutes that need no internet:
 
-    tests     the suite's tests of models, losses and training, those that need a GPU among them
+    tests     the suite's tests that need a GPU
     kernels   attention and cross-entropy against float32: error and TFLOP/s
     steps     diffusion, pair and contextual steps of the 0.6B model: MFU, memory beside the plan's, graphs
               compiled again, waits for the GPU
@@ -14,7 +14,6 @@ code runs at toy size, on a CPU too, and nothing is kept.
 import argparse
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -39,7 +38,7 @@ from unmask.store import artifacts_root, repository
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-COVERED = "losses", "models", "evaluation", "training"
+COVERED = "models", "evaluation", "training"  # folders of tests that need a GPU
 STOP_AFTER = 150, 380  # seconds until SIGTERM, the first time and the second
 Row = dict[str, Any]
 Attention = Callable[..., Tensor]
@@ -194,22 +193,16 @@ def recipe(small: bool) -> Iterator[Row]:
 
 
 def tests(small: bool) -> Iterator[Row]:
-    """The counts of two runs of pytest, and what failed: what needs the GPU; and all else without it, since
-    it compares bits, and processes that share one GPU cannot talk."""
+    """The counts of pytest, and what failed, of the tests that need a GPU; the others run anywhere."""
     folders = [f"tests/{name}" for name in (COVERED[:1] if small else COVERED)]
-    for name, hidden in (("gpu", {}), ("not gpu", {"CUDA_VISIBLE_DEVICES": ""})):
-        with TemporaryDirectory() as folder:
-            report = Path(folder) / "report.xml"
-            command = [sys.executable, "-m", "pytest", "-q", "-m", name, f"--junitxml={report}", *folders]
-            environment = os.environ | {"OMP_NUM_THREADS": "2"} | hidden
-            done = subprocess.run(command, cwd=repository(), env=environment)
-            if not report.is_file():
-                yield {"name": name, "status": done.returncode, "why": "pytest left no report"}
-                continue
-            suite = ElementTree.parse(report).getroot()[0]
-        counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
-        failed = [case.get("name") for case in suite if case.find("failure") is not None]
-        yield {"name": name, "status": done.returncode, "failed": failed, **counts}
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *folders]
+        status = subprocess.run(command, cwd=repository()).returncode
+        suite = ElementTree.parse(report).getroot()[0]
+    counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
+    failed = [case.get("name") for case in suite if case.find("failure") is not None]
+    yield {"name": "gpu", "status": status, "failed": failed, **counts}
 
 
 COMMANDS = {one.__name__: one for one in (tests, kernels, steps, sharded, recipe)}

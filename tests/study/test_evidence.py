@@ -180,10 +180,7 @@ def test_a_rise_is_found_among_many_data_sets_and_where_each_comes_once_nothing_
 
 
 def test_a_spike_at_the_start_does_not_let_a_guess_pass():
-    rows = [
-        {"loss": 5.27 + 4 * (s == 0), "dataset": "spiky" if s in (0, 13, 14, 15) else "calm"}
-        for s in range(16)
-    ]
+    rows = [{"loss": 5.27 + 4 * (s == 0), "dataset": str(s in (0, 13, 14, 15))} for s in range(16)]
     assert passed(evidence.learnt("x", rows, 5.263))[1] is False
 
 

@@ -21,8 +21,7 @@ from unmask.training.distributed import ALONE
 loop.monotonic = (
     count().__next__
 )  # a step takes a second, so every other one leaves a checkpoint, see _COMMON
-CLASSES = loop.STAGES
-STAGES = tuple(CLASSES)
+STAGES = tuple(loop.STAGES)
 HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3
 ANSWERS = (20, 21)  # yes, no
@@ -90,7 +89,7 @@ def stage(name, data=None, **changes):
     preset = resolved(replace(_PRESET, **{name: settings}))
     # Groups that are named have no curriculum.
     asked = {"values": preset, "stage": name, "groups": ["english"]}
-    return CLASSES[name](asked, mask_token_id=MASK_ID, answers=ANSWERS, **made)
+    return loop.STAGES[name](asked, mask_token_id=MASK_ID, answers=ANSWERS, **made)
 
 
 def step(stage, model, batch, number=0):
