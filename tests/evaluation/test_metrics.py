@@ -136,7 +136,5 @@ def test_bm25_of_nothing():
 @pytest.mark.gpu
 def test_the_baseline_leaves_the_gpu_alone():
     """bm25s starts JAX where that is installed, which would take three quarters of it."""
-    free = "torch.cuda.mem_get_info()[0]"
-    said = f"import torch; before = {free}; import unmask.evaluation; print(before - {free})"
-    taken = subprocess.run([sys.executable, "-c", said], capture_output=True, check=True, text=True).stdout
-    assert int(taken) < 2e9
+    said = "import torch, unmask.evaluation; free, whole = torch.cuda.mem_get_info(); print(free / whole)"
+    assert float(subprocess.check_output([sys.executable, "-c", said])) > 0.5

@@ -34,7 +34,7 @@ def opened(overrides=OVERRIDES, **changes):
 
 
 def few_steps(start, **changes):
-    return "pair", {"start": start, "changes": {"steps": 6, "warmup": 2} | changes}
+    return "pair", {"start": start, "changes": {"steps": 6, "warmup": 2, "checkpoint_seconds": 9} | changes}
 
 
 def alone(model, folder):
@@ -94,15 +94,14 @@ def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupt
 @pytest.mark.slow
 def test_a_failure_stops_the_list_and_names_its_training(start, tmp_path, capsys):
     trainings = {"one": few_steps(start), "two": few_steps(start, lr=1e30), "three": few_steps(start, seed=1)}
-    run = opened(**{"pair.checkpoint_seconds": 120})
     with pytest.raises(RuntimeError, match=r"training two failed: FloatingPointError: .* at step") as error:
-        launch_all(run, trainings)
+        launch_all(opened(), trainings)
     folder = tmp_path / "r" / "02_pair"
     assert str(folder / "two" / "train.log") in str(error.value)
     assert "Traceback" in (folder / "two" / "train.log").read_text()
     assert not [name for name in ("two", "three") if (folder / name / "model").exists()]
 
-    models = launch_all(run, trainings | {"two": few_steps(start)})
+    models = launch_all(opened(), trainings | {"two": few_steps(start)})
     said = capsys.readouterr().out
     assert "02_pair/one: already trained" in said and said.count("already trained") == 1
     assert all(len(history(model)) == 6 for model in models.values())

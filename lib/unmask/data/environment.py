@@ -428,14 +428,15 @@ def build(
     ]
     with new_directory(path) as partial:
         card = _write(rows, partial) | {"origins": origins, "dropped": {TEXTS: dropped}}
-        write_json(partial / "card.json", card)
+        write_json(partial / "card.json", card | {"parameters": parameters(config)})
     return Corpus(path)
 
 
 def parameters(config: DataConfig) -> dict[str, Any]:
     """What of the configuration decides the content; the tokenizer's size does not."""
     keys = ("seed", "dev_packages", "test_packages", "max_packages", "max_text_mb")
-    return {key: getattr(config, key) for key in keys}
+    values = {key: getattr(config, key) for key in keys}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_tables
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, load_registry, own_files
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, write_json
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, read_json, write_json
 
 _ENVIRONMENT = Source("environment", "environment", "text", "mul", "")
 KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": "documents"}
@@ -112,12 +112,26 @@ def _open(source: Source, config: DataConfig) -> Corpus:
 def _folder(source: Source, config: DataConfig) -> Path:
     """Where the tables of a source are kept, by everything that decides their content."""
     if source.kind == "environment":
+        if elsewhere := os.environ.get("UNMASK_CORPUS"):
+            return _made_elsewhere(Path(elsewhere), config)
         what = environment.parameters(config), environment.installed_versions()
         key = fingerprint(*what, code_fingerprint(*environment.CODE))
         return artifacts_root() / "data" / f"environment-{key}"
     name = re.sub(r"[^\w.-]+", "-", source.name)
     key = fingerprint(reading.identity(source), code_fingerprint(*_CODE))
     return artifacts_root() / "data" / "sources" / f"{name}-{key}"
+
+
+def _made_elsewhere(path: Path, config: DataConfig) -> Path:
+    """The environment's corpus of another machine, whose packages may be others.
+
+    Raises: ValueError if there is none, or the preset asks for another one.
+    """
+    made, asked = read_json(path / "card.json").get("parameters", {}), environment.parameters(config)
+    if differing := [key for key in asked if made.get(key) != asked[key]]:
+        there = f"differs from the preset in data.{differing[0]}" if made else "holds no environment's corpus"
+        raise ValueError(f"UNMASK_CORPUS={path} {there}: name another folder, or none")
+    return path
 
 
 def _registry(config: DataConfig) -> tuple[Path, list[Source]]:

@@ -381,7 +381,8 @@ def _environment(folders: Folders) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
         "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
     }
-    named = ("UNMASK_ARTIFACTS", "UNMASK_MIRROR")  # folders; notebooks run in another one than this process
+    # Folders; notebooks run in another one than this process.
+    named = ("UNMASK_ARTIFACTS", "UNMASK_MIRROR", "UNMASK_CORPUS")
     own |= {name: os.path.abspath(os.environ[name]) for name in named if os.environ.get(name)}
     return ENVIRONMENT | os.environ | own
 
