@@ -180,10 +180,11 @@ def test_a_rise_is_found_among_many_data_sets_and_where_each_comes_once_nothing_
 
 
 def test_the_base_rate_is_given_or_what_the_steps_log_and_a_spike_at_the_start_lets_no_guess_pass():
-    rows = [{"loss": 5.27, "guess": 5.26, "dataset": str(s in (0, 13, 14, 15))} for s in range(16)]
-    rows[0]["loss"] = 9.0
+    rows = [{"loss": 5.27, "guess": 5.26, "dataset": "spiky" if s > 12 else "calm"} for s in range(16)]
+    rows[0] = {"loss": 9.0, "guess": 5.3, "dataset": "spiky"}
     logged, given = evidence.learnt("x", rows)[1], evidence.learnt("x", rows, 5.28)[1]
-    assert (logged["bar"], logged["passed"], given["passed"]) == ("<= 5.26", False, True)
+    assert (logged["bar"], logged["passed"]) == ("<= 5.26", False)
+    assert (given["bar"], given["passed"]) == ("<= 5.28", True)
 
 
 # Verdicts and claims

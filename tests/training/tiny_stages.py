@@ -18,9 +18,8 @@ from unmask.models.context_encoder import ContextualEncoder
 from unmask.training import loop
 from unmask.training.distributed import ALONE
 
-loop.monotonic = (
-    count().__next__
-)  # a step takes a second, so every other one leaves a checkpoint, see _COMMON
+# A step takes a second, so every other one leaves a checkpoint, see _COMMON.
+loop.monotonic = count().__next__
 STAGES = tuple(loop.STAGES)
 HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3

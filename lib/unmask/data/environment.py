@@ -435,8 +435,7 @@ def build(
 def parameters(config: DataConfig) -> dict[str, Any]:
     """What of the configuration decides the content; the tokenizer's size does not."""
     keys = ("seed", "dev_packages", "test_packages", "max_packages", "max_text_mb")
-    values = {key: getattr(config, key) for key in keys}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    return {key: getattr(config, key) for key in keys}
 
 
 def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, str]:

@@ -128,7 +128,7 @@ def _made_elsewhere(path: Path, config: DataConfig) -> Path:
     Raises: ValueError if there is none, or the preset asks for another one.
     """
     made, asked = read_json(path / "card.json").get("parameters", {}), environment.parameters(config)
-    if differing := [key for key in asked if made.get(key) != asked[key]]:
+    if differing := [key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])]:
         there = f"differs from the preset in data.{differing[0]}" if made else "holds no environment's corpus"
         raise ValueError(f"UNMASK_CORPUS={path} {there}: name another folder, or none")
     return path
