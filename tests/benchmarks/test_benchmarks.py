@@ -1,9 +1,6 @@
 """The benchmarks compare like with like."""
 
 import json
-import os
-import subprocess
-import sys
 
 import contrastive
 import diffusion
@@ -53,11 +50,6 @@ def test_peers_find_the_same_documents(kind):
     case.check()
     for variants in case.programs.values():
         variants[""]()
-
-
-def test_the_benchmarks_start():
-    command = [sys.executable, run.__file__, "--help"]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": "lib:tests"}, cwd=run.repository(), check=True)
 
 
 def test_every_row_that_is_known_can_be_measured_again():

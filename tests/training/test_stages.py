@@ -8,6 +8,7 @@ import tiny_stages
 import torch
 from tiny_stages import assert_same, backpropagated, step
 
+from unmask.data.tokens import TokenSequence
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
@@ -167,13 +168,19 @@ def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
         assert sum(found[size, 0.0][1]) < sum(found[size, -1.0][1])
 
 
-def test_the_contextual_stage_computes_the_objective_that_is_configured():
-    """InSeNT on the codes, at each Matryoshka prefix, without the document-level term."""
+@pytest.mark.parametrize("late_chunking", [True, False])
+def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chunking):
+    """InSeNT on the codes, at each Matryoshka prefix, without the document-level term; on chunks read in
+    their document, or alone."""
     stage = tiny_stages.stage("contextual", objective="insent", alpha=0.3, temperature=0.05)
+    stage.asked["late_chunking"] = late_chunking
     model = tiny_stages.model("contextual")
     drawn = stage.batch(0)
     batch = drawn.layout
-    q, chunks, _, mask = split_rows(torch.cat([encode_rows(model, [s]) for s in batch.sequences]), batch)
+    documents = [stage.data["one"][i] for i in stage.plan(0)[1]]
+    alone = [TokenSequence(chunk) for document in documents for chunk in document.chunks]
+    texts = batch.sequences if late_chunking else batch.sequences[: len(batch.document_N)] + alone
+    q, chunks, _, mask = split_rows(torch.cat([encode_rows(model, [s]) for s in texts]), batch)
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}
     where |= {"lam": 0.3, "temperature": 0.05}
     losses = [insent_loss(int8(q)[:, :d], int8(chunks)[..., :d], **where) for d in stage.config.dimensions]

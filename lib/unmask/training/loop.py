@@ -101,14 +101,14 @@ def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that the result of a job depends on, by name, so that a message can say what differs: values
     of the preset and of the job, the corpus ("data"), files, the starting point, and "code". A training that
     ran out of memory goes on with a smaller token_budget."""
-    stage = stage_of(asked)
+    stage, told = stage_of(asked), ("stage", "groups", "milestones", "bidirectional", "late_chunking")
     sections = {asked["stage"]: resolved(stage.config)}
     if "start" not in asked:
         sections["backbone"] = resolved(stage.preset.backbone)
     return {
         **{f"{name}.{key}": one[key] for name, one in sections.items() for key in one.keys() - APART},
         "backbone.mask_token": stage.preset.backbone.mask_token,
-        **{key: asked.get(key) for key in ("stage", "groups", "milestones", "bidirectional")},
+        **{key: asked.get(key) for key in told},
         **{key: identity(Path(asked[key])) for key in ("start", "tokenizer") if key in asked},
         **stage.inputs(),
         "data": stage.corpus.hash,

@@ -55,7 +55,8 @@ class Stage:
             use), "negatives" (file of mined triplets), "surrogate" (directory or Hub name of an embedder,
             instead of `clusters.surrogate`),
             "milestones" (numbers of steps after which the model is kept as well, see `launch.milestones`),
-            "bidirectional" (a causal start reads both sides from the first step on, without pretraining).
+            "bidirectional" (a causal start reads both sides from the first step on, without pretraining),
+            "late_chunking" (false: contextual training on the same batches, each chunk read alone).
         made: parts that are there already, by name; the others are made from the job when first used.
     """
 
@@ -327,17 +328,18 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
 class ContextualBatch(NamedTuple):
     """N queries and M distinct documents; every distinct document is encoded once."""
 
-    sequences: list[TokenSequence]  # the N queries, then the M documents
+    sequences: list[TokenSequence]  # the N queries, then the M documents, or their chunks
     document_N: Tensor
     gold_N: Tensor
     chunk_tokens_MC: Tensor  # tokens of each chunk; 0 where a document has fewer chunks
 
 
 def contextual_batch(
-    documents: list[TokenDocument], *, separator_id: int, queries_per_document: int, rng: np.random.Generator
-) -> ContextualBatch:
+    documents: list[TokenDocument], *, separator_id: int, queries_per_document: int,
+    rng: np.random.Generator, late_chunking: bool = True,
+) -> ContextualBatch:  # fmt: skip
     """Draws up to `queries_per_document` queries of each document and lays the batch out for one encoding
-    pass."""
+    pass, in which a document is read whole, or each of its chunks alone."""
     drawn = [
         (index, int(number))
         for index, document in enumerate(documents)
@@ -346,10 +348,12 @@ def contextual_batch(
     queries = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
     golds = [documents[index].golds[number] for index, number in drawn]
     lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
-    joined = [join_chunks(document.chunks, separator_id) for document in documents]
+    whole = [join_chunks(document.chunks, separator_id) for document in documents]
+    alone = [TokenSequence(chunk) for document in documents for chunk in document.chunks]
     document_N = torch.tensor([index for index, _ in drawn])
     counts_MC = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-    return ContextualBatch(queries + joined, document_N, torch.tensor(golds), counts_MC)
+    texts = queries + (whole if late_chunking else alone)
+    return ContextualBatch(texts, document_N, torch.tensor(golds), counts_MC)
 
 
 def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -531,6 +535,7 @@ class Contextual(Contrastive):
             [self.data[name][i] for i in rows], separator_id=self.stored.end,
             queries_per_document=self.config.queries_per_document,
             rng=np.random.default_rng([self.config.seed, 3, step]),
+            late_chunking=self.asked.get("late_chunking", True),
         )  # fmt: skip
         queries = len(layout.document_N)
         batch = Batch(dataset=name, sequences=layout.sequences, count=queries, layout=layout)
