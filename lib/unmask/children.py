@@ -9,9 +9,12 @@ passed it on waits.
 Run as `python -m unmask.children PID COMMAND …` this is the start of such a process.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -31,7 +34,7 @@ ENVIRONMENT = {
     # OpenMP's threads spin while they wait for one another: beside other work on the same cores up to a
     # hundred times as long as they compute. Spin shorter, then sleep; on quiet cores it costs nothing.
     "GOMP_SPINCOUNT": "2000",
-    # Bars of `datasets` would stay in executed notebooks.
+    # Bars of `datasets` would stay in executed notebooks; the library has its own.
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     # On a GPU: batches of changing sizes leave no holes that are too small for the next one.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -39,7 +42,8 @@ ENVIRONMENT = {
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """A command whose process Linux kills when this one dies."""
+    """A command whose process Linux kills when this one dies; `python -m …` begins in the process that sees
+    to it."""
     return [sys.executable, "-m", "unmask.children", str(os.getpid()), *command]
 
 
@@ -49,6 +53,14 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which survives exec
         if os.getppid() != parent:
             os._exit(1)
+
+
+def collect_rarely() -> None:
+    """Has Python look for circles among its objects seldom, and not at its end. The 440,000 that come with
+    torch and transformers are there to stay; looking through them takes a quarter of the time of importing
+    them, and a second and a half at the end."""
+    gc.set_threshold(20_000)
+    atexit.register(gc.freeze)
 
 
 def dying_together() -> dict[str, Any]:
@@ -106,4 +118,8 @@ def ended_together(
 
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
-    os.execvp(sys.argv[2], sys.argv[2:])
+    if sys.argv[2:4] != [sys.executable, "-m"]:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    collect_rarely()
+    sys.argv = sys.argv[4:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -64,8 +64,7 @@ def run(options: argparse.Namespace) -> None:
         if due and options.dry_run:
             from unmask.study.plan import describe
 
-            names, memory = [stage.name for stage in due], options.gpu_memory * 1e9
-            print(describe(preset, stages=names, gpu_memory=memory))
+            print(describe(preset, stages=[one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
             from unmask.data import hub
 

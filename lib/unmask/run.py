@@ -105,8 +105,7 @@ class Run:
 
     def base(self) -> str:
         """The causal backbone that everything starts from: a ready checkpoint, or notebook 00's own."""
-        ready = self.config.backbone.checkpoint
-        return ready or str(self.artifacts("00_backbone") / "ar" / "model")
+        return self.config.backbone.checkpoint or str(self.artifacts("00_backbone") / "ar" / "model")
 
     @property
     def results(self) -> Path:

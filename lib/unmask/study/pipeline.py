@@ -377,7 +377,6 @@ def _environment(folders: Folders) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel before a user's own
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",  # of reading tables: the library has bars of its own
         "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
         "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
     }
@@ -430,6 +429,7 @@ def execute(job: dict[str, Any]) -> str:
     ):
         # Not ports: of two kernels that look for a free one at once, one may bind what the other chose.
         transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+        rarely = "from unmask.children import collect_rarely; collect_rarely()"
         for stream in (1, 2):  # the kernel inherits them
             os.dup2(log.fileno(), stream)
         try:
@@ -437,7 +437,7 @@ def execute(job: dict[str, Any]) -> str:
                 job["source"], job["output"], job["parameters"],
                 kernel_name="python3", language="python", progress_bar=False, record_timing=False,
                 stdout_file=log, stderr_file=log, coalesce_streams=True,  # of a progress bar its last state
-                config=transport,
+                config=transport, extra_arguments=[f"--IPKernelApp.exec_lines={rarely}"],
             )  # fmt: skip
         except PapermillExecutionError as error:
             print(error, file=log)

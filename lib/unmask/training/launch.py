@@ -95,8 +95,7 @@ def _due(run: Run, stage: str, job: Mapping[str, Any], folder: Path) -> Path | N
         replace_directory(_aside(folder, mark), folder)
     if facts(folder / "model").get("fingerprint") == mark:
         finish(folder)  # a kill may have come in between
-        known = read_json(folder / "job.json") | {"accepted": asked["accepted"]}
-        write_json(folder / "job.json", known)
+        write_json(folder / "job.json", read_json(folder / "job.json") | {"accepted": asked["accepted"]})
         print(f"{run.stage}/{folder.name}: already trained")
         return None
     trained = stage_of(asked)

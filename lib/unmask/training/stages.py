@@ -346,14 +346,13 @@ def contextual_batch(
         for number in sorted(rng.permutation(len(document.queries))[:queries_per_document])
     ]
     queries = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
-    golds = [documents[index].golds[number] for index, number in drawn]
+    gold_N = torch.tensor([documents[index].golds[number] for index, number in drawn])
     lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
     whole = [join_chunks(document.chunks, separator_id) for document in documents]
     alone = [TokenSequence(chunk) for document in documents for chunk in document.chunks]
     document_N = torch.tensor([index for index, _ in drawn])
     counts_MC = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-    texts = queries + (whole if late_chunking else alone)
-    return ContextualBatch(texts, document_N, torch.tensor(golds), counts_MC)
+    return ContextualBatch(queries + (whole if late_chunking else alone), document_N, gold_N, counts_MC)
 
 
 def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
