@@ -257,6 +257,7 @@ def test_facts_hold_or_do_not_and_what_was_not_run_says_why(study):
     kept += [evidence.not_run("scales"), evidence.not_run("scales", "no data")]
     assert [one["verdict"] for one in kept[1:4]] == ["reproduced", "contradicted", "not run"]
     assert [one["ours"] for one in kept[3:]] == ["not run (needs 64 GPUs)", "not run (no data)"]
+    assert evidence.not_run("sized", "no data")["claim"] == "It works at …."
     assert len({frozenset(one) for one in kept}) == 1
     assert json.loads(json.dumps(kept)) == kept
 

@@ -90,8 +90,8 @@ def _released(folder: Path, config: dict[str, Any]) -> Loaded:
     stock = {key: value for key, value in config.items() if key not in theirs and value is not None}
     stock |= {"architectures": ["Qwen3Model"], "is_causal": False, "use_bidirectional_attention": True}
     model = backbone.read(Qwen3Model, folder, config=Qwen3Config.from_dict(stock))
-    tokenizer = AutoTokenizer.from_pretrained(folder, config=model.config)  # or it asks for their class
-    return model, tokenizer, {"pooling": "mean"}
+    # Told the config, the tokenizer does not ask for their class.
+    return model, AutoTokenizer.from_pretrained(folder, config=model.config), {"pooling": "mean"}
 
 
 def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

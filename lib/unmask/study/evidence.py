@@ -15,6 +15,7 @@ Shape suffixes: N queries · C clusters of them · B resamples · S seeds, in `l
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -326,7 +327,8 @@ def _line(key: str, **sizes: Any) -> Line:
     about = {"unit": "points", "headline": False} | stated()[key]
     blank = dict.fromkeys(("value", "interval", "bar", "p")) | dict.fromkeys(("ours", "effect", "detail"), "")
     told = {name: about[name] for name in ("source", "paper", "notebook", "unit", "headline")}
-    return blank | told | {"claim": about["claim"].format(**sizes), "gates": [], "values": {}}
+    text = about["claim"].format_map(defaultdict(lambda: "…", sizes))
+    return blank | told | {"claim": text, "gates": [], "values": {}}
 
 
 def _judged(line: Line, effect: Effect) -> Line:
