@@ -36,7 +36,6 @@ from unmask.config import TRAINED
 from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
 from unmask.store import repository
 
-PRESETS = ("hub-0.6b", "paper-0.6b", "paper-4b")
 ROWS = {"train": 12, "dev": 3, "test": 5}  # of a source
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]
 # What these machines cannot do as the presets say: lengths and batches of pretraining, models of other sizes,
@@ -245,7 +244,7 @@ def prepare(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--presets", nargs="+", default=PRESETS)
+    parser.add_argument("--presets", nargs="+", default=("hub-0.6b", "paper-0.6b", "paper-4b"))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--folder", type=Path, help="of mirror and artifacts, kept; default: a temporary one")
     options, more = parser.parse_known_args()

@@ -224,7 +224,7 @@ def scaling_case(pairs: int) -> Case:
     model = bidirectional(PRESET.backbone.layers)
     columns = real_lengths(pairs, (config.query_length, config.document_length))
     # Eager, as trainings in bf16 on a CPU.
-    step = partial(attended, model, "eager", partial(ours, model, columns, config.token_budget))
+    step = partial(attended, model, "eager", partial(ours, model, columns, config.budget("cpu")))
     ours_alone = {"unmask": {"": step}}
     return Case(scaling_setting(pairs), "true tokens/s", total(columns), ours_alone, lambda: None)
 
@@ -233,7 +233,7 @@ def scaling_setting(pairs: int) -> str:
     config, shape = PRESET.pair, PRESET.backbone
     return described(
         f"{shape.layers} layers, {shape.hidden_size}-d, {pairs} docstring pairs of up to "
-        f"{config.query_length} and {config.document_length} tokens, token_budget {config.token_budget}"
+        f"{config.query_length} and {config.document_length} tokens, token_budget {config.budget('cpu')}"
     )
 
 

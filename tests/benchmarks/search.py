@@ -19,7 +19,6 @@ from unmask.evaluation.search import index
 from unmask.store import artifacts_root
 
 DOCUMENTS, WIDTH, QUERIES, K = 200_000, 1024, 64, 10
-SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000)
 LIMIT = 512.0  # MiB that the search of a million documents may take beside them
 BLOCK = 65_536
 
@@ -92,7 +91,7 @@ CASES = {f"{kind}-search": partial(case, kind, QUERIES) for kind in KINDS}
 CASES |= {f"{kind}-search-one": partial(case, kind, 1) for kind in KINDS}
 
 
-def scaling(sizes: tuple[int, ...] = SIZES) -> list[Row]:
+def scaling(sizes: tuple[int, ...] = (10_000, 30_000, 100_000, 300_000, 1_000_000)) -> list[Row]:
     """Searches of growing corpora, beside the speed at which the documents can be read at all, and the memory
     of the largest."""
     rng, rows = np.random.default_rng(0), []

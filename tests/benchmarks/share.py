@@ -100,14 +100,14 @@ def pair_case(keep: bool) -> Case:
     queries, documents = real_lengths(config.batch, (config.query_length, config.document_length))
     items = [TokenSequence(tokens) for tokens in (*queries, *documents)]
     lengths = [len(item) for item in items]
-    again = [] if keep else np.concatenate(micro_batches(lengths, config.token_budget)[1:])
+    again = [] if keep else np.concatenate(micro_batches(lengths, config.budget("cpu"))[1:])
     flops = 3 * forward_flops(model, lengths) + forward_flops(model, [lengths[i] for i in again])
 
     def loss(rows_RD: torch.Tensor) -> torch.Tensor:
         codes_RD = int8(rows_RD)
         return pair_loss(codes_RD[: config.batch], codes_RD[config.batch :])
 
-    options = {"token_budget": config.token_budget, "keep_tokens": keep * sum(lengths)}
+    options = {"token_budget": config.budget("cpu"), "keep_tokens": keep * sum(lengths)}
     step = training(model, lambda: cached_backward(model, items, loss, processes=processes, **options))
     how = "all activations kept" if keep else "cached"
     return case(f"{config.batch} pairs of {sum(lengths):,} tokens, {how}", flops, step)

@@ -34,8 +34,7 @@ sources:
 """
 ANSWERS = "".join(json.dumps({"question": f"why {i}?", "answer": f"because {i}"}) + "\n" for i in range(100))
 WEB = [f"eng/train-0000{i}.parquet" for i in range(4)]
-TEXT = {"org/web/README.md", *(f"org/web/{part}" for part in WEB)}
-ALL = TEXT | {"org/answers/train.jsonl"}
+ALL = {"org/web/README.md", *(f"org/web/{part}" for part in WEB), "org/answers/train.jsonl"}
 ALL |= {f"org/base/{name}" for name in ("config.json", "tokenizer.json", "model.safetensors")}
 
 

@@ -134,9 +134,13 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     # A machine with other packages reads the same where it is named.
     monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "2.0"})
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path))
+    monkeypatch.setattr(sources, "FileLock", None)  # its place may allow no lock
     assert (identity(make_config()), open_corpus(make_config())) == (environment.path.name, environment)
     with pytest.raises(ValueError, match=r"differs from the preset in data\.test_packages"):
         open_corpus(make_config(test_packages=("delta",)))
+    monkeypatch.setenv("UNMASK_CORPUS", str(environment.path.rename(tmp_path / "corpus")))
+    with pytest.raises(ValueError, match="is no environment-… with a corpus"):
+        open_corpus(make_config())
 
 
 def test_bad_rows_stop_with_their_place_or_their_reasons_and_leave_nothing(config):

@@ -16,8 +16,7 @@ from unmask.evaluation.search import similarity
 from unmask.models.embedder import Embedder, instructed
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
-ANIMALS = ["fox", "owl", "bee"] * 12
-DOCUMENTS = [f"The {animal} of number {i} likes {i % 7}." for i, animal in enumerate(ANIMALS)]
+DOCUMENTS = [f"The {one} of number {i} likes {i % 7}." for i, one in enumerate(["fox", "owl", "bee"] * 12)]
 QUERIES = [f"Who likes {i}?" for i in range(7)]
 RELEVANT = [{d for d in range(len(DOCUMENTS)) if d % 7 == i} for i in range(7)]
 

@@ -8,8 +8,6 @@ import torch
 
 from unmask.losses import batch_loss, contextual_loss, global_loss, insent_loss, local_loss, sequence_loss
 
-SHAPES = [(4, 3, 3, 4, 0), (7, 2, 5, 3, 1), (6, 6, 1, 5, 2), (3, 4, 2, 2, 3)]  # N, M, C, D, seed
-
 
 def problem(n, m, c, d, seed, *, padded=True, dtype=torch.float64):
     """Queries that share documents, documents without query, and documents with fewer chunks than C."""
@@ -24,7 +22,8 @@ def problem(n, m, c, d, seed, *, padded=True, dtype=torch.float64):
     return q_ND, chunks_MCD, documents_MD, document_N, gold_N, mask_MC
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# N, M, C, D, seed
+@pytest.mark.parametrize("shape", [(4, 3, 3, 4, 0), (7, 2, 5, 3, 1), (6, 6, 1, 5, 2), (3, 4, 2, 2, 3)])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("temperature", [0.02, 0.05, 1.0])
 def test_the_losses_are_the_formulas(shape, padded, temperature):

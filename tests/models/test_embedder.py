@@ -256,7 +256,9 @@ def test_normalised_vectors_have_unit_length(embedder):
     np.testing.assert_allclose(unit.encode(TEXTS, "float32", 8), expected[:, :8], atol=1e-6)
 
 
-def test_mixed_precision_is_close_and_halved_matrices_give_what_autocast_gives(embedder, tmp_path):
+def test_mixed_precision_is_close_and_halved_matrices_give_what_autocast_gives(
+    embedder, tmp_path, monkeypatch
+):
     half, whole = make(mixed_precision=True), make(mixed_precision=False)
     one, two = (model.encode(TEXTS, "float32") for model in (embedder, half))
     assert two.dtype == np.float32
@@ -270,6 +272,9 @@ def test_mixed_precision_is_close_and_halved_matrices_give_what_autocast_gives(e
     with pytest.raises(ValueError, match="were rounded to bfloat16: load it with mixed_precision=False"):
         half.save_pretrained(tmp_path / "model")
     assert not any(tmp_path.iterdir())
+    monkeypatch.setattr("unmask.models.attention._plainly", None)
+    with pytest.raises(TypeError):  # a text alone is read as several are
+        half.encode(TEXTS[:1])
 
 
 def test_a_closed_embedder_gives_its_memory_back():

@@ -112,6 +112,8 @@ def test_what_cannot_work_is_refused():
         reranker(max_length=20)
     with pytest.raises(ValueError, match="got one string"):
         reranker().score("q", "document")
+    with pytest.raises(ValueError, match=r"beside this instruction in \d+ tokens"):
+        reranker(max_length=300).score("q", ["d"], instruction="long " * 200)
     one = reranker()
     with torch.no_grad():
         one.model.get_input_embeddings().weight[ids(one, "東")[0]] = torch.nan

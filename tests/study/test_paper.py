@@ -21,14 +21,10 @@ STORED = {
 MISPRINTED = {(2, "embed-gemma-0.3B"): 62.15, (3, "pplx-embed-context-v1-4B (BIN)"): 80.49}
 
 
-def scored(row):
-    return {name: value for name, value in row.items() if name not in ("Docs/MB", "Source")}
-
-
 @pytest.mark.parametrize("number", [2, 3, 9, 11, 12])
 def test_averages_are_the_mean_of_their_row(number):
     for name, row in paper_table(number).items():
-        scores = scored(row)
+        scores = {name: value for name, value in row.items() if name not in ("Docs/MB", "Source")}
         average = scores.pop("Avg")
         mean = sum(scores.values()) / len(scores)
         if (number, name) in MISPRINTED:

@@ -19,7 +19,6 @@ from unmask.store import repository
 from unmask.study import plan
 from unmask.training.cache import cached_backward, cached_rows
 
-TOKENS = 4 * 64  # of the batch whose activations are measured
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64}
 
 
@@ -110,8 +109,8 @@ def test_activations_are_what_autograd_keeps(sharded):
         model = Qwen3Model(Qwen3Config(**tiny.sizes(shape, layers, 300), is_causal=False))
         kept.append(_kept_bytes(model.bfloat16() if sharded else model, autocast=not sharded))
     weights = sum(p.numel() for p in model.layers[1].parameters() if p.ndim == 2)
-    # Autocast also keeps its copy of the weights, which the plan counts apart.
-    measured = (kept[1] - kept[0] - (0 if sharded else 2 * weights)) / TOKENS
+    # Of four times 64 tokens. Autocast also keeps its copy of the weights, which the plan counts apart.
+    measured = (kept[1] - kept[0] - (0 if sharded else 2 * weights)) / (4 * 64)
     assert plan.activation_bytes(shape, sharded=sharded) == pytest.approx(measured, rel=0.02)
 
 

@@ -7,7 +7,6 @@ import pytest
 import tiny_stages
 import torch
 
-STEPS = 3
 ALIKE = {"cluster_size": 3, "filter_margin": 0.0}
 CASES = {name: (name, {}) for name in tiny_stages.STAGES} | {
     "insent": ("contextual", {"objective": "insent"}),
@@ -21,7 +20,7 @@ def measured(case):
     name, changes = CASES[case]
     stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
     found = []
-    for number in range(STEPS):
+    for number in range(3):
         loss, gradients = tiny_stages.step(stage, model, stage.batch(number), number)
         norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
         found.append([loss, float(norm)])

@@ -46,8 +46,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         return replace(_open(_ENVIRONMENT, config), families=config.families)
     path, sources = _registry(config)
     if not (path / "card.json").is_file():
-        card = _compose(path, sources, config)
-        write_json(path / "card.json", card)
+        write_json(path / "card.json", _compose(path, sources, config))
     return Corpus(path, config.families)
 
 
@@ -55,8 +54,7 @@ def identity(config: DataConfig) -> str:
     """What decides the corpus: packages and their versions, or the registry and its files (by name, size and
     date). Reads none of them, so it is cheap enough to ask before every run.
     """
-    known = config.source == "environment"
-    return (_folder(_ENVIRONMENT, config) if known else _registry(config)[0]).name
+    return (_folder(_ENVIRONMENT, config) if config.source == "environment" else _registry(config)[0]).name
 
 
 def collect(source: Source, folder: Path) -> None:
@@ -99,7 +97,8 @@ def collect(source: Source, folder: Path) -> None:
 def _open(source: Source, config: DataConfig) -> Corpus:
     """The tables of a source. Several processes may want them at once: the first reads, the others wait."""
     path = _folder(source, config)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():  # whole; its place may allow no lock
+        return Corpus(path)
     with FileLock(path.with_name(f"{path.name}.lock")):
         if not path.exists() and source.kind == "environment":
             languages = cldr.SLICE_LANGUAGES if config.max_packages else cldr.LANGUAGES
@@ -127,9 +126,13 @@ def _made_elsewhere(path: Path, config: DataConfig) -> Path:
 
     Raises: ValueError if there is none, or the preset asks for another one.
     """
-    made, asked = read_json(path / "card.json").get("parameters", {}), environment.parameters(config)
+    # The name says which rows it holds, also to what is made of them.
+    card = read_json(path / "card.json") if path.name.startswith("environment-") else {}
+    made, asked = card.get("parameters", {}), environment.parameters(config)
     if differing := [key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])]:
-        there = f"differs from the preset in data.{differing[0]}" if made else "holds no environment's corpus"
+        there = (
+            f"differs from the preset in data.{differing[0]}" if made else "is no environment-… with a corpus"
+        )
         raise ValueError(f"UNMASK_CORPUS={path} {there}: name another folder, or none")
     return path
 

@@ -161,8 +161,7 @@ def score_task(
 ) -> np.ndarray:
     """nDCG@10 of each query, cosine similarity, in a precision and at the first `dimensions`."""
     q_ND = quantized(vectors.queries_ND, precision, dimensions)
-    d_MD = quantized(vectors.chunks_MD, precision, dimensions)
-    return ndcg(task, similarity(q_ND, d_MD))
+    return ndcg(task, similarity(q_ND, quantized(vectors.chunks_MD, precision, dimensions)))
 
 
 def ndcg(task: Task, scores_NM: Tensor | np.ndarray) -> np.ndarray:

@@ -43,8 +43,8 @@ class SecondStage(nn.Module):
     def __init__(self, model: PreTrainedModel, slots: int):
         super().__init__()
         self.backbone, self.slots = model, slots
-        generator = torch.Generator().manual_seed(0)  # every process starts from the same null vector
-        noise_D = torch.randn(model.config.hidden_size, generator=generator)
+        # Every process starts from the same null vector.
+        noise_D = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(0))
         self.null_D = nn.Parameter(noise_D * model.config.initializer_range)
 
     @property

@@ -253,9 +253,8 @@ def encode_rows(
     tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
     different = len(set(lengths)) > 1
     packed = unpadded(model) if packed is None else packed
-    half = next(model.parameters()).dtype == torch.bfloat16
     # For sequences of one length torch's own kernels are faster, but for bfloat16 on a CPU.
-    if packed and (different or (half and str(device) == "cpu")):
+    if packed and (different or (str(device) == "cpu" and torch.is_autocast_enabled("cpu"))):
         tokens_1T = tokens_T[None].to(device, non_blocking=True)
         inputs |= unpadded_inputs(model, lengths, device)
         hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]

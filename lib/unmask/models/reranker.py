@@ -119,13 +119,16 @@ class Reranker:
             instruction: instead of the reranker's own.
             query_length, document_length: tokens at most, if `max_length` leaves so many.
         Returns: float64, (M,).
-        Raises: ValueError if the model returns NaN or infinity, naming the document.
+        Raises: ValueError if the model returns NaN or infinity, naming the document, and for an instruction
+            beside which no query has room.
         """
         if isinstance(documents, str):
             raise ValueError("expected a list of documents, got one string: write score(query, [document])")
         backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
         around = around_query(instruction or self.instruction)
         tail = taken(backend, AROUND_DOCUMENT)
+        if taken(backend, around) + tail + 2 > longest:
+            raise ValueError(f"no room for query and document beside this instruction in {longest} tokens")
         limit = min(taken(backend, around) + (query_length or longest), longest - tail - 1)
         (start_L,) = encode(backend, [query], np.int32, limit, around)
         limit = min(tail + (document_length or longest), longest - len(start_L))

@@ -448,7 +448,8 @@ def execute(job: dict[str, Any]) -> str:
             # A RuntimeError: the kernel died.
             why = ", most often for want of memory" if isinstance(error, RuntimeError) else ""
             reason = f"\n  {error}{why}"
-    _clean(Path(job["output"]), job["names"])
+    if not reason.startswith("\n"):  # else it may not have been written
+        _clean(Path(job["output"]), job["names"])
     if stopped and reason:
         raise SystemExit(PREEMPTED)
     if reason:

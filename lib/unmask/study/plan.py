@@ -159,8 +159,7 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
     tokens = sum(_micro_batch(budget, texts, gpus)[0] for texts in models)
     loss = 48 * sum(number for texts in models for number, _ in texts) * shape.hidden_size
     if stage in PRETRAINING:
-        vocabulary = preset.data.vocab_size
-        loss = 16 * max(CHUNK_ROWS * vocabulary, CHUNK_LOGITS) + 8 * embeddings
+        loss = 16 * max(CHUNK_ROWS * preset.data.vocab_size, CHUNK_LOGITS) + 8 * embeddings
     return weights + tokens * (layers + 8 * shape.hidden_size) + loss + RUNTIME_BYTES
 
 

@@ -95,8 +95,8 @@ class Qwen3(Pair):
         return None if self.config.negatives else super().allowed()
 
     def facts(self) -> dict[str, Any]:
-        prompts = {"query": prompt(INSTRUCTIONS["english"]), "document": ""}  # for sentence-transformers
-        return super().facts() | {"prompts": prompts}
+        """With prompts for sentence-transformers."""
+        return super().facts() | {"prompts": {"query": prompt(INSTRUCTIONS["english"]), "document": ""}}
 
     def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
         config, n = self.config, batch.count
