@@ -47,9 +47,8 @@ class Gpu(TorchFunctionMode):
 
 
 # What is left: transformers asks, in each forward pass of a causal model that gets no positions (its texts
-# have one length), whether they are those of several sequences. So it does of `qwen3` where a micro-batch
-# happens to have one length; a CPU reads that in one row, with positions.
-EXPECTED = {"ar": 1, "reranker": 3}
+# have one length, as in one micro-batch of `qwen3`), whether they are those of several sequences.
+EXPECTED = {"ar": 1, "qwen3": 1, "reranker": 3}
 
 
 @pytest.fixture
