@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.skipif(**linux)]
 
 SEED = os.environ.get("UNMASK_FAULTS_SEED", "0")
 GRACE = 30  # seconds that a training gets to save itself
-STEPS = 120  # of a training; each leaves a checkpoint
-OVERRIDES = {"pair.steps": STEPS, "pair.batch": 8, "pair.checkpoint_seconds": 0, "pair.precision": "fp32"}
+# Each step leaves a checkpoint.
+OVERRIDES = {"pair.steps": 120, "pair.batch": 8, "pair.checkpoint_seconds": 0, "pair.precision": "fp32"}
 STRATEGIES = {
     "one process": {},
     "ddp": {"parallel.num_processes": 2},

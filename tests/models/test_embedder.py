@@ -256,9 +256,7 @@ def test_normalised_vectors_have_unit_length(embedder):
     np.testing.assert_allclose(unit.encode(TEXTS, "float32", 8), expected[:, :8], atol=1e-6)
 
 
-def test_mixed_precision_is_close_and_halved_matrices_give_what_autocast_gives(
-    embedder, tmp_path, monkeypatch
-):
+def test_mixed_precision_is_close_and_halved_weights_are_what_autocast_reads(embedder, tmp_path, monkeypatch):
     half, whole = make(mixed_precision=True), make(mixed_precision=False)
     one, two = (model.encode(TEXTS, "float32") for model in (embedder, half))
     assert two.dtype == np.float32

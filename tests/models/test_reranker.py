@@ -112,7 +112,7 @@ def test_what_cannot_work_is_refused():
         reranker(max_length=20)
     with pytest.raises(ValueError, match="got one string"):
         reranker().score("q", "document")
-    with pytest.raises(ValueError, match=r"beside this instruction in \d+ tokens"):
+    with pytest.raises(ValueError, match=r"max_length must be at least \d+, got 300"):
         reranker(max_length=300).score("q", ["d"], instruction="long " * 200)
     one = reranker()
     with torch.no_grad():

@@ -177,8 +177,7 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chu
     model = tiny_stages.model("contextual")
     drawn = stage.batch(0)
     batch = drawn.layout
-    documents = [stage.data["one"][i] for i in stage.plan(0)[1]]
-    alone = [TokenSequence(chunk) for document in documents for chunk in document.chunks]
+    alone = [TokenSequence(chunk) for i in stage.plan(0)[1] for chunk in stage.data["one"][i].chunks]
     texts = batch.sequences if late_chunking else batch.sequences[: len(batch.document_N)] + alone
     q, chunks, _, mask = split_rows(torch.cat([encode_rows(model, [s]) for s in texts]), batch)
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}

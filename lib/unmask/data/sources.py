@@ -130,9 +130,7 @@ def _made_elsewhere(path: Path, config: DataConfig) -> Path:
     card = read_json(path / "card.json") if path.name.startswith("environment-") else {}
     made, asked = card.get("parameters", {}), environment.parameters(config)
     if differing := [key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])]:
-        there = (
-            f"differs from the preset in data.{differing[0]}" if made else "is no environment-… with a corpus"
-        )
+        there = f"differs from the preset in data.{differing[0]}" if made else "is no environment-… corpus"
         raise ValueError(f"UNMASK_CORPUS={path} {there}: name another folder, or none")
     return path
 

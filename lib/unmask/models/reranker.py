@@ -59,13 +59,7 @@ class Reranker:
         self.model, self.tokenizer, self.instruction = model.eval(), tokenizer, instruction
         self.reader = Embedder(model.base_model, tokenizer, **options)
         self.yes, self.no = answers(tokenizer.backend_tokenizer)
-        backend, around = tokenizer.backend_tokenizer, (around_query(instruction), AROUND_DOCUMENT)
-        least = sum(taken(backend, one) for one in around) + 2
-        if self.reader.max_length < least:
-            raise ValueError(
-                f"max_length must be at least {least}, got {self.reader.max_length}: the prompt has "
-                f"{least - 2} tokens without query and document"
-            )
+        self._check_room(instruction)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options) -> "Reranker":
@@ -124,11 +118,11 @@ class Reranker:
         """
         if isinstance(documents, str):
             raise ValueError("expected a list of documents, got one string: write score(query, [document])")
+        if instruction:
+            self._check_room(instruction)
         backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
         around = around_query(instruction or self.instruction)
         tail = taken(backend, AROUND_DOCUMENT)
-        if taken(backend, around) + tail + 2 > longest:
-            raise ValueError(f"no room for query and document beside this instruction in {longest} tokens")
         limit = min(taken(backend, around) + (query_length or longest), longest - tail - 1)
         (start_L,) = encode(backend, [query], np.int32, limit, around)
         limit = min(tail + (document_length or longest), longest - len(start_L))
@@ -138,6 +132,16 @@ class Reranker:
         if bad := np.flatnonzero(~np.isfinite(odds_M)).tolist():
             raise ValueError(f"document {bad[0]} of {len(ends)}: the model returns NaN or infinity for it")
         return odds_M
+
+    def _check_room(self, instruction: str) -> None:
+        """Raises ValueError if a prompt with this instruction leaves query and document no token each."""
+        around = around_query(instruction), AROUND_DOCUMENT
+        least = sum(taken(self.tokenizer.backend_tokenizer, one) for one in around) + 2
+        if self.reader.max_length < least:
+            raise ValueError(
+                f"max_length must be at least {least}, got {self.reader.max_length}: the prompt has "
+                f"{least - 2} tokens without query and document"
+            )
 
     @torch.inference_mode()
     def _last_vectors(self, start_L: np.ndarray, ends: Sequence[np.ndarray]) -> Tensor:

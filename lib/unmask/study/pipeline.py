@@ -429,15 +429,14 @@ def execute(job: dict[str, Any]) -> str:
     ):
         # Not ports: of two kernels that look for a free one at once, one may bind what the other chose.
         transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
-        rarely = "from unmask.children import collect_rarely; collect_rarely()"
         for stream in (1, 2):  # the kernel inherits them
             os.dup2(log.fileno(), stream)
         try:
             execute_notebook(
-                job["source"], job["output"], job["parameters"],
+                job["source"], job["output"], job["parameters"], config=transport,
                 kernel_name="python3", language="python", progress_bar=False, record_timing=False,
                 stdout_file=log, stderr_file=log, coalesce_streams=True,  # of a progress bar its last state
-                config=transport, extra_arguments=[f"--IPKernelApp.exec_lines={rarely}"],
+                extra_arguments=["--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"],
             )  # fmt: skip
         except PapermillExecutionError as error:
             print(error, file=log)
@@ -448,8 +447,10 @@ def execute(job: dict[str, Any]) -> str:
             # A RuntimeError: the kernel died.
             why = ", most often for want of memory" if isinstance(error, RuntimeError) else ""
             reason = f"\n  {error}{why}"
-    if not reason.startswith("\n"):  # else it may not have been written
+    try:
         _clean(Path(job["output"]), job["names"])
+    except Exception as error:  # it may not have been written
+        reason = reason or f"\n  {error}"
     if stopped and reason:
         raise SystemExit(PREEMPTED)
     if reason:

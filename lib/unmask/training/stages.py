@@ -348,11 +348,12 @@ def contextual_batch(
     queries = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
     gold_N = torch.tensor([documents[index].golds[number] for index, number in drawn])
     lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
-    whole = [join_chunks(document.chunks, separator_id) for document in documents]
-    alone = [TokenSequence(chunk) for document in documents for chunk in document.chunks]
+    # One of the two is read, and only that is made.
+    whole = (join_chunks(document.chunks, separator_id) for document in documents)
+    alone = (TokenSequence(chunk) for document in documents for chunk in document.chunks)
     document_N = torch.tensor([index for index, _ in drawn])
     counts_MC = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-    return ContextualBatch(queries + (whole if late_chunking else alone), document_N, gold_N, counts_MC)
+    return ContextualBatch([*queries, *(whole if late_chunking else alone)], document_N, gold_N, counts_MC)
 
 
 def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -536,8 +537,7 @@ class Contextual(Contrastive):
             rng=np.random.default_rng([self.config.seed, 3, step]),
             late_chunking=self.asked.get("late_chunking", True),
         )  # fmt: skip
-        queries = len(layout.document_N)
-        batch = Batch(dataset=name, sequences=layout.sequences, count=queries, layout=layout)
+        batch = Batch(dataset=name, sequences=layout.sequences, count=len(layout.gold_N), layout=layout)
         texts_RD = torch.ones(sum(text.rows for text in batch.sequences), min(self.config.dimensions))
         return replace(batch, told={"guess": float(self.loss(texts_RD, batch, step, ALONE))})
 
