@@ -246,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command("run", run, "execute the notebooks that are due", shared)
     add("--from", dest="start", default="", metavar="NN", help="leave out the notebooks before this one")
     add("--to", dest="stop", default="", metavar="NN", help="leave out the notebooks after this one")
-    add("--only", default="", metavar="NN", help="this notebook only")
+    add("--only", default="", metavar="NN,…", help="these notebooks only")
     add("--force", action="store_true", help="run the selected notebooks even if they are up to date")
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
     add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")

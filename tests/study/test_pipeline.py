@@ -80,10 +80,10 @@ def test_what_is_no_notebook_of_ours_is_refused(checkout):
 
 def test_selection(diamond):
     stages = discover(diamond.folders.notebooks)
-    names = [stage.name for stage in stages]
-    assert names == ["00_backbone", "01_left", "02_right", "03_join", "04_apart"]
+    assert [one.name for one in stages] == ["00_backbone", "01_left", "02_right", "03_join", "04_apart"]
     for text in ("03", "03_join", "join", "03_join.ipynb"):
         assert select(stages, only=text) == stages[3:4]
+    assert select(stages, only="03,01") == [stages[1], stages[3]]  # in running order
     assert select(stages, start="02") == stages[2:]
     assert select(stages, stop="right") == stages[:3]
     assert select(stages, start="02", stop="03") == stages[2:4]

@@ -94,16 +94,18 @@ def discover(notebooks: Path) -> list[Stage]:
 def select(
     stages: Sequence[Stage], start: str = "", only: str = "", stop: str = "", *, again: int | None = None
 ) -> list[Stage]:
-    """The stages from `start` on and up to `stop`, or `only` one, given as number ("03") or name
-    ("03_contextual"); those alone that are repeated where a run is done `again` with another seed.
+    """The stages from `start` on and up to `stop`, or `only` some, given as numbers ("03") or names
+    ("03_contextual") with commas between; those alone that are repeated where a run is done `again` with
+    another seed.
 
     Raises: PipelineError if there is no notebook of that name, or none is left.
     """
-    first = _find(stages, only or start) if only or start else 0
-    last = _find(stages, only or stop) if only or stop else len(stages) - 1
+    first = _find(stages, start) if start else 0
+    last = _find(stages, stop) if stop else len(stages) - 1
     if last < first or (only and (start or stop)):
         raise PipelineError("no notebook is left: --to comes before --from, or stands beside --only")
-    return [stage for stage in stages[first : last + 1] if stage.seeds == "each" or not again]
+    wanted = {_find(stages, name) for name in only.split(",")} if only else range(first, last + 1)
+    return [stages[i] for i in sorted(wanted) if stages[i].seeds == "each" or not again]
 
 
 def expected(stages: Sequence[Stage], preset: dict[str, Any], folders: Folders, data: str = "") -> Marks:
@@ -238,9 +240,8 @@ def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
 
 def _visible() -> list[str]:
     """This machine's GPUs, or those of them that CUDA_VISIBLE_DEVICES leaves."""
-    known = os.environ.get("CUDA_VISIBLE_DEVICES")
-    every = map(str, range(len(gpu_names()))) if known is None else known.split(",")
-    return list(filter(None, every))
+    every = ",".join(map(str, range(len(gpu_names()))))
+    return list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")))
 
 
 def run_stages(
@@ -269,8 +270,7 @@ def run_stages(
     parameters = {"preset": about["preset"]["name"]} | {key: about[key] for key in ("overrides", "run")}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
-    ready, running, failures, signals, grace = [], [], [], [], grace_seconds()
-    deadline = math.inf
+    ready, running, failures, signals, grace, deadline = [], [], [], [], grace_seconds(), math.inf
     with on_signal(signals.append):
         while sorter.is_active():
             ready = sorted([*ready, *sorter.get_ready()])
