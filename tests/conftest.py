@@ -27,12 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = [item for item in items if item.get_closest_marker("slow") and item.path.name != "test_smoke.py"]
     others = sorted((x for x in items if x not in slow), key=lambda x: x.path.name != "test_smoke.py")
     items[:] = others[: len(items) // 2] + slow + others[len(items) // 2 :]
-    mirror = os.environ.get("UNMASK_MIRROR")
     offline = os.environ["HF_HUB_OFFLINE"] == "1"
     reasons = {
         "gpu": None if shutil.which("nvidia-smi") else "no NVIDIA GPU on this machine",
         "hub": "no Hub: set HF_HUB_OFFLINE=0 where it can be reached" if offline else None,
-        "mirror": None if mirror and Path(mirror).is_dir() else "no mirror: UNMASK_MIRROR names no directory",
         "faults": None if os.environ.get("UNMASK_FAULTS") == "1" else "fault injection: make test-faults",
     }
     for item in items:

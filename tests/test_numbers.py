@@ -13,6 +13,8 @@ from unmask.store import repository
 RESULTS = repository() / "results"
 PAPER = repository() / "lib" / "unmask" / "study" / "paper.yaml"
 NUMBER = re.compile(r"(?<!≥ )(?<![\w.,/=-])[−+-]?(\d{1,3}(?:,\d{3})+|\d+\.\d+)(?![\w.]*\d|[/-])")
+TRIPLE = re.compile(r"([+-]\d+\.\d+) \[([+-]\d+\.\d+), ([+-]\d+\.\d+)\]")  # an effect and its interval
+LISTED = re.compile(r"\[\s*" + r",\s*".join([r"(-?\d\.\d+(?:e-\d+)?)"] * 3) + r"\s*\]")
 SCALES = 1, 100, 1e-2, 1e-6, 2**-30  # as it is, in hundredths, a share of hundredths, in millions, in GiB
 
 
@@ -29,14 +31,24 @@ def leaves(value, path=()):
         yield path, abs(value)
 
 
+def effects(text):
+    """(value, low, high) of all effects in a text, or in JSON, where they may be lists of shares."""
+    listed = {tuple(f"{100 * float(x):+.1f}" for x in row) for row in LISTED.findall(text)}
+    return listed.union(TRIPLE.findall(text.replace("−", "-").replace("\n", " ")))
+
+
+def files(run):
+    """What a run and its seeds saved."""
+    return [file for folder in (run, *RESULTS.glob(f"{run.name}-seed*")) for file in folder.glob("*.json")]
+
+
 @cache
 def measured(run):
     """What a run saved, and what its seeds make of it: means and standard deviations."""
     by_path = {}
-    for folder in (run, *RESULTS.glob(f"{run.name}-seed*")):
-        for file in folder.glob("*.json"):
-            for path, value in leaves(json.loads(file.read_text()), (file.name,)):
-                by_path.setdefault(path, []).append(value)
+    for file in files(run):
+        for path, value in leaves(json.loads(file.read_text()), (file.name,)):
+            by_path.setdefault(path, []).append(value)
     pooled = {of(values) for values in by_path.values() if len(values) > 1 for of in (mean, stdev)}
     both = (("07_diffusion_vs_ar.json", f"{kind}_seconds") for kind in ("train", "pretrain"))
     return pooled.union(*by_path.values(), [sum(by_path.get(path, [0])[0] for path in both)])
@@ -45,7 +57,8 @@ def measured(run):
 def missing(text, runs):
     """Numbers of a text that neither these runs nor the papers have, rounded as the text does."""
     values = {value for _, value in leaves(yaml.safe_load(PAPER.read_text()))}.union(*map(measured, runs))
-    found, rounded = [], {}
+    known = set().union(*(effects(file.read_text()) for run in runs for file in files(run)))
+    found, rounded = sorted(effects(text) - known), {}
     for number in NUMBER.findall(text):
         whole, _, decimals = number.replace(",", "").partition(".")
         digits = len(decimals) or len(whole.rstrip("0")) - len(whole)

@@ -213,7 +213,7 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
 
 def _run_name(options: argparse.Namespace, seed: int | None) -> str:
     name = options.run or options.preset
-    if name in (".", "..", "presets", "sources", "data", "seeds") or "/" in name:
+    if name in (".", "..", "presets", "sources", "data", "seeds", "benchmarks") or "/" in name:
         raise PipelineError(f"--run {name}: a run's name is its folders', and this one cannot be taken")
     return seed_run(name, seed) if seed else name
 

@@ -1,6 +1,5 @@
 """The first half hour on a GPU, in commands of at most ten minutes that need no internet:
 
-    tests     the suite's tests that need a GPU
     kernels   attention and cross-entropy against float32: error and TFLOP/s
     steps     diffusion, pair and contextual steps of the 0.6B model: MFU, memory beside the plan's, graphs
               compiled again, waits for the GPU
@@ -19,10 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-from xml.etree import ElementTree
 
 import gpu
 import torch
@@ -38,10 +34,8 @@ from unmask.store import artifacts_root, repository
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-COVERED = "models", "evaluation", "training"  # folders of tests that need a GPU
 STOP_AFTER = 150, 380  # seconds until SIGTERM, the first time and the second
 Row = dict[str, Any]
-Attention = Callable[..., Tensor]
 
 
 def timed(step: Callable[[], Any], repetitions: int) -> float:
@@ -82,18 +76,15 @@ def kernels(small: bool) -> Iterator[Row]:
     heads, length, width, texts = (2, 64, 16, 3) if small else (16, 4096, 128, 4)
     q, k, v = (torch.randn(texts, heads, length, width, device=DEVICE).bfloat16() for _ in range(3))
     work = 3.5 * 4 * texts * heads * length**2 * width  # 3.5: two products forward, five backward
-    cut = (torch.arange(length, device=DEVICE) < length // 2).expand(texts, 1, length, length)
-    kinds = {"": {}, ", keys shared by two heads": {"enable_gqa": True}, ", cut": {"attn_mask": cut}}
-    for backend, (kind, options) in itertools.product(BACKENDS, kinds.items()):
-        exact = partial(F.scaled_dot_product_attention, **options)
+    exact = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    for backend in BACKENDS:
 
-        def attention(*values: Tensor, backend: SDPBackend = backend, exact: Attention = exact) -> Tensor:
+        def attention(*values: Tensor, backend: SDPBackend = backend) -> Tensor:
             with sdpa_kernel(backend):
                 return exact(*values)
 
-        keys = (x[:, ::2] if "enable_gqa" in options else x for x in (k, v))
-        name = f"attention, {texts} × {length}{kind}, {backend.name}"
-        yield compared(name, work, attention, exact, q, *keys)
+        name = f"attention, {texts} × {length}, keys shared by two heads, {backend.name}"
+        yield compared(name, work, attention, exact, q, k[:, ::2], v[:, ::2])
     lengths = [length // 16 * share for share in (1, 2, 5, 8, 16, 3)]
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     packed = [torch.randn(ends[-1], heads, width, device=DEVICE).bfloat16() for _ in range(3)]
@@ -133,10 +124,9 @@ def steps(small: bool) -> Iterator[Row]:
     for name, options in (
         ("diffusion", {}),
         ("pair", {}),
-        ("pair", {"mixed": True}),
-        ("pair", {"mixed": True, "compile": True}),
+        ("pair", {"compile": True}),
         ("contextual", {}),
-        ("pair", {"mixed": True, "batch": 8 if small else 16_384, "steps": 1, "warm_up": 1}),
+        ("pair", {"batch": 8 if small else 16_384, "steps": 1, "warm_up": 1}),
     ):
         if small and options.get("compile"):
             continue  # there may be no compiler
@@ -192,20 +182,7 @@ def recipe(small: bool) -> Iterator[Row]:
         yield {"name": name, "steps": len(values), "first": values[0], "last": values[-1]}
 
 
-def tests(small: bool) -> Iterator[Row]:
-    """The counts of pytest, and what failed, of the tests that need a GPU; the others run anywhere."""
-    folders = [f"tests/{name}" for name in (COVERED[:1] if small else COVERED)]
-    with TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *folders]
-        status = subprocess.run(command, cwd=repository()).returncode
-        suite = ElementTree.parse(report).getroot()[0]
-    counts = {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
-    failed = [case.get("name") for case in suite if case.find("failure") is not None]
-    yield {"name": "gpu", "status": status, "failed": failed, **counts}
-
-
-COMMANDS = {one.__name__: one for one in (tests, kernels, steps, sharded, recipe)}
+COMMANDS = {one.__name__: one for one in (kernels, steps, sharded, recipe)}
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

@@ -1,7 +1,8 @@
 """Training steps of the 0.6B model on one GPU, for `first_gpu`. Others report 0.36 to 0.46 of the peak.
 
 Whole steps of `unmask.training.loop.train`: batch, forward, backward, clipping, optimiser, log. Weights are
-untrained and tokens random, all texts as long as the preset allows.
+untrained and tokens random; texts of pairs have an eighth of the length that the preset allows up to all of
+it, even in their logarithm, all others the whole.
 
 MFU = FLOPs that the mathematics needs / time / the GPU's peak: attention counted in full, logits at the
 masked positions, nothing for what is computed twice (gradient caching, logits in chunks). That is per token
@@ -35,12 +36,8 @@ WARM_UP, STEPS = 3, 8
 BATCH = {"diffusion": 16, "pair": 512, "contextual": 16}  # of a step; several micro-batches each
 
 
-def work_of(preset: Preset, name: str, mixed: bool = False) -> tuple[Stage, list[tuple[int, int]]]:
-    """A stage with its data, and the texts of one step as (number, tokens).
-
-    Args:
-        mixed: lengths of pairs from an eighth of what the preset allows up to it, even in their logarithm.
-    """
+def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
+    """A stage with its data, and the texts of one step as (number, tokens)."""
     config, rng = getattr(preset, name), np.random.default_rng(0)
 
     def ids(*shape: int) -> np.ndarray:
@@ -51,8 +48,7 @@ def work_of(preset: Preset, name: str, mixed: bool = False) -> tuple[Stage, list
         stage = Diffusion(asked, data=ids(2 * n, config.length), mask_token_id=3)
         return stage, [(n, config.length)]
     if name == "pair":
-        least = 1 / 8 if mixed else 1
-        shares = np.exp(rng.uniform(np.log(least), 0, (2, n)))
+        shares = np.exp(rng.uniform(np.log(1 / 8), 0, (2, n)))
         limits = np.array([[config.query_length], [config.document_length]])
         columns = [[ids(int(length)) for length in row] for row in np.ceil(shares * limits)]
         pairs = TokenPairs(*columns, [str(i) for i in range(n)])
@@ -75,8 +71,8 @@ def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
 
 
 def measure(
-    name: str, preset: Preset | None = None, *, batch: int = 0, steps: int = STEPS, mixed: bool = False,
-    warm_up: int = WARM_UP, **changes: Any,
+    name: str, preset: Preset | None = None, *, batch: int = 0, steps: int = STEPS, warm_up: int = WARM_UP,
+    **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains for a few steps and returns the median rate, the MFU and the setting; the peak of the memory
     beside the plan's, how often a step waited for the GPU, and graphs that were compiled late."""
@@ -84,7 +80,7 @@ def measure(
     changes |= {"batch": batch, "steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5}
     config = replace(getattr(preset, name), **changes, checkpoint_seconds=3600)
     preset = replace(preset, parallel=ParallelConfig(), **{name: config})  # one process, unsharded
-    (stage, texts), shape = work_of(preset, name, mixed), preset.backbone
+    (stage, texts), shape = work_of(preset, name), preset.backbone
     sizes = tiny.sizes(shape, shape.layers, preset.data.vocab_size)
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True, is_causal=False))
     graphs, cuda = [], torch.cuda.is_available()
@@ -120,6 +116,6 @@ def measure(
         "planned_gb": memory_bytes(preset, name, 1) / 1e9,
         "waits_per_step": waits / steps if cuda else None,
         "graphs_after_warm_up": graphs[-1] - graphs[warm_up - 1],
-        "setting": f"{device}; {batch} rows per step{', of mixed lengths' * mixed}, token_budget "
-        f"{config.token_budget}, compile {config.compile}, {config.precision}",
+        "setting": f"{device}; {batch} rows per step, token_budget {config.token_budget}, "
+        f"compile {config.compile}, {config.precision}",
     }

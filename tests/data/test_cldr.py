@@ -16,7 +16,11 @@ def rows():
 
 def test_deterministic_for_a_seed(rows):
     assert cldr.harvest(0, LANGUAGES) == rows
-    assert cldr.harvest(1, LANGUAGES) != rows
+    ours, others = (
+        {row["key"] for row in found["documents"] if row["split"] == "test"}
+        for found in (rows, cldr.harvest(1, LANGUAGES))
+    )
+    assert len(ours & others) < len(ours) / 3  # another seed asks for others
 
 
 def test_an_entity_lives_in_one_split(rows):

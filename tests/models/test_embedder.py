@@ -12,7 +12,7 @@ import tiny_families
 from unmask import Embedder
 from unmask.models import backbone
 from unmask.models import embedder as module
-from unmask.models.embedder import PRECISIONS
+from unmask.models.quantize import BITS
 
 WORDS = " ".join(tiny.TEXTS[:5]).split()
 TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 1 + i * 5 % 23]) for i in range(64)]
@@ -61,7 +61,7 @@ def test_precisions_come_from_the_same_unquantised_mean(embedder):
     np.testing.assert_array_equal(embedder.encode(TEXTS), int8)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", BITS)
 def test_fewer_dimensions_are_a_prefix(embedder, precision):
     whole, prefix = embedder.encode(TEXTS, precision), embedder.encode(TEXTS, precision, dimensions=16)
     np.testing.assert_array_equal(prefix, whole[:, : 2 if precision == "ubinary" else 16])

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from types import SimpleNamespace
 
 import nbformat
@@ -17,9 +18,8 @@ from unmask.study import evidence
 
 RNG = np.random.default_rng(4)
 WORKS = {"claim": "It works.", "source": "table 1", "paper": "+3", "above": 0.1, "notebook": "02_pair"}
-FAST = {"claim": "It is fast.", "source": "table 1", "paper": "1 ms", "notebook": "02_pair"}
 SCALES = {"claim": "It scales.", "source": "s", "paper": "p", "why": "needs 64 GPUs", "notebook": "02_pair"}
-CLAIMS = {"works": WORKS | {"headline": True}, "fast": FAST, "scales": SCALES}
+CLAIMS = {"works": WORKS | {"headline": True}, "scales": SCALES}
 CLAIMS["sized"] = {"claim": "It works at {size}.", "source": "s", "paper": "p", "below": 0, "unit": "nats"}
 CLAIMS["sized"]["notebook"] = "02_pair"
 
@@ -55,7 +55,7 @@ def test_queries_of_one_document_are_drawn_together():
     trials = rng.standard_normal((200, 40))[:, cluster_N] + rng.standard_normal((200, 200)) / 2
     ends = [[evidence.bootstrap(x_N, 200, drawn).interval for x_N in trials] for drawn in (None, cluster_N)]
     held = [sum(low <= 0 <= high for low, high in some) for some in ends]
-    assert held[0] < 140 and held[1] >= 170
+    assert held[0] < 140 and held[1] >= 175
 
 
 def test_what_is_no_mean_is_computed_in_every_resample():
@@ -94,7 +94,8 @@ def test_pooling_adds_what_other_seeds_would_to_what_other_queries_would():
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])  # of the seeds, in standard errors of one seed's queries
 @pytest.mark.parametrize("several", [1, 5])  # effects, whose lowest is asked for
 def test_intervals_over_seeds_hold_the_truth(seeds, spread, several):
-    """Queries and seeds have effects of their own, and so has each query in each seed; the truth is 0."""
+    """Documents, each with its queries, and seeds have effects of their own, and so has each document in each
+    seed; the truth is 0."""
     rng, trials, n = np.random.default_rng(0), 600, 100
     drawn_NB, held = rng.multinomial(n, np.full(n, 1 / n), size=200).T, 0  # how often, in each resample
     for _ in range(trials):
@@ -152,13 +153,17 @@ def test_a_falling_loss_passes_and_each_fault_fails_its_own_gate():
     assert passed(evidence.learnt("x", curve(falling), 0.5)) == [True, False, True]
     assert passed(evidence.learnt("x", curve(falling[::-1]), 9.0)) == [False, True, False]
     assert passed(evidence.learnt("x", curve(back), 9.0)) == [True, True, False]
-    assert passed(evidence.learnt("x", curve([3.0, 2.0]), 9.0)) == [True, True, True]  # of a smoke run
+    assert passed(evidence.learnt("x", curve([3.0, 2.0]), 9.0)) == [True, True]  # of a smoke run: no rise
+    noisy = np.concatenate([falling[:40], 1 + np.random.default_rng(1).random(20)])
+    assert passed(evidence.learnt("x", curve(noisy), 9.0)) == [True, True]  # could rise by half, unseen
 
 
 def test_a_denoiser_uses_what_is_left_of_the_text():
-    assert passed(evidence.denoises({"0.05": 2.5, "1.0": 9.0}, 2.9, 4.0, beats=True)) == [True, True]
-    assert passed(evidence.denoises({"0.05": 3.5, "1.0": 9.0}, 2.9, 4.0, beats=True)) == [True, False]
-    assert passed(evidence.denoises({"0.05": 7.4, "1.0": 7.5}, 2.9, 4.0, beats=False)) == [False]
+    found = [
+        evidence.denoises({"0.05": left, "1.0": right}, {"0.05": 3.2, "1.0": 9.0}, 2.9, 4.0, beats=beats)
+        for left, right, beats in [(2.5, 9.0, True), (3.1, 9.0, True), (3.3, 9.0, False), (3.1, 7.0, False)]
+    ]
+    assert [*map(passed, found)] == [[True] * 3, [True, True, False], [True, False], [False, True]]
 
 
 def test_a_model_at_chance_is_found_out():
@@ -251,12 +256,11 @@ def test_a_gate_is_judged_on_the_mean_over_seeds():
     assert evidence.mean_gates([few, slope, many, slope]) == [rises, slope] and not slope["passed"]
 
 
-def test_facts_hold_or_do_not_and_what_was_not_run_says_why(study):
+def test_what_was_not_run_says_why(study):
     kept = evidence.keep(study, [evidence.claim(study, "works", evidence.bootstrap([0.0, 1.0], 9))])
-    kept += [evidence.fact(study, "fast", ours=text, holds=text == "5") for text in "56"]
     kept += [evidence.not_run("scales"), evidence.not_run("scales", "no data")]
-    assert [one["verdict"] for one in kept[1:4]] == ["reproduced", "contradicted", "not run"]
-    assert [one["ours"] for one in kept[3:]] == ["not run (needs 64 GPUs)", "not run (no data)"]
+    assert [one["verdict"] for one in kept[1:]] == ["not run", "not run"]
+    assert [one["ours"] for one in kept[1:]] == ["not run (needs 64 GPUs)", "not run (no data)"]
     assert evidence.not_run("sized", "no data")["claim"] == "It works at …."
     assert len({frozenset(one) for one in kept}) == 1
     assert json.loads(json.dumps(kept)) == kept
@@ -274,8 +278,8 @@ def execute(study, seed, *, corpus="c", **overrides):
     config = load_preset("smoke", seeded(seed) | overrides)
     run = Run("02_pair", name, config)
     works = evidence.claim(run, "works", evidence.bootstrap(EFFECTS[seed], 100))
-    fast = evidence.fact(run, "fast", ours=f"{seed} ms", holds=seed < 2)
-    run.save({"claims": evidence.keep(run, [works, fast, evidence.not_run("scales")])})
+    size = [evidence.claim(run, "sized", evidence.bootstrap(EFFECTS[seed], 100), size=7)] * (seed != 1)
+    run.save({"claims": evidence.keep(run, [works, *size, evidence.not_run("scales")])})
     run.save({"corpus_hash": corpus, "claims": []}, "00_backbone")
     run.save({"preset": resolved(config), "commit": "abc"}, "provenance")
 
@@ -286,16 +290,15 @@ def test_claims_are_pooled_over_the_seeds_at_hand(study):
     assert alone["seeds"] == [0] and alone["value"] == evidence.bootstrap(EFFECTS[0], 100).value
     for seed in (2, 1):
         execute(study, seed)
-    works, fast, scales = evidence.pooled(study)
+    works, sized, scales = evidence.pooled(study)
     naive = evidence.pool([evidence.bootstrap(EFFECTS[seed], 100) for seed in range(3)])
     assert works["value"] == pytest.approx(naive.value) and works["ours"] == works["effect"]
     # The resamples were kept in half precision.
     assert works["interval"] == pytest.approx(naive.interval, abs=1e-4)
     assert works["seeds"] == [0, 1, 2] and works["verdict"] == evidence.judge(naive.interval, above=0.1)
     assert works["values"] == {str(seed): pytest.approx(EFFECTS[seed].mean()) for seed in range(3)}
-    said = "; ".join(f"seed {seed}: {seed} ms" for seed in range(3))
-    assert (fast["verdict"], fast["ours"]) == ("not at this scale", said)
-    assert json.loads(json.dumps([works, fast, scales])) == [works, fast, evidence.not_run("scales")]
+    assert sized["seeds"] == [0, 2]  # seed 1 could not test it
+    assert json.loads(json.dumps([works, sized, scales])) == [works, sized, evidence.not_run("scales")]
 
 
 def test_runs_that_cannot_be_compared_are_left_out_and_named(study):
@@ -305,7 +308,10 @@ def test_runs_that_cannot_be_compared_are_left_out_and_named(study):
     execute(study, 3)
     (study.results.parent / "smoke-seed3" / "provenance.json").unlink()
     execute(study, 4, **{"pair.keep_tokens": 1, "pair.token_budget": 99})  # on a smaller machine
+    twin = study.results.parent / "smoke-seed5"  # a copy of seed 4, whose numbers would count twice
+    shutil.copytree(study.results.parent / "smoke-seed4", twin)
     reasons = evidence.left_out(study)
+    assert reasons.pop("smoke-seed5") == "was trained with seed 4"
     assert reasons.pop("smoke-seed3").startswith("differs in")
     assert reasons == {"smoke-seed1": "differs in corpus", "smoke-seed2": "differs in pair.lr"}
     assert list(evidence.metrics(study)) == [0, 4] and evidence.pooled(study)[0]["seeds"] == [0, 4]

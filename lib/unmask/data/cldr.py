@@ -1,10 +1,10 @@
 """Many languages without a download: pairs, documents and text from the CLDR data that comes with Babel.
 
 An *entity* is a name (of a country, language, currency, script or city), a date, a number, a quantity or an
-amount of money. Its split follows from a hash of the entity alone, so that what is tested was never seen in
-training, in any language or task. Dates, numbers, quantities and amounts are drawn from so many that unseen
-ones are made of seen words: there a model can generalise, whereas an unseen name carries to another language
-only as far as names resemble.
+amount of money. Its split follows from a hash of the entity and the seed: what is tested was never seen in
+training, in any language or task, and another seed asks for others. Dates, numbers, quantities and amounts
+are drawn from so many that unseen ones are made of seen words: there a model can generalise, whereas an
+unseen name carries to another language only as far as names resemble.
 """
 
 import random
@@ -42,9 +42,10 @@ class Named(NamedTuple):
     names: dict[str, str]  # by language
 
 
-def split_of(entity: str) -> str:
-    """Split of an entity from its own hash: 80 % "train", 10 % "dev", 10 % "test"."""
-    bucket = int.from_bytes(sha256(entity.encode()).digest()[:4], "big") % 10
+def split_of(entity: str, seed: int) -> str:
+    """Split of an entity from a hash of it, with the seed unless that is 0: 80 % "train", 10 % "dev", 10 %
+    "test"."""
+    bucket = int.from_bytes(sha256(f"{entity}{seed or ''}".encode()).digest()[:4], "big") % 10
     return {8: "dev", 9: "test"}.get(bucket, "train")
 
 
@@ -52,13 +53,14 @@ def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[d
     """Texts, pairs and documents, every row with its split under "split".
 
     Args:
-        seed: of the draws of dates, numbers, quantities, amounts, language pairs and templates.
+        seed: of the splits, and of the draws of dates, numbers, quantities, amounts, language pairs and
+            templates.
         languages: CLDR codes; English must be among them and there must be two at least.
     Returns: {"texts": [...], "pairs": [...], "documents": [...]}, the same for the same seed and CLDR
         version.
     """
     locales = {language: Locale.parse(language) for language in languages}
-    entities = _entities(locales)
+    entities = _entities(locales, seed)
     monolingual = list(_draws("multi", locales, entities, seed))
     translated = [*_translated(entities, seed), *_draws("cross", locales, entities, seed)]
     return {
@@ -68,14 +70,14 @@ def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[d
     }
 
 
-def _entities(locales: dict[str, Locale]) -> list[Named]:
+def _entities(locales: dict[str, Locale], seed: int) -> list[Named]:
     found = {language: _names(locale) for language, locale in locales.items()}
     entities = []
     for kind, english in found["en"].items():
         for code in sorted(english):
             names = {language: kinds[kind][code] for language, kinds in found.items() if code in kinds[kind]}
             # One name, one entity: the city of Singapore is in the country's split.
-            entities.append(Named(kind, code, split_of(names["en"].lower()), names))
+            entities.append(Named(kind, code, split_of(names["en"].lower(), seed), names))
     return entities
 
 
@@ -124,7 +126,7 @@ def _draws(
             identifier = kind == "quantity" and name in query + document
             if key not in seen and query != document and not identifier:
                 seen.add(key)
-                yield _pair(mode, key, split_of(key), f"{a}-{b}" if cross else a, query, document)
+                yield _pair(mode, key, split_of(key, seed), f"{a}-{b}" if cross else a, query, document)
 
 
 def _draw(kind: str, currencies: list[str], draw: random.Random) -> tuple[str, Any]:

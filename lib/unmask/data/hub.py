@@ -192,13 +192,13 @@ def pull(preset: Preset, folder: Path) -> None:
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror
     try:
         plans = {repo: _plan(parts[repo], folder / repo) for repo in tqdm(parts, "listing", leave=False)}
-        needed, free = sum(size for _, size in plans.values()), shutil.disk_usage(folder).free
+        needed, free = sum(size for _, size, _ in plans.values()), shutil.disk_usage(folder).free
         if needed > free:
             raise OSError(f"{needed:,} bytes are to be fetched and {free:,} are free at {folder}: free some")
-        for repo, (download, size) in plans.items():
+        for repo, (download, size, text) in plans.items():
             print(f"{repo} at {download['revision'][:12]}: {size:,} bytes to fetch", flush=True)
             snapshot_download(repo, **download)
-            _record_checksums(folder / repo)
+            _record_checksums(folder / repo, text)
     except HTTPError as error:
         why = " ".join(str(error).split())
         raise OSError(f"the Hub fails ({why}); the same command goes on") from error
@@ -207,13 +207,14 @@ def pull(preset: Preset, folder: Path) -> None:
     print(f"all that preset {preset.name!r} needs is there: UNMASK_MIRROR={folder} serves it")
 
 
-def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int]:
+def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int, dict[str, float]]:
     """Notes in a repository's manifest what is to be fetched, before any of it is.
 
     A repository that is in the mirror already stays at its commit, so that a branch that moves meanwhile does
     not mix two versions.
 
-    Returns: the arguments of `snapshot_download`, and the bytes that it will fetch.
+    Returns: the arguments of `snapshot_download`, the bytes that it will fetch, and for how much text of each
+        source the repository will then do.
     """
     repo, asked, kind = parts[0].repo, parts[0].revision, "dataset" if parts[0].source else "model"
     pulled = manifest(folder)
@@ -221,7 +222,7 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int]:
         commit = HfApi().repo_info(repo, repo_type=kind, revision=asked).sha
         pulled = {"requested": asked, "revision": commit, "files": {}}
     download = {"repo_type": kind, "revision": pulled["revision"], "local_dir": folder}
-    patterns, held = ["README.md"], pulled.setdefault("text_bytes", {})
+    patterns, held = ["README.md"], dict(pulled.get("text_bytes", {}))
     for need in parts:
         if need.source:
             chosen, text = _chosen(need, pulled["revision"])
@@ -229,10 +230,11 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int]:
             held[need.part] = max(text, held.get(need.part, 0))
     download |= {"allow_patterns": patterns} if kind == "dataset" else MODEL_FILES
     found = snapshot_download(repo, **download, dry_run=True)
-    for file in found:
-        pulled["files"].setdefault(file.filename, {"size": file.file_size})
-    write_json(folder / MANIFEST, pulled)
-    return download, sum(file.file_size or 0 for file in found if file.will_download)
+    whole = {path: fact for path, fact in pulled["files"].items() if "sha256" in fact}
+    # What an interrupted pull of more had planned is forgotten.
+    planned = {file.filename: {"size": file.file_size} for file in found}
+    write_json(folder / MANIFEST, pulled | {"files": planned | whole})
+    return download, sum(file.file_size or 0 for file in found if file.will_download), held
 
 
 def _chosen(need: Need, commit: str) -> tuple[list[str], float]:
@@ -259,8 +261,8 @@ def _text_share(file: DataFile, column: str) -> float:
     return text / file.size if text else PLAIN
 
 
-def _record_checksums(folder: Path) -> None:
-    pulled = manifest(folder)
+def _record_checksums(folder: Path, text_bytes: dict[str, float]) -> None:
+    pulled = manifest(folder) | {"text_bytes": text_bytes}
     for path, fact in pulled["files"].items():
         if "sha256" not in fact:
             fact["size"] = fact["size"] or (folder / path).stat().st_size  # some servers do not say it

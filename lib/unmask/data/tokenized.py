@@ -128,6 +128,8 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         done = Prepared.read(folder)
+        short = [file for file in folder.glob("*.bin") if file.stat().st_size < done.sizes.get(file.stem, 0)]
+        done = Prepared(folder) if short else done  # a power cut: the journal was on the disk before the file
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))

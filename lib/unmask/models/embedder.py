@@ -24,9 +24,8 @@ from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, interchange
 from unmask.models.attention import fast_attention, unpadded
 from unmask.models.encoding import context_windows, encode_rows, micro_batches, only_chunks
-from unmask.models.quantize import binary, int8, pack_binary
+from unmask.models.quantize import BITS, binary, int8, pack_binary
 
-PRECISIONS = ("float32", "int8", "binary", "ubinary")
 WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 SORTED = 32  # micro-batches' worth of tokens that are held and sorted by length at a time
@@ -353,13 +352,13 @@ class Embedder:
 
 
 def quantized(rows_BD: np.ndarray, precision: str, dimensions: int | None = None) -> np.ndarray:
-    """Pooled float vectors in one of the PRECISIONS, cut to the first `dimensions`.
+    """Pooled float vectors in a precision of BITS, cut to the first `dimensions`.
 
     Raises: ValueError for an unknown precision, for more dimensions than there are, and for "ubinary" of a
         number of dimensions that is no multiple of 8.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
+    if precision not in BITS:
+        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(BITS)}")
     if dimensions is not None and not 1 <= dimensions <= rows_BD.shape[1]:
         raise ValueError(f"dimensions must be between 1 and {rows_BD.shape[1]}, got {dimensions}")
     mean_BD = torch.from_numpy(np.ascontiguousarray(rows_BD[:, :dimensions]))

@@ -192,8 +192,9 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | Non
     Start and end are the first and the last tenth of the steps, three at least. Losses of different data sets
     are not comparable: for the first check each is taken as its distance from the mean of its data set, for
     the second as it is, beside its own base rate. A rise is the slope over the last third of the steps times
-    their number, data sets' means taken out of both; it counts if its 95 % interval lies above 0, and is not
-    asked for where each data set comes once.
+    their number, data sets' means taken out of both; it counts if its 95 % interval lies above 0. It is not
+    asked for where it could not be seen: each data set comes once, or half the interval is over a third of
+    the loss.
 
     Args:
         name: of the training; curve: its logged steps, with "loss" and perhaps "dataset".
@@ -219,26 +220,30 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | Non
         line = stats.linregress(place_S, tail_S)
         stderr = line.stderr * ((last - 2) / free) ** 0.5  # the means of the data sets were estimated, too
         rise, error = line.slope * last, stats.t.ppf(0.975, free) * stderr * last
-    return [
+    gates = [
         at_most(f"{name}: loss at the end, below its start", end, start),
         at_most(f"{name}: loss at the end, below its base rate", raw_S[-few:].mean(), guess_S[-few:].mean()),
         at_most(f"{name}: rise over the last third, within its error", rise, error),
     ]
+    return gates if 0 < error <= end / 3 else gates[:2]
 
 
-def denoises(masked_nats: Mapping[str, float], causal: float, slope: float, *, beats: bool) -> list[Gate]:
-    """Whether a diffusion backbone uses the text that is left: nats per masked token must rise with the share
-    of masks.
+def denoises(
+    trained: Mapping[str, float], untrained: Mapping[str, float], causal: float, slope: float, *, beats: bool
+) -> list[Gate]:
+    """Whether a diffusion backbone uses the text that is left, and was taught to: nats per masked token must
+    rise with the share of masks, and with the fewest lie below those of the base made bidirectional.
 
     Args:
-        masked_nats: share of masks → nats per masked token, from the fewest masks to 1.
+        trained, untrained: share of masks → nats per masked token, from the fewest masks to 1.
         causal: nats per token of the causal parent; slope: nats that the right end must lie above the left.
         beats: whether the left end must come down to the parent's, as a pretrained parent allows.
     """
-    shares = sorted(masked_nats, key=float)
-    least, most = masked_nats[shares[0]], masked_nats[shares[-1]]
-    found = [at_least(f"denoising slope, nats from t = {shares[0]} to {shares[-1]}", most - least, slope)]
-    return found + ([at_most(f"nats at t = {shares[0]}, at most the causal parent's", least, causal)] * beats)
+    few, most = min(trained, key=float), max(trained, key=float)
+    least = trained[few]
+    found = [at_least(f"denoising slope, nats from t = {few} to {most}", trained[most] - least, slope)]
+    found.append(at_most(f"nats at t = {few}, at most the untrained base's", least, untrained[few]))
+    return found + ([at_most(f"nats at t = {few}, at most the causal parent's", least, causal)] * beats)
 
 
 def above(name: str, scores: Scores, other: Scores, tasks: Sequence[Task], config: EvaluationConfig) -> Gate:
@@ -311,12 +316,6 @@ def claim(
     return line | _judged(line, effect) | {"replicates_B": effect.replicates_B}
 
 
-def fact(study: Run, key: str, *, ours: str, holds: bool, seeds: Sequence[int] | None = None) -> Line:
-    """A claim that holds or does not: arithmetic (of no seed), equality, a time."""
-    seeds = [study.config.pair.seed] if seeds is None else list(seeds)
-    return _line(key) | {"ours": ours, "verdict": "reproduced" if holds else "contradicted", "seeds": seeds}
-
-
 def not_run(key: str, why: str = "") -> Line:
     """A claim that nothing here tests, and why."""
     ours = f"not run ({why or stated()[key]['why']})"
@@ -379,10 +378,13 @@ def runs(study: Run) -> dict[int, Run]:
 def left_out(study: Run) -> dict[str, str]:
     """Runs that are named as repetitions of this one with other seeds but cannot be pooled, and why."""
     ours, reasons = _shared(study, resolved(study.config)), {}
-    for other in _repetitions(study).values():
-        theirs = _shared(other, (other.load("provenance") or {}).get("preset", {}))
+    for seed, other in _repetitions(study).items():
+        preset = (other.load("provenance") or {}).get("preset", {})
+        theirs = _shared(other, preset)
         if changed := [key for key in ours | theirs if ours.get(key) != theirs.get(key)]:
             reasons[other.name] = f"differs in {', '.join(changed[:5])}"
+        elif preset["pair"]["seed"] != seed:
+            reasons[other.name] = f"was trained with seed {preset['pair']['seed']}"
     return reasons
 
 
@@ -411,8 +413,7 @@ def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
 def pooled(study: Run) -> list[Line]:
     """The claims of this run's notebooks, in their order, each over all seeds at hand (see `metrics`).
 
-    An effect is averaged over seeds and judged anew (see `pool`). What holds or does not must do so with
-    every seed, or is "not at this scale".
+    An effect is averaged over the seeds that tested it and judged anew (see `pool`).
 
     Raises: FileNotFoundError if the resamples of a notebook are missing.
     """
@@ -421,12 +422,9 @@ def pooled(study: Run) -> list[Line]:
         rows = {seed: saved[stage]["claims"] for seed, saved in by_seed.items() if stage in saved}
         for one in own.get("claims", ()):
             same = {seed: line for seed, row in rows.items() for line in row if line["claim"] == one["claim"]}
-            at = {seed: replace(every[seed], stage=stage) for seed in same}
-            if len(same) > 1:
-                one = _over_seeds(one, same, at)
-            elif one["value"] is not None:
-                one = one | _judged(one, _effect(*at.values(), one))
-            claims.append(one)
+            tested = {seed: line for seed, line in same.items() if line["value"] is not None}
+            at = {seed: replace(every[seed], stage=stage) for seed in tested}
+            claims.append(_over_seeds(tested, at) if tested else one)
     return claims
 
 
@@ -448,18 +446,17 @@ def corrected(claims: Sequence[Line]) -> list[Line]:
     return [one | lost.get(one["claim"], {}) for one in claims]
 
 
-def _over_seeds(one: Line, same: Mapping[int, Line], at: Mapping[int, Run]) -> Line:
-    """A claim's lines by seed as one; those with an effect were kept at these runs."""
-    text = "ours" if one["value"] is None else "detail"
-    said = [line[text] for line in same.values()]
-    told = said[0] if len(set(said)) == 1 else "; ".join(f"seed {s}: {t}" for s, t in zip(same, said))
-    line = one | {text: told, "seeds": list(same) if one["seeds"] else []}
-    if one["value"] is None:
-        alike = len({line["verdict"] for line in same.values()}) == 1
-        return line | ({} if alike else {"verdict": "not at this scale"})
-    line["gates"] = mean_gates([gate for other in same.values() for gate in other["gates"]])
-    line["values"] = {str(seed): other["value"] for seed, other in same.items()}
-    return line | _judged(line, pool([_effect(at[seed], other) for seed, other in same.items()]))
+def _over_seeds(same: Mapping[int, Line], at: Mapping[int, Run]) -> Line:
+    """A claim's lines by seed as one; they were kept at these runs."""
+    effect = pool([_effect(at[seed], line) for seed, line in same.items()])
+    line, *others = same.values()
+    if others:
+        said = [line["detail"] for line in same.values()]
+        told = said[0] if len(set(said)) == 1 else "; ".join(f"seed {s}: {t}" for s, t in zip(same, said))
+        values = {str(seed): other["value"] for seed, other in same.items()}
+        line = line | {"detail": told, "seeds": list(same), "values": values}
+        line["gates"] = mean_gates([gate for other in same.values() for gate in other["gates"]])
+    return line | _judged(line, effect)
 
 
 def gathered(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:

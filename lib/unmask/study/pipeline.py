@@ -449,6 +449,10 @@ def execute(job: dict[str, Any]) -> str:
             reason = f"\n  {error}{why}"
     try:
         _clean(Path(job["output"]), job["names"])
+        if job["report"] and not reason:
+            from unmask.study.page import publish
+
+            publish(Path(job["output"]), Path(job["report"]))
     except Exception as error:  # it may not have been written
         reason = reason or f"\n  {error}"
     if stopped and reason:
@@ -456,10 +460,6 @@ def execute(job: dict[str, Any]) -> str:
     if reason:
         told = f"notebook {name} failed{reason}\n  log: {job['log']}\n  as far as it got: {job['output']}"
         return _named(told, job["names"])
-    if job["report"]:
-        from unmask.study.page import publish
-
-        publish(Path(job["output"]), Path(job["report"]))
     return ""
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unmask.data.batches import BatchPlan
 from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import context_encoder
@@ -134,10 +133,8 @@ class Reranking(Stage):
         """The tokens of "yes" and of "no"."""
         return answers(self.tokenizer.backend_tokenizer)
 
-    @cached_property
-    def plan(self) -> BatchPlan:
-        config, rows = self.config, {name: len(pairs.queries) for name, pairs in self.data.items()}
-        return BatchPlan(rows, batch=config.batch, steps=config.steps, seed=config.seed)
+    def keys(self) -> dict[str, int]:
+        return {name: len(pairs.queries) for name, pairs in self.data.items()}
 
     def reading(self, group: str) -> dict[str, Any]:
         around, tokenizer = around_query(INSTRUCTIONS[group]), self.stored.load()

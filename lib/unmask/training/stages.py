@@ -88,6 +88,20 @@ class Stage:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
         return [{"data set": name, **rows.counters} for name, rows in self.data.items()]
 
+    def keys(self) -> dict[str, np.ndarray | int]:
+        """What tells the rows of each data set apart, as `BatchPlan` takes it."""
+        return {name: rows.keys for name, rows in self.data.items()}
+
+    def drawing(self) -> dict[str, Any]:
+        """What else decides which rows a step takes, as `BatchPlan` takes it."""
+        return {}
+
+    @cached_property
+    def plan(self) -> BatchPlan:
+        config = self.config
+        sizes = {"batch": config.batch, "steps": config.steps, "seed": config.seed}
+        return BatchPlan(self.keys(), **sizes, **self.drawing())
+
     def inputs(self) -> dict[str, str]:
         """The identities of what the result depends on, beside configuration, corpus, start and code."""
         mined = self.asked.get("negatives")
@@ -202,10 +216,8 @@ class Pretraining(Stage):
     def prepare(self) -> list[dict[str, Any]]:
         return self.data.report
 
-    @cached_property
-    def plan(self) -> BatchPlan:
-        config, sizes = self.config, {"text": len(self.data)}
-        return BatchPlan(sizes, batch=config.batch, steps=config.steps, seed=config.seed)
+    def keys(self) -> dict[str, int]:
+        return {"text": len(self.data)}
 
     def blocks(self, step: int) -> np.ndarray:
         """The tokens (B, L) of a step."""
@@ -392,16 +404,6 @@ class Contrastive(Stage):
     or each of several, has one loss: `loss(rows_RD, batch, step, processes)` is this process's part of it,
     given the vectors of its texts.
     """
-
-    def drawing(self) -> dict[str, Any]:
-        """What else decides which rows a step takes, as `BatchPlan` takes it."""
-        return {}
-
-    @cached_property
-    def plan(self) -> BatchPlan:
-        config, keys = self.config, {name: rows.keys for name, rows in self.data.items()}
-        sizes = {"batch": config.batch, "steps": config.steps, "seed": config.seed}
-        return BatchPlan(keys, **sizes, **self.drawing())
 
     def texts(self, name: str, rows: np.ndarray) -> Batch:
         """The pairs in some rows: queries, then documents, then the hard negatives of each query, if any."""
