@@ -214,7 +214,7 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | Non
     few, last = max(3, len(loss_S) // 10), max(4, len(loss_S) // 3)
     start, end = loss_S[:few].mean(), loss_S[-few:].mean()
     tail_S, place_S = (within(x_S[-last:], of_S[-last:]) for x_S in (loss_S, np.arange(len(loss_S))))
-    rise = error = 0.0
+    rise, error = 0.0, math.inf
     free = len(tail_S) - len(set(of_S[-last:])) - 1
     if free > 0 and len(tail_S) == last:
         line = stats.linregress(place_S, tail_S)
@@ -225,7 +225,7 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | Non
         at_most(f"{name}: loss at the end, below its base rate", raw_S[-few:].mean(), guess_S[-few:].mean()),
         at_most(f"{name}: rise over the last third, within its error", rise, error),
     ]
-    return gates if 0 < error <= end / 3 else gates[:2]
+    return gates if error <= end / 3 else gates[:2]
 
 
 def denoises(
