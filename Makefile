@@ -30,7 +30,7 @@ reproduce: $(READY)
 	@$(BIN)/unmask run --preset $(PRESET) --jobs $(JOBS) $(if $(TO),--to $(TO))
 
 smoke: $(READY)
-	@$(BIN)/unmask run --preset smoke --jobs 2
+	@$(BIN)/unmask run --preset smoke --jobs 2 --force
 
 rehearse: $(READY)
 	@$(BIN)/python tests/rehearsal.py

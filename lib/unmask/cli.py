@@ -74,6 +74,7 @@ def run(options: argparse.Namespace) -> None:
             environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
             environment |= pipeline.own_gpus(preset.parallel)
             environment |= {"UNMASK_ACCEPT_CODE": "1"} if options.accept_code else {}
+            environment |= {"UNMASK_TRAIN_ANEW": "1"} if options.force else {}
             folders.artifacts.mkdir(parents=True, exist_ok=True)
             with FileLock(folders.artifacts / ".lock", timeout=0):
                 pipeline.run_stages(list(due), marks, folders, about, environment, options.jobs)
@@ -247,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--from", dest="start", default="", metavar="NN", help="leave out the notebooks before this one")
     add("--to", dest="stop", default="", metavar="NN", help="leave out the notebooks after this one")
     add("--only", default="", metavar="NN,…", help="these notebooks only")
-    add("--force", action="store_true", help="run the selected notebooks even if they are up to date")
+    add("--force", action="store_true", help="also what is up to date; train anew what other code trained")
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
     add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")
     add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")

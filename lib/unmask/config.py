@@ -351,7 +351,7 @@ class CdeConfig(PairConfig):
         return {name: dict(zip(keys, row)) for name, row in found.items() if first[row] == name}
 
 
-class Qwen3Config(PairConfig):
+class Qwen3EmbeddingConfig(PairConfig):
     """Qwen3-Embedding: a causal embedder with instructions. `steps` are the second phase's."""
 
     pooling: Literal["mean", "last"] = "last"
@@ -408,7 +408,7 @@ class Preset(Section):
     retrieval: RetrievalConfig
     conteb: ContebConfig
     cde: CdeConfig
-    qwen3: Qwen3Config
+    qwen3: Qwen3EmbeddingConfig
     reranker: RerankerConfig
     ablation: AblationConfig
 

@@ -169,6 +169,8 @@ def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, m
     shutil.rmtree(folder / "checkpoints")
     write_atomic(folder / "model" / "unmask.json", json.dumps({"fingerprint": began[0]["fingerprint"]}))
     code.write_text("rate = 3\n")
+    with pytest.raises(RuntimeError, match=r"holds a training that differs in code .*Train anew.*--force`"):
+        launch(opened(), "pair", {"start": start})
     monkeypatch.setenv("UNMASK_ACCEPT_CODE", "1")
     launch(opened(), "pair", {"start": start})
     monkeypatch.delenv("UNMASK_ACCEPT_CODE")

@@ -58,9 +58,9 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
     """Trains one after the other, all in the same child processes.
 
     A training that already finished with the same configuration, data, code and starting point is not run
-    again; one that finished with others is put aside, in NAME-FINGERPRINT, until it is asked for. SIGTERM and
-    an interrupted cell are passed on to the training under way, which saves itself. None may start from
-    another one of the same call.
+    again; one that finished with others is put aside, in NAME-FINGERPRINT, until it is asked for; where the
+    code alone differs, this is asked first. SIGTERM and an interrupted cell are passed on to the training
+    under way, which saves itself. None may start from another one of the same call.
 
     Args:
         trainings: name → stage and job, each as for `launch`.
@@ -69,7 +69,8 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
         filelock.Timeout: another kernel trains in the notebook's folder.
         RuntimeError: a training failed; the message carries its name, its error and the path of its log. What
             finished before it stays, what comes after it was not started. Or checkpoints of an interrupted
-            training lie where another one is to be; the message says in what they differ.
+            training lie where another one is to be, or a finished one of other code; the message says in what
+            they differ.
         TrainingStopped: one was told to stop; the next call goes on.
     """
     with FileLock(run.artifacts() / "another-kernel-trains-here.lock", timeout=0):  # so says the error
@@ -128,7 +129,8 @@ def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Where nothing but the code has changed since the training in the folder began, and that was accepted
     (`unmask run --accept-code`), it stays the same training, also for those that start from it.
 
-    Raises: RuntimeError if checkpoints of another training lie there: somebody paid for them.
+    Raises: RuntimeError if checkpoints of another training lie there, or a finished one of other code that
+        was neither accepted nor to be replaced (`unmask run --force`): somebody paid for them.
     """
     made = json.loads(json.dumps(job_identity(job)))  # as it will be read again
     before = read_json(folder / "job.json")
@@ -138,12 +140,13 @@ def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         accepted = [*accepted, made["code"]]
     if changed == ["code"] and made["code"] in accepted:
         return {"fingerprint": before["fingerprint"], "made_of": earlier, "accepted": accepted}
-    if changed and any(folder.glob("checkpoints/step-*")):
+    paid = changed == ["code"] and (folder / "model").is_dir() and not os.environ.get("UNMASK_TRAIN_ANEW")
+    if changed and (paid or any(folder.glob("checkpoints/step-*"))):
         told = ", ".join(f"{key} ({earlier.get(key)} → {made.get(key)})" for key in changed[:8])
         raise RuntimeError(
-            f"{folder} holds checkpoints of a training that differs in {told}. "
-            + ("Go on from them: `unmask run --accept-code`. " if changed == ["code"] else "")
-            + "Train anew: move that folder away."
+            f"{folder} holds {'a' if paid else 'checkpoints of a'} training that differs in {told}. "
+            + ("Go on from it: `unmask run --accept-code`. " if changed == ["code"] else "")
+            + ("Train anew, beside it: `--force`." if paid else "Train anew: move that folder away.")
         )
     return {"fingerprint": fingerprint(made), "made_of": made, "accepted": accepted}
 
