@@ -78,7 +78,7 @@ def test_every_number_of_a_report_is_measured(report):
     assert missing(text, [report.parent]) == []
 
 
-@pytest.mark.parametrize("folder", [repository(), RESULTS / "benchmarks"], ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [repository(), RESULTS, RESULTS / "benchmarks"], ids=str)
 def test_every_number_of_a_readme_is_measured(folder):
     """Of tables those count whose first line names runs; the others tell what presets plan."""
     text = re.sub(r"```.*?```|arXiv [\d.]+", "", (folder / "README.md").read_text(), flags=re.S)
