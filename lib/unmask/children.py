@@ -28,8 +28,6 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "MALLOC_TOP_PAD_": str(2**28),
-    # What a step allocates comes in pages of 2 MB: fewer faults, a few per cent of a training's time.
-    "THP_MEM_ALLOC_ENABLE": "1",
     # oneDNN keeps what it made for the last 1,024 shapes; with another number of masked tokens in every
     # micro-batch that grows by 30 MB a step, to gigabytes.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
