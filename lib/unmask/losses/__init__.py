@@ -15,8 +15,3 @@ from unmask.losses.contextual import (
 from unmask.losses.contrastive import pair_loss, qwen3_loss, triplet_loss
 from unmask.losses.matryoshka import matryoshka
 from unmask.losses.pretraining import answer_loss, diffusion_loss, next_token_loss
-
-__all__ = [
-    "answer_loss", "batch_loss", "contextual_loss", "diffusion_loss", "global_loss", "insent_loss",
-    "local_loss", "matryoshka", "next_token_loss", "pair_loss", "qwen3_loss", "sequence_loss", "triplet_loss",
-]  # fmt: skip

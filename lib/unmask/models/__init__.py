@@ -2,5 +2,3 @@
 
 from unmask.models.encoding import last_token_pool, late_chunk_pool, mean_pool
 from unmask.models.quantize import binary, int8, pack_binary
-
-__all__ = ["binary", "int8", "last_token_pool", "late_chunk_pool", "mean_pool", "pack_binary"]
