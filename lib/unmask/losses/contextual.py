@@ -11,6 +11,7 @@ Shape suffixes: N queries · M distinct documents · C chunks per document · D 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,8 @@ from unmask.losses.shapes import check_index, check_settings, check_shapes
 
 
 def sequence_loss(
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *,
-    temperature: float = 0.02, chunk_mask_MC: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, **options: Any
+) -> Tensor:
     """InfoNCE of each query's gold chunk against the chunks of its own document.
 
         L_seq = −(1/N) Σ_i log e^{s(q_i,c_i*)/τ} / Σ_k e^{s(q_i,c_ik)/τ}
@@ -32,8 +32,8 @@ def sequence_loss(
         chunks_MCD: chunk embeddings of the M distinct documents of the batch.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        temperature: τ, above 0.
-        chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
+        options: `temperature` (τ; default: 0.02) and `chunk_mask_MC` (where chunks are real), as for
+            `local_loss`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -51,14 +51,12 @@ def sequence_loss(
         >>> f"{loss:.4f}"  # log(1 + 1/e): the other chunk of the document
         '0.3133'
     """
-    chunks = (chunks_MCD, document_N, gold_N)
-    return local_loss(q_ND, *chunks, alpha=1, temperature=temperature, chunk_mask_MC=chunk_mask_MC)
+    return local_loss(q_ND, chunks_MCD, document_N, gold_N, alpha=1, **options)
 
 
 def batch_loss(
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *,
-    temperature: float = 0.02, chunk_mask_MC: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, **options: Any
+) -> Tensor:
     """InfoNCE of each query's gold chunk against all chunks of all distinct documents of the batch.
 
         L_batch = −(1/N) Σ_i log e^{s(q_i,c_i*)/τ} / Σ_j Σ_k e^{s(q_i,c_jk)/τ},   j over distinct documents
@@ -71,8 +69,8 @@ def batch_loss(
         chunks_MCD: chunk embeddings of the M distinct documents of the batch.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        temperature: τ, above 0.
-        chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
+        options: `temperature` (τ; default: 0.02) and `chunk_mask_MC` (where chunks are real), as for
+            `local_loss`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -90,15 +88,20 @@ def batch_loss(
         >>> f"{loss:.4f}"  # log(1 + 3/e): the three other chunks of the batch
         '0.7437'
     """
-    chunks = (chunks_MCD, document_N, gold_N)
-    return local_loss(q_ND, *chunks, alpha=0, temperature=temperature, chunk_mask_MC=chunk_mask_MC)
+    return local_loss(q_ND, chunks_MCD, document_N, gold_N, alpha=0, **options)
 
 
 def local_loss(
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *,
-    alpha: float = 0.2, temperature: float = 0.02,
-    chunk_mask_MC: Tensor | None = None, queries: slice | None = None,
-) -> Tensor:  # fmt: skip
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    alpha: float = 0.2,
+    temperature: float = 0.02,
+    chunk_mask_MC: Tensor | None = None,
+    queries: slice | None = None,
+) -> Tensor:
     """The chunk-level half of the contextual objective: L_local = α L_seq + (1−α) L_batch.
 
     L_seq and L_batch as in `sequence_loss` and `batch_loss`; the similarities are computed once for both.
@@ -141,10 +144,14 @@ def local_loss(
 
 
 def global_loss(
-    q_ND: Tensor, documents_MD: Tensor, document_N: Tensor, *,
-    temperature: float = 0.02, margin: float = 0.1,
+    q_ND: Tensor,
+    documents_MD: Tensor,
+    document_N: Tensor,
+    *,
+    temperature: float = 0.02,
+    margin: float = 0.1,
     queries: slice | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """InfoNCE of each query against its document, the other distinct documents and the other queries.
 
     With d_i the document of query i and m_i as in `pair_loss` (no gradient through it):
@@ -196,10 +203,19 @@ def global_loss(
 
 
 def contextual_loss(
-    q_ND: Tensor, chunks_MCD: Tensor, documents_MD: Tensor, document_N: Tensor, gold_N: Tensor, *,
-    beta: float, alpha: float = 0.2, temperature: float = 0.02, margin: float = 0.1,
-    chunk_mask_MC: Tensor | None = None, queries: slice | None = None,
-) -> Tensor:  # fmt: skip
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    documents_MD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    beta: float,
+    alpha: float = 0.2,
+    temperature: float = 0.02,
+    margin: float = 0.1,
+    chunk_mask_MC: Tensor | None = None,
+    queries: slice | None = None,
+) -> Tensor:
     """The objective of contextual training: L_context = β L_global + (1−β) L_local.
 
     Args:
@@ -241,10 +257,16 @@ def contextual_loss(
 
 
 def insent_loss(
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *,
-    lam: float = 0.5, temperature: float = 0.05,
-    chunk_mask_MC: Tensor | None = None, queries: slice | None = None,
-) -> Tensor:  # fmt: skip
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    lam: float = 0.5,
+    temperature: float = 0.05,
+    chunk_mask_MC: Tensor | None = None,
+    queries: slice | None = None,
+) -> Tensor:
     """InSeNT: the gold chunk against its own document, and against the chunks of the other documents.
 
         L = (1/M') Σ_d (1/N_d) Σ_{i asks about d} [ λ ℓ_seq(i) + (1−λ) ℓ_batch(i) ],
@@ -298,9 +320,13 @@ def insent_loss(
 
 def _chunk_loss(
     nats_of: Callable[[slice, Tensor, Tensor, Tensor], Tensor],
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None,
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    chunk_mask_MC: Tensor | None,
     queries: slice | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Checks what the chunk-level losses take, and averages their terms over the queries.
 
     Args:

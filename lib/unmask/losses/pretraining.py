@@ -18,9 +18,15 @@ CPU_ROWS = 512  # on the CPU, where larger chunks bring little
 
 
 def diffusion_loss(
-    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, masked_BL: Tensor, t_B: Tensor,
-    valid_BL: Tensor | None = None, *, normalizer: float | None = None,
-) -> Tensor:  # fmt: skip
+    hidden_BLD: Tensor,
+    unembedding_VD: Tensor,
+    tokens_BL: Tensor,
+    masked_BL: Tensor,
+    t_B: Tensor,
+    valid_BL: Tensor | None = None,
+    *,
+    normalizer: float | None = None,
+) -> Tensor:
     """Evidence lower bound of absorbing-state diffusion: cross-entropy at the masked tokens, weighted by 1/t.
 
         L = 1/Σ_b(L_b−1) · Σ_b (1/t_b) Σ_{l=2..L_b} 1[x_t^l = MASK] · (−log p(x_0^l | x_t))
@@ -58,10 +64,8 @@ def diffusion_loss(
         >>> f"{loss:.4f}"  # two paid tokens of four predictable ones, weight 1/0.5: log 10
         '2.3026'
     """
-    check_shapes(
-        hidden_BLD=hidden_BLD, unembedding_VD=unembedding_VD, tokens_BL=tokens_BL, masked_BL=masked_BL,
-        t_B=t_B, valid_BL=valid_BL,
-    )  # fmt: skip
+    check_shapes(hidden_BLD=hidden_BLD, unembedding_VD=unembedding_VD, tokens_BL=tokens_BL)
+    check_shapes(tokens_BL=tokens_BL, masked_BL=masked_BL, t_B=t_B, valid_BL=valid_BL)
     if not ((t_B > 0) & (t_B <= 1)).all():
         raise ValueError(f"The masking probability t must lie in (0, 1]; got {t_B.tolist()}.")
     valid_BL = torch.ones_like(tokens_BL) if valid_BL is None else valid_BL
@@ -75,9 +79,8 @@ def diffusion_loss(
 
 
 def next_token_loss(
-    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor,
-    valid_BL: Tensor | None = None, *, normalizer: float | None = None,
-) -> Tensor:  # fmt: skip
+    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, *, normalizer: float | None = None
+) -> Tensor:
     """Autoregressive cross-entropy: the hidden state at l−1 predicts token l; mean over the positions.
 
         L = 1/Σ_b(L_b−1) · Σ_b Σ_{l=2..L_b} −log p(x^l | x^{<l})
@@ -85,8 +88,8 @@ def next_token_loss(
     Logits exist for one chunk of rows at a time, so memory stays modest for large vocabularies.
 
     Args:
-        hidden_BLD, unembedding_VD, tokens_BL, valid_BL, normalizer: as in `diffusion_loss`; the hidden states
-            come from a causal backbone.
+        hidden_BLD, unembedding_VD, tokens_BL, normalizer: as in `diffusion_loss`; the hidden states come from
+            a causal backbone, and nothing is padded.
 
     Returns:
         Scalar in nats per token; float32, or float64 for float64 hidden states.
@@ -95,22 +98,25 @@ def next_token_loss(
         ValueError: shapes do not fit together, or no position is predictable.
 
     Source: the objective of the autoregressive base models (pplx-embed, section 4). Equals transformers'
-    `ForCausalLM` loss where nothing is padded.
+    `ForCausalLM` loss.
 
     Example:
         >>> hidden, unembedding = torch.zeros(1, 5, 8), torch.zeros(10, 8)
         >>> f"{next_token_loss(hidden, unembedding, torch.arange(5)[None]):.4f}"  # log 10
         '2.3026'
     """
-    everything = torch.ones_like(tokens_BL), tokens_BL.new_ones(len(tokens_BL), dtype=torch.float32)
-    noised = (tokens_BL, *everything, valid_BL)  # all of it masked, t = 1
-    return diffusion_loss(hidden_BLD, unembedding_VD, *noised, normalizer=normalizer)
+    masked_BL, t_B = torch.ones_like(tokens_BL), tokens_BL.new_ones(len(tokens_BL), dtype=torch.float32)
+    return diffusion_loss(hidden_BLD, unembedding_VD, tokens_BL, masked_BL, t_B, normalizer=normalizer)
 
 
 def answer_loss(
-    hidden_BLD: Tensor, unembedding_VD: Tensor, last_B: Tensor, answer_B: Tensor, *,
+    hidden_BLD: Tensor,
+    unembedding_VD: Tensor,
+    last_B: Tensor,
+    answer_B: Tensor,
+    *,
     normalizer: float | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Supervised fine-tuning on one token: the answer that follows each prompt.
 
         L = 1/B · Σ_b −log p(answer_b | prompt_b), with p over the whole vocabulary
