@@ -26,9 +26,13 @@ from unmask.training.distributed import ALONE, Processes
 
 
 def cached_backward(
-    model: torch.nn.Module, sequences: Sequence[TokenSequence], loss_of_rows: Callable[[Tensor], Tensor], *,
-    processes: Processes = ALONE, **options: Any,
-) -> Tensor:  # fmt: skip
+    model: torch.nn.Module,
+    sequences: Sequence[TokenSequence],
+    loss_of_rows: Callable[[Tensor], Tensor],
+    *,
+    processes: Processes = ALONE,
+    **options: Any,
+) -> Tensor:
     """Adds the gradient of the loss to the model's parameters and returns the detached loss.
 
     Args:
@@ -47,10 +51,16 @@ def cached_backward(
 
 
 def cached_rows(
-    model: torch.nn.Module, sequences: Sequence[TokenSequence], *,
-    token_budget: int, keep_tokens: int = 0, pooling: str = "mean",
-    processes: Processes = ALONE, last: bool = True, **inputs: Tensor,
-) -> tuple[Tensor, Callable[[Tensor], None]]:  # fmt: skip
+    model: torch.nn.Module,
+    sequences: Sequence[TokenSequence],
+    *,
+    token_budget: int,
+    keep_tokens: int = 0,
+    pooling: str = "mean",
+    processes: Processes = ALONE,
+    last: bool = True,
+    **inputs: Tensor,
+) -> tuple[Tensor, Callable[[Tensor], None]]:
     """Embeds now and backpropagates later: the two halves of gradient caching, for models whose rows other
     models read.
 
@@ -92,9 +102,10 @@ def cached_rows(
         kept = max(1, int(np.searchsorted(sizes, keep_tokens, side="right")))
     again = own[:-kept]  # embedded twice
     parts, random_states = [], []
+    random = torch.cuda if processes.device.type == "cuda" else torch  # where dropout draws from
     with torch.no_grad():
         for group in again:
-            random_states.append(_random_state(processes.device))
+            random_states.append(random.get_rng_state())
             parts.append(embed(group))
     with processes.accumulating(model, last=last and not again):
         graphs = [embed(group) for group in own[-kept:]]
@@ -108,21 +119,11 @@ def cached_rows(
         with processes.accumulating(model, last=last and not again):
             while graphs:  # the longest first; each is freed as it goes
                 processes.backward(graphs.pop(), gradient_RD[places(own[len(again) + len(graphs)])])
-        after = _random_state(processes.device)
+        after = random.get_rng_state()
         for number, (group, state) in enumerate(zip(again, random_states, strict=True), 1):
-            _set_random_state(state, processes.device)
+            random.set_rng_state(state)
             with processes.accumulating(model, last=last and number == len(again)):
                 processes.backward(embed(group), gradient_RD[places(group)])
-        _set_random_state(after, processes.device)
+        random.set_rng_state(after)
 
     return rows_RD, push
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
