@@ -85,9 +85,9 @@ def measure(
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True, is_causal=False))
     graphs, cuda = [], torch.cuda.is_available()
 
-    def after_step(done: int) -> None:
+    def report(row: dict[str, Any]) -> None:  # before the first step, then after each
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if cuda and done == warm_up:
+        if cuda and row.get("step") == warm_up - 1:
             torch.cuda.set_sync_debug_mode("warn")  # a warning for each wait
 
     gc.collect()  # compiled layers lie in cycles
@@ -99,7 +99,7 @@ def measure(
         warnings.simplefilter("always")
         trained = model if name == "diffusion" else model.model
         try:
-            train(stage, trained, Path(folder), fingerprint="benchmark", after_step=after_step)
+            train(stage, trained, Path(folder), fingerprint="benchmark", report=report)
         finally:
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
@@ -115,7 +115,7 @@ def measure(
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "planned_gb": memory_bytes(preset, name, 1) / 1e9,
         "waits_per_step": waits / steps if cuda else None,
-        "graphs_after_warm_up": graphs[-1] - graphs[warm_up - 1],
+        "graphs_after_warm_up": graphs[-1] - graphs[warm_up],
         "setting": f"{device}; {batch} rows per step, token_budget {config.token_budget}, "
         f"compile {config.compile}, {config.precision}",
     }

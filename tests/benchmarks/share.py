@@ -90,7 +90,7 @@ def diffusion_case() -> Case:
     paid = int(batch.masked_BL[:, 1:].sum())
     logits = 2 * model.config.vocab_size * model.config.hidden_size * paid
     flops = 3 * (forward_flops(model, [config.length] * config.batch) + logits)
-    step = training(model, lambda: stage.backward(module, batch, 0, processes))
+    step = training(model, lambda: stage.backward(module, batch, processes))
     return case(f"{config.batch} × {config.length} tokens, {paid} of them masked", flops, step)
 
 

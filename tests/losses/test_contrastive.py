@@ -22,10 +22,14 @@ def batch(n, k, d, seed):
 
 
 def texts(n, k, seed):
-    """Numbers of documents of which some are equal, within and across the two kinds."""
+    """Numbers of documents and hard negatives, of which some are equal, within and across the two kinds."""
     draw = torch.Generator().manual_seed(seed)
-    document_N = torch.randint(n, (n,), generator=draw)
-    return {"document_N": document_N, "hard_document_NK": torch.randint(n, (n, k), generator=draw)}
+    return torch.randint(n, (n,), generator=draw), torch.randint(n, (n, k), generator=draw)
+
+
+def number(document_N, hard_document_NK):
+    """The same as the losses take it."""
+    return torch.cat([document_N, hard_document_NK.flatten()])
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3, 0), (5, 3, 2, 1), (9, 2, 4, 2), (16, 0, 8, 3)])  # N, K, D, seed
@@ -44,11 +48,11 @@ def test_the_losses_are_the_formulas(shape, temperature, margin):
     expected = naive_losses.triplet(q, d, [[] for _ in q], temperature)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
     numbers = texts(n, k, seed)
-    expected = naive_losses.qwen3(q, d, hard, temperature, margin, *(x.tolist() for x in numbers.values()))
-    found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, **numbers)
+    expected = naive_losses.qwen3(q, d, hard, temperature, margin, *(x.tolist() for x in numbers))
+    found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, number_R=number(*numbers))
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
-    expected = naive_losses.triplet(q, d, hard, temperature, None, *(x.tolist() for x in numbers.values()))
-    found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature, **numbers)
+    expected = naive_losses.triplet(q, d, hard, temperature, None, *(x.tolist() for x in numbers))
+    found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature, number_R=number(*numbers))
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
@@ -80,7 +84,7 @@ PEERS = {
     "pair": (lambda q, d, hard: pair_loss(q, d, margin=math.inf), RANKING, PAIR),
     "cached": (lambda q, d, hard: pair_loss(q, d, margin=math.inf), CACHED, PAIR),
     "triplet": (triplet_loss, RANKING, {"scale": 1 / 0.03}),
-    "qwen3": (lambda q, d, hard: qwen3_loss(q, d, margin=math.inf), RANKING, QWEN3),
+    "qwen3": (lambda q, d, hard: qwen3_loss(q, d, hard[:, :0], margin=math.inf), RANKING, QWEN3),
 }
 
 
@@ -105,7 +109,7 @@ def test_a_zero_embedding_is_like_nothing_and_gets_no_gradient():
     assert cosine(d_ND, q_ND)[2].eq(0).all()
 
 
-TWO = torch.ones(2, 2)
+TWO, HARD = torch.ones(2, 2), torch.ones(2, 1, 2)
 
 
 REFUSED = {
@@ -114,6 +118,7 @@ REFUSED = {
     "temperature must be above 0": lambda: pair_loss(TWO, TWO, temperature=0),
     "margin must be 0 or more": lambda: pair_loss(TWO, TWO, margin=-0.1),
     r"hard_NKD must have the shape \(2, K, 2\)": lambda: triplet_loss(TWO, TWO, torch.ones(3, 1, 2)),
+    r"number_R must have the shape \(4\)": lambda: triplet_loss(TWO, TWO, HARD, number_R=torch.arange(2)),
 }
 
 

@@ -15,13 +15,13 @@ N = 7
 Q, D, HARD = test_contrastive.batch(N, 2, 6, 30)
 CQ, CHUNKS, DOCUMENTS, DOCUMENT, GOLD, MASK = test_contextual.problem(N, 4, 3, 4, 13)
 FILTER = torch.rand(N, N, generator=torch.Generator().manual_seed(29)) > 0.3
-TEXTS = test_contrastive.texts(N, 2, 11)
+NUMBER = test_contrastive.number(*test_contrastive.texts(N, 2, 11))
 WHERE = {"document_N": DOCUMENT, "gold_N": GOLD, "chunk_mask_MC": MASK}
 LOSSES = {
     "pair": (losses.pair_loss, (Q, D)),
     "filtered": (partial(losses.pair_loss, negatives_NN=FILTER), (Q, D)),
     "triplet": (losses.triplet_loss, (Q, D, HARD)),
-    "qwen3": (partial(losses.qwen3_loss, negatives_NN=FILTER, **TEXTS), (Q, D, HARD)),
+    "qwen3": (partial(losses.qwen3_loss, negatives_NN=FILTER, number_R=NUMBER), (Q, D, HARD)),
     "global": (partial(losses.global_loss, document_N=DOCUMENT), (CQ, DOCUMENTS)),
     "local": (partial(losses.local_loss, **WHERE), (CQ, CHUNKS)),
     "contextual": (partial(losses.contextual_loss, **WHERE, beta=0.4), (CQ, CHUNKS, DOCUMENTS)),

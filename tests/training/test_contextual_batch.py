@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
+import tiny_stages
 import torch
 
 import tiny
 from unmask.data.tokenized import TokenDocument
-from unmask.training.stages import contextual_batch, split_rows
 
 DOCUMENTS = [
     TokenDocument(tiny.sequences(chunks, seed=chunks), tiny.sequences(queries, seed=20 + chunks), golds)
@@ -13,32 +13,33 @@ DOCUMENTS = [
 
 
 def batch(limit):
-    rng = np.random.default_rng(0)
-    return contextual_batch(DOCUMENTS, separator_id=0, queries_per_document=limit, rng=rng)
+    """One of all of them, and in which order they came."""
+    stage = tiny_stages.stage("contextual", {"one": tiny.Distinct(DOCUMENTS)}, queries_per_document=limit)
+    return stage.batch(0), [DOCUMENTS[i] for i in stage.plan(0)[1]]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 10])
 def test_queries_point_at_their_document_and_chunk(limit):
-    found = batch(limit)
-    counts = [min(limit, len(document.queries)) for document in DOCUMENTS]
+    found, documents = batch(limit)
+    counts = [min(limit, len(document.queries)) for document in documents]
     assert len(found.sequences) == sum(counts) + 3
     assert found.document_N.tolist() == np.repeat([0, 1, 2], counts).tolist()
     for text, m, gold in zip(found.sequences, found.document_N, found.gold_N):
-        asked = [ids.tolist() for ids in DOCUMENTS[m].queries]
-        assert gold == DOCUMENTS[m].golds[asked.index(text.tokens_L.tolist())]
+        asked = [ids.tolist() for ids in documents[m].queries]
+        assert gold == documents[m].golds[asked.index(text.tokens_L.tolist())]
 
 
 def test_rows_are_split_into_queries_chunks_and_documents():
-    found = batch(2)
-    n = len(found.document_N)
+    found, documents = batch(2)
+    n, counts = len(found.document_N), [len(document.chunks) for document in documents]
     rows = torch.randn(n + 8, 4, dtype=torch.float64, requires_grad=True)
-    q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows, found)
+    q_ND, chunks_MCD, documents_MD, mask_MC = found.split(rows)
     assert torch.equal(q_ND, rows[:n])
-    assert mask_MC.tolist() == [[c < count for c in range(5)] for count in (2, 5, 1)]
+    assert mask_MC.tolist() == [[c < count for c in range(5)] for count in counts]
     assert torch.equal(chunks_MCD[mask_MC], rows[n:])
     assert not chunks_MCD[~mask_MC].any()
     start = n
-    for m, document in enumerate(DOCUMENTS):
+    for m, document in enumerate(documents):
         parts = rows[start : start + len(document.chunks)]
         weights = torch.tensor([len(chunk) for chunk in document.chunks], dtype=torch.float64)
         expected = (parts * weights[:, None]).sum(0) / weights.sum()

@@ -21,7 +21,7 @@ def measured(case):
     stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
     found = []
     for number in range(3):
-        loss, gradients = tiny_stages.step(stage, model, stage.batch(number), number)
+        loss, gradients = tiny_stages.step(stage, model, stage.batch(number))
         norm = torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm()
         found.append([loss, float(norm)])
     return found

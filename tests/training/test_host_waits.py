@@ -71,6 +71,6 @@ def test_a_step_fetches_nothing_from_a_gpu_in_between(name, as_on_a_gpu):
     stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
     batch = stage.batch(0)
     with Gpu(model) as gpu:
-        row = stage.backward(stage.module(model), batch, 0, ALONE)
+        row = stage.backward(stage.module(model), batch, ALONE)
         assert gpu.waits.total() == EXPECTED.get(name, 0), gpu.waits
         assert float(row["loss"]) > 0 and gpu.waits.total() == EXPECTED.get(name, 0) + 1  # it does follow

@@ -3,6 +3,7 @@ import os
 import resource
 import shutil
 import signal
+from itertools import count
 
 import pytest
 import tiny_stages
@@ -59,7 +60,7 @@ def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tm
     stage, model = tiny_stages.stage("pair", **changes), tiny_stages.model("pair").train()
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.3), betas=(0.8, stage.config.beta2))
     for number, factor in enumerate((0.5, 1, 1, 0.5)):  # warm-up of two steps, then the cosine
-        tiny_stages.step(stage, model, stage.batch(number), number)
+        tiny_stages.step(stage, model, stage.batch(number))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         for group in optimizer.param_groups:
             group["lr"] = factor * stage.config.lr
@@ -88,8 +89,10 @@ def test_another_training_is_not_continued_and_its_checkpoints_stay(tmp_path):
 def poisoned(step, *, loss):
     """A backward pass whose loss, or whose gradient alone, is not a number at one step."""
 
-    def backward(module, batch, at, processes):
-        bad = at == step
+    done = count()
+
+    def backward(module, batch, processes):
+        bad = next(done) == step
         for parameter in module.parameters():
             parameter.grad = torch.full_like(parameter, float("nan") if bad else 1e-3)
         return {"loss": torch.tensor(float("nan") if bad and loss else 1.0), "tokens": 1}

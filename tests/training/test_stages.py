@@ -13,7 +13,7 @@ from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_los
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
 from unmask.training.distributed import ALONE
-from unmask.training.stages import cosine_ramp, noise, split_rows
+from unmask.training.stages import cosine_ramp, noise
 
 
 def plain(value):
@@ -144,7 +144,7 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
         number = torch.tensor([texts.index(text) for text in texts])
         loss = triplet_loss(
             rows[:n], rows[n : 2 * n], rows[2 * n :].reshape(n, 3, -1), temperature=stage.config.temperature,
-            document_N=number[n : 2 * n], hard_document_NK=number[2 * n :].reshape(n, 3),
+            number_R=number[n:],
         )  # fmt: skip
         total = total + loss * n / 6
     assert_same(step(stage, model, parts), backpropagated(total, model))
@@ -175,29 +175,28 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chu
     stage = tiny_stages.stage("contextual", objective="insent", alpha=0.3, temperature=0.05)
     stage.asked["late_chunking"] = late_chunking
     model = tiny_stages.model("contextual")
-    drawn = stage.batch(0)
-    batch = drawn.layout
+    batch = stage.batch(0)
     alone = [TokenSequence(chunk) for i in stage.plan(0)[1] for chunk in stage.data["one"][i].chunks]
     texts = batch.sequences if late_chunking else batch.sequences[: len(batch.document_N)] + alone
-    q, chunks, _, mask = split_rows(torch.cat([encode_rows(model, [s]) for s in texts]), batch)
+    q, chunks, _, mask = batch.split(torch.cat([encode_rows(model, [s]) for s in texts]))
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}
     where |= {"lam": 0.3, "temperature": 0.05}
     losses = [insent_loss(int8(q)[:, :d], int8(chunks)[..., :d], **where) for d in stage.config.dimensions]
-    insent = step(stage, model, drawn)
+    insent = step(stage, model, batch)
     assert_same(insent, backpropagated(sum(losses) / len(losses), model))
-    assert step(tiny_stages.stage("contextual"), model, drawn)[0] != insent[0]
+    assert step(tiny_stages.stage("contextual"), model, batch)[0] != insent[0]
 
 
 def test_a_contextual_step_logs_what_a_guess_among_its_candidates_pays():
     stage = tiny_stages.stage("contextual", alpha=0.2, beta_start=0.3)
     drawn, nats = stage.batch(0), []
-    chunks = (drawn.layout.chunk_tokens_MC > 0).sum(1).tolist()
-    document = drawn.layout.document_N.tolist()
+    chunks = (drawn.chunk_tokens_MC > 0).sum(1).tolist()
+    document = drawn.document_N.tolist()
     for own in document:
         local = 0.2 * math.log(chunks[own]) + 0.8 * math.log(sum(chunks))
         nats.append(0.3 * math.log(len(chunks) + len(document) - 1) + 0.7 * local)
     module = stage.module(tiny_stages.model("contextual"))
-    guess = stage.backward(module, drawn, 0, ALONE)["guess"]
+    guess = stage.backward(module, drawn, ALONE)["guess"]
     assert len(set(chunks)) > 1 and guess == pytest.approx(fmean(nats), rel=1e-5)
 
 

@@ -91,10 +91,10 @@ def stage(name, data=None, **changes):
     return loop.STAGES[name](asked, mask_token_id=MASK_ID, answers=ANSWERS, **made)
 
 
-def step(stage, model, batch, number=0):
+def step(stage, model, batch):
     """Loss and gradients of the stage's own pass."""
     model.zero_grad()
-    row = stage.backward(stage.module(model), batch, number, ALONE)
+    row = stage.backward(stage.module(model), batch, ALONE)
     return float(row["loss"]), tiny.gradients(model)
 
 

@@ -45,7 +45,7 @@ def compute(case, processes=ALONE):
     name = settings.pop("stage", case)
     stage, model = tiny_stages.stage(name, **settings), tiny_stages.model(name)
     module = processes.parallel(stage.module(model))
-    row = stage.backward(module, stage.batch(STEP), STEP, processes)
+    row = stage.backward(module, stage.batch(STEP), processes)
     gradients = {}
     for key, parameter in model.named_parameters():
         gradient = parameter.grad

@@ -22,9 +22,15 @@ TILE_SCORES = 2**23
 
 
 def pair_loss(
-    q_ND: Tensor, d_ND: Tensor, *, temperature: float = 0.02, margin: float = 0.1,
-    query_query: bool = True, negatives_NN: Tensor | None = None, queries: slice | None = None,
-) -> Tensor:  # fmt: skip
+    q_ND: Tensor,
+    d_ND: Tensor,
+    *,
+    temperature: float = 0.02,
+    margin: float = 0.1,
+    query_query: bool = True,
+    negatives_NN: Tensor | None = None,
+    queries: slice | None = None,
+) -> Tensor:
     """InfoNCE of each query against its document, the other documents and the other queries.
 
     With cosine similarity s, temperature τ and m_i(x) = 1 where s(q_i,x) ≤ s(q_i,d_i) + margin, otherwise 0:
@@ -79,10 +85,14 @@ def pair_loss(
 
 
 def triplet_loss(
-    q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, *, temperature: float = 0.03,
-    document_N: Tensor | None = None, hard_document_NK: Tensor | None = None,
+    q_ND: Tensor,
+    d_ND: Tensor,
+    hard_NKD: Tensor,
+    *,
+    temperature: float = 0.03,
+    number_R: Tensor | None = None,
     queries: slice | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """InfoNCE of each query against every document of the batch and the mined hard negatives of every query.
 
         L = −(1/N) Σ_i log e^{s(q_i,d_i)/τ} / [ Σ_j e^{s(q_i,d_j)/τ} + Σ_j Σ_k e^{s(q_i,h_jk)/τ} ]
@@ -94,7 +104,7 @@ def triplet_loss(
         q_ND, d_ND: embeddings of N aligned pairs, of any scale.
         hard_NKD: embeddings of the K hard negatives of each query.
         temperature: τ, above 0.
-        document_N, hard_document_NK: a number (0 or more) for each document and hard negative, equal for
+        number_R: a number for each of the N documents, then for each hard negative, query by query; equal for
             equal texts. Default: all differ.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
@@ -116,25 +126,30 @@ def triplet_loss(
         '1.2446'
     """
     check_settings(temperature=temperature)
-    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, document_N, hard_document_NK)
-    hard_RD, number_R = hard_NKD.flatten(0, 1), hard_document_NK.flatten()
+    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
+    hard_RD, hard_document_R = hard_NKD.flatten(0, 1), hard_document_NK.flatten()
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
         others_TN = qd_TN.masked_fill(one_hot(rows, d_ND), -torch.inf)
-        qh_TR = cosine(q_TD, hard_RD).masked_fill(document_N[rows, None] == number_R, -torch.inf)
+        qh_TR = cosine(q_TD, hard_RD).masked_fill(document_N[rows, None] == hard_document_R, -torch.inf)
         return info_nce(positive_T, positive_T[:, None], others_TN, qh_TR, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_RD))
 
 
 def qwen3_loss(
-    q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor | None = None, *,
-    temperature: float = 0.02, margin: float = 0.1,
-    document_N: Tensor | None = None, hard_document_NK: Tensor | None = None,
-    negatives_NN: Tensor | None = None, queries: slice | None = None,
-) -> Tensor:  # fmt: skip
+    q_ND: Tensor,
+    d_ND: Tensor,
+    hard_NKD: Tensor,
+    *,
+    temperature: float = 0.02,
+    margin: float = 0.1,
+    number_R: Tensor | None = None,
+    negatives_NN: Tensor | None = None,
+    queries: slice | None = None,
+) -> Tensor:
     """InfoNCE of each query against its document, its hard negatives, and the batch's queries and documents,
     which its document is compared with as well.
 
@@ -151,13 +166,11 @@ def qwen3_loss(
 
     Args:
         q_ND, d_ND: embeddings of N aligned pairs, of any scale.
-        hard_NKD: embeddings of the K hard negatives of each query, compared with no other query. Default:
-            none.
+        hard_NKD: embeddings of the K hard negatives of each query, compared with no other query; K may be 0.
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; 0 or more, `math.inf` masks nothing.
-        document_N: a number (0 or more) for each document, equal for equal ones. Default: all differ.
-        hard_document_NK: numbers of the hard negatives, in the numbering of `document_N`. Default: none of
-            them is a positive.
+        number_R: a number for each of the N documents, then for each hard negative, query by query; equal for
+            equal texts. Default: all differ.
         negatives_NN: False where neither document nor query j is a negative of pair i (CDE, section 4.1); the
             diagonal does not matter, and hard negatives always count.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
@@ -176,13 +189,13 @@ def qwen3_loss(
 
     Example:
         >>> axes = torch.eye(3)
-        >>> f"{qwen3_loss(axes, axes, temperature=1.0):.4f}"  # log(1 + 6/e): six orthogonal negatives
-        '1.1654'
+        >>> hard = axes.roll(1, 0)[:, None]
+        >>> f"{qwen3_loss(axes, axes, hard, temperature=1.0):.4f}"  # log(1 + 7/e): seven orthogonal negatives
+        '1.2740'
     """
-    n = len(q_ND)
-    hard_NKD = q_ND.new_empty(n, 0, q_ND.shape[1]) if hard_NKD is None else hard_NKD
     check_settings(temperature=temperature, margin=margin)
-    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, document_N, hard_document_NK, negatives_NN)
+    check_shapes(q_ND=q_ND, negatives_NN=negatives_NN)
+    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
@@ -196,19 +209,19 @@ def qwen3_loss(
         negatives = [counted(side_TN, same_TN, positive_T, margin) for side_TN in in_batch]
         return info_nce(positive_T, positive_T[:, None], hard_TK, *negatives, temperature=temperature)
 
-    return mean_over_queries(nats_of, q_ND, queries, candidates=3 * n + hard_NKD.shape[1])
+    return mean_over_queries(nats_of, q_ND, queries, candidates=3 * len(q_ND) + hard_NKD.shape[1])
 
 
-def _numbered(
-    q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor,
-    document_N: Tensor | None, hard_document_NK: Tensor | None, negatives_NN: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The numbers of documents and hard negatives, by default all different, once everything is checked."""
-    document_N = torch.arange(len(q_ND)) if document_N is None else document_N
-    hard_document_NK = torch.full(hard_NKD.shape[:2], -1) if hard_document_NK is None else hard_document_NK
-    numbers = {"document_N": document_N, "hard_document_NK": hard_document_NK}
-    check_shapes(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD, **numbers, negatives_NN=negatives_NN)
-    return tuple(x.to(q_ND.device, non_blocking=True) for x in (document_N, hard_document_NK))
+def _numbered(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, number_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The numbers of documents (N,) and of hard negatives (N, K), by default all different, once shapes are
+    checked."""
+    check_shapes(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
+    n, k = hard_NKD.shape[:2]
+    number_R = torch.arange(n + n * k) if number_R is None else number_R
+    if number_R.shape != (n + n * k,):
+        raise ValueError(f"number_R must have the shape ({n + n * k}); got {tuple(number_R.shape)}.")
+    number_R = number_R.to(q_ND.device, non_blocking=True)
+    return number_R[:n], number_R[n:].view(n, k)
 
 
 def mean_over_queries(

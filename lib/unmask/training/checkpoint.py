@@ -9,63 +9,64 @@ import os
 import shutil
 import warnings
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from unmask.training.distributed import ALONE, Processes
+from unmask.training.distributed import Processes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_checkpoint(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, fingerprint: str, *,
-    keep: int = 1, processes: Processes = ALONE,
-) -> Path:  # fmt: skip
-    """Writes `folder`/step-N-FINGERPRINT under a temporary name, renames it, then removes all but the `keep`
-    newest of the same training. What another training wrote stays.
+@dataclass(frozen=True)
+class Checkpoints:
+    """Those of one training. Of another fingerprint's, in the same folder, none is taken or touched."""
 
-    A full disk or a kill in between leaves the previous checkpoint as it was.
+    folder: Path
+    fingerprint: str
 
-    Raises: torch's CheckpointException with the cause, on every process if one of them fails.
-    """
-    path = folder / f"step-{step:07d}-{fingerprint}"
-    temporary = folder / f".{path.name}.tmp"
-    if processes.main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    processes.wait()
-    writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
-        dcp.save(_state(model, optimizer), storage_writer=writer)
-    if processes.main:
-        os.replace(temporary, path)
-        for old in _own(folder, fingerprint)[:-keep]:
-            shutil.rmtree(old)
-    processes.wait()
-    return path
+    def save(
+        self, model: nn.Module, optimizer: Optimizer, step: int, keep: int, processes: Processes
+    ) -> Path:
+        """Writes step-N-FINGERPRINT under a temporary name and renames it; all but the `keep` newest go.
+
+        A full disk or a kill in between leaves the previous checkpoint as it was.
+
+        Raises: torch's CheckpointException with the cause, on every process if one of them fails.
+        """
+        path = self.folder / f"step-{step:07d}-{self.fingerprint}"
+        temporary = self.folder / f".{path.name}.tmp"
+        if processes.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        processes.wait()
+        writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
+            dcp.save(_state(model, optimizer), storage_writer=writer)
+        if processes.main:
+            os.replace(temporary, path)
+            for old in self.all()[:-keep]:
+                shutil.rmtree(old)
+        processes.wait()
+        return path
+
+    def all(self) -> list[Path]:
+        """The oldest first."""
+        return sorted(self.folder.glob(f"step-*-{self.fingerprint}"))
+
+    def remove(self) -> None:
+        """Removes all of them, and what a kill left of one that was being written."""
+        for path in self.folder.glob(f"*step-*-{self.fingerprint}*"):
+            shutil.rmtree(path)
+        with suppress(OSError):  # those of another training stay
+            self.folder.rmdir()
 
 
-def latest_checkpoint(folder: Path, fingerprint: str) -> Path | None:
-    """The newest checkpoint of a training; one of another fingerprint is neither taken nor touched."""
-    return next(reversed(_own(folder, fingerprint)), None)
-
-
-def remove_checkpoints(folder: Path, fingerprint: str) -> None:
-    """Removes a training's own checkpoints, and what a kill left of one that was being written."""
-    for path in folder.glob(f"*step-*-{fingerprint}*"):
-        shutil.rmtree(path)
-    with suppress(OSError):  # those of another training stay
-        folder.rmdir()
-
-
-def _own(folder: Path, fingerprint: str) -> list[Path]:
-    return sorted(folder.glob(f"step-*-{fingerprint}"))
-
-
-def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     """Puts weights and moments back in place and returns the number of steps done.
 
     The processes may be another number than those that wrote the checkpoint.
@@ -79,7 +80,7 @@ def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.O
     return step
 
 
-def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Everything to keep, by name: weights and moments, in parts where FSDP2 divides them."""
     state = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():

@@ -21,15 +21,21 @@ from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention, plain_attention
 from unmask.run import PREEMPTED
 from unmask.store import code_fingerprint, replace_directory, write_atomic, write_json
-from unmask.training import checkpoint
+from unmask.training.checkpoint import Checkpoints, load_checkpoint
 from unmask.training.distributed import Processes, full_weights
 from unmask.training.neighbours import Cde, Qwen3, Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, Triplet, identity
 
 STAGES: dict[str, type[Stage]] = {
-    "ar": NextToken, "diffusion": Diffusion, "pair": Pair, "contextual": Contextual, "triplet": Triplet,
-    "cde": Cde, "qwen3": Qwen3, "reranker": Reranking,
-}  # fmt: skip
+    "ar": NextToken,
+    "diffusion": Diffusion,
+    "pair": Pair,
+    "contextual": Contextual,
+    "triplet": Triplet,
+    "cde": Cde,
+    "qwen3": Qwen3,
+    "reranker": Reranking,
+}
 LIBRARY = Path(__file__).parents[1]
 CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
 # Keys that change no training: how it is computed, and what notebooks alone read.
@@ -63,32 +69,27 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
     read = stage.prepare()
     if processes.main:
         write_json(folder / DATA_REPORT, read)
-    model, facts = stage.model(), stage.facts()
-    tokenizer = ending(stage.tokenizer) if stage.ends else stage.tokenizer
-
-    def save(path: Path, identity: str) -> None:
-        weights = full_weights(model)
-        if processes.main:
-            new = path.with_name(f".{path.name}.new")
-            stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=identity)
-            replace_directory(new, path)  # an earlier training's, whatever files that had
-        processes.wait()
-
-    def after_step(done: int) -> None:
-        if done in asked.get("milestones", ()):
-            save(folder / MILESTONES / mark / f"step-{done:07d}", f"{mark}-{done}")
-
+    model = stage.model()
     with on_signal(signals.append):  # until the model is saved
-        train(
-            stage, model, folder, fingerprint=mark, report=report, after_step=after_step,
-            processes=processes, signals=signals,
-        )  # fmt: skip
-        save(folder / "model", mark)
+        train(stage, model, folder, fingerprint=mark, report=report, processes=processes, signals=signals)
+        _save(stage, model, folder / "model", mark, processes)
         if processes.main:
             finish(folder)
     if signals or _asked_to_stop():  # too late to stop this training, but not the next one
         raise Preempted(PREEMPTED)
     return folder / "model"
+
+
+def _save(stage: Stage, model: nn.Module, path: Path, fingerprint: str, processes: Processes) -> None:
+    """Puts a model in the place of an earlier training's, whatever files that had. Every process must call
+    it."""
+    weights = full_weights(model)
+    if processes.main:
+        tokenizer = ending(stage.tokenizer) if stage.ends else stage.tokenizer
+        new, facts = path.with_name(f".{path.name}.new"), stage.facts()
+        stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=fingerprint)
+        replace_directory(new, path)
+    processes.wait()
 
 
 def data_report(checkpoint: Path) -> list[dict[str, Any]]:
@@ -117,11 +118,15 @@ def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def train(
-    stage: Stage, model: nn.Module, folder: Path, *, fingerprint: str,
+    stage: Stage,
+    model: nn.Module,
+    folder: Path,
+    *,
+    fingerprint: str,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
-    after_step: Callable[[int], None] = lambda done: None,
-    processes: Processes | None = None, signals: Sequence[int] = (),
-) -> nn.Module:  # fmt: skip
+    processes: Processes | None = None,
+    signals: Sequence[int] = (),
+) -> nn.Module:
     """Trains `model` in place for the steps that the stage's config says, and returns it.
 
     Every step draws its samples and random numbers from (seed, step) alone. Killed at any moment, the next
@@ -135,8 +140,6 @@ def train(
             continued.
         report: called once with "total" and "done" steps, then with each step's metrics, for progress
             displays; on the main process only.
-        after_step: called on every process with the number of steps done, before the checkpoint of that step
-            is written: after a restart it is called again unless that checkpoint was.
         processes: this process and its peers; default: alone.
         signals: grows when this process is told to stop; once any process was, the step is finished, a
             checkpoint written and the training stopped.
@@ -145,11 +148,11 @@ def train(
         CheckpointException: a checkpoint cannot be written, for instance to a full disk.
         Preempted: a signal came.
     """
-    config, checkpoints, log = stage.config, folder / "checkpoints", folder / "metrics.jsonl"
-    processes = processes or Processes.start(config.precision)
+    config, checkpoints = stage.config, Checkpoints(folder / "checkpoints", fingerprint)
+    processes, log = processes or Processes.start(config.precision), folder / "metrics.jsonl"
     module, optimizer = _prepared(stage, model, processes)
-    last = processes.agreed(checkpoint.latest_checkpoint(checkpoints, fingerprint))
-    done = checkpoint.load_checkpoint(last, model, optimizer) if last else 0
+    last = processes.agreed(next(reversed(checkpoints.all()), None))
+    done = load_checkpoint(last, model, optimizer) if last else 0
     _shorten(log, done, processes)
     if processes.main:
         report({"total": config.steps, "done": done})
@@ -159,24 +162,22 @@ def train(
         for step, batch in _ahead(stage.batch, range(done, config.steps)):
             lr = config.lr * lr_factor(config, step)
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
-            try:
-                row = stage.backward(module, batch, step, processes)
-                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
-                # FSDP2 leaves it in parts.
-                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-                told = bool(signals) or (processes.main and _asked_to_stop())
-                due = processes.main and monotonic() - saved >= config.checkpoint_seconds
-                both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
-                facts = torch.stack([row["loss"].float(), norm.float(), *both])
-                row["loss"], norm, told, due = facts.tolist()
-                if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
-                    raise FloatingPointError(f"the loss is {row['loss']}, the norm of its gradient {norm}")
-            except FloatingPointError as error:
-                drawn, kept = stage.plan.samples(step), last or "none"
+            row = stage.backward(module, batch, processes)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
+            # FSDP2 leaves it in parts.
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            told = bool(signals) or (processes.main and _asked_to_stop())
+            due = processes.main and monotonic() - saved >= config.checkpoint_seconds
+            both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
+            facts = torch.stack([row["loss"].float(), norm.float(), *both])
+            row["loss"], norm, told, due = facts.tolist()
+            if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
+                drawn = stage.plan.samples(step)
                 raise FloatingPointError(
-                    f"{error} at step {step}: lower lr or clip in another run, or look at the rows "
-                    f"{drawn['rows'][:8]} … of data set {drawn['dataset']!r}; last good checkpoint: {kept}"
-                ) from None
+                    f"the loss is {row['loss']}, the norm of its gradient {norm} at step {step}: lower lr or "
+                    f"clip in another run, or look at the rows {drawn['rows'][:8]} … of data set "
+                    f"{drawn['dataset']!r}; last good checkpoint: {last or 'none'}"
+                )
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
@@ -185,13 +186,12 @@ def train(
             if processes.main:
                 report(row)
                 lines.write(json.dumps(row) + "\n")
-            after_step(step + 1)
+            if step + 1 in stage.asked.get("milestones", ()):  # before a restart can begin behind it
+                kept = folder / MILESTONES / fingerprint / f"step-{step + 1:07d}"
+                _save(stage, model, kept, f"{fingerprint}-{step + 1}", processes)
             if step + 1 < config.steps and (told or due):
                 lines.flush()
-                last = checkpoint.save_checkpoint(
-                    checkpoints, model, optimizer, step + 1, fingerprint,
-                    keep=config.keep_checkpoints, processes=processes,
-                )  # fmt: skip
+                last = checkpoints.save(model, optimizer, step + 1, config.keep_checkpoints, processes)
                 if told:  # one process at least
                     raise Preempted(PREEMPTED)
                 saved = monotonic()
@@ -242,7 +242,7 @@ def _shorten(log: Path, done: int, processes: Processes) -> None:
 def finish(folder: Path) -> None:
     """Removes what the training whose model lies in a folder needs no more. Another one's checkpoints stay:
     somebody paid for them."""
-    checkpoint.remove_checkpoints(folder / "checkpoints", backbone.facts(folder / "model").get("fingerprint"))
+    Checkpoints(folder / "checkpoints", backbone.facts(folder / "model").get("fingerprint")).remove()
     for name in ("torchrun", "cache"):
         shutil.rmtree(folder / name, ignore_errors=True)
 

@@ -23,7 +23,7 @@ from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import Processes
-from unmask.training.stages import Batch, Pair, Stage, accumulate, numbered
+from unmask.training.stages import Batch, Pair, Stage, accumulate, columns, numbered
 
 
 class Cde(Pair):
@@ -55,17 +55,15 @@ class Cde(Pair):
     def module(self, model: ContextualEncoder) -> nn.ModuleList:
         return nn.ModuleList([model.first, model.second])
 
-    def backward(self, module: nn.ModuleList, batch: Batch, step: int, processes: Processes) -> dict:
+    def backward(self, module: nn.ModuleList, batch: Batch, processes: Processes) -> dict[str, Any]:
         first, second = module
         options = {"token_budget": self.config.budget(processes.device.type), "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
         options["keep_tokens"] = self.config.keep_tokens
         kept = processes.ship(torch.from_numpy(batch.kept))
         context_KD = documents_KD[kept].requires_grad_()
-        loss = cached_backward(
-            second, batch.sequences, lambda rows_RD: self.loss(rows_RD, batch, step, processes),
-            context_KD=context_KD, **options,
-        )  # fmt: skip
+        loss = partial(self.part_of_loss, batch, processes)
+        loss = cached_backward(second, batch.sequences, loss, context_KD=context_KD, **options)
         gradient_KD = torch.zeros_like(documents_KD)
         gradient_KD[kept] = context_KD.grad / processes.count
         push(gradient_KD)
@@ -97,17 +95,12 @@ class Qwen3(Pair):
         """With prompts for sentence-transformers."""
         return super().facts() | {"prompts": {"query": prompt(INSTRUCTIONS["english"]), "document": ""}}
 
-    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
-        config, n = self.config, batch.count
-        number_R, many = numbered(batch.sequences[n:]), (n, len(rows_RD) // n - 2)
-        loss = partial(
-            qwen3_loss, temperature=config.temperature, margin=config.margin, queries=processes.slice(n),
-            document_N=number_R[:n], hard_document_NK=number_R[n:].unflatten(0, many),
-            negatives_NN=batch.negatives,
-        )  # fmt: skip
-        rows_RD = int8(rows_RD) if config.quantize else rows_RD
-        q_ND, d_ND, hard_NKD = rows_RD[:n], rows_RD[n : 2 * n], rows_RD[2 * n :].unflatten(0, many)
-        return matryoshka(loss, (q_ND, d_ND, hard_NKD), config.dimensions)
+    def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
+        rows_RD = int8(rows_RD) if self.config.quantize else rows_RD
+        shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
+        shared["number_R"] = numbered(batch.sequences[batch.count :])
+        vectors = columns(rows_RD, batch.count)
+        return matryoshka(partial(qwen3_loss, **shared), vectors, self.config.dimensions)
 
 
 class Prompts(NamedTuple):
@@ -158,7 +151,7 @@ class Reranking(Stage):
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"instruction": INSTRUCTIONS["english"]}  # until one is named
 
-    def backward(self, module: nn.Module, batch: Prompts, step: int, processes: Processes) -> dict[str, Any]:
+    def backward(self, module: nn.Module, batch: Prompts, processes: Processes) -> dict[str, Any]:
         lengths = [len(prompt_L) for prompt_L in batch.prompts]
 
         def forward(group: np.ndarray) -> Tensor:

@@ -29,7 +29,7 @@ from unmask.data.corpus import Corpus
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
 from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
-from unmask.data.tokenized import Blocks, TokenDocument, TokenDocuments, TokenPairs, open_blocks
+from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import StoredTokenizer, join_chunks
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
@@ -45,7 +45,7 @@ class Stage:
 
     A subclass has `data`, what it reads, `plan`, which rows a step takes, and
         batch(step): the global batch of a step, the same on every process, from seed and step alone;
-        backward(module, batch, step, processes): adds this process's share of the batch's gradient to the
+        backward(module, batch, processes): adds this process's share of the batch's gradient to the
             parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them.
 
     Args:
@@ -209,9 +209,12 @@ class Pretraining(Stage):
     def data(self) -> Blocks | np.ndarray:
         config = self.config
         return open_blocks(
-            self.corpus.text_sources(), self.tokenizer,
-            length=config.length, wanted=config.steps * config.batch, seed=config.seed,
-        )  # fmt: skip
+            self.corpus.text_sources(),
+            self.tokenizer,
+            length=config.length,
+            wanted=config.steps * config.batch,
+            seed=config.seed,
+        )
 
     def prepare(self) -> list[dict[str, Any]]:
         return self.data.report
@@ -260,7 +263,7 @@ class NextToken(Pretraining):
     def batch(self, step: int) -> Tensor:
         return torch.from_numpy(self.blocks(step))
 
-    def backward(self, module: nn.Module, tokens_BL: Tensor, step: int, processes: Processes) -> dict:
+    def backward(self, module: nn.Module, tokens_BL: Tensor, processes: Processes) -> dict[str, Any]:
         def forward(rows: Tensor) -> Tensor:
             tokens = tokens_BL[rows]
             loss = partial(losses.next_token_loss, tokens_BL=tokens, normalizer=tokens_BL[:, 1:].numel())
@@ -292,16 +295,14 @@ class Diffusion(Pretraining):
     def batch(self, step: int) -> Noised:
         return noise(self.blocks(step), self.config, np.random.default_rng([self.config.seed, 2, step]))
 
-    def backward(self, module: nn.Module, batch: Noised, step: int, processes: Processes) -> dict:
+    def backward(self, module: nn.Module, batch: Noised, processes: Processes) -> dict[str, Any]:
         predictable = int((batch.valid_BL.sum(1) - 1).sum())
 
         def forward(rows: Tensor) -> Tensor:
             tokens, masked, divisor, valid = (x[rows] for x in batch)
             valid = None if valid.all() else valid
-            loss = partial(
-                losses.diffusion_loss, tokens_BL=tokens, masked_BL=masked, t_B=divisor, valid_BL=valid,
-                normalizer=predictable,
-            )  # fmt: skip
+            drawn = {"tokens_BL": tokens, "masked_BL": masked, "t_B": divisor, "valid_BL": valid}
+            loss = partial(losses.diffusion_loss, **drawn, normalizer=predictable)
             noised = processes.ship(tokens.masked_fill(masked, self.mask_token_id))
             return module(noised, None if valid is None else processes.ship(valid), loss)
 
@@ -337,53 +338,6 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     return Noised(*map(torch.from_numpy, drawn))
 
 
-class ContextualBatch(NamedTuple):
-    """N queries and M distinct documents; every distinct document is encoded once."""
-
-    sequences: list[TokenSequence]  # the N queries, then the M documents, or their chunks
-    document_N: Tensor
-    gold_N: Tensor
-    chunk_tokens_MC: Tensor  # tokens of each chunk; 0 where a document has fewer chunks
-
-
-def contextual_batch(
-    documents: list[TokenDocument], *, separator_id: int, queries_per_document: int,
-    rng: np.random.Generator, late_chunking: bool = True,
-) -> ContextualBatch:  # fmt: skip
-    """Draws up to `queries_per_document` queries of each document and lays the batch out for one encoding
-    pass, in which a document is read whole, or each of its chunks alone."""
-    drawn = [
-        (index, int(number))
-        for index, document in enumerate(documents)
-        for number in sorted(rng.permutation(len(document.queries))[:queries_per_document])
-    ]
-    queries = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
-    gold_N = torch.tensor([documents[index].golds[number] for index, number in drawn])
-    lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
-    # One of the two is read, and only that is made.
-    whole = (join_chunks(document.chunks, separator_id) for document in documents)
-    alone = (TokenSequence(chunk) for document in documents for chunk in document.chunks)
-    document_N = torch.tensor([index for index, _ in drawn])
-    counts_MC = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-    return ContextualBatch([*queries, *(whole if late_chunking else alone)], document_N, gold_N, counts_MC)
-
-
-def split_rows(rows_RD: Tensor, batch: ContextualBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of an encoded batch as (q_ND, chunks_MCD, documents_MD, chunk_mask_MC); the mask is on the CPU.
-
-    A document's own vector is the mean over all its chunks' tokens, which is the token-weighted mean of its
-    chunk means.
-    """
-    counts_MC = batch.chunk_tokens_MC.to(rows_RD.device, non_blocking=True)
-    mask_MC = counts_MC > 0
-    n = len(batch.document_N)
-    empty_MCD = rows_RD.new_zeros(*mask_MC.shape, rows_RD.shape[1])
-    chunks_MCD = empty_MCD.masked_scatter(mask_MC[..., None], rows_RD[n:])
-    weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
-    documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
-    return rows_RD[:n], chunks_MCD, documents_MD, batch.chunk_tokens_MC > 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """N queries of one data set, and all texts that their loss looks at."""
@@ -393,16 +347,39 @@ class Batch:
     count: int  # N
     negatives: Tensor | None = None  # (N, N), False: the document is no negative of the query
     weight: float = 1.0  # of its loss in the step's
-    layout: ContextualBatch | None = None  # of queries about documents: what follows the queries
     told: Mapping[str, float] = field(default_factory=dict)  # logged with the loss
     context: Sequence[TokenSequence] = ()  # CDE's: documents that all pairs see
     kept: np.ndarray | None = None  # which of these are seen; the null vector stands for the others
 
 
+@dataclass(frozen=True, kw_only=True)
+class ContextualBatch(Batch):
+    """N queries about M distinct documents, every one of which is encoded once."""
+
+    document_N: Tensor
+    gold_N: Tensor
+    chunk_tokens_MC: Tensor  # tokens of each chunk; 0 where a document has fewer chunks
+    beta: float  # weight of the document-level term
+
+    def split(self, rows_RD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Its encoded rows as (q_ND, chunks_MCD, documents_MD, chunk_mask_MC); the mask is on the CPU.
+
+        A document's own vector is the mean over all its chunks' tokens, which is the token-weighted mean of
+        its chunk means.
+        """
+        counts_MC = self.chunk_tokens_MC.to(rows_RD.device, non_blocking=True)
+        mask_MC = counts_MC > 0
+        empty_MCD = rows_RD.new_zeros(*mask_MC.shape, rows_RD.shape[1])
+        chunks_MCD = empty_MCD.masked_scatter(mask_MC[..., None], rows_RD[self.count :])
+        weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
+        documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
+        return rows_RD[: self.count], chunks_MCD, documents_MD, self.chunk_tokens_MC > 0
+
+
 class Contrastive(Stage):
     """What the contrastive stages share: single-dataset batches, and a model that is run as it is. A batch,
-    or each of several, has one loss: `loss(rows_RD, batch, step, processes)` is this process's part of it,
-    given the vectors of its texts.
+    or each of several, has one loss: `loss(rows_RD, batch, temperature=…, queries=…)` is the part of it that
+    some queries pay, given the vectors of its texts.
     """
 
     def texts(self, name: str, rows: np.ndarray) -> Batch:
@@ -412,19 +389,20 @@ class Contrastive(Stage):
         texts += [negative for i in rows for negative in pairs.negatives[i]] if pairs.negatives else []
         return Batch(dataset=name, sequences=list(map(TokenSequence, texts)), count=len(rows))
 
-    def backward(self, module: nn.Module, batch: Any, step: int, processes: Processes) -> dict[str, Any]:
+    def part_of_loss(self, batch: Batch, processes: Processes, rows_RD: Tensor) -> Tensor:
+        """This process's part of a batch's loss."""
+        shared = {"temperature": self.config.temperature, "queries": processes.slice(batch.count)}
+        return batch.weight * self.loss(rows_RD, batch, **shared)
+
+    def backward(self, module: nn.Module, batch: Any, processes: Processes) -> dict[str, Any]:
         config, parts = self.config, batch if isinstance(batch, list) else [batch]
         budget = config.budget(processes.device.type)
         options = {"token_budget": budget, "keep_tokens": config.keep_tokens}
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
         for part in parts:
-
-            def loss_of_rows(rows_RD: Tensor, part: Batch = part) -> Tensor:
-                return part.weight * self.loss(rows_RD, part, step, processes)
-
-            options["last"] = part is parts[-1]
-            total += cached_backward(module, part.sequences, loss_of_rows, **options)
+            loss, options["last"] = partial(self.part_of_loss, part, processes), part is parts[-1]
+            total += cached_backward(module, part.sequences, loss, **options)
         tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
         pairs = sum(part.count for part in parts)
         return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs, **parts[0].told}
@@ -497,13 +475,11 @@ class Pair(Contrastive):
             return batch
         return replace(batch, negatives=torch.from_numpy(self.neighbours[name].negatives(rows, margin)))
 
-    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
-        config, n = self.config, batch.count
-        rows_RD = int8(rows_RD) if config.quantize else rows_RD
-        return losses.pair_loss(
-            rows_RD[:n], rows_RD[n:], temperature=config.temperature, margin=config.margin,
-            query_query=config.query_query, negatives_NN=batch.negatives, queries=processes.slice(n),
-        )  # fmt: skip
+    def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
+        rows_RD = int8(rows_RD) if self.config.quantize else rows_RD
+        shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
+        q_ND, d_ND = rows_RD[: batch.count], rows_RD[batch.count :]
+        return losses.pair_loss(q_ND, d_ND, query_query=self.config.query_query, **shared)
 
 
 class Contextual(Contrastive):
@@ -519,42 +495,64 @@ class Contextual(Contrastive):
         corpus, config, data = self.corpus, self.config, {}
         for name in corpus.datasets("documents", "train"):
             data[name] = tokenized.token_documents(
-                corpus.documents("train", name), self.stored,
-                name=name, identity=corpus.identity("documents", name),
-                query_length=config.query_length, chunk_length=config.chunk_length, chunks=config.chunks,
-            )  # fmt: skip
+                corpus.documents("train", name),
+                self.stored,
+                name=name,
+                identity=corpus.identity("documents", name),
+                query_length=config.query_length,
+                chunk_length=config.chunk_length,
+                chunks=config.chunks,
+            )
         for name in corpus.datasets("pairs", "train") if config.single else ():
             data[name] = tokenized.single_chunks(
-                corpus.pairs("train", name), self.stored,
-                name=name, identity=corpus.identity("pairs", name), count=config.single, seed=config.seed,
-                query_length=config.query_length, document_length=config.chunk_length,
-            )  # fmt: skip
+                corpus.pairs("train", name),
+                self.stored,
+                name=name,
+                identity=corpus.identity("pairs", name),
+                count=config.single,
+                seed=config.seed,
+                query_length=config.query_length,
+                document_length=config.chunk_length,
+            )
         return data
 
-    def batch(self, step: int) -> Batch:
-        name, rows = self.plan(step)
-        layout = contextual_batch(
-            [self.data[name][i] for i in rows], separator_id=self.stored.end,
-            queries_per_document=self.config.queries_per_document,
-            rng=np.random.default_rng([self.config.seed, 3, step]),
-            late_chunking=self.asked.get("late_chunking", True),
-        )  # fmt: skip
-        batch = Batch(dataset=name, sequences=layout.sequences, count=len(layout.gold_N), layout=layout)
-        texts_RD = torch.ones(sum(text.rows for text in batch.sequences), min(self.config.dimensions))
-        return replace(batch, told={"guess": float(self.loss(texts_RD, batch, step, ALONE))})
+    def batch(self, step: int) -> ContextualBatch:
+        """Up to `queries_per_document` queries of each document, and the documents, each to be read whole, or
+        each of its chunks alone."""
+        config, (name, rows) = self.config, self.plan(step)
+        documents = [self.data[name][i] for i in rows]
+        rng = np.random.default_rng([config.seed, 3, step])
+        drawn = [
+            (index, int(number))
+            for index, document in enumerate(documents)
+            for number in sorted(rng.permutation(len(document.queries))[: config.queries_per_document])
+        ]
+        texts = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
+        if self.asked.get("late_chunking", True):
+            texts += [join_chunks(document.chunks, self.stored.end) for document in documents]
+        else:
+            texts += [TokenSequence(chunk) for document in documents for chunk in document.chunks]
+        lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
+        batch = ContextualBatch(
+            dataset=name,
+            sequences=texts,
+            count=len(drawn),
+            document_N=torch.tensor([index for index, _ in drawn]),
+            gold_N=torch.tensor([documents[index].golds[number] for index, number in drawn]),
+            chunk_tokens_MC=nn.utils.rnn.pad_sequence(lengths, batch_first=True),
+            beta=cosine_ramp(config.beta_start, config.beta_end, step, config.steps),
+        )
+        texts_RD = torch.ones(sum(text.rows for text in texts), min(config.dimensions))
+        return replace(batch, told={"guess": float(self.part_of_loss(batch, ALONE, texts_RD))})
 
-    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
-        config, layout = self.config, batch.layout
-        q_ND, chunks_MCD, documents_MD, mask_MC = split_rows(rows_RD, layout)
-        shared = {
-            "document_N": layout.document_N, "gold_N": layout.gold_N, "temperature": config.temperature,
-            "chunk_mask_MC": mask_MC, "queries": processes.slice(batch.count),
-        }  # fmt: skip
+    def loss(self, rows_RD: Tensor, batch: ContextualBatch, **shared: Any) -> Tensor:
+        config = self.config
+        q_ND, chunks_MCD, documents_MD, mask_MC = batch.split(rows_RD)
+        shared |= {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask_MC}
         if config.objective == "insent":
             loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
         else:
-            beta = cosine_ramp(config.beta_start, config.beta_end, step, config.steps)
-            loss = partial(losses.contextual_loss, alpha=config.alpha, beta=beta, margin=config.margin)
+            loss = partial(losses.contextual_loss, alpha=config.alpha, beta=batch.beta, margin=config.margin)
             vectors = (q_ND, chunks_MCD, documents_MD)
         return losses.matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
 
@@ -570,13 +568,15 @@ class Triplet(Contrastive):
         parts = np.array_split(rows, min(self.config.accumulation, len(rows)))
         return [replace(self.texts(name, part), weight=len(part) / len(rows)) for part in parts]
 
-    def loss(self, rows_RD: Tensor, batch: Batch, step: int, processes: Processes) -> Tensor:
-        n, codes_RD, number_R = batch.count, int8(rows_RD), numbered(batch.sequences)
-        return losses.triplet_loss(
-            codes_RD[:n], codes_RD[n : 2 * n], codes_RD[2 * n :].unflatten(0, (n, -1)),
-            document_N=number_R[n : 2 * n], hard_document_NK=number_R[2 * n :].unflatten(0, (n, -1)),
-            temperature=self.config.temperature, queries=processes.slice(n),
-        )  # fmt: skip
+    def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
+        number_R = numbered(batch.sequences[batch.count :])
+        return losses.triplet_loss(*columns(int8(rows_RD), batch.count), number_R=number_R, **shared)
+
+
+def columns(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The vectors of n queries, of their documents and of their hard negatives: (q_ND, d_ND, hard_NKD)."""
+    hard_RD = rows_RD[2 * n :]
+    return rows_RD[:n], rows_RD[n : 2 * n], hard_RD.unflatten(0, (n, len(hard_RD) // n))
 
 
 def numbered(sequences: Sequence[TokenSequence]) -> Tensor:
