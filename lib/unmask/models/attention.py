@@ -62,11 +62,18 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
 
 
 def varlen_attention(
-    module: nn.Module, query_1HTD: Tensor, key_1HTD: Tensor, value_1HTD: Tensor,
-    attention_mask: Tensor | None, *, dropout: float = 0.0, scaling: float | None = None,
-    is_causal: bool | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None,
+    module: nn.Module,
+    query_1HTD: Tensor,
+    key_1HTD: Tensor,
+    value_1HTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
     **kwargs: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """Attention within each of the sequences that lie one after the other in a single row.
 
     It has the signature that transformers' `AttentionInterface` asks for, and the division into sequences has
@@ -79,28 +86,26 @@ def varlen_attention(
     Returns:
         (1, T, H, D), and no attention weights.
     """
+    all_1HTD = (query_1HTD, key_1HTD, value_1HTD)
     if cu_seq_lens_q is None:
-        return sdpa_attention_forward(
-            module, query_1HTD, key_1HTD, value_1HTD, attention_mask,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
-        )  # fmt: skip
+        kwargs |= {"scaling": scaling, "is_causal": is_causal}
+        return sdpa_attention_forward(module, *all_1HTD, attention_mask, **kwargs)
     causal = module.is_causal if is_causal is None else is_causal
     grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
-    shared = {"enable_gqa": grouped} if SHARES_HEADS else {}
     device = query_1HTD.device.type
     if device == "cuda":
         # Autocast does not know this kernel, and Qwen3's norms return the query and the key in float32.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
-        if grouped and not shared:
+        options = {"scale": scaling, "window_size": (-1, 0 if causal else -1)}
+        if SHARES_HEADS:
+            options["enable_gqa"] = grouped
+        elif grouped:
             times = query_1HTD.shape[1] // key_1HTD.shape[1]
-            key_1HTD, value_1HTD = (x.repeat_interleave(times, dim=1) for x in (key_1HTD, value_1HTD))
-        all_THD = [x[0].transpose(0, 1).to(dtype) for x in (query_1HTD, key_1HTD, value_1HTD)]
-        out_THD = varlen_attn(
-            *all_THD, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
-            scale=scaling, window_size=(-1, 0 if causal else -1), **shared,
-        )  # fmt: skip
-        return out_THD[None], None
-    parts, start, all_1HTD = [], 0, (query_1HTD, key_1HTD, value_1HTD)
+            all_1HTD = (query_1HTD, *(x.repeat_interleave(times, dim=1) for x in all_1HTD[1:]))
+        all_THD = [x[0].transpose(0, 1).to(dtype) for x in all_1HTD]
+        division = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)  # of queries, and of keys
+        return varlen_attn(*all_THD, *division, **options)[None], None
+    parts, start = [], 0
     options = {"is_causal": causal, "scale": scaling, "enable_gqa": grouped}
     half = query_1HTD.dtype == torch.bfloat16 or torch.is_autocast_enabled(device)
     for length, run in groupby(cu_seq_lens_q.diff().tolist()):  # neighbours of one length at a time
