@@ -229,9 +229,13 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: Path,
 
 
 def write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *,
-    weights: dict[str, torch.Tensor] | None = None, **facts: object,
-) -> None:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    weights: dict[str, torch.Tensor] | None = None,
+    **facts: object,
+) -> None:
     """Writes weights (safetensors), configuration and tokenizer into a folder.
 
     `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in

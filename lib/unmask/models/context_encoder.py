@@ -7,6 +7,7 @@ Shape suffixes: J context slots · K context documents, at most J · B sequences
 D dimensions.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,13 @@ def build(path: str | Path, *, context: int) -> ContextualEncoder:
 
 
 def save(
-    encoder: ContextualEncoder, tokenizer: PreTrainedTokenizerBase, path: Path, *,
-    weights: Mapping[str, Tensor] | None = None, **facts: object,
-) -> Path:  # fmt: skip
+    encoder: ContextualEncoder,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    **facts: object,
+) -> Path:
     """Writes a directory with two stock checkpoints, `first` and `second`, under a temporary name, then
     renames it.
 
@@ -151,25 +156,16 @@ class ContextEmbedder(Embedder):
     >>> embedder.with_context(some_documents).encode(["How do I open a file?"])            # doctest: +SKIP
 
     Queries and documents of one corpus are embedded in the same context. The context is embedded once, by
-    `with_context`; from then on only the second stage runs.
+    `with_context`; from then on only the second stage runs. Without it the null vector is in all slots.
 
     Args:
-        context_KD: vectors of at most J context documents, from the first stage. Default: none, so that the
-            null vector is in all slots.
         options: of `Embedder`.
-    Raises: ValueError for more context vectors than slots.
     """
 
-    def __init__(
-        self, encoder: ContextualEncoder, tokenizer: PreTrainedTokenizerBase, *,
-        context_KD: Tensor | None = None, **options: Any,
-    ):  # fmt: skip
-        if context_KD is None:
-            context_KD = torch.empty(0, encoder.first.config.hidden_size)
-        if len(context_KD) > encoder.context:
-            raise ValueError(f"at most {encoder.context} context documents are read, got {len(context_KD)}")
+    def __init__(self, encoder: ContextualEncoder, tokenizer: PreTrainedTokenizerBase, **options: Any):
         super().__init__(encoder.second, tokenizer, **options)
-        self.encoder, self.context_KD, self._options = encoder, context_KD, options
+        self.encoder, self._options = encoder, options
+        self.context_KD = torch.empty(0, encoder.first.config.hidden_size)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options: Any) -> "ContextEmbedder":
@@ -196,10 +192,14 @@ class ContextEmbedder(Embedder):
         """
         first = Embedder(self.encoder.first, self.tokenizer, **{**self._options, "normalize": False})
         context_KD = torch.from_numpy(first.encode(texts, "float32", max_length=max_length))
-        return type(self)(self.encoder, self.tokenizer, context_KD=context_KD, **self._options)
+        if len(context_KD) > self.encoder.context:
+            raise ValueError(f"at most {self.encoder.context} context documents are read, got {len(texts)}")
+        informed = copy.copy(self)
+        informed.context_KD = context_KD
+        return informed
 
-    def rows(self, reading: Reading, *arguments: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    def rows(self, reading: Reading, *arguments: Any) -> tuple[np.ndarray, np.ndarray]:
         slots = self.encoder.context
         units = (Unit(after_context(unit.sequence, slots), unit.numbers) for unit in reading.units)
         in_context = reading._replace(units=units)
-        return super().rows(in_context, *arguments, context_KD=self.context_KD, **options)
+        return super().rows(in_context, *arguments, context_KD=self.context_KD)

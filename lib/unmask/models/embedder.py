@@ -64,9 +64,11 @@ class Unit(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a call reads: its pieces, and what an error calls the text or chunk of a number."""
+    """What a call reads: its pieces, how they are pooled, and what an error calls the text or chunk of a
+    number."""
 
     units: Iterable[Unit]
+    pooling: str
     name: Callable[[int], str]
 
 
@@ -99,12 +101,19 @@ class Embedder:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, pooling: str = "mean",
-        max_length: int | None = None, window: int | None = None,
-        mixed_precision: bool | None = None, token_budget: int | None = None,
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        pooling: str = "mean",
+        max_length: int | None = None,
+        window: int | None = None,
+        mixed_precision: bool | None = None,
+        token_budget: int | None = None,
         device: str | torch.device | Sequence[str | torch.device] | None = None,
-        special_tokens: bool = False, normalize: bool = False,
-    ):  # fmt: skip
+        special_tokens: bool = False,
+        normalize: bool = False,
+    ):
         several = [device] if isinstance(device, (str, torch.device)) else device
         every = several or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
         self.devices = [torch.device(one) for one in every]
@@ -151,9 +160,13 @@ class Embedder:
         torch.cuda.empty_cache()
 
     def encode(
-        self, texts: Iterable[str], precision: str = "int8", dimensions: int | None = None, *,
+        self,
+        texts: Iterable[str],
+        precision: str = "int8",
+        dimensions: int | None = None,
+        *,
         max_length: int | None = None,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """Embeds texts, in their order.
 
         A text of white space is a text like others where the tokenizer has tokens for it.
@@ -173,9 +186,13 @@ class Embedder:
         return self._vectors(self._texts(texts, max_length), precision, dimensions)
 
     def encode_documents(
-        self, documents: Iterable[Sequence[str]], precision: str = "int8", dimensions: int | None = None, *,
+        self,
+        documents: Iterable[Sequence[str]],
+        precision: str = "int8",
+        dimensions: int | None = None,
+        *,
         chunk_length: int | None = None,
-    ) -> list[np.ndarray]:  # fmt: skip
+    ) -> list[np.ndarray]:
         """Embeds the chunks of documents in the light of their document: late chunking (pplx-embed, section
         2.4).
 
@@ -233,7 +250,8 @@ class Embedder:
         limit = self.max_length if max_length is None else self._limit(max_length)
         tokens = self._tokens(texts, limit - len(before) - len(after), name)
         whole = (TokenSequence(np.concatenate([before, ids, after])) for ids in tokens)
-        return Reading((Unit(text, np.array([number])) for number, text in enumerate(whole)), name)
+        units = (Unit(text, np.array([number])) for number, text in enumerate(whole))
+        return Reading(units, self.pooling, name)
 
     def _documents(
         self, documents: Iterable[Sequence[str]], chunk_length: int | None
@@ -252,7 +270,7 @@ class Embedder:
 
         _check(chain.from_iterable(documents), name)
         units = self._windows(documents, chunk_length, name)
-        return Reading(units, name), np.cumsum([0, *map(len, documents)])
+        return Reading(units, self.pooling, name), np.cumsum([0, *map(len, documents)])
 
     def _windows(
         self, documents: list[list[str]], chunk_length: int | None, name: Callable[[int], str]
@@ -292,29 +310,27 @@ class Embedder:
 
     def _token_vectors(self, reading: Reading) -> list[np.ndarray]:
         units = map(_with_token_rows, reading.units)
-        numbers_R, rows_RD = self.rows(reading._replace(units=units), pooling="mean")
+        numbers_R, rows_RD = self.rows(reading._replace(units=units, pooling="mean"))
         return np.split(rows_RD, np.flatnonzero(np.diff(numbers_R, prepend=-1)))[1:]
 
     def rows(
-        self, reading: Reading, coded: Callable[[np.ndarray], np.ndarray] = np.asarray, *,
-        pooling: str | None = None, **inputs: Tensor,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        self, reading: Reading, coded: Callable[[np.ndarray], np.ndarray] = np.asarray, **inputs: Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Embeds what is read: the numbers of what the rows belong to, in order, and the rows, coded.
 
         Args:
             coded: makes what is kept of pooled vectors, (R, D).
-            pooling: instead of the embedder's own.
             inputs: what else the model takes.
         Raises: ValueError where the model returns NaN or infinity.
         """
-        pooling, numbers = pooling or self.pooling, [np.array([], int)]
+        numbers = [np.array([], int)]
         found = [coded(np.empty((0, self.model.config.hidden_size), np.float32))]
 
         def forward(group: list[Unit], model: PreTrainedModel, device: torch.device) -> Tensor:
-            more = {key: tensor.to(device) for key, tensor in inputs.items()}
+            options = {key: tensor.to(device) for key, tensor in inputs.items()} | {"packed": packed}
             sequences = [unit.sequence for unit in group]
             with torch.inference_mode(), self.autocast(), torch.accelerator.device_index(device.index):
-                return encode_rows(model, sequences, pooling=pooling, device=device, packed=packed, **more)
+                return encode_rows(model, sequences, pooling=reading.pooling, **options)
 
         def finish(group: list[Unit], rows: Tensor) -> None:
             rows_RD, numbers_R = rows.cpu().numpy(), np.concatenate([unit.numbers for unit in group])

@@ -229,9 +229,13 @@ def micro_batches(
 
 
 def encode_rows(
-    model: PreTrainedModel, sequences: Sequence[TokenSequence], *, pooling: str = "mean",
-    device: torch.device | str = "cpu", packed: bool | None = None, **inputs: Tensor,
-) -> Tensor:  # fmt: skip
+    model: PreTrainedModel,
+    sequences: Sequence[TokenSequence],
+    *,
+    pooling: str = "mean",
+    packed: bool | None = None,
+    **inputs: Tensor,
+) -> Tensor:
     """One forward pass; returns rows_RD in float32, chunks of a document in order.
 
     No attention mask is passed when nothing is padded: an all-ones mask keeps attention off its fast path.
@@ -249,12 +253,13 @@ def encode_rows(
     chunked = any(s.chunk_L is not None for s in sequences)
     if pooling != "mean" and chunked:
         raise ValueError(f"chunks of a document are mean-pooled; pooling {pooling!r} has no late chunking")
+    device = next(model.parameters()).device
     lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
     tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
     different = len(set(lengths)) > 1
     packed = unpadded(model) if packed is None else packed
     # For sequences of one length torch's own kernels are faster, but for bfloat16 on a CPU.
-    if packed and (different or (str(device) == "cpu" and torch.is_autocast_enabled("cpu"))):
+    if packed and (different or (device.type == "cpu" and torch.is_autocast_enabled("cpu"))):
         tokens_1T = tokens_T[None].to(device, non_blocking=True)
         inputs |= unpadded_inputs(model, lengths, device)
         hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]

@@ -51,9 +51,13 @@ class Reranker:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *,
-        instruction: str = INSTRUCTION, **options,
-    ):  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        instruction: str = INSTRUCTION,
+        **options,
+    ):
         if not getattr(model.config, "is_causal", True):
             raise ValueError("the model is bidirectional (is_causal is false): a reranker needs a causal one")
         self.model, self.tokenizer, self.instruction = model.eval(), tokenizer, instruction
@@ -104,9 +108,14 @@ class Reranker:
         return [(int(i), score_M[i]) for i in np.argsort(-odds_M, kind="stable")[:top]]
 
     def log_odds(
-        self, query: str, documents: Sequence[str], *, instruction: str | None = None,
-        query_length: int | None = None, document_length: int | None = None,
-    ) -> np.ndarray:  # fmt: skip
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        query_length: int | None = None,
+        document_length: int | None = None,
+    ) -> np.ndarray:
         """Logit of "yes" minus that of "no" for each document: it orders them where scores round to 1.
 
         Args:
