@@ -134,13 +134,15 @@ def local_loss(
         '0.6576'
     """
     check_settings(temperature=temperature, alpha=alpha)
+    similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
 
-    def nats_of(rows: slice, gold_T: Tensor, own_TC: Tensor, all_TMC: Tensor) -> Tensor:
+    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+        gold_T, own_TC, all_TMC = similarities(rows, q_TD)
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
         batch_T = info_nce(gold_T, all_TMC.flatten(1), temperature=temperature)
         return alpha * sequence_T + (1 - alpha) * batch_T
 
-    return _chunk_loss(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, queries)
+    return mean_over_queries(nats_of, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
 
 
 def global_loss(
@@ -304,57 +306,49 @@ def insent_loss(
         '0.4324'
     """
     check_settings(temperature=temperature, lam=lam)
-    check_index("document_N", document_N, len(chunks_MCD))
+    similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
     own_NM = _own_document(document_N.to(q_ND.device, non_blocking=True), chunks_MCD)
 
-    def nats_of(rows: slice, gold_T: Tensor, own_TC: Tensor, all_TMC: Tensor) -> Tensor:
+    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+        gold_T, own_TC, all_TMC = similarities(rows, q_TD)
         others_TR = all_TMC.masked_fill(own_NM[rows, :, None], -torch.inf).flatten(1)
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
         batch_T = info_nce(gold_T, gold_T[:, None], others_TR, temperature=temperature)
         return share_N[rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)
 
-    return _chunk_loss(nats_of, q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, queries)
+    return mean_over_queries(nats_of, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
 
 
-def _chunk_loss(
-    nats_of: Callable[[slice, Tensor, Tensor, Tensor], Tensor],
-    q_ND: Tensor,
-    chunks_MCD: Tensor,
-    document_N: Tensor,
-    gold_N: Tensor,
-    chunk_mask_MC: Tensor | None,
-    queries: slice | None,
-) -> Tensor:
-    """Checks what the chunk-level losses take, and averages their terms over the queries.
+def _to_chunks(
+    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None
+) -> Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Checks what the chunk-level losses take, and returns what computes a tile's similarities with chunks.
 
-    Args:
-        nats_of: the loss terms (T,) of a tile, given as a slice of the N queries, and their similarities with
-            the gold chunk, with the chunks of the own document (the gold one among them) and with all chunks,
-            −inf where one is padding.
+    Given a slice of the N queries, and their embeddings, these are: with the gold chunk (T,), with the chunks
+    of the own document, the gold one among them (T, C), and with all chunks (T, M, C); −inf for padding.
     """
     index = {"document_N": document_N, "gold_N": gold_N}
     check_shapes(q_ND=q_ND, chunks_MCD=chunks_MCD, **index, chunk_mask_MC=chunk_mask_MC)
     check_index("document_N", document_N, len(chunks_MCD))
     check_index("gold_N", gold_N, chunks_MCD.shape[1])
-    padding_MC = None if chunk_mask_MC is None else ~chunk_mask_MC.bool()
-    if padding_MC is not None:
-        if (bad_N := padding_MC[document_N, gold_N]).any():
-            query = int(bad_N.nonzero()[0])
-            raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
-        padding_MC = padding_MC.to(q_ND.device, non_blocking=True)
-    document_N, gold_N = (x.to(q_ND.device, non_blocking=True) for x in (document_N, gold_N))
+    every_MC = document_N.new_ones(chunks_MCD.shape[:2])
+    padding_MC = ~(every_MC if chunk_mask_MC is None else chunk_mask_MC).bool()
+    if (bad_N := padding_MC[document_N, gold_N]).any():
+        query = int(bad_N.nonzero()[0])
+        raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
+    there = (x.to(q_ND.device, non_blocking=True) for x in (padding_MC, document_N, gold_N))
+    padding_MC, document_N, gold_N = there
 
-    def tile_nats(rows: slice, q_TD: Tensor) -> Tensor:
+    def similarities(rows: slice, q_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         all_TMC = cosine(q_TD, chunks_MCD.flatten(0, 1)).unflatten(1, chunks_MCD.shape[:2])
-        if padding_MC is not None:
-            all_TMC = all_TMC.masked_fill(padding_MC, -torch.inf)
+        all_TMC = all_TMC.masked_fill(padding_MC, -torch.inf)
         own_TC = all_TMC[torch.arange(len(all_TMC), device=all_TMC.device), document_N[rows]]
         gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
-        return nats_of(rows, gold_T, own_TC, all_TMC)
+        return gold_T, own_TC, all_TMC
 
-    return mean_over_queries(tile_nats, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
+    return similarities
 
 
 def _own_document(document_N: Tensor, x_MXD: Tensor) -> Tensor:
