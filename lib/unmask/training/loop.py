@@ -172,11 +172,11 @@ def train(
             facts = torch.stack([row["loss"].float(), norm.float(), *both])
             row["loss"], norm, told, due = facts.tolist()
             if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
-                drawn = stage.plan.samples(step)
+                dataset, rows = stage.plan(step)
                 raise FloatingPointError(
                     f"the loss is {row['loss']}, the norm of its gradient {norm} at step {step}: lower lr or "
-                    f"clip in another run, or look at the rows {drawn['rows'][:8]} … of data set "
-                    f"{drawn['dataset']!r}; last good checkpoint: {last or 'none'}"
+                    f"clip in another run, or look at the rows {rows[:8].tolist()} … of data set "
+                    f"{dataset!r}; last good checkpoint: {last or 'none'}"
                 )
             for group in optimizer.param_groups:
                 group["lr"] = lr

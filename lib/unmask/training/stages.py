@@ -401,8 +401,8 @@ class Contrastive(Stage):
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
         for part in parts:
-            loss, options["last"] = partial(self.part_of_loss, part, processes), part is parts[-1]
-            total += cached_backward(module, part.sequences, loss, **options)
+            loss = partial(self.part_of_loss, part, processes)
+            total += cached_backward(module, part.sequences, loss, last=part is parts[-1], **options)
         tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
         pairs = sum(part.count for part in parts)
         return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs, **parts[0].told}
