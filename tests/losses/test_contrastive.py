@@ -23,13 +23,7 @@ def batch(n, k, d, seed):
 
 def texts(n, k, seed):
     """Numbers of documents and hard negatives, of which some are equal, within and across the two kinds."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(n, (n,), generator=draw), torch.randint(n, (n, k), generator=draw)
-
-
-def number(document_N, hard_document_NK):
-    """The same as the losses take it."""
-    return torch.cat([document_N, hard_document_NK.flatten()])
+    return torch.randint(n, (n + n * k,), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3, 0), (5, 3, 2, 1), (9, 2, 4, 2), (16, 0, 8, 3)])  # N, K, D, seed
@@ -47,12 +41,13 @@ def test_the_losses_are_the_formulas(shape, temperature, margin):
     found = pair_loss(q_ND, d_ND, temperature=temperature, margin=math.inf, query_query=False)
     expected = naive_losses.triplet(q, d, [[] for _ in q], temperature)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
-    numbers = texts(n, k, seed)
-    expected = naive_losses.qwen3(q, d, hard, temperature, margin, *(x.tolist() for x in numbers))
-    found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, number_R=number(*numbers))
+    number_R = texts(n, k, seed)
+    numbers = number_R[:n].tolist(), number_R[n:].view(n, k).tolist()
+    expected = naive_losses.qwen3(q, d, hard, temperature, margin, *numbers)
+    found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, number_R=number_R)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
-    expected = naive_losses.triplet(q, d, hard, temperature, None, *(x.tolist() for x in numbers))
-    found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature, number_R=number(*numbers))
+    expected = naive_losses.triplet(q, d, hard, temperature, None, *numbers)
+    found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature, number_R=number_R)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 

@@ -15,7 +15,7 @@ N = 7
 Q, D, HARD = test_contrastive.batch(N, 2, 6, 30)
 CQ, CHUNKS, DOCUMENTS, DOCUMENT, GOLD, MASK = test_contextual.problem(N, 4, 3, 4, 13)
 FILTER = torch.rand(N, N, generator=torch.Generator().manual_seed(29)) > 0.3
-NUMBER = test_contrastive.number(*test_contrastive.texts(N, 2, 11))
+NUMBER = test_contrastive.texts(N, 2, 11)
 WHERE = {"document_N": DOCUMENT, "gold_N": GOLD, "chunk_mask_MC": MASK}
 LOSSES = {
     "pair": (losses.pair_loss, (Q, D)),
