@@ -127,9 +127,8 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
 
 
 def test_a_causal_backbone_and_a_directory_that_holds_something_else_are_refused(tmp_path):
-    backbone.save(tiny.model(bidirectional=False), tiny.tokenizer(), tmp_path / "causal")
     with pytest.raises(ValueError, match=r"is causal: .* bidirectional"):
-        cde.build(tmp_path / "causal", context=J)
+        ContextualEncoder(tiny.model(), tiny.model(bidirectional=False), J)
     backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "plain", pooling="mean")
     for path in (tmp_path / "plain", tmp_path / "none"):
         with pytest.raises(ValueError, match=f"{path} is no contextual encoder"):

@@ -95,14 +95,6 @@ class ContextualEncoder(nn.Module):
         self.first, self.second, self.context = first, SecondStage(second, context), context
 
 
-def build(path: str | Path, *, context: int) -> ContextualEncoder:
-    """A contextual encoder whose stages both start from one checkpoint (CDE, section 5).
-
-    Raises: ValueError if there is no checkpoint, or it is causal.
-    """
-    return ContextualEncoder(backbone.load(path), backbone.load(path), context)
-
-
 def save(
     encoder: ContextualEncoder,
     tokenizer: PreTrainedTokenizerBase,

@@ -157,7 +157,10 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
     with jobs[first].with_name(LOG).open("a", encoding="utf8") as log:
         # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
         patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
-        environment = ENVIRONMENT | patience | os.environ | _threads(parallel)
+        environment = ENVIRONMENT | patience | os.environ
+        if parallel.per_machine > 1:  # this machine's processes share its cores
+            cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
+            environment["OMP_NUM_THREADS"] = str(max(1, cores // parallel.per_machine))
         options, stop = {"stdout": subprocess.PIPE, "stderr": log, "text": True}, None
         if parallel.launcher:  # srun answers SIGTERM by killing its tasks, so a file stands for it
             stop = jobs[first].with_name(f"stop-{os.getpid()}")
@@ -191,13 +194,6 @@ def _command(jobs: Sequence[Path], parallel: ParallelConfig) -> list[str]:
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={parallel.num_processes}", f"--log-dir={jobs[0].parent / 'torchrun'}"]
     return bound([*command, "-m", "unmask.training.launch", *map(str, jobs)])
-
-
-def _threads(parallel: ParallelConfig) -> dict[str, str]:
-    """This machine's processes share its cores."""
-    here = parallel.per_machine
-    cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
-    return {"OMP_NUM_THREADS": str(max(1, cores // here))} if here > 1 else {}
 
 
 def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:

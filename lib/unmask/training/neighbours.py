@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unmask.data.tokenized import TokenPairs
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
-from unmask.models import context_encoder
+from unmask.models import backbone, context_encoder
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
 from unmask.models.encoding import after_context, micro_batches
@@ -41,7 +41,9 @@ class Cde(Pair):
     save = staticmethod(context_encoder.save)
 
     def model(self) -> ContextualEncoder:
-        return context_encoder.build(self.asked["start"], context=self.config.context)
+        """Both of its stages start from one checkpoint (CDE, section 5)."""
+        first, second = (backbone.load(self.asked["start"]) for _ in range(2))
+        return ContextualEncoder(first, second, self.config.context)
 
     def batch(self, step: int) -> Batch:
         pairs, config = super().batch(step), self.config
