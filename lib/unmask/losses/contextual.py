@@ -11,7 +11,6 @@ Shape suffixes: N queries · M distinct documents · C chunks per document · D 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,13 @@ from unmask.losses.shapes import check_index, check_settings, check_shapes
 
 
 def sequence_loss(
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, **options: Any
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    temperature: float = 0.02,
+    chunk_mask_MC: Tensor | None = None,
 ) -> Tensor:
     """InfoNCE of each query's gold chunk against the chunks of its own document.
 
@@ -32,8 +37,8 @@ def sequence_loss(
         chunks_MCD: chunk embeddings of the M distinct documents of the batch.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        options: `temperature` (τ; default: 0.02) and `chunk_mask_MC` (where chunks are real), as for
-            `local_loss`.
+        temperature: τ, above 0.
+        chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -51,11 +56,18 @@ def sequence_loss(
         >>> f"{loss:.4f}"  # log(1 + 1/e): the other chunk of the document
         '0.3133'
     """
-    return local_loss(q_ND, chunks_MCD, document_N, gold_N, alpha=1, **options)
+    options = {"alpha": 1, "temperature": temperature, "chunk_mask_MC": chunk_mask_MC}
+    return local_loss(q_ND, chunks_MCD, document_N, gold_N, **options)
 
 
 def batch_loss(
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, **options: Any
+    q_ND: Tensor,
+    chunks_MCD: Tensor,
+    document_N: Tensor,
+    gold_N: Tensor,
+    *,
+    temperature: float = 0.02,
+    chunk_mask_MC: Tensor | None = None,
 ) -> Tensor:
     """InfoNCE of each query's gold chunk against all chunks of all distinct documents of the batch.
 
@@ -69,8 +81,8 @@ def batch_loss(
         chunks_MCD: chunk embeddings of the M distinct documents of the batch.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        options: `temperature` (τ; default: 0.02) and `chunk_mask_MC` (where chunks are real), as for
-            `local_loss`.
+        temperature: τ, above 0.
+        chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -88,7 +100,8 @@ def batch_loss(
         >>> f"{loss:.4f}"  # log(1 + 3/e): the three other chunks of the batch
         '0.7437'
     """
-    return local_loss(q_ND, chunks_MCD, document_N, gold_N, alpha=0, **options)
+    options = {"alpha": 0, "temperature": temperature, "chunk_mask_MC": chunk_mask_MC}
+    return local_loss(q_ND, chunks_MCD, document_N, gold_N, **options)
 
 
 def local_loss(
