@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,18 @@ def test_a_failure_stops_the_list_and_names_its_training(start, tmp_path, capsys
     last = models["three"]
     expected = alone(last, tmp_path / "alone") / "model.safetensors"
     assert (last / "model.safetensors").read_bytes() == expected.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_training_that_the_system_kills_is_told_to_need_less_memory(start, tmp_path):
+    def kill():
+        wait_for(lambda: list((tmp_path / "r").rglob("metrics.jsonl")))
+        for process in live_in(tmp_path / "r" / "02_pair"):
+            process.kill()
+
+    threading.Thread(target=kill).start()
+    with pytest.raises(RuntimeError, match=r"training pair failed: .* memory is full: .* keep_tokens"):
+        launch(opened(), "pair", {"start": start})
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import traceback
@@ -180,6 +181,9 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
         path = jobs[name].with_name(LOG)
         said = path.read_text(encoding="utf8").split("\n") if path.is_file() else []
         reason = last.get("error") or next(filter(str.strip, reversed(said)), "it left no message")
+        if child.returncode == -signal.SIGKILL:
+            reason = "the system killed it, as it does when memory is full: less is needed with a lower "
+            reason += "keep_tokens, or with --jobs 1; its last checkpoint is kept"
         raise RuntimeError(f"training {name} failed: {reason}\n(log: {path})")
 
 
