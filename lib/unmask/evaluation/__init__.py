@@ -3,8 +3,3 @@
 from unmask.evaluation.metrics import Bm25, ranking_metrics, retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import REFERENCE, evaluate_reference, load_reference, missing_reference
-
-__all__ = [
-    "REFERENCE", "Bm25", "evaluate_reference", "load_reference", "missing_reference", "ranking_metrics",
-    "retrieval_metrics", "similarity",
-]  # fmt: skip
