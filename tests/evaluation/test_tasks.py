@@ -174,8 +174,8 @@ def test_the_best_are_reordered_by_the_reranker_and_the_others_stay(candidates):
     model = tiny.model(bidirectional=False, head=True)
     model.config.max_position_embeddings = 1024
     one, lengths = Reranker(model, tiny.tokenizer()), {"query_length": 4, "document_length": 6}
-    options = {"candidates": candidates, "max_queries": 5, **lengths}
-    before_N, after_N = tasks.rerank_task(one, NUMBERS, SCORES_NM, **options)
+    config = replace(load_preset("smoke").reranker, candidates=candidates, max_queries=5, **lengths)
+    before_N, after_N = tasks.rerank_task(one, NUMBERS, SCORES_NM, config)
     assert len(before_N) == len(after_N) == 5 and (before_N != after_N).any()
 
     def ordered(scores, columns):

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-from unmask.config import FAMILIES, EvaluationConfig
+from unmask.config import FAMILIES, EvaluationConfig, RerankerConfig
 from unmask.data.corpus import Corpus
 from unmask.data.mining import kept
 from unmask.evaluation.metrics import Bm25, best_columns, retrieval_metrics
@@ -227,9 +227,8 @@ def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, 
 
 
 def rerank_task(
-    reranker: Reranker, task: Task, scores_NM: Tensor | np.ndarray, *, candidates: int, max_queries: int,
-    query_length: int | None = None, document_length: int | None = None,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    reranker: Reranker, task: Task, scores_NM: Tensor | np.ndarray, config: RerankerConfig
+) -> tuple[np.ndarray, np.ndarray]:
     """nDCG@10 of each query before and after its best chunks were reranked; the others stay behind them.
 
     Equal scores, the first stage's and the reranker's, are ordered as trec_eval orders them. The instruction
@@ -237,21 +236,20 @@ def rerank_task(
 
     Args:
         scores_NM: the first stage's score of every chunk for every query.
-        candidates: chunks of each query that are reranked.
-        max_queries: the first so many queries of the task are asked.
-        query_length, document_length: tokens that the reranker reads at most, beside the prompt around them.
+        config: `candidates` of each query are reranked; the first `max_queries` of the task are asked, and
+            `query_length` and `document_length` tokens are read at most, beside the prompt around them.
     Returns: (before, after), float64, both of the same queries.
     """
-    asked = replace(task, queries=task.queries[:max_queries], relevant=task.relevant[:max_queries])
+    count = config.max_queries
+    asked = replace(task, queries=task.queries[:count], relevant=task.relevant[:count])
     first_NM = torch.as_tensor(scores_NM)[: len(asked.queries)].double()
     chunks, final_NM = asked.chunks, first_NM.cpu().numpy().copy()
-    best_NK = best_columns(first_NM.float(), candidates, asked.chunk_ids)
+    best_NK = best_columns(first_NM.float(), config.candidates, asked.chunk_ids)
+    options = {"instruction": INSTRUCTIONS[task.family]}
+    options |= {"query_length": config.query_length, "document_length": config.document_length}
     queries = tqdm(asked.queries, desc=f"reranking {task.name}", unit="query", leave=False)
     for query, best_K, final_M in zip(queries, best_NK, final_NM, strict=True):
-        odds_K = reranker.log_odds(
-            query, [chunks[column] for column in best_K], instruction=INSTRUCTIONS[task.family],
-            query_length=query_length, document_length=document_length,
-        )  # fmt: skip
+        odds_K = reranker.log_odds(query, [chunks[column] for column in best_K], **options)
         final_M += odds_K.min() - final_M.max() - 1
         final_M[best_K] = odds_K
     return ndcg(asked, first_NM), ndcg(asked, final_NM)
