@@ -6,7 +6,7 @@ documents of a tile · G groups of documents · C candidates · X rows.
 """
 
 import warnings
-from functools import cache, partial
+from functools import cache
 
 import faiss
 import numpy as np
@@ -82,19 +82,19 @@ def index(d_MD: np.ndarray) -> Search:
     """
     _check(d_MD, "documents")
     inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
-    find = partial(_nearest_bits, d_MD) if d_MD.dtype == np.uint8 else partial(_nearest, d_MD, inverse_M)
 
     def search(q_ND: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         _check_request(q_ND, d_MD, k)
-        return find(q_ND, min(k, len(d_MD)))
+        count = min(k, len(d_MD))
+        packed = d_MD.dtype == np.uint8
+        return _nearest_bits(d_MD, q_ND, count) if packed else _nearest(d_MD, inverse_M, q_ND, count)
 
     return search
 
 
 def two_step(
-    q_ND: np.ndarray, d_MD: np.ndarray, q_bits_NB: np.ndarray, d_bits_MB: np.ndarray,
-    k: int, *, candidates: int,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    q_ND: np.ndarray, d_MD: np.ndarray, q_NB: np.ndarray, d_MB: np.ndarray, k: int, *, candidates: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Binary search first, rescoring after: an eighth of the memory is read for all documents, the rest for
     the candidates alone.
 
@@ -103,18 +103,18 @@ def two_step(
 
     Args:
         q_ND, d_MD: as for `top_k`; `d_MD` may be mapped into memory, and only the candidates are read.
-        q_bits_NB, d_bits_MB: the same texts as packed bits, uint8.
+        q_NB, d_MB: the same texts as packed bits, uint8.
         candidates: per query, from k to M (more are M).
     Returns: as `top_k`.
     Raises: ValueError as `top_k`, if the two kinds of embeddings do not match, and for fewer candidates than
         k.
     """
     _check_request(q_ND, d_MD, k)
-    if len(q_ND) != len(q_bits_NB) or len(d_MD) != len(d_bits_MB) or d_bits_MB.dtype != np.uint8:
+    if len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB) or d_MB.dtype != np.uint8:
         raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
     if candidates < k:
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
-    ids_NC = np.sort(top_k(q_bits_NB, d_bits_MB, candidates)[1], axis=1)
+    ids_NC = np.sort(top_k(q_NB, d_MB, candidates)[1], axis=1)
     scores_NC = torch.cat([similarity(q[None], d_MD[ids]) for q, ids in zip(q_ND, ids_NC, strict=True)])
     _check(scores_NC.numpy(), "scores of the candidates")
     return tuple(best.numpy() for best in _first(scores_NC.float(), torch.from_numpy(ids_NC), k))
