@@ -61,7 +61,6 @@ class Chat:
         self.config, self.journal = config, journal
         self.traffic: Counter[str] = Counter()
         self._known = _answers(journal)
-        self._earlier = {*self._known}  # answers of earlier processes, to a server that may have been mended
         self._lock = threading.Lock()  # of journal and traffic
 
     def each(self, work: Callable[[Any], Any], items: Sequence) -> list:
@@ -87,15 +86,14 @@ class Chat:
             EndpointError: the endpoint refuses everything, or is gone.
         """
         key = fingerprint(self.config.model, self.config.temperature, self.config.max_tokens, messages)
-        while True:
-            if key not in self._known:
-                self._known[key] = self._answer(key, messages, form)
-            with suppress(ValidationError):
-                return form.model_validate_json(self._known[key])
-            if key not in self._earlier:
-                raise Dropped("invalid: not by the schema")
-            self._earlier.discard(key)
-            del self._known[key]
+        # An earlier answer that was not by the schema came from a server that may have been mended.
+        with suppress(KeyError, ValidationError):
+            return form.model_validate_json(self._known[key])
+        self._known[key] = self._answer(key, messages, form)
+        try:
+            return form.model_validate_json(self._known[key])
+        except ValidationError:
+            raise Dropped("invalid: not by the schema") from None
 
     def _answer(self, key: str, messages: list[Message], form: type[BaseModel]) -> str:
         config = self.config
@@ -189,9 +187,12 @@ def synthesize_pairs(
 
 
 def synthesize_documents(
-    documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig, folder: Path,
+    documents: Iterable[Sequence[str]],
+    embedder: Encoder,
+    config: SynthesisConfig,
+    folder: Path,
     answered: Collection[str] = (),
-) -> Synthesis:  # fmt: skip
+) -> Synthesis:
     """Writes folder/documents.jsonl: documents of chunks, with queries that one of the chunks answers; those
     `answered` already get no other.
 

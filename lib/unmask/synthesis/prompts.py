@@ -99,9 +99,8 @@ def plan_pairs(passages: Iterable[str], embedder: Encoder, config: SynthesisConf
 
 
 def plan_documents(
-    documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig,
-    answered: Collection[str] = (),
-) -> tuple[list[list[str]], list[Task]]:  # fmt: skip
+    documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig, answered: Collection[str]
+) -> tuple[list[list[str]], list[Task]]:
     """Draws documents of several chunks, and in each some chunks that lack a query.
 
     Args:
