@@ -69,14 +69,13 @@ def dying_together() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def on_signal(
-    handle: Callable[[signal.Signals], None],
-    numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
-) -> Iterator[None]:
-    """Calls `handle` with every signal that asks to stop."""
-    before = {
-        number: signal.signal(number, lambda came, frame: handle(signal.Signals(came))) for number in numbers
-    }
+def on_signal(handle: Callable[[signal.Signals], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Calls `handle` with every signal that asks to stop: these, by default SIGINT and SIGTERM."""
+
+    def came(number: int, frame: Any) -> None:
+        handle(signal.Signals(number))
+
+    before = {number: signal.signal(number, came) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -102,7 +101,7 @@ def ended_together(
         if len(received) == 1:  # a second one would cut short torchrun's orderly end
             ask()
 
-    with on_signal(stop, [signal.SIGTERM]):
+    with on_signal(stop, signal.SIGTERM):
         try:
             yield received
         finally:

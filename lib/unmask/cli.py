@@ -8,6 +8,7 @@ Nothing here imports torch, datasets or papermill before there is something to d
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from unmask.config import Preset, load_preset, preset_names, resolved, seeded
-from unmask.run import Folders, Run, seed_run
+from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import Marks, PipelineError, Stage, clock
 
@@ -43,8 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unmask: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError | OSError) else 2
     except KeyboardInterrupt as error:
-        print(f"unmask: {str(error) or 'interrupted'}; the same command goes on from here", file=sys.stderr)
-        return getattr(error, "exit_status", 130)
+        (number,) = error.args or (signal.SIGINT,)
+        print(f"unmask: stopped by {number.name}; the same command goes on from here", file=sys.stderr)
+        return PREEMPTED if number == signal.SIGTERM else 128 + number
 
 
 def run(options: argparse.Namespace) -> None:

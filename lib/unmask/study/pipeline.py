@@ -9,7 +9,7 @@ sections of the preset. Where a run is repeated with other seeds, notebooks with
 and so are those with "seeds": "pooled", which read what all of these runs saved.
 
 A stage is done when its done.json matches all that its outputs depend on. Those that are due run in processes
-of their own, `python -m unmask.study.pipeline JOB`; nothing heavy is imported before.
+of their own, `python -m unmask.study.pipeline STAGE PARAMETERS`; nothing heavy is imported before.
 """
 
 import datetime
@@ -50,14 +50,6 @@ Marks = dict[str, dict[str, Any]]  # stage → what its done.json says, or would
 
 class PipelineError(ValueError):
     """A notebook, a selection or a run that cannot work; the message says which and what would do."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop, and did."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"stopped by {number.name}")
-        self.exit_status = PREEMPTED if number == signal.SIGTERM else 128 + number
 
 
 class Stage(NamedTuple):
@@ -245,9 +237,13 @@ def _visible() -> list[str]:
 
 
 def run_stages(
-    due: Sequence[Stage], marks: Marks, folders: Folders, about: dict[str, Any], environment: dict[str, str],
-    jobs: int = 1,
-) -> None:  # fmt: skip
+    due: Sequence[Stage],
+    marks: Marks,
+    folders: Folders,
+    about: dict[str, Any],
+    environment: dict[str, str],
+    jobs: int,
+) -> None:
     """Executes the stages that are due and records each when it is done.
 
     A stage starts as soon as what it needs is there and fewer than `jobs` others run.
@@ -259,8 +255,8 @@ def run_stages(
         environment: variables for the notebooks, beside this process's own.
     Raises:
         RuntimeError: a notebook failed; those that ran beside it were finished, no other one was started.
-        Interrupted: SIGINT or SIGTERM came, or a training got SIGTERM; the kernels and what they started have
-            ended.
+        KeyboardInterrupt: SIGINT or SIGTERM came, or a training got SIGTERM; the kernels and what they
+            started have ended. Its argument is the signal.
     """
     for folder in (folders.artifacts, folders.executed, folders.results / "figures", folders.logs):
         folder.mkdir(parents=True, exist_ok=True)
@@ -293,7 +289,7 @@ def run_stages(
                 if word != "stopped":
                     _record(one, about, folders)
     if signals and sorter.is_active():
-        raise Interrupted(signals[0])
+        raise KeyboardInterrupt(signals[0])
     if failures:
         raise RuntimeError("\n".join(failures))
 
@@ -318,20 +314,10 @@ class _Child:
 
 
 def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environment: dict[str, str]) -> _Child:
-    executed, log = folders.executed / f"{stage.name}.ipynb", folders.logs / f"{stage.name}.log"
     # From here on the outputs are neither the old nor the new ones.
     (folders.artifacts / stage.name / "done.json").unlink(missing_ok=True)
-    job = {
-        "source": str(stage.path),
-        "output": str(executed),
-        "log": str(log),
-        "parameters": parameters,
-        "report": str(folders.results) if stage.name == PAGE else "",
-        # Paths of this machine that a reader is not to see.
-        "names": {str(folders.artifacts.parent): "artifacts", str(folders.root): "."},
-    }
     process = subprocess.Popen(
-        bound([sys.executable, "-m", "unmask.study.pipeline", json.dumps(job)]),
+        bound([sys.executable, "-m", "unmask.study.pipeline", stage.name, json.dumps(parameters)]),
         cwd=folders.notebooks,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -396,12 +382,12 @@ def _finish(one: _Child, mark: dict[str, Any], folders: Folders) -> None:
 # ---- one notebook, in its own process
 
 
-def execute(job: dict[str, Any]) -> str:
+def execute(stage: str, parameters: dict[str, Any]) -> str:
     """Executes a notebook with papermill, which writes it while it runs; what it prints goes to the log, too.
 
     Args:
-        job: "source", "output" and "log" (paths), "parameters" (name → value), "report" (folder that it is
-            published to, or ""), "names" (folders of this machine → what a reader sees in their place).
+        stage: name of the notebook.
+        parameters: its own: name → value.
     Returns: why it failed, if it did.
     Raises: SystemExit with status 75 if it was stopped.
     """
@@ -421,11 +407,12 @@ def execute(job: dict[str, Any]) -> str:
         if not kernels:
             os._exit(PREEMPTED)
 
-    name, reason = Path(job["source"]).name, ""
+    folders, reason = Folders(parameters["run"]), ""
+    executed, path = folders.executed / f"{stage}.ipynb", folders.logs / f"{stage}.log"
     with (
-        open(job["log"], "w", encoding="utf8") as log,
+        path.open("w", encoding="utf8") as log,
         tempfile.TemporaryDirectory() as sockets,
-        on_signal(stop, [signal.SIGTERM]),
+        on_signal(stop, signal.SIGTERM),
     ):
         # Not ports: of two kernels that look for a free one at once, one may bind what the other chose.
         transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
@@ -433,11 +420,19 @@ def execute(job: dict[str, Any]) -> str:
             os.dup2(log.fileno(), stream)
         try:
             execute_notebook(
-                job["source"], job["output"], job["parameters"], config=transport,
-                kernel_name="python3", language="python", progress_bar=False, record_timing=False,
-                stdout_file=log, stderr_file=log, coalesce_streams=True,  # of a progress bar its last state
+                folders.notebooks / executed.name,
+                executed,
+                parameters,
+                config=transport,
+                kernel_name="python3",
+                language="python",
+                progress_bar=False,
+                record_timing=False,
+                stdout_file=log,
+                stderr_file=log,
+                coalesce_streams=True,  # of a progress bar its last state
                 extra_arguments=["--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"],
-            )  # fmt: skip
+            )
         except PapermillExecutionError as error:
             print(error, file=log)
             stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
@@ -448,35 +443,35 @@ def execute(job: dict[str, Any]) -> str:
             why = ", most often for want of memory" if isinstance(error, RuntimeError) else ""
             reason = f"\n  {error}{why}"
     try:
-        _clean(Path(job["output"]), job["names"])
-        if job["report"] and not reason:
+        _clean(executed, folders)
+        if stage == PAGE and not reason:
             from unmask.study.page import publish
 
-            publish(Path(job["output"]), Path(job["report"]))
+            publish(executed, folders.results)
     except Exception as error:  # it may not have been written
         reason = reason or f"\n  {error}"
     if stopped and reason:
         raise SystemExit(PREEMPTED)
     if reason:
-        told = f"notebook {name} failed{reason}\n  log: {job['log']}\n  as far as it got: {job['output']}"
-        return _named(told, job["names"])
+        told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"
+        return _named(told, folders)
     return ""
 
 
-def _clean(path: Path, names: dict[str, str]) -> None:
+def _clean(path: Path, folders: Folders) -> None:
     """Takes from the executed notebook this machine's paths and what a vanished progress bar left."""
     notebook = read_json(path)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"] = [one for one in cell["outputs"] if "".join(one.get("text", "-")).strip()]
-    write_atomic(path, _named(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", names))
+    write_atomic(path, _named(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", folders))
 
 
-def _named(text: str, names: dict[str, str]) -> str:
-    """A text with paths as a reader of the checkout would write them."""
-    for folder, name in names.items():
-        text = text.replace(f"{folder}/", "" if name == "." else f"{name}/").replace(folder, name)
-    return text
+def _named(text: str, folders: Folders) -> str:
+    """A text with paths as a reader of the checkout would write them, without those of this machine."""
+    root, artifacts = str(folders.root), str(folders.artifacts.parent)
+    text = text.replace(artifacts, "artifacts").replace(f"{root}/", "")
+    return text.replace(root, ".")
 
 
 # ---- what the numbers were made with: results/<run>/provenance.json
@@ -566,6 +561,6 @@ def clock(seconds: float) -> str:
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(2), "w", encoding="utf8") as complaints:
-        failure = execute(json.loads(sys.argv[1]))
+        failure = execute(sys.argv[1], json.loads(sys.argv[2]))
         complaints.write(failure[:20_000])  # a pipe holds so much until it is read
     sys.exit(bool(failure))
