@@ -32,10 +32,8 @@ Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
-Margin = Annotated[float, Field(ge=0)]
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
-Numbers = Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
 
 
 def _three_or_none(shapes: tuple) -> tuple:
@@ -175,7 +173,7 @@ class ContrastiveConfig(TrainConfig):
 
     query_length: Count
     temperature: Positive = 0.02
-    margin: Margin = 0.1  # negatives this much better than the positive are left out
+    margin: Annotated[float, Field(ge=0)] = 0.1  # negatives this much better than the positive are left out
     keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept
 
 
@@ -330,7 +328,8 @@ class CdeConfig(PairConfig):
     max_pairs: Whole = 0  # training pairs that are read, and so embedded and clustered; 0: all
     batch_sizes: Sizes  # of the study of batches
     cluster_sizes: Sizes  # of the study of batches, beside random ones
-    context_sizes: Numbers  # context documents at inference, `context` at most
+    # context documents at inference, `context` at most
+    context_sizes: Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
 
     def __post_init__(self):
         super().__post_init__()

@@ -20,9 +20,13 @@ WORD = regex.compile(
 
 
 def retrieval_metrics(
-    scores_NM: Tensor | np.ndarray, relevant: Sequence[Set[int]], ks: Sequence[int] = (10,),
-    document_ids: Sequence[str] | None = None, *, per_query: bool = False,
-) -> dict:  # fmt: skip
+    scores_NM: Tensor | np.ndarray,
+    relevant: Sequence[Set[int]],
+    ks: Sequence[int] = (10,),
+    document_ids: Sequence[str] | None = None,
+    *,
+    per_query: bool = False,
+) -> dict:
     """nDCG, recall, MAP, MRR and precision at each k, equal to trec_eval's, ties included.
 
     trec_eval compares scores in float32 and orders equal ones by descending document id, as strings. INT8 and

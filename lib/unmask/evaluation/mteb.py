@@ -13,13 +13,11 @@ import joblib
 import mteb
 import numpy as np
 import yaml
-from mteb.abstasks import AbsTask
-from mteb.abstasks.task_metadata import TaskMetadata
+from mteb import AbsTask, TaskMetadata
 from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder
 from mteb.types import PromptType
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from unmask.config import EvaluationConfig
 from unmask.data import hub
@@ -58,7 +56,12 @@ class MtebEncoder(AbsEncoder):
         self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
 
     def encode(
-        self, inputs: DataLoader, *, task_metadata: TaskMetadata, prompt_type: PromptType, **_: Any
+        self,
+        inputs: Iterable[Mapping[str, Any]],
+        *,
+        task_metadata: TaskMetadata,
+        prompt_type: PromptType,
+        **_: Any,
     ) -> np.ndarray:
         """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space."""
         name, query = task_metadata.name, prompt_type == PromptType.query

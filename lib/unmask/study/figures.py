@@ -11,7 +11,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.figure
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -68,7 +67,7 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
     return {name: known.get(name) or next(free) for name in names}
 
 
-class Figure(matplotlib.figure.Figure):
+class Figure(plt.Figure):
     """A figure that saves itself for light and for dark pages."""
 
     def save(self, path: Path) -> Path:
@@ -244,9 +243,14 @@ def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **abou
 
 
 def beside(
-    panels: Mapping[str, Table], *, highlight: Sequence[str] = (), like: Mapping[str, str] | None = None,
-    change: tuple[str, str] | None = None, relative: bool = False, **about: Any,
-) -> Figure:  # fmt: skip
+    panels: Mapping[str, Table],
+    *,
+    highlight: Sequence[str] = (),
+    like: Mapping[str, str] | None = None,
+    change: tuple[str, str] | None = None,
+    relative: bool = False,
+    **about: Any,
+) -> Figure:
     """Dots side by side, each panel on its own scale: panel → series → row → value.
 
     Rows stand in the order in which they first appear, the first on top, with a line through their dots.
@@ -357,8 +361,8 @@ def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> Non
 
 
 def _finished(
-    figure: Figure, *, title: str, xlabel: str = "", ylabel: str = "", reference: dict | None = None,
-) -> Figure:  # fmt: skip
+    figure: Figure, *, title: str, xlabel: str = "", ylabel: str = "", reference: dict | None = None
+) -> Figure:
     """The figure with its title at the left, labels at its outer axes, values for reference as lines across,
     and below it a legend where there is more than one name."""
     lowest = {ax.get_subplotspec().colspan.start: ax for ax in figure.axes}

@@ -103,9 +103,12 @@ def spread(values: Sequence[float]) -> str:
 
 
 def checked(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], base_rate: float | Mapping[str, float] | None,
-    scores: Mapping[str, Scores], tasks: Sequence[Task], config: EvaluationConfig,
-) -> dict[str, list[Gate]]:  # fmt: skip
+    curves: Mapping[str, Sequence[Mapping[str, Any]]],
+    base_rate: float | Mapping[str, float] | None,
+    scores: Mapping[str, Scores],
+    tasks: Sequence[Task],
+    config: EvaluationConfig,
+) -> dict[str, list[Gate]]:
     """The gates of trainings: did the loss fall, and is the model better than chance?
 
     Args:
