@@ -46,12 +46,10 @@ def document_row(name, d):
 
 
 def corpus(order=1):
-    pairs = {name: pair_rows(name) for name in PLAIN}
-    documents = {name: [document_row(name, d) for d in range(8)] for name in CONTEXTUAL}
+    pairs = [row for name in PLAIN for row in pair_rows(name)][::order]
+    documents = [document_row(name, d) for name in CONTEXTUAL for d in range(8)][::order]
     return SimpleNamespace(
-        datasets=lambda kind, split: list(pairs if kind == "pairs" else documents)[::order],
-        pairs=lambda split, name: Dataset.from_list(pairs[name][::order]),
-        documents=lambda split, name: Dataset.from_list(documents[name][::order]),
+        pairs=lambda split: Dataset.from_list(pairs), documents=lambda split: Dataset.from_list(documents)
     )
 
 
@@ -63,11 +61,11 @@ def built():
 def test_there_is_a_task_for_each_data_set_in_order(built):
     assert {task.name: task.family for task in built} == PLAIN | dict.fromkeys(CONTEXTUAL, "contextual")
     assert built == build_tasks(corpus(order=-1), "test", CONFIG)
-    empty = SimpleNamespace(datasets=lambda *_: [], pairs=None, documents=None)
+    empty = SimpleNamespace(pairs=lambda split: [], documents=lambda split: [])
     with pytest.raises(ValueError, match=r"the test split gives no task.* set hold_out in the registry"):
         build_tasks(empty, "test", CONFIG)
     twice = corpus()
-    twice.documents = lambda split, name: Dataset.from_list([document_row(next(iter(PLAIN)), 0)])
+    twice.documents = lambda split: [document_row(next(iter(PLAIN)), 0)]
     with pytest.raises(ValueError, match="two families have held-out tasks of one name"):
         build_tasks(twice, "test", CONFIG)
 

@@ -98,10 +98,8 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
         fewer = {"max_queries": config.dev_queries, "max_documents": config.dev_documents}
         config = replace(config, **{key: value for key, value in fewer.items() if value})
     rows: dict[tuple[str, str], list[dict]] = {}
-    for kind, read in {"pairs": corpus.pairs, "documents": corpus.documents}.items():
-        for name in corpus.datasets(kind, split):
-            for row in read(split, name):
-                rows.setdefault((row.get("group", "contextual"), row["task"]), []).append(row)
+    for row in chain(corpus.pairs(split), corpus.documents(split)):
+        rows.setdefault((row.get("group", "contextual"), row["task"]), []).append(row)
     if len({name for _, name in rows}) < len(rows):
         raise ValueError(f"two families have held-out tasks of one name; rename one: {sorted(rows)}")
     tasks = []
