@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
             from unmask.data import hub
 
             pipeline.check_machine(preset, options.gpus)
-            about = pipeline.describe(folders, resolved(preset), overrides, options.said)
+            about = pipeline.describe(folders, preset, overrides, options.said)
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
             environment |= pipeline.own_gpus(preset.parallel)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
             environment |= {"UNMASK_TRAIN_ANEW": "1"} if options.force else {}
             folders.artifacts.mkdir(parents=True, exist_ok=True)
             with FileLock(folders.artifacts / ".lock", timeout=0):
-                pipeline.run_stages(list(due), marks, folders, about, environment, options.jobs)
+                pipeline.run_stages(list(due), marks, about, environment, options.jobs)
         whole = pipeline.PAGE in {stage.name for stage in selected}
         name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
         if shown.exists():

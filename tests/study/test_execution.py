@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from unmask.config import load_preset
 from unmask.models.backbone import computes_in_bf16
 from unmask.study.pipeline import describe
 from waiting import live, wait_for
@@ -69,7 +70,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout):
     assert about["command"] == "unmask run --preset smoke --set pair.steps=13"
     assert len(about["commit"]) == 40 and about["dirty"] is False  # what runs have made does not count
     (checkout.folders.notebooks / "new").touch()
-    assert describe(checkout.folders, {}, {}, "")["dirty"] is True
+    assert describe(checkout.folders, load_preset("smoke"), {}, "")["dirty"] is True
     assert about["overrides"] == {"pair.steps": 13} and about["preset"]["pair"]["steps"] == 13
     assert about["versions"]["torch"].startswith("2.") and about["hardware"]["cores"] >= 1
     assert about["hardware"]["gpus"] or about["hardware"]["bf16"] is computes_in_bf16("bf16")

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from unmask.children import ENVIRONMENT, bound, on_signal
-from unmask.config import TRAINED, ParallelConfig, Preset
+from unmask.config import TRAINED, ParallelConfig, Preset, resolved
 from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic, write_json
 
@@ -237,12 +237,7 @@ def _visible() -> list[str]:
 
 
 def run_stages(
-    due: Sequence[Stage],
-    marks: Marks,
-    folders: Folders,
-    about: dict[str, Any],
-    environment: dict[str, str],
-    jobs: int,
+    due: Sequence[Stage], marks: Marks, about: dict[str, Any], environment: dict[str, str], jobs: int
 ) -> None:
     """Executes the stages that are due and records each when it is done.
 
@@ -251,14 +246,15 @@ def run_stages(
     Args:
         due: from `plan`, in running order.
         marks: from `expected`.
-        about: from `describe`; holds the notebooks' parameters: preset, overrides, run.
+        about: from `describe`; holds the notebooks' parameters (preset, overrides, run), and so the folders.
         environment: variables for the notebooks, beside this process's own.
     Raises:
         RuntimeError: a notebook failed; those that ran beside it were finished, no other one was started.
         KeyboardInterrupt: SIGINT or SIGTERM came, or a training got SIGTERM; the kernels and what they
             started have ended. Its argument is the signal.
     """
-    for folder in (folders.artifacts, folders.executed, folders.results / "figures", folders.logs):
+    folders = Folders(about["run"])
+    for folder in (folders.executed, folders.logs):
         folder.mkdir(parents=True, exist_ok=True)
     stages, environment = {stage.name: stage for stage in due}, _environment(folders) | environment
     # Notebooks that run side by side share the cores.
@@ -477,13 +473,10 @@ def _named(text: str, folders: Folders) -> str:
 # ---- what the numbers were made with: results/<run>/provenance.json
 
 
-def describe(
-    folders: Folders, preset: dict[str, Any], overrides: dict[str, Any], command: str
-) -> dict[str, Any]:
+def describe(folders: Folders, preset: Preset, overrides: dict[str, Any], command: str) -> dict[str, Any]:
     """What holds for the whole run: code, parameters, versions, hardware.
 
     Args:
-        preset: the resolved preset: section → values, and its name.
         overrides: the values that were changed on the command line.
         command: the command that was given.
     """
@@ -498,7 +491,7 @@ def describe(
         "versions": dict(sorted((str(one.name), one.version) for one in importlib.metadata.distributions())),
         "hardware": hardware(),
         "overrides": overrides,
-        "preset": preset,
+        "preset": resolved(preset),
     }
 
 
