@@ -56,12 +56,7 @@ class MtebEncoder(AbsEncoder):
         self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
 
     def encode(
-        self,
-        inputs: Iterable[Mapping[str, Any]],
-        *,
-        task_metadata: TaskMetadata,
-        prompt_type: PromptType,
-        **_: Any,
+        self, inputs: Iterable[Mapping], *, task_metadata: TaskMetadata, prompt_type: PromptType, **_: Any
     ) -> np.ndarray:
         """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space."""
         name, query = task_metadata.name, prompt_type == PromptType.query

@@ -14,10 +14,10 @@ from unmask.evaluation.tasks import Task
 from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
 
 MARKS = {"reproduced": "✔ ", "not at this scale": "– ", "contradicted": "✘ "}
-TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
+# Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
+STAGES, SYSTEMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8")).values()
 # The paper's tables 1 to 12, in its order and units: number → title, unit, columns and rows.
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf8"))
-STAGES, SYSTEMS = TOLD["stages"], TOLD["systems"]  # name → where a table's row comes from
 
 
 # Tables
