@@ -127,8 +127,7 @@ def _open(
     Args:
         sure: it is about to begin, so its data must be there; a question does not wait for the Hub.
     """
-    from unmask.data import hub
-    from unmask.data.sources import identity
+    from unmask.data import hub, sources
 
     overrides = _overrides(options.set) | (seeded(seed) if seed else {})
     if getattr(options, "gpus", None) is not None:
@@ -138,7 +137,7 @@ def _open(
     if sure:
         hub.require(preset)
     if sure or not hub.data_on_hub(preset):
-        data = identity(preset.data)
+        data = sources.identity(preset.data)
     else:
         print("note: the data are on the Hub, and taken to be as they were")
         known = (done.get("depends_on", {}).get("data") for one in stages if (done := folders.done(one.name)))

@@ -94,11 +94,9 @@ def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int
         total = np.cumsum([len(known) for known in articles.values()])
         fit = max(1, int(np.searchsorted(total, paragraphs, side="right")))
         articles = dict(islice(articles.items(), fit))
-    ids = {
-        (title, text): f"{d:02d}_{c:03d}"
-        for d, (title, known) in enumerate(articles.items())
-        for c, text in enumerate(known)
-    }
+    ids = {}
+    for document, (title, known) in enumerate(articles.items()):
+        ids |= {(title, text): f"{document:02d}_{chunk:03d}" for chunk, text in enumerate(known)}
     rows.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
     asked = [{"query": row["question"], "chunk_id": ids.get((row["title"], row["context"]))} for row in rows]
     chunks = [{"chunk_id": chunk_id, "chunk": text} for (_, text), chunk_id in ids.items()]

@@ -346,9 +346,8 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
         _name_rows(ax, [textwrap.fill(claim["claim"], 56) for claim in rows], len(rows), fontsize=8)
     for verdict in dict.fromkeys(claim["verdict"] for claim in tested):
         drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
-    return _finished(
-        figure, title=title, xlabel="beyond the bar, towards the claimed side (numbers: the effect)"
-    )
+    xlabel = "beyond the bar, towards the claimed side (numbers: the effect)"
+    return _finished(figure, title=title, xlabel=xlabel)
 
 
 def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
