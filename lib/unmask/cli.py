@@ -18,6 +18,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from unmask.config import Preset, load_preset, preset_names, resolved, seeded
+from unmask.data import hub
 from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import Marks, PipelineError, Stage, clock
@@ -68,8 +69,6 @@ def run(options: argparse.Namespace) -> None:
 
             print(describe(preset, stages=[one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
-            from unmask.data import hub
-
             pipeline.check_machine(preset, options.gpus)
             about = pipeline.describe(folders, preset, overrides, options.said)
             # A run that has everything here must not wait for a Hub that may be out of reach.
@@ -92,7 +91,6 @@ def prepare(options: argparse.Namespace) -> None:
     What texts are mined for, and look-alikes, need a trained model: their notebooks prepare them. Killed at
     any moment, the same command goes on.
     """
-    from unmask.data import hub
     from unmask.training.loop import stage_of
 
     preset = load_preset(options.preset, _overrides(options.set))
@@ -127,7 +125,7 @@ def _open(
     Args:
         sure: it is about to begin, so its data must be there; a question does not wait for the Hub.
     """
-    from unmask.data import hub, sources
+    from unmask.data.sources import identity
 
     overrides = _overrides(options.set) | (seeded(seed) if seed else {})
     if getattr(options, "gpus", None) is not None:
@@ -137,7 +135,7 @@ def _open(
     if sure:
         hub.require(preset)
     if sure or not hub.data_on_hub(preset):
-        data = sources.identity(preset.data)
+        data = identity(preset.data)
     else:
         print("note: the data are on the Hub, and taken to be as they were")
         known = (done.get("depends_on", {}).get("data") for one in stages if (done := folders.done(one.name)))
@@ -164,16 +162,12 @@ def mirror_pull(options: argparse.Namespace) -> None:
     of a text source only as much is fetched as data.max_text_mb needs. The same command goes on with what was
     interrupted. UNMASK_MIRROR=DIR then serves hosts without internet.
     """
-    from unmask.data import hub
-
     hub.pull(load_preset(options.preset, _overrides(options.set)), options.to)
 
 
 def mirror_check(options: argparse.Namespace) -> int:
     """`unmask mirror check`: says what of a preset's models and data UNMASK_MIRROR lacks, and whether the
     checksums of the rest are right. Exit status 1 if anything is missing or wrong."""
-    from unmask.data import hub
-
     preset = load_preset(options.preset, _overrides(options.set))
     if wrong := hub.check(preset):
         _print_table([("missing or wrong", "why"), *wrong])

@@ -18,10 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.parquet as pq
-from huggingface_hub import HfApi, HfFileSystem, constants, snapshot_download
+import huggingface_hub
+from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
-from huggingface_hub.utils import get_session
 from tqdm.auto import tqdm
 
 from unmask.config import Preset
@@ -129,7 +128,7 @@ def unreachable() -> str:
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     try:
-        get_session().head(constants.ENDPOINT, timeout=5.0, follow_redirects=False)
+        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=5.0, follow_redirects=False)
     except (HTTPError, OSError) as error:
         return f"{constants.ENDPOINT}: {error or type(error).__name__}"
     return ""
@@ -197,7 +196,7 @@ def pull(preset: Preset, folder: Path) -> None:
             raise OSError(f"{needed:,} bytes are to be fetched and {free:,} are free at {folder}: free some")
         for repo, (download, size, text) in plans.items():
             print(f"{repo} at {download['revision'][:12]}: {size:,} bytes to fetch", flush=True)
-            snapshot_download(repo, **download)
+            huggingface_hub.snapshot_download(repo, **download)
             _record_checksums(folder / repo, text)
     except HTTPError as error:
         why = " ".join(str(error).split())
@@ -219,7 +218,7 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int, dic
     repo, asked, kind = parts[0].repo, parts[0].revision, "dataset" if parts[0].source else "model"
     pulled = manifest(folder)
     if not pulled:
-        commit = HfApi().repo_info(repo, repo_type=kind, revision=asked).sha
+        commit = huggingface_hub.HfApi().repo_info(repo, repo_type=kind, revision=asked).sha
         pulled = {"requested": asked, "revision": commit, "files": {}}
     download = {"repo_type": kind, "revision": pulled["revision"], "local_dir": folder}
     patterns, held = ["README.md"], dict(pulled.get("text_bytes", {}))
@@ -229,7 +228,7 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int, dic
             patterns += map(glob.escape, chosen)
             held[need.part] = max(text, held.get(need.part, 0))
     download |= {"allow_patterns": patterns} if kind == "dataset" else MODEL_FILES
-    found = snapshot_download(repo, **download, dry_run=True)
+    found = huggingface_hub.snapshot_download(repo, **download, dry_run=True)
     whole = {path: fact for path, fact in pulled["files"].items() if "sha256" in fact}
     # What an interrupted pull of more had planned is forgotten.
     planned = {file.filename: {"size": file.file_size} for file in found}
@@ -252,10 +251,12 @@ def _chosen(need: Need, commit: str) -> tuple[list[str], float]:
 
 def _text_share(file: DataFile, column: str) -> float:
     """Bytes of text for each byte of files like this one; of Parquet, the footer knows."""
+    from pyarrow import parquet  # and with it NumPy, which help at the command line does not need
+
     if not file.path.endswith(".parquet"):
         return PLAIN
-    with HfFileSystem().open(file.path) as stream:
-        groups = pq.read_metadata(stream).to_dict()["row_groups"]
+    with huggingface_hub.HfFileSystem().open(file.path) as stream:
+        groups = parquet.read_metadata(stream).to_dict()["row_groups"]
     columns = [part for group in groups for part in group["columns"]]
     text = sum(part["total_uncompressed_size"] for part in columns if part["path_in_schema"] == column)
     return text / file.size if text else PLAIN

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import fsspec
-from huggingface_hub import DatasetCard, HfApi
+import huggingface_hub
 from huggingface_hub.errors import HTTPError
 
 from unmask.data.registry import Source, own_files, split_of
@@ -203,7 +203,7 @@ def _described(path: str, recorded: Mapping[str, Any]) -> DataFile:
 @cache
 def _commit(repo: str, revision: str) -> str:
     """The commit of a revision: asked for once, so that a process reads one state of a repository."""
-    return HfApi().dataset_info(repo, revision=revision).sha
+    return huggingface_hub.HfApi().dataset_info(repo, revision=revision).sha
 
 
 def _resolved(source: Source, config: str, base: str) -> list[str]:
@@ -238,7 +238,7 @@ def _configurations(base: str) -> Mapping[str, Any]:
     from datasets.utils.metadata import MetadataConfigs
 
     with suppress(FileNotFoundError), fsspec.open(f"{base}/README.md", encoding="utf8", mode="rt") as file:
-        card = DatasetCard(file.read(), ignore_metadata_errors=True)
+        card = huggingface_hub.DatasetCard(file.read(), ignore_metadata_errors=True)
         return MetadataConfigs.from_dataset_card_data(card.data)
     return MetadataConfigs()
 
