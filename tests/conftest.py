@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+# Tests never reach for the network, whatever the machine's settings are. The Hub's client reads this once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 from toy_checkout import Checkout
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tests never reach for the network, whatever the machine's settings are.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_configure(config: pytest.Config) -> None:
