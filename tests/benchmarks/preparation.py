@@ -6,6 +6,7 @@ its encodings are thrown away.
 """
 
 import json
+import math
 import os
 import shutil
 import sysconfig
@@ -48,7 +49,7 @@ def preparation_case() -> Case:
     tokenizer = stored.load()
 
     def ours() -> Prepared:
-        done = prepare_text(source, None, stored)
+        done = prepare_text(source, math.inf, stored)
         shutil.rmtree(done.folder)
         return done
 

@@ -15,7 +15,7 @@ from unmask.data.mining import Neighbours, Surrogate, clusters, negative_similar
 from unmask.data.tokenized import Ragged, TokenPairs
 from unmask.data.tokens import StoredTokenizer
 
-CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2)
+CONFIG, PAIR = replace(load_preset("smoke").clusters, iterations=10, attempts=2), load_preset("smoke").pair
 
 
 def pairs(count=400, width=12, *, groups=8, finer=8, noise=0.3, seed=0):
@@ -35,7 +35,8 @@ def seen(q_ND, d_ND):
 
 def plan(keys, packing, **options):
     packings = {"x": packing} if packing else {}
-    return BatchPlan({"x": keys}, packings=packings, **{"batch": 8, "steps": 100, "seed": 0} | options)
+    settings = replace(PAIR, **{"batch": 8, "steps": 100, "seed": 0} | options)
+    return BatchPlan({"x": keys}, settings, packings=packings)
 
 
 def pack(own, size, config, seed):
@@ -57,7 +58,7 @@ def test_clusters_are_those_of_faiss_run_directly():
 def test_smaller_clusters_make_harder_batches():
     own, found = pairs(1600), []
     for size in (0, 800, 200, 50):
-        batches = plan(1600, pack(own, size, CONFIG, seed=0) if size else None, batch=16, seed=3)
+        batches = plan(range(1600), pack(own, size, CONFIG, seed=0) if size else None, batch=16, seed=3)
         found.append(np.mean([negative_similarity(own, batches(step)[1]) for step in range(20)]))
     assert found == sorted(found) and min(np.diff(found)) > 0.02
 
@@ -75,7 +76,7 @@ def test_a_tour_goes_to_the_nearest_centroid_left():
 
 def test_batches_of_look_alikes_are_a_function_of_seed_and_step():
     packing = pack(pairs(), 8, CONFIG, seed=0)
-    one, two = plan(400, packing), plan(400, packing)
+    one, two = plan(range(400), packing), plan(range(400), packing)
     backward = {step: two(step)[1].tolist() for step in reversed(range(100))}
     forward = [one(step)[1].tolist() for step in range(100)]
     assert forward == [backward[step] for step in range(100)]
@@ -126,8 +127,7 @@ def tokens(texts):
 
 
 def find(data, stored, surrogate, cluster_size=0):
-    options = {"config": CONFIG, "cluster_size": cluster_size, "seed": 0}
-    return neighbours(data, name="docs", stored=stored, surrogate=surrogate, **options)
+    return neighbours("docs", data, stored, surrogate, CONFIG, replace(PAIR, cluster_size=cluster_size))
 
 
 def test_every_distinct_text_is_embedded_once_and_kept(stored):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unmask.config import TrainConfig
+
 ROUNDS = 6
 FILL = 8  # times a batch's rows that are looked through to fill one of look-alikes with different ones
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio
@@ -89,54 +91,51 @@ class BatchPlan:
     slices come in random order (CDE, section 4.1).
 
     Args:
-        keys: for each data set, one key per row (any array that np.unique takes, memory-mapped ones too), or
-            the number of rows where all are different. Rows with the same key are the same thing (one
-            document, one entity under two names); a batch keeps the first and drops the others, since they
-            must not be each other's negatives. Look-alikes often are the same thing: a batch of a packing
-            is filled up with the next rows in order, which come again in the next slice.
-        batch: rows per step; a smaller data set gives smaller batches.
+        keys: for each data set, one key per row (any array that np.unique takes, memory-mapped ones too).
+            Rows with the same key are the same thing (one document, one entity under two names); a batch
+            keeps the first and drops the others, since they must not be each other's negatives. Look-alikes
+            often are the same thing: a batch of a packing is filled up with the next rows in order, which
+            come again in the next slice.
+        config: `steps`, `seed`, and `batch`, the rows per step; a smaller data set gives smaller batches.
         allowed: names of the data sets that may be drawn at a step (a curriculum); default: all, always.
         packings: data set -> clusters of look-alikes; one without has its rows in random order.
     Raises: ValueError if no data set is left, or one cannot give two distinct rows.
     """
 
     def __init__(
-        self, keys: Mapping[str, Sequence | np.ndarray | int], *, batch: int, steps: int, seed: int,
-        allowed: Callable[[int], set[str]] | None = None, packings: Mapping[str, Packing] | None = None,
-    ):  # fmt: skip
+        self,
+        keys: Mapping[str, Sequence | np.ndarray],
+        config: TrainConfig,
+        allowed: Callable[[int], set[str]] | None = None,
+        packings: Mapping[str, Packing] | None = None,
+    ):
         if not keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
-        self.names, self._batch, self._seed, self._packings = sorted(keys), batch, seed, packings or {}
-        self._keys: dict[str, np.ndarray] = {}
-        for name, own in keys.items():
-            self._keys[name] = own_N = np.arange(own) if isinstance(own, int) else np.asarray(own)
+        self.names, self._config, self._packings = sorted(keys), config, packings or {}
+        self._keys = {name: np.asarray(own) for name, own in keys.items()}
+        for name, own_N in self._keys.items():
             if len(np.unique(own_N)) < 2:
                 raise ValueError(
                     f"data set {name!r} has {len(own_N)} usable row(s): a batch needs at least 2 "
                     "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
         sizes_K = np.array([len(self._keys[name]) for name in self.names], np.float64)
-        rng, seen = np.random.default_rng([seed, 0]), Counter()
+        rng, seen = np.random.default_rng([config.seed, 0]), Counter()
         self._draws: list[tuple[str, int]] = []  # for each step the data set, and how often it came before
-        for step in range(steps):
+        for step in range(config.steps):
             names = allowed(step) if allowed else self.names
             weights_K = sizes_K * [name in names for name in self.names]
             name = str(rng.choice(self.names, p=weights_K / weights_K.sum()))
             self._draws.append((name, seen[name]))
             seen[name] += 1
 
-    def samples(self, step: int) -> dict[str, Any]:
-        """The same as `__call__`, as plain values for a report."""
-        name, rows = self(step)
-        return {"dataset": name, "rows": rows.tolist()}
-
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
         name, drawn = self._draws[step]
         keys, packing = self._keys[name], self._packings.get(name)
-        count, size = len(keys), min(self._batch, len(keys))
+        count, size = len(keys), min(self._config.batch, len(keys))
         epoch, slot = divmod(drawn, count // size)
-        seed = [self._seed, 1, self.names.index(name), epoch]
+        seed = [self._config.seed, 1, self.names.index(name), epoch]
         if packing:
             slot = int(permuted(np.array(slot), count // size, seed))
         # Where all are the same thing, go on in the epoch's order to other ones.

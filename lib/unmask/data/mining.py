@@ -20,7 +20,7 @@ from scipy.sparse import csr_matrix
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
 
-from unmask.config import ClustersConfig, TripletConfig
+from unmask.config import ClustersConfig, PairConfig, TripletConfig
 from unmask.data import batches
 from unmask.data.batches import Packing, parts, permuted
 from unmask.data.corpus import Corpus
@@ -167,9 +167,14 @@ def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tup
 
 
 def _choose(
-    q_RD: np.ndarray, positive_R: np.ndarray, nearest_RW: tuple[np.ndarray, np.ndarray],
-    lottery_RW: np.ndarray, own: csr_matrix, search: Search, config: TripletConfig,
-) -> tuple[np.ndarray, ...]:  # fmt: skip
+    q_RD: np.ndarray,
+    positive_R: np.ndarray,
+    nearest_RW: tuple[np.ndarray, np.ndarray],
+    lottery_RW: np.ndarray,
+    own: csr_matrix,
+    search: Search,
+    config: TripletConfig,
+) -> tuple[np.ndarray, ...]:
     """The documents (R, K) that `mine` chooses for some rows; similarities and ranks of positives and
     negatives."""
     (score_RW, ids_RW), count = nearest_RW, config.negatives
@@ -272,9 +277,13 @@ class Surrogate(NamedTuple):
 
 
 def neighbours(
-    data: TokenPairs, *, name: str, stored: StoredTokenizer, surrogate: Surrogate,
-    config: ClustersConfig, cluster_size: int, seed: int,
-) -> Neighbours:  # fmt: skip
+    name: str,
+    data: TokenPairs,
+    stored: StoredTokenizer,
+    surrogate: Surrogate,
+    config: ClustersConfig,
+    training: PairConfig,
+) -> Neighbours:
     """A data set's neighbours; vectors and clusters are computed on first use and kept in files.
 
     Every distinct text is embedded once, as the training reads it: cut, its tokens decoded.
@@ -282,8 +291,9 @@ def neighbours(
     Args:
         name: of the data set, for messages.
         stored: the tokenizer of the data.
-        cluster_size: rows of a cluster on average; 0: no clusters.
-        seed: of k-means and of the order of the clusters.
+        config: of k-means.
+        training: `cluster_size`, rows of a cluster on average (0: no clusters), and `seed`, of k-means and of
+            the order of the clusters.
     Raises: ValueError if the embedder's answer is not finite.
     """
     texts = ConcatDataset([data.queries, data.documents])
@@ -292,11 +302,11 @@ def neighbours(
     key = [data.identity, stored, surrogate.identity, code]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     own = Neighbours(vectors_UD, *np.split(number, [len(data.queries)]))
-    if not cluster_size:
+    size, seed = training.cluster_size, training.seed
+    if not size:
         return own
-    key += [cluster_size, config.iterations, config.attempts, seed]
-    place_N = kept("clusters", key, lambda: clusters(own, cluster_size, config, seed))
-    return replace(own, packing=pack(place_N))
+    key += [size, config.iterations, config.attempts, seed]
+    return replace(own, packing=pack(kept("clusters", key, lambda: clusters(own, size, config, seed))))
 
 
 def pack(place_N: np.ndarray) -> Packing:

@@ -7,6 +7,7 @@ depend neither on the number of workers nor on when the work was interrupted.
 """
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,20 +22,21 @@ from datasets import Dataset
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from unmask.children import dying_together
+from unmask.config import ContextualConfig, PretrainConfig
 from unmask.data import reading, tokens
 from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.reading import identity
 from unmask.data.registry import Source
-from unmask.data.tokens import Around, StoredTokenizer, cut, encode, joined
+from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, read_json, write_atomic
 
-Limit = tuple[int, Around]  # tokens of a text at most, what is put around it included
+Limits = Mapping[str, Limit]  # of the texts of each column; all have a length
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
 Rows = Iterable[tuple[int, Mapping[str, Any]]]  # rows of a table with their numbers
 Arranged = Iterator[tuple[int, Mapping[str, Sequence[str]], Sequence[int], str]]  # number, texts, golds, key
+Arrange = Callable[..., Arranged]  # of rows and counters
 UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 ROWS = 4096  # of a table, tokenised at a time
 JOURNAL = "progress.json"
@@ -73,9 +75,9 @@ class Prepared:
     def read(cls, folder: Path) -> "Prepared":
         return cls(**read_json(folder / JOURNAL) | {"folder": folder})
 
-    def suffices(self, wanted: int | None) -> bool:
-        """Whether these are the tokens that are wanted (None: all that there are)."""
-        return wanted is not None and self.counters.get("tokens", 0) >= wanted
+    def suffices(self, wanted: float) -> bool:
+        """Whether these are as many tokens as are wanted."""
+        return self.counters.get("tokens", 0) >= wanted
 
     def extended(self, result: Tokenised) -> "Prepared":
         """With the result of one unit more."""
@@ -107,19 +109,18 @@ class Prepared:
 
 
 def build(
-    folder: Path, units: Sequence[Any], work: Callable[[Any], Tokenised], title: str,
-    *, wanted: int | None = None, workers: int | None = None,
-) -> Prepared:  # fmt: skip
+    folder: Path, units: Sequence[Any], work: Callable[[Any], Tokenised], name: str, wanted: float = math.inf
+) -> Prepared:
     """Appends what `work` makes of the units, in their order, to the files of a folder.
 
     Killed at any moment and called again, it goes on after the last unit in the journal. Several processes
     may want the same folder: one works, the others wait for it and find it done.
 
     Args:
-        folder: its name must identify units and work; `wanted` and `workers` change nothing in it.
+        folder: its name must identify units and work; `wanted` changes nothing in what is there.
+        name: of the data, for the progress bar.
         wanted: stop once the counter "tokens" has reached this; a later call that wants more goes on from
             there. Default: all units.
-        workers: processes; default: one per core.
     Raises: what `work` raises; what was appended before is kept.
     """
     done = Prepared.read(folder)
@@ -133,8 +134,9 @@ def build(
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
-        workers = max(1, min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER))
+        workers = max(1, min(cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER))
         results = Parallel(workers, return_as="generator", **dying_together())(map(delayed(work), left))
+        title = f"tokenising {name}"
         for result in tqdm(results, title, len(units), initial=done.units, delay=2, leave=False):
             if not done.suffices(wanted):  # else it was under way when there was enough
                 done = done.extended(result)
@@ -176,24 +178,21 @@ class Blocks:
         return np.stack([self.sources[owner][place] for owner, place in found])
 
 
-def open_blocks(
-    sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, *, length: int, wanted: int, seed: int
-) -> Blocks:
+def open_blocks(sources: Sequence[Source], stored: StoredTokenizer, config: PretrainConfig) -> Blocks:
     """Blocks of the sources' training texts, tokenised on first use and no further than is wanted.
 
-    Where the sources have shares, there are exactly `wanted` blocks, divided by largest remainder. Where they
-    have none, every source is tokenised to its end and gives blocks in proportion to what it has, `wanted` or
-    all there are.
+    Where the sources have shares, there are exactly as many blocks as the training reads, divided by largest
+    remainder. Where they have none, every source is tokenised to its end and gives blocks in proportion to
+    what it has, as many as the training reads or all there are.
 
     Args:
-        length: tokens per block.
-        wanted: blocks of the whole training.
-        seed: of their order.
+        config: its `length` is that of a block, its steps and batch are the training's, and its seed is that
+            of the blocks' order.
     Raises: ValueError if there is less of a source than a block.
     """
-    stored, shared = StoredTokenizer.of(tokenizer), sources[0].share is not None
+    length, wanted, shared = config.length, config.steps * config.batch, sources[0].share is not None
     counts = largest_remainder([source.share or 1.0 for source in sources], wanted)
-    limits = [count * length if shared or len(sources) == 1 else None for count in counts]
+    limits = [count * length if shared or len(sources) == 1 else math.inf for count in counts]
     prepared = [prepare_text(*each, stored) for each in zip(sources, limits, strict=True)]
     have = [one.counters.get("tokens", 0) // length for one in prepared]
     if not shared:
@@ -206,7 +205,7 @@ def open_blocks(
                 f"one block of {length}: give it more text, or leave it out"
             )
         size = min(count, there)
-        seeds = ([seed, len(blocks), epoch] for epoch in range(-(-count // max(size, 1))))
+        seeds = ([config.seed, len(blocks), epoch] for epoch in range(-(-count // max(size, 1))))
         orders = [permuted(np.arange(size), size, own) for own in seeds]
         places.append(np.concatenate([np.empty(0, np.int64), *orders])[:count])
         blocks.append(one.array("tokens", stored.dtype)[: size * length].reshape(size, length))
@@ -224,8 +223,8 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
     return counts.tolist()
 
 
-def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) -> Prepared:
-    """The training texts of a source as one column "tokens"; `wanted` tokens of them or all.
+def prepare_text(source: Source, wanted: float, stored: StoredTokenizer) -> Prepared:
+    """The training texts of a source as one column "tokens"; `wanted` tokens of them, or all (infinity).
 
     Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
     that is neither Parquet nor Arrow is one piece. Where enough is prepared, they are not listed again.
@@ -233,8 +232,7 @@ def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) ->
     folder, work = _folder("text", identity(source), stored), partial(_text, source, stored)
     if (done := Prepared.read(folder)).suffices(wanted):
         return done
-    units = shuffled(reading.units(source))
-    return build(folder, units, work, f"tokenising {source.name}", wanted=wanted)
+    return build(folder, shuffled(reading.units(source)), work, source.name, wanted)
 
 
 def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokenised:
@@ -253,6 +251,14 @@ def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokeni
 
 
 # --- pairs and documents
+
+
+class Table(NamedTuple):
+    """A data set before it is tokenised."""
+
+    rows: Dataset
+    name: str
+    identity: str  # of the rows; the same identity must mean the same rows
 
 
 @dataclass(frozen=True)
@@ -286,8 +292,8 @@ class TokenDocuments(Sequence):
     chunks: Ragged
     queries: Ragged
     golds: Ragged
-    keys: Sequence | np.ndarray
-    counters: Mapping[str, int] = field(default_factory=dict)
+    keys: np.ndarray
+    counters: Mapping[str, int]
 
     def __len__(self) -> int:
         return len(self.golds)
@@ -297,63 +303,45 @@ class TokenDocuments(Sequence):
 
 
 def token_pairs(
-    rows: Dataset, stored: StoredTokenizer, *, name: str, identity: str, query_length: int,
-    document_length: int, negatives: int = 0, around_query: Around = ("", ""),
-    around_document: Around = ("", ""),
-) -> TokenPairs:  # fmt: skip
+    table: Table, stored: StoredTokenizer, query: Limit, document: Limit, negatives: int = 0
+) -> TokenPairs:
     """A data set of pairs, tokenised on first use.
 
     Args:
-        rows: columns query, document, key, and negatives (lists) if any are wanted.
-        name: of the data set, for messages.
-        identity: of the rows; the same identity must mean the same rows.
-        query_length, document_length: tokens, at most; what is longer is cut.
+        table: columns query, document, key, and negatives (lists) if any are wanted.
+        document: of each document and each negative.
         negatives: hard negatives per query; rows with fewer are left out, of more the first are taken.
-        around_query, around_document: text put before and after each query, and each document and negative:
-            an instruction, or a token of the end. It counts for the length, and is not cut.
     Raises: ValueError naming data set and row of a text without tokens, or if a length leaves no room beside
         what is put around.
     """
-    query, document = (query_length, around_query), (document_length, around_document)
     limits = {"queries": query, "documents": document, "negatives": document}
-    done = _prepared("pairs", rows, stored, name, identity, limits, _pairs, negatives)
+    done = _prepared("pairs", table, stored, limits, _pairs, negatives)
     queries, documents = (done.texts(column, stored.dtype) for column in ("queries", "documents"))
     keys, hard = done.array("keys", np.uint64), done.lists("negatives", stored.dtype)
     return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
 
 
-def token_documents(
-    rows: Dataset, stored: StoredTokenizer, *, name: str, identity: str, query_length: int,
-    chunk_length: int, chunks: int,
-) -> TokenDocuments:  # fmt: skip
+def token_documents(table: Table, stored: StoredTokenizer, config: ContextualConfig) -> TokenDocuments:
     """Documents with their queries, tokenised on first use; see `token_pairs`.
 
-    A document of more than `chunks` chunks becomes several, each with the queries that its chunks answer; one
-    without any query is left out.
+    A document of more than `config.chunks` chunks becomes several, each with the queries that its chunks
+    answer; one without any query is left out.
     """
-    limits = {"chunks": (chunk_length, ("", "")), "queries": (query_length, ("", ""))}
-    done = _prepared("documents", rows, stored, name, identity, limits, _windows, chunks)
-    chunked, queries = (done.lists(column, stored.dtype) for column in limits)
+    limits = {"chunks": Limit(config.chunk_length), "queries": Limit(config.query_length)}
+    done = _prepared("documents", table, stored, limits, _windows, config.chunks)
+    chunks, queries = (done.lists(column, stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
-    keys = done.array("keys", np.uint64)
-    return TokenDocuments(chunked, queries, golds, keys, done.counters)
+    return TokenDocuments(chunks, queries, golds, done.array("keys", np.uint64), done.counters)
 
 
-def single_chunks(
-    rows: Dataset, stored: StoredTokenizer, *, count: int, seed: int, identity: str, **options: Any
-) -> TokenDocuments:
-    """Up to `count` random pairs of a data set, no two of one key, as documents of one chunk.
-
-    Args:
-        count: documents; fewer if the data set has fewer keys.
-        seed: of the draw.
-        identity: of the rows.
-        options: `name`, `query_length` and `document_length` of `token_pairs`.
-    """
+def single_chunks(table: Table, stored: StoredTokenizer, config: ContextualConfig) -> TokenDocuments:
+    """Up to `config.single` random pairs of a data set, no two of one key, as documents of one chunk."""
+    rows, count, seed = table.rows, config.single, config.seed
     order = permuted(np.arange(len(rows)), len(rows), seed)
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
     drawn = rows.select(np.sort(order[np.sort(first)[:count]]))
-    pairs = token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options)
+    one = Table(drawn, table.name, fingerprint(table.identity, count, seed))
+    pairs = token_pairs(one, stored, Limit(config.query_length), Limit(config.chunk_length))
     one_each = np.arange(1, len(pairs.keys) + 1)
     golds = np.zeros(len(pairs.keys), np.int32)
     columns = (Ragged(column, one_each) for column in (pairs.documents, pairs.queries, golds))
@@ -361,22 +349,20 @@ def single_chunks(
 
 
 def _prepared(
-    kind: str, rows: Dataset, stored: StoredTokenizer, name: str, identity: str,
-    limits: Mapping[str, Limit], arrange: Callable[[int, Rows, Counter[str]], Arranged], count: int,
-) -> Prepared:  # fmt: skip
+    kind: str, table: Table, stored: StoredTokenizer, limits: Limits, arrange: Arrange, count: int
+) -> Prepared:
     """A table, arranged with `count` and tokenised."""
-    pieces = parts(len(rows), ROWS)
-    work = partial(_tokenised, name, stored, limits, partial(arrange, count), rows)
-    return build(_folder(kind, name, identity, stored, limits, count), pieces, work, f"tokenising {name}")
+    folder = _folder(kind, table.name, table.identity, stored, limits, count)
+    work = partial(_tokenised, table, stored, limits, partial(arrange, count))
+    return build(folder, parts(len(table.rows), ROWS), work, table.name)
 
 
 def _tokenised(
-    name: str, stored: StoredTokenizer, limits: Mapping[str, Limit],
-    arrange: Callable[[Rows, Counter[str]], Arranged], table: Dataset, part: slice,
-) -> Tokenised:  # fmt: skip
+    table: Table, stored: StoredTokenizer, limits: Limits, arrange: Arrange, part: slice
+) -> Tokenised:
     """Tokenises a part of a table."""
     counters = Counter()
-    rows = table.select(range(part.start, part.stop)).to_list()
+    rows = table.rows.select(range(part.start, part.stop)).to_list()
     rows = list(arrange(enumerate(rows, part.start), counters))
     digests = (blake2b(key.encode(), digest_size=8).digest() for *_, key in rows)
     columns = {
@@ -385,7 +371,7 @@ def _tokenised(
     }
     for column, limit in limits.items():
         texts = [(row, text) for row, own, *_ in rows for text in own[column]]
-        ids = list(_cut(stored, f"data set {name!r}, {column}", texts, limit, counters))
+        ids = list(_cut(stored, f"data set {table.name!r}, {column}", texts, limit, counters))
         columns[column] = np.concatenate([np.empty(0, stored.dtype), *ids])
         columns[f"{column}.lengths"] = np.array([*map(len, ids)], np.int32)
         columns[f"{column}.counts"] = np.array([len(own[column]) for _, own, *_ in rows], np.int32)
@@ -403,7 +389,7 @@ def _cut(
     if len(taken) >= length:
         room = f"{length} tokens at most, of which what is put around a text takes {len(taken)}"
         raise ValueError(f"{what}: {room}: raise the length")
-    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, around=limit[1])
+    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, Limit(around=limit.around))
     for (row, text), ids in zip(texts, encoded, strict=True):
         if not (text and len(ids)):
             raise ValueError(f"{what}, row {row}: {text!r} has no tokens. Remove or fill it.")
