@@ -127,21 +127,22 @@ def tokens(texts):
 
 
 def find(data, stored, surrogate, cluster_size=0):
-    return neighbours("docs", data, stored, surrogate, CONFIG, replace(PAIR, cluster_size=cluster_size))
+    return neighbours("docs", data, stored, surrogate, replace(PAIR, cluster_size=cluster_size))
 
 
 def test_every_distinct_text_is_embedded_once_and_kept(stored):
     queries, documents = ["is it 1?", "is it 2?", "is it 1?"], ["one: 1", "is it 2?", "two: 2"]
     data = TokenPairs(tokens(queries), tokens(documents), np.arange(3), identity="some")
     embedder = Letters()
-    own = find(data, stored, Surrogate("letters", lambda: embedder))
+    own = find(data, stored, Surrogate("letters", lambda: embedder, CONFIG))
     assert sorted(embedder.seen) == sorted({*queries, *documents})
     for x_ND, texts in zip(own.points(range(3)), (queries, documents), strict=True):
         np.testing.assert_allclose(x_ND, unit(Letters().encode(texts)), atol=1e-3)
     # For clusters nothing is embedded anew.
     with pytest.raises(pytest.fail.Exception):
-        find(data, stored, Surrogate("others", lambda: pytest.fail("loaded")))
-    again = find(data, stored, Surrogate("letters", lambda: pytest.fail("loaded again")), cluster_size=2)
+        find(data, stored, Surrogate("others", lambda: pytest.fail("loaded"), CONFIG))
+    known = Surrogate("letters", lambda: pytest.fail("loaded again"), CONFIG)
+    again = find(data, stored, known, cluster_size=2)
     np.testing.assert_array_equal(again.vectors_UD, own.vectors_UD)
     assert own.packing is None
     np.testing.assert_array_equal(again.packing.rows_N, pack(own, 2, CONFIG, seed=0).rows_N)

@@ -9,7 +9,6 @@ looked at · W ranks of the window.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +25,7 @@ from unmask.data.batches import Packing, parts, permuted
 from unmask.data.corpus import Corpus
 from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import StoredTokenizer
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, replacing
 
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (queries, k) → scores, numbers
 Index = Callable[[np.ndarray], Search]  # documents → a search over them
@@ -160,7 +159,7 @@ def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tup
     there are no more."""
     depth = min(size + int(own.getnnz(axis=1).max()), own.shape[1])
     score_RX, ids_RX = search(q_RD, depth)
-    own_RX = _marked(own, ids_RX)
+    own_RX = own[np.arange(len(ids_RX))[:, None], np.array(ids_RX)].toarray()
     score_RX, ids_RX = np.where(own_RX, -np.inf, score_RX), np.where(own_RX, -1, ids_RX)
     order_RW = np.argsort(own_RX, axis=1, kind="stable")[:, :size]
     return np.take_along_axis(score_RX, order_RW, 1), np.take_along_axis(ids_RX, order_RW, 1)
@@ -186,8 +185,8 @@ def _choose(
     while len(short):
         depth, left = min(16 * depth, own.shape[1]), []  # what is safe mostly lies just below the window
         for rows in (short[part] for part in parts(len(short), max(1, SCORES // depth))):
-            found = _below(*search(q_RD[rows], depth), ceiling_R[rows], own[rows], count)
-            score_RK[rows], ids_RK[rows], enough_S = found
+            nearest_SX = _window(search, q_RD[rows], own[rows], depth)
+            score_RK[rows], ids_RK[rows], enough_S = _below(*nearest_SX, ceiling_R[rows], count)
             left.append(rows[~enough_S])
         short = np.concatenate(left) if depth < own.shape[1] else ()
     hit_RKW = ids_RK[..., None] == ids_RW[:, None]
@@ -197,21 +196,16 @@ def _choose(
 
 
 def _below(
-    score_SX: np.ndarray, ids_SX: np.ndarray, ceiling_S: np.ndarray, own: csr_matrix, count: int
+    score_SX: np.ndarray, ids_SX: np.ndarray, ceiling_S: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rules 2 and 3 of `mine` from the beginning of a ranking, or all of it: scores and numbers (S, K), and
-    where rule 2 found enough (S,), so that no more of the ranking is needed."""
-    own_SX = _marked(own, ids_SX)
+    """Rules 2 and 3 of `mine` from a window, or from one of all documents: scores and numbers (S, K), and
+    where rule 2 found enough (S,), so that no larger window is needed."""
+    own_SX = ids_SX < 0
     safe_SX = ~own_SX & (score_SX <= ceiling_S[:, None])
     enough_S = safe_SX.sum(axis=1) >= count
     best_first_SX = np.where(safe_SX & enough_S[:, None], -score_SX, score_SX)
     order_SK = np.lexsort((ids_SX, best_first_SX, ~safe_SX, own_SX))[:, :count]
     return *(np.take_along_axis(x_SX, order_SK, 1) for x_SX in (score_SX, ids_SX)), enough_S
-
-
-def _marked(own: csr_matrix, ids_RX: np.ndarray) -> np.ndarray:
-    """Which of these documents are a row's own."""
-    return own[np.arange(len(ids_RX))[:, None], np.array(ids_RX)].toarray()
 
 
 def _cosines(q_ND: np.ndarray, d_ND: np.ndarray) -> np.ndarray:
@@ -270,19 +264,15 @@ def _dots(q_ND: np.ndarray, d_MD: np.ndarray) -> np.ndarray:
 
 
 class Surrogate(NamedTuple):
-    """The embedder that says which texts are alike."""
+    """The embedder that says which texts are alike, and how they are put into clusters."""
 
     identity: str
     load: Callable[[], Encoder]
+    config: ClustersConfig
 
 
 def neighbours(
-    name: str,
-    data: TokenPairs,
-    stored: StoredTokenizer,
-    surrogate: Surrogate,
-    config: ClustersConfig,
-    training: PairConfig,
+    name: str, data: TokenPairs, stored: StoredTokenizer, surrogate: Surrogate, training: PairConfig
 ) -> Neighbours:
     """A data set's neighbours; vectors and clusters are computed on first use and kept in files.
 
@@ -291,7 +281,6 @@ def neighbours(
     Args:
         name: of the data set, for messages.
         stored: the tokenizer of the data.
-        config: of k-means.
         training: `cluster_size`, rows of a cluster on average (0: no clusters), and `seed`, of k-means and of
             the order of the clusters.
     Raises: ValueError if the embedder's answer is not finite.
@@ -302,7 +291,7 @@ def neighbours(
     key = [data.identity, stored, surrogate.identity, code]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     own = Neighbours(vectors_UD, *np.split(number, [len(data.queries)]))
-    size, seed = training.cluster_size, training.seed
+    size, seed, config = training.cluster_size, training.seed, surrogate.config
     if not size:
         return own
     key += [size, config.iterations, config.attempts, seed]
@@ -355,8 +344,8 @@ def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:
 
 def _distinct_texts(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Where each distinct text comes first, in any order, and each text's number among those."""
-    digests = (int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest()) for ids in texts)
-    return np.unique(np.fromiter(digests, np.uint64), return_index=True, return_inverse=True)[1:]
+    hashes = (hash64(ids.tobytes()) for ids in texts)
+    return np.unique(np.fromiter(hashes, np.uint64), return_index=True, return_inverse=True)[1:]
 
 
 def _embedded(

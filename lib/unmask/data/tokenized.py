@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.reading import identity
 from unmask.data.registry import Source
 from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, read_json, write_atomic
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, read_json, write_atomic
 
 Limits = Mapping[str, Limit]  # of the texts of each column; all have a length
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
@@ -364,11 +363,8 @@ def _tokenised(
     counters = Counter()
     rows = table.rows.select(range(part.start, part.stop)).to_list()
     rows = list(arrange(enumerate(rows, part.start), counters))
-    digests = (blake2b(key.encode(), digest_size=8).digest() for *_, key in rows)
-    columns = {
-        "keys": np.array([int.from_bytes(digest) for digest in digests], np.uint64),
-        "golds": np.array([gold for _, _, golds, _ in rows for gold in golds], np.int64),
-    }
+    columns = {"keys": np.array([hash64(key.encode()) for *_, key in rows], np.uint64)}
+    columns["golds"] = np.array([gold for _, _, golds, _ in rows for gold in golds], np.int64)
     for column, limit in limits.items():
         texts = [(row, text) for row, own, *_ in rows for text in own[column]]
         ids = list(_cut(stored, f"data set {table.name!r}, {column}", texts, limit, counters))

@@ -3,10 +3,10 @@ sequences that a model reads."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,9 +33,7 @@ class Limit(NamedTuple):
 WHOLE = Limit()
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, path: str | os.PathLike
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE with Qwen2's normaliser (NFC) and pre-tokenisation, and save it.
 
     Encodings get no tokens added; `<|endoftext|>` pads. The same texts in the same order give the same
@@ -52,11 +50,9 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # slow to import; encoding needs neither
 
     tokenizer = Qwen2Tokenizer().backend_tokenizer  # without a vocabulary
-    known = {
-        "special_tokens": SPECIAL_TOKENS,
-        "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet()),
-    }
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **known)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    options = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
     tokenizer.train_from_iterator(texts, trainer)
     if (found := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(

@@ -459,12 +459,12 @@ class Pair(Contrastive):
 
             return SentenceTransformer(path)
 
-        return Surrogate(content(Path(path)), load)
+        return Surrogate(content(Path(path)), load, self.preset.clusters)
 
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
         """The look-alikes in each data set, found by the process that comes first."""
-        how = self.stored, self.surrogate, self.preset.clusters, self.config
+        how = self.stored, self.surrogate, self.config
         return {name: neighbours(name, rows, *how) for name, rows in self.data.items()}
 
     def prepare(self) -> list[dict[str, Any]]:
