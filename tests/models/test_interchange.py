@@ -188,7 +188,7 @@ def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, monkeypatc
     path = backbone.save(tiny.model(bidirectional=False), tokenizer, tmp_path / "model", **facts)
     rows = Dataset.from_dict({"query": QUERIES, "document": ANSWERS, "key": list(map(str, range(11)))})
     around = (BEFORE, END_OF_TEXT), ("", END_OF_TEXT)
-    trained = token_pairs(Table(rows, "d", ""), StoredTokenizer.of(tokenizer), *map(Limit, lengths, around))
+    trained = token_pairs(Table(rows, "d", "", StoredTokenizer.of(tokenizer)), *map(Limit, lengths, around))
     embedder = Embedder.from_pretrained(path, device="cpu")
     for texts, length in (([BEFORE + query for query in QUERIES], lengths[0]), (ANSWERS, lengths[1])):
         read += [unit.sequence.tokens_L.tolist() for unit in embedder._texts(texts, length).units]

@@ -48,7 +48,6 @@ class Need(NamedTuple):
     """A model, or a configuration of a data set, that a preset needs."""
 
     repo: str
-    revision: str = "main"
     source: Source | None = None  # of a data set: the source, with this configuration
     part: str = ""  # of a data set: "configuration/split"
     text_bytes: float = ALL  # so much text will do
@@ -83,7 +82,7 @@ def needs(preset: Preset) -> list[Need]:
         for config in (source.config, source.queries_config or source.config):
             part = f"{config or 'default'}/{source.split}"
             one = replace(source, config=config)
-            found[source.repo, part] = Need(source.repo, source.revision, one, part, text)
+            found[source.repo, part] = Need(source.repo, one, part, text)
     return list(found.values())
 
 
@@ -208,12 +207,12 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int, dic
     Returns: the arguments of `snapshot_download`, the bytes that it will fetch, and for how much text of each
         source the repository will then do.
     """
-    repo, asked, kind = parts[0].repo, parts[0].revision, "dataset" if parts[0].source else "model"
-    pulled = manifest(folder)
+    repo, source, pulled = parts[0].repo, parts[0].source, manifest(folder)
+    kind, asked = ("dataset", source.revision) if source else ("model", "main")
     if not pulled:
         commit = HfApi().repo_info(repo, repo_type=kind, revision=asked).sha
         pulled = {"requested": asked, "revision": commit, "files": {}}
-    patterns, held = ["README.md"] if parts[0].source else MODEL_FILES, dict(pulled.get("text_bytes", {}))
+    patterns, held = ["README.md"] if source else MODEL_FILES, dict(pulled.get("text_bytes", {}))
     for need in parts:
         if need.source:
             chosen, text = _chosen(need, pulled["revision"])

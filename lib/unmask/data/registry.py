@@ -29,9 +29,9 @@ REQUIRED = {
 }
 # ConTEB's data sets on the Hub → the split that is evaluated: "test" where there is one, otherwise
 # "validation", otherwise "train", as the authors say. In the order of the columns of the paper's table 3.
-CONTEB = {"covid-qa": "train", "esg-reports": "test"}
-CONTEB |= dict.fromkeys(("football", "geography", "insurance"), "train")
-CONTEB |= dict.fromkeys(("mldr-conteb-eval", "narrative-qa"), "test") | {"squad-conteb-eval": "validation"}
+CONTEB = {"covid-qa": "train", "esg-reports": "test", "football": "train", "geography": "train"}
+CONTEB |= {"insurance": "train", "mldr-conteb-eval": "test", "narrative-qa": "test"}
+CONTEB |= {"squad-conteb-eval": "validation"}
 CODE = "c|code|cpp|csharp|go|java|javascript|php|python|ruby|rust|sql"  # code: several of them
 _HUMAN = "[a-z]{3}(_[A-Z][a-z]{3})?"
 FOLDER = repository() / "papermill_runs" / "sources"

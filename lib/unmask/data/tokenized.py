@@ -152,7 +152,7 @@ def _folder(kind: str, *key: Any) -> Path:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of text in the sources' shares, like an integer array (N, L) that no memory holds.
+    """Blocks of text in the sources' shares: N rows of L tokens that no memory holds.
 
     The texts of a source lie in one file of tokens, one after the other, with `<|endoftext|>` after each.
     Block i of length L is the slice [iL, (i + 1)L), so one file serves every length. Blocks are not isolated
@@ -163,13 +163,12 @@ class Blocks:
     sources: Sequence[np.ndarray]  # the distinct blocks of each source
     owner_N: np.ndarray  # for each block its source
     place_N: np.ndarray  # and which of the source's blocks it is
-    shape: tuple[int, int]
     # For each source: its share of the blocks in percent, how often it is repeated, what is in its texts and
     # what was left out of them.
     report: list[dict[str, Any]]
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self.owner_N)
 
     def __getitem__(self, rows_B: np.ndarray) -> np.ndarray:
         """The blocks of these numbers: (B, L), in the type of the tokens."""
@@ -211,7 +210,7 @@ def open_blocks(sources: Sequence[Source], stored: StoredTokenizer, config: Pret
         row = {"source": source.name, "language": source.language, "share": 100 * count / total}
         report.append(row | {"blocks": count, "epochs": count / max(size, 1), **one.counters})
     owner_N = np.repeat(np.arange(len(sources)), counts)
-    return Blocks(blocks, owner_N, np.concatenate(places), (total, length), report)
+    return Blocks(blocks, owner_N, np.concatenate(places), report)
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
@@ -244,7 +243,7 @@ def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokeni
             if row["split"] == "train":
                 yield row["text"]
 
-    ids = joined(stored.load(), texts(), stored.end, stored.dtype)
+    ids = joined(stored, texts())
     counters.update(tokens=len(ids), **{f"dropped: {reason}": count for reason, count in dropped.items()})
     return {"tokens": ids}, counters
 
@@ -253,11 +252,12 @@ def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokeni
 
 
 class Table(NamedTuple):
-    """A data set before it is tokenised."""
+    """A data set before it is tokenised, and what it is to be tokenised with."""
 
     rows: Dataset
     name: str
     identity: str  # of the rows; the same identity must mean the same rows
+    stored: StoredTokenizer
 
 
 @dataclass(frozen=True)
@@ -301,9 +301,7 @@ class TokenDocuments(Sequence):
         return TokenDocument(self.chunks[row], self.queries[row], self.golds[row].tolist())
 
 
-def token_pairs(
-    table: Table, stored: StoredTokenizer, query: Limit, document: Limit, negatives: int = 0
-) -> TokenPairs:
+def token_pairs(table: Table, query: Limit, document: Limit, negatives: int = 0) -> TokenPairs:
     """A data set of pairs, tokenised on first use.
 
     Args:
@@ -314,51 +312,45 @@ def token_pairs(
         what is put around.
     """
     limits = {"queries": query, "documents": document, "negatives": document}
-    done = _prepared("pairs", table, stored, limits, _pairs, negatives)
-    queries, documents = (done.texts(column, stored.dtype) for column in ("queries", "documents"))
-    keys, hard = done.array("keys", np.uint64), done.lists("negatives", stored.dtype)
+    done, dtype = _prepared("pairs", table, limits, _pairs, negatives), table.stored.dtype
+    queries, documents = (done.texts(column, dtype) for column in ("queries", "documents"))
+    keys, hard = done.array("keys", np.uint64), done.lists("negatives", dtype)
     return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
 
 
-def token_documents(table: Table, stored: StoredTokenizer, config: ContextualConfig) -> TokenDocuments:
+def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
     """Documents with their queries, tokenised on first use; see `token_pairs`.
 
     A document of more than `config.chunks` chunks becomes several, each with the queries that its chunks
     answer; one without any query is left out.
     """
     limits = {"chunks": Limit(config.chunk_length), "queries": Limit(config.query_length)}
-    done = _prepared("documents", table, stored, limits, _windows, config.chunks)
-    chunks, queries = (done.lists(column, stored.dtype) for column in limits)
+    done = _prepared("documents", table, limits, _windows, config.chunks)
+    chunks, queries = (done.lists(column, table.stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
     return TokenDocuments(chunks, queries, golds, done.array("keys", np.uint64), done.counters)
 
 
-def single_chunks(table: Table, stored: StoredTokenizer, config: ContextualConfig) -> TokenDocuments:
+def single_chunks(table: Table, config: ContextualConfig) -> TokenDocuments:
     """Up to `config.single` random pairs of a data set, no two of one key, as documents of one chunk."""
-    rows, count, seed = table.rows, config.single, config.seed
-    order = permuted(np.arange(len(rows)), len(rows), seed)
+    rows = table.rows
+    order = permuted(np.arange(len(rows)), len(rows), config.seed)
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
-    drawn = rows.select(np.sort(order[np.sort(first)[:count]]))
-    one = Table(drawn, table.name, fingerprint(table.identity, count, seed))
-    pairs = token_pairs(one, stored, Limit(config.query_length), Limit(config.chunk_length))
-    one_each = np.arange(1, len(pairs.keys) + 1)
-    golds = np.zeros(len(pairs.keys), np.int32)
-    columns = (Ragged(column, one_each) for column in (pairs.documents, pairs.queries, golds))
-    return TokenDocuments(*columns, pairs.keys, pairs.counters)
+    drawn = rows.select(np.sort(order[np.sort(first)[: config.single]]))
+    queries, documents = ([[text] for text in drawn[column]] for column in ("query", "document"))
+    columns = {"chunks": documents, "queries": queries, "golds": [[0]] * len(drawn), "key": drawn["key"][:]}
+    identity = fingerprint(table.identity, config.single, config.seed)
+    return token_documents(table._replace(rows=Dataset.from_dict(columns), identity=identity), config)
 
 
-def _prepared(
-    kind: str, table: Table, stored: StoredTokenizer, limits: Limits, arrange: Arrange, count: int
-) -> Prepared:
+def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: int) -> Prepared:
     """A table, arranged with `count` and tokenised."""
-    folder = _folder(kind, table.name, table.identity, stored, limits, count)
-    work = partial(_tokenised, table, stored, limits, partial(arrange, count))
+    folder = _folder(kind, table.name, table.identity, table.stored, limits, count)
+    work = partial(_tokenised, table, limits, partial(arrange, count))
     return build(folder, parts(len(table.rows), ROWS), work, table.name)
 
 
-def _tokenised(
-    table: Table, stored: StoredTokenizer, limits: Limits, arrange: Arrange, part: slice
-) -> Tokenised:
+def _tokenised(table: Table, limits: Limits, arrange: Arrange, part: slice) -> Tokenised:
     """Tokenises a part of a table."""
     counters = Counter()
     rows = table.rows.select(range(part.start, part.stop)).to_list()
@@ -367,8 +359,8 @@ def _tokenised(
     columns["golds"] = np.array([gold for _, _, golds, _ in rows for gold in golds], np.int64)
     for column, limit in limits.items():
         texts = [(row, text) for row, own, *_ in rows for text in own[column]]
-        ids = list(_cut(stored, f"data set {table.name!r}, {column}", texts, limit, counters))
-        columns[column] = np.concatenate([np.empty(0, stored.dtype), *ids])
+        ids = list(_cut(table.stored, f"data set {table.name!r}, {column}", texts, limit, counters))
+        columns[column] = np.concatenate([np.empty(0, table.stored.dtype), *ids])
         columns[f"{column}.lengths"] = np.array([*map(len, ids)], np.int32)
         columns[f"{column}.counts"] = np.array([len(own[column]) for _, own, *_ in rows], np.int32)
         counters["tokens"] += len(columns[column])

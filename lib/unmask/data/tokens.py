@@ -108,15 +108,14 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
         length: tokens per block.
     Returns: int32, (blocks, length).
     """
-    end = tokenizer.convert_tokens_to_ids(end_token(tokenizer))
-    tokens = joined(tokenizer.backend_tokenizer, texts, end, np.int32)
+    tokens = joined(StoredTokenizer.of(tokenizer), texts).astype(np.int32)
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
-def joined(tokenizer: Tokenizer, texts: Iterable[str], end: int, dtype: Any) -> np.ndarray:
-    """Token ids of texts, one after the other, with the token `end` after each."""
-    last = np.array([end], dtype)
-    parts = [part for ids in encode(tokenizer, texts, dtype) for part in (ids, last)]
+def joined(stored: StoredTokenizer, texts: Iterable[str]) -> np.ndarray:
+    """Token ids of texts, one after the other, with the end token after each."""
+    last = np.array([stored.end], stored.dtype)
+    parts = [part for ids in encode(stored.load(), texts, stored.dtype) for part in (ids, last)]
     return np.concatenate([last[:0], *parts])
 
 

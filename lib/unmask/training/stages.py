@@ -167,8 +167,8 @@ class Stage:
         return data
 
     def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
-        table, limits = Table(rows, name, file), self.reading(rows[0]["group"])
-        return tokenized.token_pairs(table, self.stored, *limits, negatives)
+        table = Table(rows, name, file, self.stored)
+        return tokenized.token_pairs(table, *self.reading(rows[0]["group"]), negatives)
 
 
 def identity(path: Path) -> str:
@@ -510,11 +510,11 @@ class Contextual(Contrastive):
     def data(self) -> dict[str, TokenDocuments]:
         corpus, config, data = self.corpus, self.config, {}
         for name in corpus.datasets("documents", "train"):
-            table = Table(corpus.documents("train", name), name, corpus.identity("documents", name))
-            data[name] = tokenized.token_documents(table, self.stored, config)
+            rows, file = corpus.documents("train", name), corpus.identity("documents", name)
+            data[name] = tokenized.token_documents(Table(rows, name, file, self.stored), config)
         for name in corpus.datasets("pairs", "train") if config.single else ():
-            table = Table(corpus.pairs("train", name), name, corpus.identity("pairs", name))
-            data[name] = tokenized.single_chunks(table, self.stored, config)
+            rows, file = corpus.pairs("train", name), corpus.identity("pairs", name)
+            data[name] = tokenized.single_chunks(Table(rows, name, file, self.stored), config)
         return data
 
     def batch(self, step: int) -> Batch:
