@@ -6,7 +6,6 @@ its encodings are thrown away.
 """
 
 import json
-import math
 import os
 import shutil
 import sysconfig
@@ -49,7 +48,7 @@ def preparation_case() -> Case:
     tokenizer = stored.load()
 
     def ours() -> Prepared:
-        done = prepare_text(source, math.inf, stored)
+        done = prepare_text(source, stored)
         shutil.rmtree(done.folder)
         return done
 

@@ -15,7 +15,8 @@ from unmask.data.mining import Neighbours, Surrogate, clusters, negative_similar
 from unmask.data.tokenized import Ragged, TokenPairs
 from unmask.data.tokens import StoredTokenizer
 
-CONFIG, PAIR = replace(load_preset("smoke").clusters, iterations=10, attempts=2), load_preset("smoke").pair
+CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2)
+PAIR = replace(load_preset("smoke").pair, batch=8, steps=100, seed=0)
 
 
 def pairs(count=400, width=12, *, groups=8, finer=8, noise=0.3, seed=0):
@@ -35,8 +36,7 @@ def seen(q_ND, d_ND):
 
 def plan(keys, packing, **options):
     packings = {"x": packing} if packing else {}
-    settings = replace(PAIR, **{"batch": 8, "steps": 100, "seed": 0} | options)
-    return BatchPlan({"x": keys}, settings, packings=packings)
+    return BatchPlan({"x": keys}, replace(PAIR, **options), packings=packings)
 
 
 def pack(own, size, config, seed):
@@ -126,23 +126,22 @@ def tokens(texts):
     return Ragged(np.concatenate(ids), np.cumsum([*map(len, ids)]))
 
 
-def find(data, stored, surrogate, cluster_size=0):
-    return neighbours("docs", data, stored, surrogate, replace(PAIR, cluster_size=cluster_size))
+def find(data, stored, name, load, **options):
+    return neighbours("docs", data, stored, Surrogate(name, load, CONFIG), replace(PAIR, **options))
 
 
 def test_every_distinct_text_is_embedded_once_and_kept(stored):
     queries, documents = ["is it 1?", "is it 2?", "is it 1?"], ["one: 1", "is it 2?", "two: 2"]
     data = TokenPairs(tokens(queries), tokens(documents), np.arange(3), identity="some")
     embedder = Letters()
-    own = find(data, stored, Surrogate("letters", lambda: embedder, CONFIG))
+    own = find(data, stored, "letters", lambda: embedder)
     assert sorted(embedder.seen) == sorted({*queries, *documents})
     for x_ND, texts in zip(own.points(range(3)), (queries, documents), strict=True):
         np.testing.assert_allclose(x_ND, unit(Letters().encode(texts)), atol=1e-3)
     # For clusters nothing is embedded anew.
     with pytest.raises(pytest.fail.Exception):
-        find(data, stored, Surrogate("others", lambda: pytest.fail("loaded"), CONFIG))
-    known = Surrogate("letters", lambda: pytest.fail("loaded again"), CONFIG)
-    again = find(data, stored, known, cluster_size=2)
+        find(data, stored, "others", lambda: pytest.fail("loaded"))
+    again = find(data, stored, "letters", lambda: pytest.fail("loaded again"), cluster_size=2)
     np.testing.assert_array_equal(again.vectors_UD, own.vectors_UD)
     assert own.packing is None
     np.testing.assert_array_equal(again.packing.rows_N, pack(own, 2, CONFIG, seed=0).rows_N)

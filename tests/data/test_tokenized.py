@@ -20,7 +20,6 @@ from unmask.data.tokens import Limit, StoredTokenizer, pack
 from unmask.study.report import paper_table
 
 UNITS = list(range(1, 21))
-ALONE = pytest.mark.parametrize("cores", [1], indirect=True)  # a forked process does its work by itself
 
 
 def work(unit):
@@ -59,11 +58,6 @@ def contents(folder):
     return {path.name: path.read_text("latin1").replace(str(folder), "") for path in folder.iterdir()}
 
 
-@pytest.fixture(params=[1, 2])
-def cores(request, monkeypatch):
-    monkeypatch.setattr(tokenized, "cpu_count", lambda: request.param)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     done = build(tmp_path_factory.mktemp("whole") / "x", UNITS, work, "")
@@ -72,8 +66,8 @@ def whole(tmp_path_factory):
     return contents(done.folder)
 
 
-@ALONE
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path, cores):
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenized, "cpu_count", lambda: 1)  # a forked process does its work by itself
     for at in (2, 3, 11):
         killed = in_processes(build, tmp_path / "x", UNITS, partial(work_until_killed, at), "")
         assert killed == [-signal.SIGKILL]
@@ -85,7 +79,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp
     assert contents(tmp_path / "x") == whole
 
 
-def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, cores):
+def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path):
     folder = tmp_path / "x"
     assert build(folder, UNITS, work, "", wanted=0).units == 0
     assert build(folder, UNITS, work, "", wanted=15).units == 5  # 1 + 2 + 3 + 4 + 5
@@ -102,8 +96,8 @@ def test_what_is_finished_is_neither_locked_nor_touched(whole, tmp_path, monkeyp
     assert build(tmp_path / "x", UNITS, None, "").units == len(UNITS)
 
 
-@ALONE
-def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path, cores):
+def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenized, "cpu_count", lambda: 1)
     assert in_processes(build, tmp_path / "x", UNITS, work, "", count=3) == [0, 0, 0]
     assert contents(tmp_path / "x") == whole
 
@@ -113,7 +107,6 @@ def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path, core
 SHARES = [row["Prevalence"] for row in paper_table(10).values()]  # of the pretraining data, by language
 TEXTS = ["Read a table from a file.", "Die Datei wird gelesen.", "Compute the mean of an array, ignoring it."]
 
-QUERY, DOCUMENT = Limit(8), Limit(12)
 CONTEXTUAL = replace(load_preset("smoke").contextual, query_length=8, chunk_length=12, chunks=2)
 ANSWERS = {"document": ["from a file", "from a file again", "of an array"], "key": ["read", "read", "mean"]}
 PAIRS = Dataset.from_dict({"query": ["Read a table", "Read a file", "Compute the mean"]} | ANSWERS)
@@ -141,8 +134,8 @@ def lists(arrays):
     return [array.tolist() for array in arrays]
 
 
-def pairs(rows, stored, *, query=QUERY, document=DOCUMENT, negatives=0):
-    return token_pairs(Table(rows, "b", "", stored), query, document, negatives)
+def pairs(rows, stored, **options):
+    return token_pairs(Table(rows, "b", "", stored), **{"query": Limit(8), "document": Limit(12)} | options)
 
 
 def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored):
@@ -192,8 +185,10 @@ def test_single_chunks_are_random_pairs_of_different_keys(stored):
     assert len(drawn(1000, 0)) == 60  # as many as there are keys
 
 
+@pytest.mark.parametrize("cores", [1, 2])
 def test_tables_are_prepared_in_pieces_by_any_number_of_workers(cores, stored, monkeypatch):
     monkeypatch.setattr(tokenized, "ROWS", 5)
+    monkeypatch.setattr(tokenized, "cpu_count", lambda: cores)
     many = Dataset.from_list([row | {"key": str(i)} for i, row in enumerate(PAIRS.to_list() * 20)]).shuffle(0)
     found = pairs(many, stored)
     assert lists(found.queries) == tokens(many["query"][:], 8)

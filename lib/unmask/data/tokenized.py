@@ -191,7 +191,7 @@ def open_blocks(sources: Sequence[Source], stored: StoredTokenizer, config: Pret
     length, wanted, shared = config.length, config.steps * config.batch, sources[0].share is not None
     counts = largest_remainder([source.share or 1.0 for source in sources], wanted)
     limits = [count * length if shared or len(sources) == 1 else math.inf for count in counts]
-    prepared = [prepare_text(*each, stored) for each in zip(sources, limits, strict=True)]
+    prepared = [prepare_text(one, stored, limit) for one, limit in zip(sources, limits, strict=True)]
     have = [one.counters.get("tokens", 0) // length for one in prepared]
     if not shared:
         counts = largest_remainder(have, min(wanted, sum(have)))
@@ -221,8 +221,8 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
     return counts.tolist()
 
 
-def prepare_text(source: Source, wanted: float, stored: StoredTokenizer) -> Prepared:
-    """The training texts of a source as one column "tokens"; `wanted` tokens of them, or all (infinity).
+def prepare_text(source: Source, stored: StoredTokenizer, wanted: float = math.inf) -> Prepared:
+    """The training texts of a source as one column "tokens"; `wanted` tokens of them, or all.
 
     Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
     that is neither Parquet nor Arrow is one piece. Where enough is prepared, they are not listed again.
