@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
+from numpy.random import Generator
 from scipy.sparse import csr_matrix
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
@@ -91,17 +92,14 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
         )
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
-    window = min(max(config.rank_window, config.negatives), len(documents))
-    search = index(d_MD)
-    rng, blocks = np.random.default_rng(config.seed), []
+    config = replace(config, rank_window=min(max(config.rank_window, config.negatives), len(documents)))
+    search, rng, blocks = index(d_MD), np.random.default_rng(config.seed), []
     for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False):
-        q_RD, positive_R = q_UD[query_N[part]], _cosines(q_UD[query_N[part]], d_MD[document_N[part]])
-        nearest_RW = _window(search, q_RD, own[part], window)
-        lottery_RW = rng.random(nearest_RW[0].shape)
-        blocks.append(_choose(q_RD, positive_R, nearest_RW, lottery_RW, own[part], search, config))
+        q_RD, d_RD = q_UD[query_N[part]], d_MD[document_N[part]]
+        blocks.append(_choose(search, q_RD, d_RD, own[part], rng, config))
     ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
     mined = pairs.add_column("negatives", [[documents[i] for i in row] for row in ids_NK])
-    return mined, Mining(len(documents), window, *facts)
+    return mined, Mining(len(documents), config.rank_window, *facts)
 
 
 def mine_to(
@@ -166,17 +164,13 @@ def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tup
 
 
 def _choose(
-    q_RD: np.ndarray,
-    positive_R: np.ndarray,
-    nearest_RW: tuple[np.ndarray, np.ndarray],
-    lottery_RW: np.ndarray,
-    own: csr_matrix,
-    search: Search,
-    config: TripletConfig,
+    search: Search, q_RD: np.ndarray, d_RD: np.ndarray, own: csr_matrix, rng: Generator, config: TripletConfig
 ) -> tuple[np.ndarray, ...]:
     """The documents (R, K) that `mine` chooses for some rows; similarities and ranks of positives and
     negatives."""
-    (score_RW, ids_RW), count = nearest_RW, config.negatives
+    count, positive_R = config.negatives, _cosines(q_RD, d_RD)
+    score_RW, ids_RW = _window(search, q_RD, own, config.rank_window)
+    lottery_RW = rng.random(score_RW.shape)
     ceiling_R = positive_R + np.float32(config.margin)
     safe_RW = (ids_RW >= 0) & (score_RW <= ceiling_R[:, None])
     drawn_RK = np.argsort(np.where(safe_RW, lottery_RW, np.inf), axis=1)[:, :count]

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,8 @@ from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, 
 
 Limits = Mapping[str, Limit]  # of the texts of each column; all have a length
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
-Rows = Iterable[tuple[int, Mapping[str, Any]]]  # rows of a table with their numbers
-Arranged = Iterator[tuple[int, Mapping[str, Sequence[str]], Sequence[int], str]]  # number, texts, golds, key
-Arrange = Callable[..., Arranged]  # of rows and counters
+Arranged = Iterator[tuple[Mapping[str, Sequence[str]], Sequence[int]]]  # texts of each column, golds
+Arrange = Callable[..., Arranged]  # of a row of a table: what is made of it
 UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 ROWS = 4096  # of a table, tokenised at a time
 JOURNAL = "progress.json"
@@ -352,17 +351,17 @@ def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: 
 
 def _tokenised(table: Table, limits: Limits, arrange: Arrange, part: slice) -> Tokenised:
     """Tokenises a part of a table."""
-    counters = Counter()
-    rows = table.rows.select(range(part.start, part.stop)).to_list()
-    rows = list(arrange(enumerate(rows, part.start), counters))
-    columns = {"keys": np.array([hash64(key.encode()) for *_, key in rows], np.uint64)}
-    columns["golds"] = np.array([gold for _, _, golds, _ in rows for gold in golds], np.int64)
+    counters, rows = Counter(), []
+    for number, row in enumerate(table.rows.select(range(part.start, part.stop)).to_list(), part.start):
+        rows += [(number, row["key"], *one) for one in arrange(row, counters)]
+    columns = {"keys": np.array([hash64(key.encode()) for _, key, *_ in rows], np.uint64)}
+    columns["golds"] = np.array([gold for *_, golds in rows for gold in golds], np.int64)
     for column, limit in limits.items():
-        texts = [(row, text) for row, own, *_ in rows for text in own[column]]
+        texts = [(number, text) for number, _, own, _ in rows for text in own[column]]
         ids = list(_cut(table.stored, f"data set {table.name!r}, {column}", texts, limit, counters))
         columns[column] = np.concatenate([np.empty(0, table.stored.dtype), *ids])
         columns[f"{column}.lengths"] = np.array([*map(len, ids)], np.int32)
-        columns[f"{column}.counts"] = np.array([len(own[column]) for _, own, *_ in rows], np.int32)
+        columns[f"{column}.counts"] = np.array([len(own[column]) for *_, own, _ in rows], np.int32)
         counters["tokens"] += len(columns[column])
     counters["rows"] = len(rows)
     return columns, counters
@@ -387,26 +386,23 @@ def _cut(
         yield cut(ids, length, end)
 
 
-def _pairs(negatives: int, rows: Rows, counters: Counter[str]) -> Arranged:
-    """Rows of a table of pairs, or of triplets with enough negatives."""
-    for row, own in rows:
-        hard = own["negatives"][:negatives] if negatives else []
-        if len(hard) < negatives:
-            counters["rows with too few negatives"] += 1
+def _pairs(negatives: int, row: Mapping[str, Any], counters: Counter[str]) -> Arranged:
+    """A pair, or a triplet with enough negatives."""
+    hard = row["negatives"][:negatives] if negatives else []
+    if len(hard) < negatives:
+        counters["rows with too few negatives"] += 1
+    else:
+        yield {"queries": [row["query"]], "documents": [row["document"]], "negatives": hard}, []
+
+
+def _windows(most: int, row: Mapping[str, Any], counters: Counter[str]) -> Arranged:
+    """A document in parts of `most` chunks at most."""
+    counters["documents divided"] += len(row["chunks"]) > most
+    for first in range(0, len(row["chunks"]), most):
+        chunks = row["chunks"][first : first + most]
+        near = [i for i, gold in enumerate(row["golds"]) if first <= gold < first + most]
+        if near:
+            texts = {"chunks": chunks, "queries": [row["queries"][i] for i in near]}
+            yield texts, [row["golds"][i] - first for i in near]
         else:
-            texts = {"queries": [own["query"]], "documents": [own["document"]], "negatives": hard}
-            yield row, texts, [], own["key"]
-
-
-def _windows(most: int, rows: Rows, counters: Counter[str]) -> Arranged:
-    """Rows of a table of documents, `most` chunks at most in each."""
-    for row, own in rows:
-        counters["documents divided"] += len(own["chunks"]) > most
-        for first in range(0, len(own["chunks"]), most):
-            chunks = own["chunks"][first : first + most]
-            near = [i for i, gold in enumerate(own["golds"]) if first <= gold < first + most]
-            texts = {"chunks": chunks, "queries": [own["queries"][i] for i in near]}
-            if near:
-                yield row, texts, [own["golds"][i] - first for i in near], own["key"]
-            else:
-                counters["chunks without a query near them"] += len(chunks)
+            counters["chunks without a query near them"] += len(chunks)
