@@ -172,10 +172,10 @@ def train(
                 if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
                     raise FloatingPointError(f"the loss is {row['loss']}, the norm of its gradient {norm}")
             except FloatingPointError as error:
-                (dataset, rows), kept = stage.plan(step), last or "none"
+                drawn, kept = stage.plan.samples(step), last or "none"
                 raise FloatingPointError(
                     f"{error} at step {step}: lower lr or clip in another run, or look at the rows "
-                    f"{rows[:8].tolist()} … of data set {dataset!r}; last good checkpoint: {kept}"
+                    f"{drawn['rows'][:8]} … of data set {drawn['dataset']!r}; last good checkpoint: {kept}"
                 ) from None
             for group in optimizer.param_groups:
                 group["lr"] = lr
