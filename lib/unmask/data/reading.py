@@ -88,14 +88,13 @@ def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
         raise ValueError(f"{what}; {HOW_TO_MIRROR}") from error
 
 
-def files_of(source: Source) -> Iterator[tuple[DataFile, bool | None]]:
+def files_of(source: Source) -> list[tuple[DataFile, bool | None]]:
     """All files of a source; in the joined layout of documents each with whether it holds the queries.
 
     Raises: ValueError, see `data_files`.
     """
-    for queries in (False, True) if source.queries_config else (None,):
-        for file in data_files(source, queries=bool(queries)):
-            yield file, queries
+    both = (False, True) if source.queries_config else (None,)
+    return [(file, queries) for queries in both for file in data_files(source, queries=bool(queries))]
 
 
 def sha256(path: Path) -> str:
