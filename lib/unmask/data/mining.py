@@ -157,7 +157,7 @@ def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tup
     there are no more."""
     depth = min(size + int(own.getnnz(axis=1).max()), own.shape[1])
     score_RX, ids_RX = search(q_RD, depth)
-    own_RX = own[np.arange(len(ids_RX))[:, None], np.array(ids_RX)].toarray()
+    own_RX = _marked(own, ids_RX)
     score_RX, ids_RX = np.where(own_RX, -np.inf, score_RX), np.where(own_RX, -1, ids_RX)
     order_RW = np.argsort(own_RX, axis=1, kind="stable")[:, :size]
     return np.take_along_axis(score_RX, order_RW, 1), np.take_along_axis(ids_RX, order_RW, 1)
@@ -179,8 +179,8 @@ def _choose(
     while len(short):
         depth, left = min(16 * depth, own.shape[1]), []  # what is safe mostly lies just below the window
         for rows in (short[part] for part in parts(len(short), max(1, SCORES // depth))):
-            nearest_SX = _window(search, q_RD[rows], own[rows], depth)
-            score_RK[rows], ids_RK[rows], enough_S = _below(*nearest_SX, ceiling_R[rows], count)
+            found = _below(*search(q_RD[rows], depth), ceiling_R[rows], own[rows], count)
+            score_RK[rows], ids_RK[rows], enough_S = found
             left.append(rows[~enough_S])
         short = np.concatenate(left) if depth < own.shape[1] else ()
     hit_RKW = ids_RK[..., None] == ids_RW[:, None]
@@ -190,16 +190,21 @@ def _choose(
 
 
 def _below(
-    score_SX: np.ndarray, ids_SX: np.ndarray, ceiling_S: np.ndarray, count: int
+    score_SX: np.ndarray, ids_SX: np.ndarray, ceiling_S: np.ndarray, own: csr_matrix, count: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rules 2 and 3 of `mine` from a window, or from one of all documents: scores and numbers (S, K), and
-    where rule 2 found enough (S,), so that no larger window is needed."""
-    own_SX = ids_SX < 0
+    """Rules 2 and 3 of `mine` from the beginning of a ranking, or all of it: scores and numbers (S, K), and
+    where rule 2 found enough (S,), so that no more of the ranking is needed."""
+    own_SX = _marked(own, ids_SX)
     safe_SX = ~own_SX & (score_SX <= ceiling_S[:, None])
     enough_S = safe_SX.sum(axis=1) >= count
     best_first_SX = np.where(safe_SX & enough_S[:, None], -score_SX, score_SX)
     order_SK = np.lexsort((ids_SX, best_first_SX, ~safe_SX, own_SX))[:, :count]
     return *(np.take_along_axis(x_SX, order_SK, 1) for x_SX in (score_SX, ids_SX)), enough_S
+
+
+def _marked(own: csr_matrix, ids_RX: np.ndarray) -> np.ndarray:
+    """Which of these documents are a row's own."""
+    return own[np.arange(len(ids_RX))[:, None], np.array(ids_RX)].toarray()
 
 
 def _cosines(q_ND: np.ndarray, d_ND: np.ndarray) -> np.ndarray:
