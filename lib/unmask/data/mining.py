@@ -294,7 +294,8 @@ def neighbours(
     if not size:
         return own
     key += [size, config.iterations, config.attempts, seed]
-    return replace(own, packing=pack(kept("clusters", key, lambda: clusters(own, size, config, seed))))
+    place_N = kept("clusters", key, lambda: clusters(own, size, config, seed))
+    return replace(own, packing=pack(place_N))
 
 
 def pack(place_N: np.ndarray) -> Packing:
