@@ -106,6 +106,11 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def hash64(content: bytes) -> int:
+    """A number below 2⁶⁴ for some bytes, the same on every machine and in every version."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+
+
 def code_fingerprint(*paths: str | Path) -> str:
     """Short hash of the code in files, and in all Python files of folders. Comments, docstrings and layout do
     not count."""

@@ -48,7 +48,7 @@ def preparation_case() -> Case:
     tokenizer = stored.load()
 
     def ours() -> Prepared:
-        done = prepare_text(source, None, stored)
+        done = prepare_text(source, stored)
         shutil.rmtree(done.folder)
         return done
 

@@ -1,5 +1,7 @@
 """Random order without a list of it, and the rows of every step."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -28,13 +30,10 @@ def test_places_are_drawn_evenly(size):
     assert abs(chi2 - degrees) < 5 * (2 * degrees) ** 0.5
 
 
-def plan(**options):
-    keys = {"large": [f"l{i}" for i in range(90)], "small": [f"s{i}" for i in range(10)]}
-    return BatchPlan(keys, **{"batch": 8, "steps": 400, "seed": 3} | options)
-
-
 def test_data_sets_are_drawn_by_their_size_and_an_epoch_shows_every_row_at_most_once():
-    names, rows = zip(*map(plan(), range(400)), strict=True)
+    keys = {"large": [f"l{i}" for i in range(90)], "small": [f"s{i}" for i in range(10)]}
+    plan = BatchPlan(keys, SimpleNamespace(batch=8, steps=400, seed=3))
+    names, rows = zip(*map(plan, range(400)), strict=True)
     assert abs(names.count("small") / 400 - 0.1) < 0.04
     first_epoch = np.concatenate([own for name, own in zip(names, rows, strict=True) if name == "large"][:11])
     assert len(first_epoch) == len(set(first_epoch.tolist())) == 88
@@ -43,7 +42,7 @@ def test_data_sets_are_drawn_by_their_size_and_an_epoch_shows_every_row_at_most_
 @pytest.mark.parametrize(("keys", "batch"), [([i // 3 for i in range(60)], 30), ([0] * 97 + [1], 2)])
 def test_a_batch_never_holds_two_rows_of_one_key(keys, batch):
     """It goes on to other rows where all are the same thing."""
-    one = BatchPlan({"x": keys}, batch=batch, steps=49, seed=0)
+    one = BatchPlan({"x": keys}, SimpleNamespace(batch=batch, steps=49, seed=0))
     for step in range(49):
         chosen = [keys[row] for row in one(step)[1]]
         assert len(chosen) == len(set(chosen)) > 1
@@ -63,4 +62,4 @@ def test_the_curriculum_adds_languages_in_three_steps():
 
 def test_one_pair_only_is_refused():
     with pytest.raises(ValueError, match=r"3 usable row.* at least 2"):
-        BatchPlan({"x": ["a", "a", "a"]}, batch=4, steps=1, seed=0)
+        BatchPlan({"x": ["a", "a", "a"]}, SimpleNamespace(batch=4, steps=1, seed=0))

@@ -16,6 +16,7 @@ from unmask.data.tokenized import Ragged, TokenPairs
 from unmask.data.tokens import StoredTokenizer
 
 CONFIG = replace(load_preset("smoke").clusters, iterations=10, attempts=2)
+PAIR = replace(load_preset("smoke").pair, batch=8, steps=100, seed=0)
 
 
 def pairs(count=400, width=12, *, groups=8, finer=8, noise=0.3, seed=0):
@@ -35,7 +36,7 @@ def seen(q_ND, d_ND):
 
 def plan(keys, packing, **options):
     packings = {"x": packing} if packing else {}
-    return BatchPlan({"x": keys}, packings=packings, **{"batch": 8, "steps": 100, "seed": 0} | options)
+    return BatchPlan({"x": keys}, replace(PAIR, **options), packings=packings)
 
 
 def pack(own, size, config, seed):
@@ -57,7 +58,7 @@ def test_clusters_are_those_of_faiss_run_directly():
 def test_smaller_clusters_make_harder_batches():
     own, found = pairs(1600), []
     for size in (0, 800, 200, 50):
-        batches = plan(1600, pack(own, size, CONFIG, seed=0) if size else None, batch=16, seed=3)
+        batches = plan(range(1600), pack(own, size, CONFIG, seed=0) if size else None, batch=16, seed=3)
         found.append(np.mean([negative_similarity(own, batches(step)[1]) for step in range(20)]))
     assert found == sorted(found) and min(np.diff(found)) > 0.02
 
@@ -75,7 +76,7 @@ def test_a_tour_goes_to_the_nearest_centroid_left():
 
 def test_batches_of_look_alikes_are_a_function_of_seed_and_step():
     packing = pack(pairs(), 8, CONFIG, seed=0)
-    one, two = plan(400, packing), plan(400, packing)
+    one, two = plan(range(400), packing), plan(range(400), packing)
     backward = {step: two(step)[1].tolist() for step in reversed(range(100))}
     forward = [one(step)[1].tolist() for step in range(100)]
     assert forward == [backward[step] for step in range(100)]
@@ -125,23 +126,22 @@ def tokens(texts):
     return Ragged(np.concatenate(ids), np.cumsum([*map(len, ids)]))
 
 
-def find(data, stored, surrogate, cluster_size=0):
-    options = {"config": CONFIG, "cluster_size": cluster_size, "seed": 0}
-    return neighbours(data, name="docs", stored=stored, surrogate=surrogate, **options)
+def find(data, stored, name, load, **options):
+    return neighbours("docs", data, stored, Surrogate(name, load, CONFIG), replace(PAIR, **options))
 
 
 def test_every_distinct_text_is_embedded_once_and_kept(stored):
     queries, documents = ["is it 1?", "is it 2?", "is it 1?"], ["one: 1", "is it 2?", "two: 2"]
     data = TokenPairs(tokens(queries), tokens(documents), np.arange(3), identity="some")
     embedder = Letters()
-    own = find(data, stored, Surrogate("letters", lambda: embedder))
+    own = find(data, stored, "letters", lambda: embedder)
     assert sorted(embedder.seen) == sorted({*queries, *documents})
     for x_ND, texts in zip(own.points(range(3)), (queries, documents), strict=True):
         np.testing.assert_allclose(x_ND, unit(Letters().encode(texts)), atol=1e-3)
     # For clusters nothing is embedded anew.
     with pytest.raises(pytest.fail.Exception):
-        find(data, stored, Surrogate("others", lambda: pytest.fail("loaded")))
-    again = find(data, stored, Surrogate("letters", lambda: pytest.fail("loaded again")), cluster_size=2)
+        find(data, stored, "others", lambda: pytest.fail("loaded"))
+    again = find(data, stored, "letters", lambda: pytest.fail("loaded again"), cluster_size=2)
     np.testing.assert_array_equal(again.vectors_UD, own.vectors_UD)
     assert own.packing is None
     np.testing.assert_array_equal(again.packing.rows_N, pack(own, 2, CONFIG, seed=0).rows_N)

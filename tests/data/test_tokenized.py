@@ -13,9 +13,10 @@ from datasets import Dataset
 from tiny_sources import own, write_as
 
 import tiny
+from unmask.config import load_preset
 from unmask.data import tokenized
-from unmask.data.tokenized import build, open_blocks, single_chunks, token_documents, token_pairs
-from unmask.data.tokens import StoredTokenizer, pack
+from unmask.data.tokenized import Table, build, open_blocks, single_chunks, token_documents, token_pairs
+from unmask.data.tokens import Limit, StoredTokenizer, pack
 from unmask.study.report import paper_table
 
 UNITS = list(range(1, 21))
@@ -42,12 +43,12 @@ def fail_at_twelve(unit):
 
 def die_before_the_journal(folder):
     tokenized.write_atomic = lambda path, text: os.kill(os.getpid(), signal.SIGKILL)
-    build(folder, UNITS, work, "", workers=1)
+    build(folder, UNITS, work, "")
 
 
-def in_processes(target, *args, count=1, **options):
+def in_processes(target, *args, count=1):
     """Exit codes of processes that run at the same time."""
-    started = [get_context("fork").Process(target=target, args=args, kwargs=options) for _ in range(count)]
+    started = [get_context("fork").Process(target=target, args=args) for _ in range(count)]
     [process.start() for process in started]
     [process.join() for process in started]
     return [process.exitcode for process in started]
@@ -59,43 +60,45 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    done = build(tmp_path_factory.mktemp("whole") / "x", UNITS, work, "", workers=1)
+    done = build(tmp_path_factory.mktemp("whole") / "x", UNITS, work, "")
     np.testing.assert_array_equal(done.array("flat", np.int32), np.repeat(UNITS, UNITS))
     assert done.counters == {"tokens": 210, "odd": 10}
     return contents(done.folder)
 
 
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path):
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenized, "cpu_count", lambda: 1)  # a forked process does its work by itself
     for at in (2, 3, 11):
-        killed = in_processes(build, tmp_path / "x", UNITS, partial(work_until_killed, at), "", workers=1)
+        killed = in_processes(build, tmp_path / "x", UNITS, partial(work_until_killed, at), "")
         assert killed == [-signal.SIGKILL]
         assert in_processes(die_before_the_journal, tmp_path / "x") == [-signal.SIGKILL]
     with pytest.raises(ValueError, match="unit 12 is bad"):
-        build(tmp_path / "x", UNITS, fail_at_twelve, "", workers=1)
+        build(tmp_path / "x", UNITS, fail_at_twelve, "")
     os.truncate(tmp_path / "x" / "flat.bin", 8)  # a power cut, after which all is made again
-    build(tmp_path / "x", UNITS, work, "", workers=2)
+    build(tmp_path / "x", UNITS, work, "")
     assert contents(tmp_path / "x") == whole
 
 
 def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path):
     folder = tmp_path / "x"
     assert build(folder, UNITS, work, "", wanted=0).units == 0
-    assert build(folder, UNITS, work, "", wanted=15, workers=2).units == 5  # 1 + 2 + 3 + 4 + 5
+    assert build(folder, UNITS, work, "", wanted=15).units == 5  # 1 + 2 + 3 + 4 + 5
     assert build(folder, UNITS, None, "", wanted=15).units == 5  # nothing to do
-    assert build(folder, UNITS, work, "", wanted=16, workers=1).units == 6
-    build(folder, UNITS, work, "", wanted=10**6, workers=1)
+    assert build(folder, UNITS, work, "", wanted=16).units == 6
+    build(folder, UNITS, work, "", wanted=10**6)
     assert contents(folder) == whole
 
 
 def test_what_is_finished_is_neither_locked_nor_touched(whole, tmp_path, monkeypatch):
-    build(tmp_path / "x", UNITS, work, "", workers=1)
+    build(tmp_path / "x", UNITS, work, "")
     monkeypatch.setattr(tokenized, "FileLock", None)
     monkeypatch.setattr(os, "truncate", None)
     assert build(tmp_path / "x", UNITS, None, "").units == len(UNITS)
 
 
-def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path):
-    assert in_processes(build, tmp_path / "x", UNITS, work, "", workers=1, count=3) == [0, 0, 0]
+def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenized, "cpu_count", lambda: 1)
+    assert in_processes(build, tmp_path / "x", UNITS, work, "", count=3) == [0, 0, 0]
     assert contents(tmp_path / "x") == whole
 
 
@@ -104,7 +107,7 @@ def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path):
 SHARES = [row["Prevalence"] for row in paper_table(10).values()]  # of the pretraining data, by language
 TEXTS = ["Read a table from a file.", "Die Datei wird gelesen.", "Compute the mean of an array, ignoring it."]
 
-LENGTHS = {"query_length": 8, "document_length": 12}
+CONTEXTUAL = replace(load_preset("smoke").contextual, query_length=8, chunk_length=12, chunks=2)
 ANSWERS = {"document": ["from a file", "from a file again", "of an array"], "key": ["read", "read", "mean"]}
 PAIRS = Dataset.from_dict({"query": ["Read a table", "Read a file", "Compute the mean"]} | ANSWERS)
 CHUNKS = [["one", "two", "three", "four", "five"], ["six"], ["seven", "eight", "nine"]]
@@ -131,12 +134,12 @@ def lists(arrays):
     return [array.tolist() for array in arrays]
 
 
-def pairs(rows, stored, *, identity="", **options):
-    return token_pairs(rows, stored, name="b", identity=identity, **(LENGTHS | options))
+def pairs(rows, stored, **options):
+    return token_pairs(Table(rows, "b", "", stored), **{"query": Limit(8), "document": Limit(12)} | options)
 
 
 def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored):
-    found = pairs(PAIRS, stored, query_length=2)
+    found = pairs(PAIRS, stored, query=Limit(2))
     assert lists(found.queries) == tokens(PAIRS["query"][:], 2)
     assert lists(found.documents) == tokens(PAIRS["document"][:])
     assert found.keys[0] == found.keys[1] != found.keys[2]
@@ -154,8 +157,7 @@ def test_negatives_stay_with_their_queries_and_rows_with_too_few_are_counted(sto
 
 
 def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
-    lengths = {"query_length": 8, "chunk_length": 12, "chunks": 2}
-    found = token_documents(DOCUMENTS, stored, name="d", identity="", **lengths)
+    found = token_documents(Table(DOCUMENTS, "d", "", stored), CONTEXTUAL)
     expected = [
         (["one", "two"], ["first"], [0]),
         (["three", "four"], ["fourth"], [1]),
@@ -176,7 +178,7 @@ def test_single_chunks_are_random_pairs_of_different_keys(stored):
     rows = [(tokens([row["document"]]), tokens([row["query"]]), [0]) for row in PAIRS.to_list()]
 
     def drawn(count, seed):
-        found = single_chunks(many, stored, count=count, seed=seed, name="b", identity="", **LENGTHS)
+        found = single_chunks(Table(many, "b", "", stored), replace(CONTEXTUAL, single=count, seed=seed))
         return [rows.index((lists(d.chunks), lists(d.queries), d.golds)) for d in found]
 
     assert len(drawn(50, 0)) == 50 and drawn(50, 0) != drawn(50, 1)
@@ -199,9 +201,8 @@ def test_a_text_without_tokens_and_a_length_without_room_are_refused(column, sto
     rows = PAIRS.map(lambda row, i: {column: "" if i == 1 else row[column]}, with_indices=True)
     with pytest.raises(ValueError, match=r"data set 'b', \w+, row 1: '' has no tokens. Remove or fill it"):
         pairs(rows, stored)
-    around = {f"{column}_length": 2, f"around_{column}": ("one two three ", "")}
     with pytest.raises(ValueError, match=r"(queries|documents): 2 tokens at most, .* raise the length"):
-        pairs(PAIRS, stored, **around)
+        pairs(PAIRS, stored, **{column: Limit(2, ("one two three ", ""))})
 
 
 # --- blocks
@@ -213,7 +214,8 @@ def source(folder, name, texts, **more):
 
 
 def opened(*sources, wanted=10**6, length=16, seed=0):
-    return open_blocks(sources, tiny.tokenizer(), length=length, wanted=wanted, seed=seed)
+    config = replace(load_preset("smoke").ar, length=length, steps=wanted, batch=1, seed=seed)
+    return open_blocks(sources, StoredTokenizer.of(tiny.tokenizer()), config)
 
 
 def varied(count, start=0):
@@ -226,7 +228,6 @@ def test_shares_are_exact_to_the_block(tmp_path):
     ids = [ids[0] for ids in tokens(letters)]
     sources = [source(tmp_path, one, [one] * 100, share=share) for one, share in zip(letters, SHARES)]
     found = opened(*sources, wanted=wanted)
-    assert found.shape == (wanted, 16)
     first_N = found[np.arange(wanted)].max(1)
     shares = [100 * (first_N == one).mean() for one in ids]
     np.testing.assert_allclose(shares, np.array(SHARES) / sum(SHARES) * 100, atol=100 / wanted)

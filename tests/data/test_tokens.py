@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 import tiny
 from unmask.data import tokens
-from unmask.data.tokens import MASK, SPECIAL_TOKENS, encode, special_tokens_around
+from unmask.data.tokens import MASK, SPECIAL_TOKENS, Limit, encode, special_tokens_around
 
 TEXTS = [
     "Returns the sum of two numbers, it's 1,234.5 or so.\n\n    def add(a, b):\n        return a + b",
@@ -74,6 +74,6 @@ def test_what_stands_around_a_text_is_tokenised_with_it_and_never_cut(tokenizer)
     backend, after = tokenizer.backend_tokenizer, "?\n<|im_end|>"
     whole, end = ([*map(int, ids)] for ids in encode(backend, ["ask: Köln" + after, after], np.int32))
     for length in (None, len(whole), len(whole) - 1, len(end) + 1):
-        (found,) = encode(backend, ["Köln"], np.int32, length, ("ask: ", after))
+        (found,) = encode(backend, ["Köln"], np.int32, Limit(length, ("ask: ", after)))
         kept = len(whole) if length is None else length
         assert found.tolist() == (whole if kept == len(whole) else whole[: kept - len(end)] + end)

@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoTokenizer, Qwen3Model
 import tiny
 import tiny_families
 from unmask import Embedder
-from unmask.data.tokenized import token_pairs
-from unmask.data.tokens import END_OF_TEXT, StoredTokenizer, ending
+from unmask.data.tokenized import Table, token_pairs
+from unmask.data.tokens import END_OF_TEXT, Limit, StoredTokenizer, ending
 from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS, instructed, prompt
 from unmask.models.interchange import export_onnx, load
@@ -187,9 +187,8 @@ def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, monkeypatc
     facts = {"pooling": "last", "special_tokens": True, "prompts": {"query": BEFORE, "document": ""}}
     path = backbone.save(tiny.model(bidirectional=False), tokenizer, tmp_path / "model", **facts)
     rows = Dataset.from_dict({"query": QUERIES, "document": ANSWERS, "key": list(map(str, range(11)))})
-    read_as = {"around_query": (BEFORE, END_OF_TEXT), "around_document": ("", END_OF_TEXT)}
-    read_as |= {"query_length": lengths[0], "document_length": lengths[1]}
-    trained = token_pairs(rows, StoredTokenizer.of(tokenizer), name="d", identity="", **read_as)
+    around = (BEFORE, END_OF_TEXT), ("", END_OF_TEXT)
+    trained = token_pairs(Table(rows, "d", "", StoredTokenizer.of(tokenizer)), *map(Limit, lengths, around))
     embedder = Embedder.from_pretrained(path, device="cpu")
     for texts, length in (([BEFORE + query for query in QUERIES], lengths[0]), (ANSWERS, lengths[1])):
         read += [unit.sequence.tokens_L.tolist() for unit in embedder._texts(texts, length).units]

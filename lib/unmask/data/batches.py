@@ -6,9 +6,12 @@ Shape suffixes: N rows · K clusters · P places.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from unmask.config import TrainConfig
 
 ROUNDS = 6
 FILL = 8  # times a batch's rows that are looked through to fill one of look-alikes with different ones
@@ -81,6 +84,7 @@ class Packing(NamedTuple):
         return self.rows_N[places]
 
 
+@dataclass
 class BatchPlan:
     """Single-dataset batches: each step draws one data set with probability proportional to its size, then
     the next slice of that data set's current epoch (pplx-embed, appendix B).
@@ -89,37 +93,37 @@ class BatchPlan:
     slices come in random order (CDE, section 4.1).
 
     Args:
-        keys: for each data set, one key per row (any array that np.unique takes, memory-mapped ones too), or
-            the number of rows where all are different. Rows with the same key are the same thing (one
-            document, one entity under two names); a batch keeps the first and drops the others, since they
-            must not be each other's negatives. Look-alikes often are the same thing: a batch of a packing
-            is filled up with the next rows in order, which come again in the next slice.
-        batch: rows per step; a smaller data set gives smaller batches.
+        keys: for each data set, one key per row (any array that np.unique takes, memory-mapped ones too).
+            Rows with the same key are the same thing (one document, one entity under two names); a batch
+            keeps the first and drops the others, since they must not be each other's negatives. Look-alikes
+            often are the same thing: a batch of a packing is filled up with the next rows in order, which
+            come again in the next slice.
+        config: `steps`, `seed`, and `batch`, the rows per step; a smaller data set gives smaller batches.
         allowed: names of the data sets that may be drawn at a step (a curriculum); default: all, always.
         packings: data set -> clusters of look-alikes; one without has its rows in random order.
     Raises: ValueError if no data set is left, or one cannot give two distinct rows.
     """
 
-    def __init__(
-        self, keys: Mapping[str, Sequence | np.ndarray | int], *, batch: int, steps: int, seed: int,
-        allowed: Callable[[int], set[str]] | None = None, packings: Mapping[str, Packing] | None = None,
-    ):  # fmt: skip
-        if not keys:
+    keys: Mapping[str, Sequence | np.ndarray]
+    config: TrainConfig
+    allowed: Callable[[int], set[str]] | None = None
+    packings: Mapping[str, Packing] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if not self.keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
-        self.names, self._batch, self._seed, self._packings = sorted(keys), batch, seed, packings or {}
-        self._keys: dict[str, np.ndarray] = {}
-        for name, own in keys.items():
-            self._keys[name] = own_N = np.arange(own) if isinstance(own, int) else np.asarray(own)
-            if len(np.unique(own_N)) < 2:
+        for name, own in self.keys.items():
+            if len(np.unique(own)) < 2:
                 raise ValueError(
-                    f"data set {name!r} has {len(own_N)} usable row(s): a batch needs at least 2 "
+                    f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
                     "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
-        sizes_K = np.array([len(self._keys[name]) for name in self.names], np.float64)
-        rng, seen = np.random.default_rng([seed, 0]), Counter()
+        self.names = sorted(self.keys)
+        sizes_K = np.array([len(self.keys[name]) for name in self.names], np.float64)
+        rng, seen = np.random.default_rng([self.config.seed, 0]), Counter()
         self._draws: list[tuple[str, int]] = []  # for each step the data set, and how often it came before
-        for step in range(steps):
-            names = allowed(step) if allowed else self.names
+        for step in range(self.config.steps):
+            names = self.allowed(step) if self.allowed else self.names
             weights_K = sizes_K * [name in names for name in self.names]
             name = str(rng.choice(self.names, p=weights_K / weights_K.sum()))
             self._draws.append((name, seen[name]))
@@ -133,10 +137,10 @@ class BatchPlan:
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
         name, drawn = self._draws[step]
-        keys, packing = self._keys[name], self._packings.get(name)
-        count, size = len(keys), min(self._batch, len(keys))
+        keys, packing = np.asarray(self.keys[name]), self.packings.get(name)
+        count, size = len(keys), min(self.config.batch, len(keys))
         epoch, slot = divmod(drawn, count // size)
-        seed = [self._seed, 1, self.names.index(name), epoch]
+        seed = [self.config.seed, 1, self.names.index(name), epoch]
         if packing:
             slot = int(permuted(np.array(slot), count // size, seed))
         # Where all are the same thing, go on in the epoch's order to other ones.

@@ -60,7 +60,7 @@ def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[d
         version.
     """
     locales = {language: Locale.parse(language) for language in languages}
-    entities = _entities(locales, seed)
+    entities = list(_entities(locales, seed))
     monolingual = list(_draws("multi", locales, entities, seed))
     translated = [*_translated(entities, seed), *_draws("cross", locales, entities, seed)]
     return {
@@ -70,15 +70,13 @@ def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[d
     }
 
 
-def _entities(locales: dict[str, Locale], seed: int) -> list[Named]:
+def _entities(locales: dict[str, Locale], seed: int) -> Iterator[Named]:
     found = {language: _names(locale) for language, locale in locales.items()}
-    entities = []
     for kind, english in found["en"].items():
         for code in sorted(english):
             names = {language: kinds[kind][code] for language, kinds in found.items() if code in kinds[kind]}
             # One name, one entity: the city of Singapore is in the country's split.
-            entities.append(Named(kind, code, split_of(names["en"].lower(), seed), names))
-    return entities
+            yield Named(kind, code, split_of(names["en"].lower(), seed), names)
 
 
 def _names(locale: Locale) -> dict[str, dict[str, str]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -130,9 +129,7 @@ def write_tables(folder: Path, rows: Rows, schema: pa.Schema) -> dict[str, dict[
     from datasets.arrow_writer import ArrowWriter
 
     folder.mkdir(parents=True)
-    with ExitStack() as stack:
-        made = {split: ArrowWriter(path=str(folder / f"{split}.arrow"), schema=schema) for split in SPLITS}
-        writers = {split: stack.enter_context(writer) for split, writer in made.items()}
-        for row in rows:
-            writers[row["split"]].write({name: row[name] for name in schema.names})
-        return {split: {"rows": writer.finalize()[0]} for split, writer in writers.items()}
+    writers = {split: ArrowWriter(path=str(folder / f"{split}.arrow"), schema=schema) for split in SPLITS}
+    for row in rows:
+        writers[row["split"]].write({name: row[name] for name in schema.names})
+    return {split: {"rows": writer.finalize()[0]} for split, writer in writers.items()}

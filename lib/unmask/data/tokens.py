@@ -3,11 +3,11 @@ sequences that a model reads."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
@@ -17,14 +17,23 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
-SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK)  # ids 0 to 3
-Around = tuple[str, str]  # text before and after another
+SPECIAL_TOKENS = [END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK]  # ids 0 to 3
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, path: str | os.PathLike
-) -> PreTrainedTokenizerFast:
+class Limit(NamedTuple):
+    """How a text is read: whole or cut to so many tokens, with what is put around it."""
+
+    length: int | None = None  # tokens at most, those of what is put around it among them
+    # What is put before and after each text and tokenised with it, since tokens may reach across: an
+    # instruction, or a token of the end. What is too long loses the end of the text, never what stands after.
+    around: tuple[str, str] = ("", "")
+
+
+WHOLE = Limit()
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE with Qwen2's normaliser (NFC) and pre-tokenisation, and save it.
 
     Encodings get no tokens added; `<|endoftext|>` pads. The same texts in the same order give the same
@@ -41,20 +50,18 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # slow to import; encoding needs neither
 
     tokenizer = Qwen2Tokenizer().backend_tokenizer  # without a vocabulary
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[*SPECIAL_TOKENS], show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    options = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
     tokenizer.train_from_iterator(texts, trainer)
     if (found := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
             f"The texts yield {found} tokens, not data.vocab_size = {vocab_size}: give more text "
             "(data.max_packages, data.max_text_mb) or another size, 260 (bytes and special tokens) or more"
         )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, mask_token=MASK,
-        extra_special_tokens=["<|im_start|>", "<|im_end|>"], clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    roles = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "mask_token": MASK}
+    roles |= {"extra_special_tokens": SPECIAL_TOKENS[1:3], "clean_up_tokenization_spaces": False}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
     fast.save_pretrained(path)
     return fast
 
@@ -101,15 +108,14 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
         length: tokens per block.
     Returns: int32, (blocks, length).
     """
-    end = tokenizer.convert_tokens_to_ids(end_token(tokenizer))
-    tokens = joined(tokenizer.backend_tokenizer, texts, end, np.int32)
+    tokens = joined(StoredTokenizer.of(tokenizer), texts).astype(np.int32)
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
-def joined(tokenizer: Tokenizer, texts: Iterable[str], end: int, dtype: Any) -> np.ndarray:
-    """Token ids of texts, one after the other, with the token `end` after each."""
-    last = np.array([end], dtype)
-    parts = [part for ids in encode(tokenizer, texts, dtype) for part in (ids, last)]
+def joined(stored: StoredTokenizer, texts: Iterable[str]) -> np.ndarray:
+    """Token ids of texts, one after the other, with the end token after each."""
+    last = np.array([stored.end], stored.dtype)
+    parts = [part for ids in encode(stored.load(), texts, stored.dtype) for part in (ids, last)]
     return np.concatenate([last[:0], *parts])
 
 
@@ -171,19 +177,14 @@ _read = lru_cache(maxsize=2)(Tokenizer.from_str)
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Iterable[str], dtype: Any, max_length: int | None = None,
-    around: Around = ("", ""),
-) -> Iterator[np.ndarray]:  # fmt: skip
-    """Token ids of each text without special tokens, whole or cut to `max_length`, in bounded memory.
+    tokenizer: Tokenizer, texts: Iterable[str], dtype: Any, limit: Limit = WHOLE
+) -> Iterator[np.ndarray]:
+    """Token ids of each text without special tokens, in bounded memory.
 
     A text is tokenised to its end also where it is cut: where a token ends may depend on what follows.
     The library's own tokenizer is several times faster than through the wrapper of transformers.
-
-    Args:
-        around: what stands before and after each text and is tokenised with it, since tokens may reach
-            across; what is too long loses the end of the text, never what stands after it.
     """
-    before, after = around
+    before, after = limit.around
     tokenizer.no_truncation()  # both may be set in its file, and by whoever used it before
     tokenizer.no_padding()
     end = np.array(tokenizer.encode(after, add_special_tokens=False).ids, dtype)
@@ -191,14 +192,14 @@ def encode(
         whole = [before + text + after for text in batch]
         for encoding in tokenizer.encode_batch_fast(whole, add_special_tokens=False):
             ids = np.array(encoding.ids, dtype)
-            yield ids if max_length is None else cut(ids, max_length, end)
+            yield ids if limit.length is None else cut(ids, limit.length, end)
 
 
-def cut(ids: np.ndarray, max_length: int, end: np.ndarray) -> np.ndarray:
-    """The ids, or where they are too many, the first of them and then `end`: `max_length` in all."""
-    if len(ids) <= max_length:
+def cut(ids: np.ndarray, length: int, end: np.ndarray) -> np.ndarray:
+    """The ids, or where they are too many, the first of them and then `end`: `length` in all."""
+    if len(ids) <= length:
         return ids
-    return np.concatenate([ids[: max_length - len(end)], end])  # a copy: the rest need not stay in memory
+    return np.concatenate([ids[: length - len(end)], end])  # a copy: the rest need not stay in memory
 
 
 def batches(items: Iterable[Any], size: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import TokenSequence, batches, end_token, join_chunks, special_tokens_around
+from unmask.data.tokens import Limit, TokenSequence, batches, end_token, join_chunks, special_tokens_around
 from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, interchange
 from unmask.models.attention import fast_attention, unpadded
@@ -295,7 +295,8 @@ class Embedder:
     def _tokens(
         self, texts: Iterable[str], limit: int | None, name: Callable[[int], str]
     ) -> Iterator[np.ndarray]:
-        for number, ids in enumerate(token_ids(self.tokenizer.backend_tokenizer, texts, np.int32, limit)):
+        tokenizer = self.tokenizer.backend_tokenizer
+        for number, ids in enumerate(token_ids(tokenizer, texts, np.int32, Limit(limit))):
             if not len(ids):
                 raise ValueError(f"{name(number)} has no tokens: remove or fill it")
             yield ids

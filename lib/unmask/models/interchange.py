@@ -74,7 +74,7 @@ def folder_of(path: str | Path) -> Path:
     if Path(source).is_dir():
         return Path(source)
     try:
-        found = snapshot_download(source, **MODEL_FILES)
+        found = snapshot_download(source, allow_patterns=MODEL_FILES)
     except OSError as error:
         why = unreachable() or " ".join(str(error).split())
         raise ValueError(

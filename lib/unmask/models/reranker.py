@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import encode
+from unmask.data.tokens import Limit, encode
 from unmask.models import backbone, interchange
 from unmask.models.attention import fast_attention
 from unmask.models.embedder import Embedder
@@ -133,9 +133,9 @@ class Reranker:
         around = around_query(instruction or self.instruction)
         tail = taken(backend, AROUND_DOCUMENT)
         limit = min(taken(backend, around) + (query_length or longest), longest - tail - 1)
-        (start_L,) = encode(backend, [query], np.int32, limit, around)
+        (start_L,) = encode(backend, [query], np.int32, Limit(limit, around))
         limit = min(tail + (document_length or longest), longest - len(start_L))
-        ends = list(encode(backend, documents, np.int32, limit, AROUND_DOCUMENT))
+        ends = list(encode(backend, documents, np.int32, Limit(limit, AROUND_DOCUMENT)))
         yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double()
         odds_M = (self._last_vectors(start_L, ends).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
         if bad := np.flatnonzero(~np.isfinite(odds_M)).tolist():
@@ -179,7 +179,7 @@ def around_query(instruction: str) -> tuple[str, str]:
 
 def taken(tokenizer: Tokenizer, around: tuple[str, str]) -> int:
     """Tokens of what stands around a text."""
-    return len(next(encode(tokenizer, [""], np.int32, around=around)))
+    return len(next(encode(tokenizer, [""], np.int32, Limit(around=around))))
 
 
 def answers(tokenizer: Tokenizer) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unmask.data.tokenized import TokenPairs
+from unmask.data.tokens import Limit
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import backbone, context_encoder
 from unmask.models.context_encoder import ContextualEncoder
@@ -86,9 +87,9 @@ class Qwen3(Pair):
     def data(self) -> dict[str, TokenPairs]:
         return self.triplets() if self.config.negatives else self.pairs()
 
-    def reading(self, group: str) -> dict[str, Any]:
-        reading = super().reading(group)
-        return reading | {"around_query": (prompt(INSTRUCTIONS[group]), reading["around_query"][1])}
+    def reading(self, group: str) -> tuple[Limit, Limit]:
+        query, document = super().reading(group)
+        return query._replace(around=(prompt(INSTRUCTIONS[group]), query.around[1])), document
 
     def allowed(self) -> Callable[[int], set[str]] | None:
         return None if self.config.negatives else super().allowed()
@@ -128,17 +129,14 @@ class Reranking(Stage):
         """The tokens of "yes" and of "no"."""
         return answers(self.tokenizer.backend_tokenizer)
 
-    def keys(self) -> dict[str, int]:
-        return {name: len(pairs.queries) for name, pairs in self.data.items()}
+    def keys(self) -> dict[str, np.ndarray]:
+        return {name: np.arange(len(pairs.queries)) for name, pairs in self.data.items()}
 
-    def reading(self, group: str) -> dict[str, Any]:
+    def reading(self, group: str) -> tuple[Limit, Limit]:
         around, tokenizer = around_query(INSTRUCTIONS[group]), self.stored.load()
-        return {
-            "around_query": around,
-            "around_document": AROUND_DOCUMENT,
-            "query_length": self.config.query_length + taken(tokenizer, around),
-            "document_length": self.config.document_length + taken(tokenizer, AROUND_DOCUMENT),
-        }
+        query = Limit(self.config.query_length + taken(tokenizer, around), around)
+        document = self.config.document_length + taken(tokenizer, AROUND_DOCUMENT)
+        return query, Limit(document, AROUND_DOCUMENT)
 
     def batch(self, step: int) -> Prompts:
         name, rows = self.plan(step)

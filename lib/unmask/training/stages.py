@@ -29,8 +29,8 @@ from unmask.data.corpus import Corpus
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
 from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
-from unmask.data.tokenized import Blocks, TokenDocuments, TokenPairs, open_blocks
-from unmask.data.tokens import StoredTokenizer, join_chunks
+from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
+from unmask.data.tokens import Limit, StoredTokenizer, join_chunks
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
@@ -88,7 +88,7 @@ class Stage:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
         return [{"data set": name, **rows.counters} for name, rows in self.data.items()]
 
-    def keys(self) -> dict[str, np.ndarray | int]:
+    def keys(self) -> dict[str, np.ndarray]:
         """What tells the rows of each data set apart, as `BatchPlan` takes it."""
         return {name: rows.keys for name, rows in self.data.items()}
 
@@ -98,9 +98,7 @@ class Stage:
 
     @cached_property
     def plan(self) -> BatchPlan:
-        config = self.config
-        sizes = {"batch": config.batch, "steps": config.steps, "seed": config.seed}
-        return BatchPlan(self.keys(), **sizes, **self.drawing())
+        return BatchPlan(self.keys(), self.config, **self.drawing())
 
     def inputs(self) -> dict[str, str]:
         """The identities of what the result depends on, beside configuration, corpus, start and code."""
@@ -129,11 +127,10 @@ class Stage:
             facts["source"] = source
         return facts | ({"special_tokens": True} if self.ends else {})
 
-    def reading(self, group: str) -> dict[str, Any]:
-        """What the model reads around the texts of a pair of this group, and how many tokens at most."""
-        lengths = {"query_length": self.config.query_length, "document_length": self.config.document_length}
+    def reading(self, group: str) -> tuple[Limit, Limit]:
+        """How a query and a document of this group are read: tokens at most, and what is put around them."""
         around = ("", self.stored.load().id_to_token(self.stored.end) if self.ends else "")
-        return lengths | {"around_query": around, "around_document": around}
+        return Limit(self.config.query_length, around), Limit(self.config.document_length, around)
 
     def groups(self) -> dict[str, str]:
         """Data sets of pairs to train on → their groups."""
@@ -170,8 +167,8 @@ class Stage:
         return data
 
     def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
-        options = {"name": name, "identity": file, "negatives": negatives}
-        return tokenized.token_pairs(rows, self.stored, **options, **self.reading(rows[0]["group"]))
+        table = Table(rows, name, file, self.stored)
+        return tokenized.token_pairs(table, *self.reading(rows[0]["group"]), negatives)
 
 
 def identity(path: Path) -> str:
@@ -207,20 +204,13 @@ class Pretraining(Stage):
 
     @cached_property
     def data(self) -> Blocks | np.ndarray:
-        config = self.config
-        return open_blocks(
-            self.corpus.text_sources(),
-            self.tokenizer,
-            length=config.length,
-            wanted=config.steps * config.batch,
-            seed=config.seed,
-        )
+        return open_blocks(self.corpus.text_sources(), self.stored, self.config)
 
     def prepare(self) -> list[dict[str, Any]]:
         return self.data.report
 
-    def keys(self) -> dict[str, int]:
-        return {"text": len(self.data)}
+    def keys(self) -> dict[str, np.ndarray]:
+        return {"text": np.arange(len(self.data))}
 
     def blocks(self, step: int) -> np.ndarray:
         """The tokens (B, L) of a step."""
@@ -444,14 +434,13 @@ class Pair(Contrastive):
 
             return SentenceTransformer(path)
 
-        return Surrogate(content(Path(path)), load)
+        return Surrogate(content(Path(path)), load, self.preset.clusters)
 
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
         """The look-alikes in each data set, found by the process that comes first."""
-        options = {"stored": self.stored, "surrogate": self.surrogate, "config": self.preset.clusters}
-        options |= {"cluster_size": self.config.cluster_size, "seed": self.config.seed}
-        return {name: neighbours(rows, name=name, **options) for name, rows in self.data.items()}
+        how = self.stored, self.surrogate, self.config
+        return {name: neighbours(name, rows, *how) for name, rows in self.data.items()}
 
     def prepare(self) -> list[dict[str, Any]]:
         if self.config.looks_around:
@@ -494,26 +483,11 @@ class Contextual(Contrastive):
     def data(self) -> dict[str, TokenDocuments]:
         corpus, config, data = self.corpus, self.config, {}
         for name in corpus.datasets("documents", "train"):
-            data[name] = tokenized.token_documents(
-                corpus.documents("train", name),
-                self.stored,
-                name=name,
-                identity=corpus.identity("documents", name),
-                query_length=config.query_length,
-                chunk_length=config.chunk_length,
-                chunks=config.chunks,
-            )
+            rows, file = corpus.documents("train", name), corpus.identity("documents", name)
+            data[name] = tokenized.token_documents(Table(rows, name, file, self.stored), config)
         for name in corpus.datasets("pairs", "train") if config.single else ():
-            data[name] = tokenized.single_chunks(
-                corpus.pairs("train", name),
-                self.stored,
-                name=name,
-                identity=corpus.identity("pairs", name),
-                count=config.single,
-                seed=config.seed,
-                query_length=config.query_length,
-                document_length=config.chunk_length,
-            )
+            rows, file = corpus.pairs("train", name), corpus.identity("pairs", name)
+            data[name] = tokenized.single_chunks(Table(rows, name, file, self.stored), config)
         return data
 
     def batch(self, step: int) -> ContextualBatch:
