@@ -27,7 +27,7 @@ def model(embedder, tmp_path_factory):
 
 def test_a_csv_file_holds_texts_whatever_they_look_like(embedder, model, tmp_path):
     (tmp_path / "texts.csv").write_text("id,text\n1,NA\n2,007\n3,a text\n")
-    output = jobs.encode_file(model, tmp_path / "texts.csv", tmp_path / "out.npy")
+    output = jobs.encode_file(model, tmp_path / "texts.csv", tmp_path / "out.npy", "text", "int8", None)
     np.testing.assert_array_equal(np.load(output), embedder.encode(["NA", "007", "a text"]))
 
 
@@ -81,13 +81,13 @@ def test_an_interrupted_job_goes_on_and_another_does_not(embedder, model, tmp_pa
 
     monkeypatch.setattr(Embedder, "encode", counted)
     with pytest.raises(KeyboardInterrupt):
-        jobs.encode_file(model, path, output)
+        jobs.encode_file(model, path, output, "text", "int8", None)
     assert not output.exists() and seen == TEXTS[:14]
     seen.clear()
     ends.clear()
     if precision == "weights":  # written anew, in place
         (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
-    jobs.encode_file(model, path, output, precision=precision.replace("weights", "int8"))
+    jobs.encode_file(model, path, output, "text", precision.replace("weights", "int8"), None)
     assert seen == (TEXTS[14:] if precision == "int8" else TEXTS)
     expected = real(embedder, TEXTS, precision.replace("weights", "int8"))
     np.testing.assert_allclose(np.load(output), expected, atol=1e-5)

@@ -120,7 +120,7 @@ def test_a_training_that_the_system_kills_is_told_to_need_less_memory(start, tmp
             process.kill()
 
     threading.Thread(target=kill).start()
-    with pytest.raises(RuntimeError, match=r"training pair failed: .* memory is full: .* keep_tokens"):
+    with pytest.raises(RuntimeError, match=r"training pair failed: .* memory is full. .* keep_tokens"):
         launch(opened(), "pair", {"start": start})
 
 

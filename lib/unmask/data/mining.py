@@ -82,7 +82,8 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     Source: pplx-embed, section 2.5; window and margin are choices of ours, the paper gives none.
     """
     (queries, query_N), (documents, document_N) = (_distinct(pairs[name]) for name in ("query", "document"))
-    own = sum(_documents_of(group_N, document_N) for group_N in (_distinct(pairs["key"])[1], query_N))
+    groups = (_distinct(pairs["key"])[1], query_N)  # the documents of all rows of a group are a row's own
+    own = sum(csr_matrix((np.ones(len(pairs), bool), (group_N, document_N)))[group_N] for group_N in groups)
     left_N = len(documents) - own.getnnz(axis=1)
     if left_N.min() < config.negatives:
         raise ValueError(
@@ -145,11 +146,6 @@ def _distinct(column: Sequence[str]) -> tuple[list[str], np.ndarray]:
     """The distinct texts of a column as they come, and each row's number among them."""
     found = pa.array(column[:], pa.large_string()).dictionary_encode()
     return found.dictionary.to_pylist(), found.indices.to_numpy()
-
-
-def _documents_of(group_N: np.ndarray, document_N: np.ndarray) -> csr_matrix:
-    """Which documents (N, M) belong to a row: those of all rows of its group."""
-    return csr_matrix((np.ones(len(group_N), bool), (group_N, document_N)))[group_N]
 
 
 def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,16 +18,10 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 from tokenizers.models import BPE
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig

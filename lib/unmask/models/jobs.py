@@ -26,13 +26,7 @@ BATCH = 4096  # texts that are embedded at a time, and that an interruption cost
 
 
 def encode_file(
-    model: str | Path,
-    texts: Path,
-    output: Path,
-    *,
-    column: str = "text",
-    precision: str = "int8",
-    dimensions: int | None = None,
+    model: str | Path, texts: Path, output: Path, column: str, precision: str, dimensions: int | None
 ) -> Path:
     """Embeds the texts of a file, in bounded memory. What was interrupted goes on where it stood.
 

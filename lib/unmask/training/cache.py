@@ -14,11 +14,10 @@ first.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unmask.models.attention import unpadded
 from unmask.models.encoding import TokenSequence, encode_rows, micro_batches, row_offsets, rows_of
@@ -26,32 +25,27 @@ from unmask.training.distributed import ALONE, Processes
 
 
 def cached_backward(
-    model: torch.nn.Module,
-    sequences: Sequence[TokenSequence],
-    loss_of_rows: Callable[[Tensor], Tensor],
-    *,
-    processes: Processes = ALONE,
-    **options: Any,
+    model: nn.Module, sequences: Sequence[TokenSequence], loss_of_rows: Callable[[Tensor], Tensor], **options
 ) -> Tensor:
-    """Adds the gradient of the loss to the model's parameters and returns the detached loss.
+    """Adds the gradient of the loss to the model's parameters and returns this process's part of the loss.
 
     Args:
         sequences: everything the loss looks at, the same on every process; rows come in this order, a
             document's chunks one after the other.
         loss_of_rows: scalar loss of all rows (R, D), of which each process gives its part, so that the parts
             add up; quantisation belongs here.
-        processes, options: as for `cached_rows`.
+        options: as for `cached_rows`.
 
     If everything fits into one micro-batch, this is plain backpropagation.
     """
-    rows_RD, push = cached_rows(model, sequences, processes=processes, **options)
+    rows_RD, push = cached_rows(model, sequences, **options)
     loss = loss_of_rows(rows_RD.requires_grad_())
     push(*torch.autograd.grad(loss, rows_RD))
-    return processes.sum(loss.detach())
+    return loss.detach()
 
 
 def cached_rows(
-    model: torch.nn.Module,
+    model: nn.Module,
     sequences: Sequence[TokenSequence],
     *,
     token_budget: int,

@@ -26,16 +26,9 @@ from unmask.training.distributed import Processes, full_weights
 from unmask.training.neighbours import Cde, Qwen3, Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, Triplet, identity
 
-STAGES: dict[str, type[Stage]] = {
-    "ar": NextToken,
-    "diffusion": Diffusion,
-    "pair": Pair,
-    "contextual": Contextual,
-    "triplet": Triplet,
-    "cde": Cde,
-    "qwen3": Qwen3,
-    "reranker": Reranking,
-}
+STAGES: dict[str, type[Stage]] = {"ar": NextToken, "diffusion": Diffusion}
+STAGES |= {"pair": Pair, "contextual": Contextual, "triplet": Triplet}
+STAGES |= {"cde": Cde, "qwen3": Qwen3, "reranker": Reranking}  # of the neighbours
 LIBRARY = Path(__file__).parents[1]
 CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
 # Keys that change no training: how it is computed, and what notebooks alone read.

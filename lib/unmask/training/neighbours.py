@@ -71,7 +71,7 @@ class Cde(Pair):
         gradient_KD[kept] = context_KD.grad / processes.count
         push(gradient_KD)
         tokens = sum(map(len, [*batch.context, *batch.sequences]))  # slots are computed, so they count
-        return {"loss": loss, "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
+        return {"loss": processes.sum(loss), "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
 
 
 class Qwen3(Pair):

@@ -395,7 +395,8 @@ class Contrastive(Stage):
             total += cached_backward(module, part.sequences, loss, last=part is parts[-1], **options)
         tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
         pairs = sum(part.count for part in parts)
-        return {"loss": total, "tokens": tokens, "dataset": parts[0].dataset, "pairs": pairs, **parts[0].told}
+        found = {"loss": processes.sum(total), "tokens": tokens, "pairs": pairs, "dataset": parts[0].dataset}
+        return found | parts[0].told
 
 
 class Pair(Contrastive):
