@@ -4,7 +4,8 @@ ones; then the notebooks, with two steps a training.
 
     python tests/rehearsal.py [--presets hub-0.6b …] [--processes 1 2] [--to 03]
 
-Rows, configurations and columns are as in the registry, batches as in the preset; SMALL says what is not.
+Rows, configurations and columns are as in the registry, batches as in the preset; rehearsal.yaml says what is
+not.
 """
 
 import argparse
@@ -38,32 +39,11 @@ from unmask.store import repository
 
 ROWS = {"train": 12, "dev": 3, "test": 5}  # of a source
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]
-# What these machines cannot do as the presets say: lengths and batches of pretraining, models of other sizes,
-# corpora larger than the made-up ones, and compiled layers, for which there may be no compiler.
-SMALL = {
-    **{f"{stage}.{key}": value for stage in TRAINED for key, value in (("steps", 2), ("warmup", 1))},
-    **{f"{stage}.{key}": value for stage in ("ar", "diffusion") for key, value in (
-        ("decay", 1), ("batch", 4), ("length", 128), ("token_budget", 256), ("compile", False),
-    )},
-    "evaluation.bootstrap": 100, "quantization.steps": 2, "quantization.shapes": [[32, 1], [32, 2], [64, 1]],
-    "quantization.dimensions": [32, 64],
-    "contextual.dimensions": [32, 64], "qwen3.dimensions": [32, 64],
-    "retrieval.log_queries": 60, "retrieval.query_sizes": [20, 60, 100], "retrieval.pool_depth": 10,
-    "retrieval.document_sizes": [20, 60, 100], "retrieval.benchmarks": ["MIRACL"], "conteb.steps": 2,
-    "conteb.corpus_documents": [2, 4], "conteb.chunk_words": [4, 12], "conteb.lambdas": [0.3],
-    "cde.batch_sizes": [512], "cde.context_sizes": [0, 8], "cde.context": 8, "qwen3.weak_steps": 2,
-    "qwen3.checkpoints": 2, "reranker.max_queries": 3, "reranker.candidates": 5, "ablation.steps": 2,
-    "ablation.seeds": 1, "synthesis.passages": 5, "synthesis.documents": 2, "clusters.iterations": 5,
-}  # fmt: skip
+TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf8"))
+SMALL = {f"{stage}.{key}": value for stage in TRAINED for key, value in (("steps", 2), ("warmup", 1))}
+SMALL |= {f"{name}.{key}": value for name, part in TOLD["changes"].items() for key, value in part.items()}
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "data" / "documented_schemas.yaml").read_text("utf8"))
-# Qwen3's special tokens in the order of their ids, from 151,643 on; the last twelve are ordinary added ones.
-SPECIAL = [
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
-    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>",
-    "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<|fim_prefix|>",
-    "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>",
-    "</tool_response>", "<think>", "</think>",
-]  # fmt: skip
+SPECIAL, ORDINARY = TOLD["special"]
 FIRST_SPECIAL, VOCABULARY = 151_643, 151_936
 
 
@@ -162,45 +142,23 @@ def tokenizer() -> Tokenizer:
     model = json.loads(learnt.to_str())["model"]
     fillers = {f"<filler {i}>": i for i in range(len(model["vocab"]), FIRST_SPECIAL)}
     learnt.model = models.BPE(model["vocab"] | fillers, [tuple(merge) for merge in model["merges"]])
-    learnt.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[:14]])
-    learnt.add_tokens([AddedToken(token) for token in SPECIAL[14:]])
+    learnt.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    learnt.add_tokens([AddedToken(token) for token in ORDINARY])
     assert learnt.token_to_id("<|fim_pad|>") == 151_662
     return learnt
 
 
 def write_qwen3(folder: Path) -> None:
     """A random model with the files and the configuration keys of Qwen3-*-Base, and small widths."""
-    sizes = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCABULARY, "max_position_embeddings": 32_768,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
+    sizes, others = TOLD["config"].values()
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).bfloat16().save_pretrained(folder)
-    config = sizes | {
-        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": FIRST_SPECIAL, "eos_token_id": FIRST_SPECIAL, "hidden_act": "silu",
-        "initializer_range": 0.02, "max_window_layers": 2, "model_type": "qwen3", "rms_norm_eps": 1e-06,
-        "rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": None, "torch_dtype": "bfloat16",
-        "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
-    }  # fmt: skip
-    added = {
-        str(FIRST_SPECIAL + i): {
-            "content": token, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
-            "special": i < 14,
-        }
-        for i, token in enumerate(SPECIAL)
-    }  # fmt: skip
-    about = {
-        "add_bos_token": False, "add_prefix_space": False, "added_tokens_decoder": added, "bos_token": None,
-        "additional_special_tokens": SPECIAL[1:14], "clean_up_tokenization_spaces": False,
-        "eos_token": "<|endoftext|>", "errors": "replace", "model_max_length": 131_072,
-        "pad_token": "<|endoftext|>", "split_special_tokens": False, "tokenizer_class": "Qwen2Tokenizer",
-        "unk_token": None,
-    }  # fmt: skip
+    tokens = enumerate([*SPECIAL, *ORDINARY], FIRST_SPECIAL)
+    added = {str(i): TOLD["token"] | {"content": token, "special": token in SPECIAL} for i, token in tokens}
+    about = {"added_tokens_decoder": added, "additional_special_tokens": SPECIAL[1:]} | TOLD["tokenizer"]
     tokenizer().save(str(folder / "tokenizer.json"))
     tokenizer().model.save(str(folder))
-    files = {"config.json": config, "tokenizer_config.json": about}
+    files = {"config.json": sizes | others, "tokenizer_config.json": about}
     files["generation_config.json"] = {"bos_token_id": FIRST_SPECIAL, "eos_token_id": FIRST_SPECIAL}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2))

@@ -43,10 +43,8 @@ def build(config, packages, path, languages):
     for kind, (name, rows) in ROWS.items():
         every = [row | {"split": split} for split in SPLITS for row in rows]
         sizes[kind][name] = write_tables(path / kind / name, every, SCHEMAS[kind])
-    text = Source(
-        name="environment", kind="files", role="text", language="mul", licence="",
-        files=("texts/environment/train.arrow",), columns={"text": "text"},
-    )  # fmt: skip
+    place = {"files": ("texts/environment/train.arrow",), "columns": {"text": "text"}}
+    text = Source("environment", "files", "text", "mul", "", **place)
     folders = {kind: {name: f"{kind}/{name}" for name in sizes[kind]} for kind in SCHEMAS}
     card = {"hash": "tiny", "text_sources": [asdict(text)], "sizes": sizes, "folders": folders}
     (path / "card.json").write_text(json.dumps(card))

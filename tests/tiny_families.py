@@ -40,9 +40,15 @@ def gpt_neo():
     torch.manual_seed(0)
     kinds = [[["global"], 2]]
     shape = transformers.GPTNeoConfig(
-        vocab_size=len(tiny.tokenizer()), max_position_embeddings=64, hidden_size=32, num_layers=2,
-        num_heads=2, attention_types=kinds, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(tiny.tokenizer()),
+        max_position_embeddings=64,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        attention_types=kinds,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return transformers.GPTNeoForCausalLM(shape).eval()
 
 

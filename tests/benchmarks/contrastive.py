@@ -128,9 +128,11 @@ def sentence_transformers(
 
     loss_of = CachedMultipleNegativesRankingLoss(
         SentenceTransformer(modules=[Module(model)], device="cpu"),
-        scale=1 / TEMPERATURE, mini_batch_size=mini_batch_size, mini_batch_num_tokens=mini_batch_num_tokens,
+        scale=1 / TEMPERATURE,
+        mini_batch_size=mini_batch_size,
+        mini_batch_num_tokens=mini_batch_num_tokens,
         directions=("query_to_doc", "query_to_query"),
-    )  # fmt: skip
+    )
     features = [padded(column) for column in columns]
     return lambda: backward(loss_of(features, labels=None))
 

@@ -26,9 +26,11 @@ def full_logits(hidden_BLD, unembedding_VD, tokens_BL, masked_BL, t_B) -> Tensor
 
 
 def diffusion_case(
-    batch: int = BATCH, length: int = LENGTH, vocabulary: int = PRESET.data.vocab_size,
+    batch: int = BATCH,
+    length: int = LENGTH,
+    vocabulary: int = PRESET.data.vocab_size,
     shape: BackboneConfig = PRESET.backbone,
-) -> Case:  # fmt: skip
+) -> Case:
     """Whole steps: the model's forward pass, the loss, the backward pass of both. Whether the losses agree is
     checked in float32, on a corner of the batch."""
     model = bidirectional(LAYERS, vocabulary, shape)

@@ -71,9 +71,14 @@ def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
 
 
 def measure(
-    name: str, preset: Preset | None = None, *, batch: int = 0, steps: int = STEPS, warm_up: int = WARM_UP,
+    name: str,
+    preset: Preset | None = None,
+    *,
+    batch: int = 0,
+    steps: int = STEPS,
+    warm_up: int = WARM_UP,
     **changes: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Trains for a few steps and returns the median rate, the MFU and the setting; the peak of the memory
     beside the plan's, how often a step waited for the GPU, and graphs that were compiled late."""
     preset, batch = preset or load_preset("paper-0.6b"), batch or BATCH[name]

@@ -115,9 +115,13 @@ def child(*arguments: str, environment: Mapping[str, str] = ENVIRONMENT) -> Any:
 
 
 def compare(
-    case: str, title: str, *, memory: bool = True, limited: bool = True,
+    case: str,
+    title: str,
+    *,
+    memory: bool = True,
+    limited: bool = True,
     environment: Mapping[str, str] = ENVIRONMENT,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Rows of a case: our speed and peak memory against every other program's.
 
     A peer takes its fastest variant. We take our fastest one that needs no more memory than the peer's (if

@@ -40,10 +40,8 @@ def preparation_case() -> Case:
     for number in range(FILES):
         lines = [json.dumps({"text": text}) for text in every[number::FILES]]
         (folder / f"{number}.jsonl").write_text("\n".join(lines))
-    source = Source(
-        name="code", kind="files", role="text", language="python", licence="",
-        files=(f"{folder}/*.jsonl",), columns={"text": "text"}, bad_rows="drop",
-    )  # fmt: skip
+    place = {"files": (f"{folder}/*.jsonl",), "columns": {"text": "text"}, "bad_rows": "drop"}
+    source = Source("code", "files", "text", "python", "", **place)
     stored = StoredTokenizer.of(train_tokenizer(every[:500], VOCABULARY, folder / "tokenizer"))
     tokenizer = stored.load()
 

@@ -28,9 +28,13 @@ def embedder():
 
 class Animals(AbsTaskRetrieval):
     metadata = TaskMetadata(
-        name="Animals", description="Of a test.", dataset={"path": "tests/animals", "revision": "0" * 40},
-        type="Retrieval", eval_langs=["eng-Latn"], main_score="ndcg_at_10",
-    )  # fmt: skip
+        name="Animals",
+        description="Of a test.",
+        dataset={"path": "tests/animals", "revision": "0" * 40},
+        type="Retrieval",
+        eval_langs=["eng-Latn"],
+        main_score="ndcg_at_10",
+    )
 
 
 @pytest.fixture

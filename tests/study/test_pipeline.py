@@ -68,8 +68,9 @@ def test_what_is_taken_is_not_missed(diamond):
     finish(["01_left", "02_right", "04_apart", "05_report"], marks_of(diamond), diamond.folders)
     due = plan(stages, stages, marks_of(diamond), diamond.folders)
     assert {one.name: why for one, why in due.items()} == {
-        "03_join": "not done yet", "05_report": "input 03_join is new",
-    }  # fmt: skip
+        "03_join": "not done yet",
+        "05_report": "input 03_join is new",
+    }
 
 
 def test_what_is_no_notebook_of_ours_is_refused(checkout):

@@ -34,9 +34,12 @@ class ChatServer:
     """
 
     def __init__(
-        self, fault: Callable[[str, int], str | None] = lambda prompt, before: None,
-        write: Callable[[str], str] | None = None, *, delay: float = 0.0,
-    ):  # fmt: skip
+        self,
+        fault: Callable[[str, int], str | None] = lambda prompt, before: None,
+        write: Callable[[str], str] | None = None,
+        *,
+        delay: float = 0.0,
+    ):
         self.fault, self.write, self.delay = fault, write or good, delay
         self.prompts: Counter[str] = Counter()
         self.keys: set[str] = set()

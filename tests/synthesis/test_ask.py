@@ -41,8 +41,15 @@ def test_pairs_from_passages(tmp_path):
     assert len({row["id"] for row in rows}) == len(rows)
     assert all(row["persona"] in prompts.personas() and row["similarity"] >= 0.1 for row in rows)
     assert rows[0].keys() == {
-        "id", "query", "document", "language", "persona", "type", "difficulty", "similarity",
-    }  # fmt: skip
+        "id",
+        "query",
+        "document",
+        "language",
+        "persona",
+        "type",
+        "difficulty",
+        "similarity",
+    }
     assert len(result.similarities) == len(rows)
     assert server.answered == result.traffic["answered"] == 2 * len(PASSAGES)
     assert result.traffic["answer tokens"] == 7 * 2 * len(PASSAGES)
@@ -210,9 +217,11 @@ def test_plans_repeat_and_languages_take_turns():
     doubled = [passage(901), passage(901), passage(902)]
     answered = [passage(800), passage(801), DOCUMENTS[0][1]]
     drawn, tasks = plan_documents(
-        [*DOCUMENTS, ["one chunk only"], doubled, answered[:2]], Words(),
-        replace(settings, documents=9, queries_per_document=9), answered,
-    )  # fmt: skip
+        [*DOCUMENTS, ["one chunk only"], doubled, answered[:2]],
+        Words(),
+        replace(settings, documents=9, queries_per_document=9),
+        answered,
+    )
     assert sorted(drawn) == sorted([*DOCUMENTS, doubled])
     every = {chunk for chunks in drawn for chunk in chunks}
     assert {task.passage for task in tasks} == every - {passage(901), DOCUMENTS[0][1]}

@@ -16,9 +16,21 @@ from unmask.training import cache
 from unmask.training.distributed import ALONE
 
 WAITS = {
-    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__",
-    "nonzero", "masked_select", "unique", "equal", "is_nonzero",
-}  # fmt: skip
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "is_nonzero",
+}
 
 
 class Gpu(TorchFunctionMode):
