@@ -421,6 +421,7 @@ def execute(stage: str, parameters: dict[str, Any]) -> str:
                 parameters,
                 config=transport,
                 kernel_name="python3",
+                language="python",
                 progress_bar=False,
                 record_timing=False,
                 stdout_file=log,
