@@ -10,16 +10,9 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3Model,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto import CONFIG_MAPPING, AutoTokenizer
+from transformers.models.qwen3 import Qwen3Config, Qwen3Model
 
 from unmask.data.hub import MODEL_FILES, unreachable
 from unmask.models import backbone

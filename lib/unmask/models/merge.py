@@ -2,15 +2,16 @@
 3.2)."""
 
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from mergekit.config import MergeConfiguration
 from mergekit.merge import MergeOptions, run_merge
 
 from unmask.models import backbone
+from unmask.store import new_directory
 
 
 def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
@@ -44,24 +45,26 @@ def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
 
 
 def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts: Any) -> Path:
-    """Merges into a temporary directory, checks it, and saves it with the first parent's tokenizer and
-    facts."""
+    """Merges into the directory that is to be, checks the result there, and writes it with the first parent's
+    tokenizer and facts. A killed merge is cleared away by the next one."""
     models = [{"model": backbone.require_checkpoint(parent.resolve())} for parent in parents]
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
     silent = logging.NullHandler()  # or mergekit sets the root logger up, and every library speaks up
-    with TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+    with new_directory(path) as folder:
         logging.root.addHandler(silent)
         logging.disable(logging.WARNING)  # transformers' on an option that mergekit uses
         try:
-            run_merge(configuration, folder, options)
+            run_merge(configuration, str(folder / "merged"), options)
         finally:
             logging.disable(logging.NOTSET)
             logging.root.removeHandler(silent)
-        merged = backbone.load(folder)  # refuses what is not whole
+        merged = backbone.load(folder / "merged")  # refuses what is not whole
         if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
             raise ValueError(f"the merge of {parents[0]} and others has NaN or infinity in {bad[0]}")
+        facts |= {"stage": "merge"}
         known = {key: value for key, value in backbone.facts(parents[0]).items() if key != "fingerprint"}
-        tokenizer = backbone.load_tokenizer(parents[0])
-        return backbone.save(merged, tokenizer, path, **known | {"stage": "merge"} | facts)
+        shutil.rmtree(folder / "merged")
+        backbone.write(merged, backbone.load_tokenizer(parents[0]), folder, **known | facts)
+    return path
