@@ -4,8 +4,8 @@ ones; then the notebooks, with two steps a training.
 
     python tests/rehearsal.py [--presets hub-0.6b …] [--processes 1 2] [--to 03]
 
-Rows, configurations and columns are as in the registry, batches as in the preset; rehearsal.yaml says what is
-not.
+Rows, configurations and columns are as in the registry, batches as in the preset; SMALL and rehearsal.yaml
+say what is not.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def tokenizer() -> Tokenizer:
 
 def write_qwen3(folder: Path) -> None:
     """A random model with the files and the configuration keys of Qwen3-*-Base, and small widths."""
-    sizes, others = TOLD["config"].values()
+    sizes, others = TOLD["config"]["sizes"], TOLD["config"]["others"]
     torch.manual_seed(0)
     transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).bfloat16().save_pretrained(folder)
     tokens = enumerate([*SPECIAL, *ORDINARY], FIRST_SPECIAL)

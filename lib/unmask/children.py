@@ -72,10 +72,10 @@ def dying_together() -> dict[str, Any]:
 def on_signal(handle: Callable[[signal.Signals], None], *numbers: signal.Signals) -> Iterator[None]:
     """Calls `handle` with every signal that asks to stop: these, by default SIGINT and SIGTERM."""
 
-    def came(number: int, frame: Any) -> None:
+    def caught(number: int, frame: Any) -> None:
         handle(signal.Signals(number))
 
-    before = {number: signal.signal(number, came) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, caught) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"unmask: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError | OSError) else 2
     except KeyboardInterrupt as error:
-        (number,) = error.args or (signal.SIGINT,)
+        number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
         print(f"unmask: stopped by {number.name}; the same command goes on from here", file=sys.stderr)
         return PREEMPTED if number == signal.SIGTERM else 128 + number
 

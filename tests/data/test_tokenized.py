@@ -60,7 +60,9 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    done = build(tmp_path_factory.mktemp("whole") / "x", UNITS, work, "")
+    with pytest.MonkeyPatch.context() as alone:
+        alone.setattr(tokenized, "cpu_count", lambda: 1)
+        done = build(tmp_path_factory.mktemp("whole") / "x", UNITS, work, "")
     np.testing.assert_array_equal(done.array("flat", np.int32), np.repeat(UNITS, UNITS))
     assert done.counters == {"tokens": 210, "odd": 10}
     return contents(done.folder)
@@ -75,11 +77,13 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp
     with pytest.raises(ValueError, match="unit 12 is bad"):
         build(tmp_path / "x", UNITS, fail_at_twelve, "")
     os.truncate(tmp_path / "x" / "flat.bin", 8)  # a power cut, after which all is made again
+    monkeypatch.setattr(tokenized, "cpu_count", lambda: 2)
     build(tmp_path / "x", UNITS, work, "")
     assert contents(tmp_path / "x") == whole
 
 
-def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path):
+def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenized, "cpu_count", lambda: 2)
     folder = tmp_path / "x"
     assert build(folder, UNITS, work, "", wanted=0).units == 0
     assert build(folder, UNITS, work, "", wanted=15).units == 5  # 1 + 2 + 3 + 4 + 5
@@ -228,6 +232,7 @@ def test_shares_are_exact_to_the_block(tmp_path):
     ids = [ids[0] for ids in tokens(letters)]
     sources = [source(tmp_path, one, [one] * 100, share=share) for one, share in zip(letters, SHARES)]
     found = opened(*sources, wanted=wanted)
+    assert len(found) == wanted and found[np.arange(wanted)].shape == (wanted, 16)
     first_N = found[np.arange(wanted)].max(1)
     shares = [100 * (first_N == one).mean() for one in ids]
     np.testing.assert_allclose(shares, np.array(SHARES) / sum(SHARES) * 100, atol=100 / wanted)

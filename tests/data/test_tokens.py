@@ -36,7 +36,7 @@ def test_round_trip(tokenizer):
 
 
 def test_special_tokens(tokenizer):
-    assert tokenizer.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3]
+    assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2, 3]
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
     assert tokenizer.mask_token == MASK
     assert len(tokenizer) == 320

@@ -119,9 +119,11 @@ def test_a_training_that_the_system_kills_is_told_to_need_less_memory(start, tmp
         for process in live_in(tmp_path / "r" / "02_pair"):
             process.kill()
 
-    threading.Thread(target=kill).start()
+    killing = threading.Thread(target=kill, daemon=True)
+    killing.start()
     with pytest.raises(RuntimeError, match=r"training pair failed: .* memory is full. .* keep_tokens"):
         launch(opened(), "pair", {"start": start})
+    killing.join()
 
 
 @pytest.mark.slow

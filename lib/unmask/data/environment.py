@@ -477,12 +477,12 @@ def _collect(
         owners = [owner for one in ours for owner in one.owners]
         # Held-out text only measures the loss: a tenth will do.
         cap = config.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
-        documents = _new_documents(chain(documents_of(owners, config.seed), documents), seen)
-        new = _capped(texts, cap, config.seed), list(_new_pairs(pairs, seen)), list(documents)
-        for kind, found in zip(KINDS, new):
-            found = [{"dataset": TEXTS} | row | {"split": split} for row in found]
-            rows[kind] = [row | {"task": row["dataset"]} for row in found] + rows[kind]
-        seen |= _digests(ours, *new[1:])
+        texts = [{"dataset": TEXTS} | row for row in _capped(texts, cap, config.seed)]
+        pairs = list(_new_pairs(pairs, seen))
+        documents = list(_new_documents(chain(documents_of(owners, config.seed), documents), seen))
+        for kind, new in zip(KINDS, (texts, pairs, documents)):  # splits come from the last one to the first
+            rows[kind] = [row | {"task": row["dataset"], "split": split} for row in new] + rows[kind]
+        seen |= _digests(ours, pairs, documents)
     return rows
 
 

@@ -211,7 +211,8 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int, dic
     if not pulled:
         commit = huggingface_hub.HfApi().repo_info(repo, repo_type=kind, revision=asked).sha
         pulled = {"requested": asked, "revision": commit, "files": {}}
-    patterns, held = ["README.md"] if source else MODEL_FILES, dict(pulled.get("text_bytes", {}))
+    patterns = ["README.md"] if source else MODEL_FILES
+    held = dict(pulled.get("text_bytes", {}))
     for need in parts:
         if need.source:
             chosen, text = _chosen(need, pulled["revision"])
@@ -257,7 +258,8 @@ def _record_checksums(folder: Path, text_bytes: dict[str, float]) -> None:
     pulled = manifest(folder) | {"text_bytes": text_bytes}
     for path, fact in pulled["files"].items():
         if "sha256" not in fact:
-            fact |= {"size": (folder / path).stat().st_size, "sha256": sha256(folder / path)}
+            # Some servers do not say the size.
+            fact |= {"size": fact["size"] or (folder / path).stat().st_size, "sha256": sha256(folder / path)}
     write_json(folder / MANIFEST, pulled)
 
 

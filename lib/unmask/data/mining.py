@@ -93,14 +93,15 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
         )
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
-    config = replace(config, rank_window=min(max(config.rank_window, config.negatives), len(documents)))
+    window = min(max(config.rank_window, config.negatives), len(documents))
+    config = replace(config, rank_window=window)  # never wider than all documents
     search, rng, blocks = index(d_MD), np.random.default_rng(config.seed), []
     for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False):
         q_RD, d_RD = q_UD[query_N[part]], d_MD[document_N[part]]
         blocks.append(_choose(search, q_RD, d_RD, own[part], rng, config))
     ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
     mined = pairs.add_column("negatives", [[documents[i] for i in row] for row in ids_NK])
-    return mined, Mining(len(documents), config.rank_window, *facts)
+    return mined, Mining(len(documents), window, *facts)
 
 
 def mine_to(
@@ -286,11 +287,11 @@ def neighbours(
     key = [data.identity, stored, surrogate.identity, code]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     own = Neighbours(vectors_UD, *np.split(number, [len(data.queries)]))
-    size, seed, config = training.cluster_size, training.seed, surrogate.config
+    size, config = training.cluster_size, surrogate.config
     if not size:
         return own
-    key += [size, config.iterations, config.attempts, seed]
-    place_N = kept("clusters", key, lambda: clusters(own, size, config, seed))
+    key += [size, config.iterations, config.attempts, training.seed]
+    place_N = kept("clusters", key, lambda: clusters(own, size, config, training.seed))
     return replace(own, packing=pack(place_N))
 
 

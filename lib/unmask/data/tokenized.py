@@ -26,7 +26,6 @@ from unmask.children import dying_together
 from unmask.config import ContextualConfig, PretrainConfig
 from unmask.data import reading, tokens
 from unmask.data.batches import parts, permuted, shuffled
-from unmask.data.reading import identity
 from unmask.data.registry import Source
 from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, read_json, write_atomic
@@ -226,7 +225,7 @@ def prepare_text(source: Source, stored: StoredTokenizer, wanted: float = math.i
     Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
     that is neither Parquet nor Arrow is one piece. Where enough is prepared, they are not listed again.
     """
-    folder, work = _folder("text", identity(source), stored), partial(_text, source, stored)
+    folder, work = _folder("text", reading.identity(source), stored), partial(_text, source, stored)
     if (done := Prepared.read(folder)).suffices(wanted):
         return done
     return build(folder, shuffled(reading.units(source)), work, source.name, wanted)
@@ -354,14 +353,14 @@ def _tokenised(table: Table, limits: Limits, arrange: Arrange, part: slice) -> T
     counters, rows = Counter(), []
     for number, row in enumerate(table.rows.select(range(part.start, part.stop)).to_list(), part.start):
         rows += [(number, row["key"], *one) for one in arrange(row, counters)]
-    columns = {"keys": np.array([hash64(key.encode()) for _, key, *_ in rows], np.uint64)}
-    columns["golds"] = np.array([gold for *_, golds in rows for gold in golds], np.int64)
+    columns = {"keys": np.array([hash64(key.encode()) for _, key, _, _ in rows], np.uint64)}
+    columns["golds"] = np.array([gold for _, _, _, golds in rows for gold in golds], np.int64)
     for column, limit in limits.items():
         texts = [(number, text) for number, _, own, _ in rows for text in own[column]]
         ids = list(_cut(table.stored, f"data set {table.name!r}, {column}", texts, limit, counters))
         columns[column] = np.concatenate([np.empty(0, table.stored.dtype), *ids])
         columns[f"{column}.lengths"] = np.array([*map(len, ids)], np.int32)
-        columns[f"{column}.counts"] = np.array([len(own[column]) for *_, own, _ in rows], np.int32)
+        columns[f"{column}.counts"] = np.array([len(own[column]) for _, _, own, _ in rows], np.int32)
         counters["tokens"] += len(columns[column])
     counters["rows"] = len(rows)
     return columns, counters

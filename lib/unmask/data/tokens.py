@@ -60,7 +60,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
             "(data.max_packages, data.max_text_mb) or another size, 260 (bytes and special tokens) or more"
         )
     roles = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "mask_token": MASK}
-    roles |= {"extra_special_tokens": SPECIAL_TOKENS[1:3], "clean_up_tokenization_spaces": False}
+    roles |= {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"], "clean_up_tokenization_spaces": False}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
     fast.save_pretrained(path)
     return fast

@@ -346,13 +346,13 @@ def _to_chunks(
     check_shapes(q_ND=q_ND, chunks_MCD=chunks_MCD, **index, chunk_mask_MC=chunk_mask_MC)
     check_index("document_N", document_N, len(chunks_MCD))
     check_index("gold_N", gold_N, chunks_MCD.shape[1])
-    every_MC = document_N.new_ones(chunks_MCD.shape[:2])
-    padding_MC = ~(every_MC if chunk_mask_MC is None else chunk_mask_MC).bool()
+    mask_MC = document_N.new_ones(chunks_MCD.shape[:2]) if chunk_mask_MC is None else chunk_mask_MC
+    padding_MC = ~mask_MC.bool()
     if (bad_N := padding_MC[document_N, gold_N]).any():
         query = int(bad_N.nonzero()[0])
         raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
-    there = (x.to(q_ND.device, non_blocking=True) for x in (padding_MC, document_N, gold_N))
-    padding_MC, document_N, gold_N = there
+    index = (x.to(q_ND.device, non_blocking=True) for x in (padding_MC, document_N, gold_N))
+    padding_MC, document_N, gold_N = index
 
     def similarities(rows: slice, q_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         all_TMC = cosine(q_TD, chunks_MCD.flatten(0, 1)).unflatten(1, chunks_MCD.shape[:2])

@@ -3,7 +3,8 @@
 Each loss is written for a tile: some of the N queries, against everything in the batch. `mean_over_queries`
 makes the tiles.
 
-Shape suffixes: N queries · D dimensions · K hard negatives per query · T queries of a tile.
+Shape suffixes: N queries · D dimensions · K hard negatives per query, H = N·K of all queries · R = N + H, the
+documents and then the hard negatives, query by query · T queries of a tile.
 """
 
 from collections.abc import Callable
@@ -127,16 +128,16 @@ def triplet_loss(
     """
     check_settings(temperature=temperature)
     document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
-    hard_RD, hard_document_R = hard_NKD.flatten(0, 1), hard_document_NK.flatten()
+    hard_HD, hard_document_H = hard_NKD.flatten(0, 1), hard_document_NK.flatten()
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
         others_TN = qd_TN.masked_fill(one_hot(rows, d_ND), -torch.inf)
-        qh_TR = cosine(q_TD, hard_RD).masked_fill(document_N[rows, None] == hard_document_R, -torch.inf)
-        return info_nce(positive_T, positive_T[:, None], others_TN, qh_TR, temperature=temperature)
+        qh_TH = cosine(q_TD, hard_HD).masked_fill(document_N[rows, None] == hard_document_H, -torch.inf)
+        return info_nce(positive_T, positive_T[:, None], others_TN, qh_TH, temperature=temperature)
 
-    return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_RD))
+    return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_HD))
 
 
 def qwen3_loss(

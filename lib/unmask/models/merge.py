@@ -45,8 +45,8 @@ def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
 
 
 def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts: Any) -> Path:
-    """Merges into the directory that is to be, checks the result there, and writes it with the first parent's
-    tokenizer and facts. A killed merge is cleared away by the next one."""
+    """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
+    clears), checks the result, and writes it with the first parent's tokenizer and facts."""
     models = [{"model": backbone.require_checkpoint(parent.resolve())} for parent in parents]
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
     # No model card: writing one asks the Hub about the parents.
@@ -63,8 +63,9 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
         merged = backbone.load(folder / "merged")  # refuses what is not whole
         if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
             raise ValueError(f"the merge of {parents[0]} and others has NaN or infinity in {bad[0]}")
-        facts |= {"stage": "merge"}
         known = {key: value for key, value in backbone.facts(parents[0]).items() if key != "fingerprint"}
+        facts = known | {"stage": "merge"} | facts
+        backbone.write(merged, backbone.load_tokenizer(parents[0]), folder, **facts)
+        del merged  # its weights may be mapped from what goes now
         shutil.rmtree(folder / "merged")
-        backbone.write(merged, backbone.load_tokenizer(parents[0]), folder, **known | facts)
     return path

@@ -15,7 +15,8 @@ from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
 
 MARKS = {"reproduced": "✔ ", "not at this scale": "– ", "contradicted": "✘ "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
-STAGES, SYSTEMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8")).values()
+_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
+STAGES, SYSTEMS = _TOLD["stages"], _TOLD["systems"]
 # The paper's tables 1 to 12, in its order and units: number → title, unit, columns and rows.
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf8"))
 

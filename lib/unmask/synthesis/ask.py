@@ -86,7 +86,7 @@ class Chat:
             EndpointError: the endpoint refuses everything, or is gone.
         """
         key = fingerprint(self.config.model, self.config.temperature, self.config.max_tokens, messages)
-        # An earlier answer that was not by the schema came from a server that may have been mended.
+        # What was not by the schema is asked for again: the server may have been mended, or answer otherwise.
         with suppress(KeyError, ValidationError):
             return form.model_validate_json(self._known[key])
         self._known[key] = self._answer(key, messages, form)

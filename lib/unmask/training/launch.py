@@ -180,10 +180,9 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
     if child.returncode:
         path = jobs[name].with_name(LOG)
         said = path.read_text(encoding="utf8").split("\n") if path.is_file() else []
-        silent = next(filter(str.strip, reversed(said)), "it left no message")
-        if child.returncode == -signal.SIGKILL:  # not from here, or there were an error
-            silent = "the system killed it: memory is full? A lower keep_tokens, or --jobs 1, needs less"
-        reason = last.get("error", silent)
+        reason = last.get("error") or next(filter(str.strip, reversed(said)), "it left no message")
+        if "error" not in last and child.returncode == -signal.SIGKILL:
+            reason = "killed: memory is full? A lower token_budget or keep_tokens, or --jobs 1, needs less"
         raise RuntimeError(f"training {name} failed: {reason}\n(log: {path})")
 
 

@@ -63,9 +63,11 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
     if processes.main:
         write_json(folder / DATA_REPORT, read)
     model = stage.model()
+    save = _saving(stage, model, processes)
+    options = {"report": report, "save": save, "processes": processes, "signals": signals}
     with on_signal(signals.append):  # until the model is saved
-        train(stage, model, folder, fingerprint=mark, report=report, processes=processes, signals=signals)
-        _save(stage, model, folder / "model", mark, processes)
+        train(stage, model, folder, fingerprint=mark, **options)
+        save(folder / "model", mark)
         if processes.main:
             finish(folder)
     if signals or _asked_to_stop():  # too late to stop this training, but not the next one
@@ -73,16 +75,20 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
     return folder / "model"
 
 
-def _save(stage: Stage, model: nn.Module, path: Path, fingerprint: str, processes: Processes) -> None:
-    """Puts a model in the place of an earlier training's, whatever files that had. Every process must call
-    it."""
-    weights = full_weights(model)
-    if processes.main:
-        tokenizer = ending(stage.tokenizer) if stage.ends else stage.tokenizer
-        new, facts = path.with_name(f".{path.name}.new"), stage.facts()
-        stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=fingerprint)
-        replace_directory(new, path)
-    processes.wait()
+def _saving(stage: Stage, model: nn.Module, processes: Processes) -> Callable[[Path, str], None]:
+    """What puts the model in the place of an earlier training's, whatever files that had; every process must
+    call it. What lies beside the weights is made now: where it cannot be, no step is taken in vain."""
+    tokenizer = ending(stage.tokenizer) if stage.ends else stage.tokenizer
+    facts = stage.facts()
+
+    def save(path: Path, fingerprint: str) -> None:
+        weights, new = full_weights(model), path.with_name(f".{path.name}.new")
+        if processes.main:
+            stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=fingerprint)
+            replace_directory(new, path)
+        processes.wait()
+
+    return save
 
 
 def data_report(checkpoint: Path) -> list[dict[str, Any]]:
@@ -117,6 +123,7 @@ def train(
     *,
     fingerprint: str,
     report: Callable[[dict[str, Any]], None] = lambda row: None,
+    save: Callable[[Path, str], None] = lambda path, fingerprint: None,
     processes: Processes | None = None,
     signals: Sequence[int] = (),
 ) -> nn.Module:
@@ -133,6 +140,8 @@ def train(
             continued.
         report: called once with "total" and "done" steps, then with each step's metrics, for progress
             displays; on the main process only.
+        save: writes the model to a path, with a fingerprint, after the steps that the job's "milestones" say;
+            before the checkpoint of such a step, so after a restart perhaps again.
         processes: this process and its peers; default: alone.
         signals: grows when this process is told to stop; once any process was, the step is finished, a
             checkpoint written and the training stopped.
@@ -179,9 +188,8 @@ def train(
             if processes.main:
                 report(row)
                 lines.write(json.dumps(row) + "\n")
-            if step + 1 in stage.asked.get("milestones", ()):  # before a restart can begin behind it
-                kept = folder / MILESTONES / fingerprint / f"step-{step + 1:07d}"
-                _save(stage, model, kept, f"{fingerprint}-{step + 1}", processes)
+            if step + 1 in stage.asked.get("milestones", ()):
+                save(folder / MILESTONES / fingerprint / f"step-{step + 1:07d}", f"{fingerprint}-{step + 1}")
             if step + 1 < config.steps and (told or due):
                 lines.flush()
                 last = checkpoints.save(model, optimizer, step + 1, config.keep_checkpoints, processes)

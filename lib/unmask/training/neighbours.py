@@ -24,7 +24,7 @@ from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import Processes
-from unmask.training.stages import Batch, Pair, Stage, accumulate, columns, numbered
+from unmask.training.stages import Batch, Pair, Stage, accumulate, numbered, parted
 
 
 class Cde(Pair):
@@ -102,7 +102,7 @@ class Qwen3(Pair):
         rows_RD = int8(rows_RD) if self.config.quantize else rows_RD
         shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
         shared["number_R"] = numbered(batch.sequences[batch.count :])
-        vectors = columns(rows_RD, batch.count)
+        vectors = parted(rows_RD, batch.count)
         return matryoshka(partial(qwen3_loss, **shared), vectors, self.config.dimensions)
 
 

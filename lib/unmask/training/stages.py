@@ -440,8 +440,8 @@ class Pair(Contrastive):
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
         """The look-alikes in each data set, found by the process that comes first."""
-        how = self.stored, self.surrogate, self.config
-        return {name: neighbours(name, rows, *how) for name, rows in self.data.items()}
+        stored, surrogate, config = self.stored, self.surrogate, self.config
+        return {name: neighbours(name, rows, stored, surrogate, config) for name, rows in self.data.items()}
 
     def prepare(self) -> list[dict[str, Any]]:
         if self.config.looks_around:
@@ -545,10 +545,10 @@ class Triplet(Contrastive):
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         number_R = numbered(batch.sequences[batch.count :])
-        return losses.triplet_loss(*columns(int8(rows_RD), batch.count), number_R=number_R, **shared)
+        return losses.triplet_loss(*parted(int8(rows_RD), batch.count), number_R=number_R, **shared)
 
 
-def columns(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def parted(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """The vectors of n queries, of their documents and of their hard negatives: (q_ND, d_ND, hard_NKD)."""
     hard_RD = rows_RD[2 * n :]
     return rows_RD[:n], rows_RD[n : 2 * n], hard_RD.unflatten(0, (n, len(hard_RD) // n))
