@@ -335,10 +335,8 @@ def single_chunks(table: Table, config: ContextualConfig) -> TokenDocuments:
     order = permuted(np.arange(len(rows)), len(rows), config.seed)
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
     drawn = rows.select(np.sort(order[np.sort(first)[: config.single]]))
-    queries, documents = ([[text] for text in drawn[column]] for column in ("query", "document"))
-    columns = {"chunks": documents, "queries": queries, "golds": [[0]] * len(drawn), "key": drawn["key"][:]}
     identity = fingerprint(table.identity, config.single, config.seed)
-    return token_documents(table._replace(rows=Dataset.from_dict(columns), identity=identity), config)
+    return token_documents(table._replace(rows=drawn, identity=identity), config)
 
 
 def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: int) -> Prepared:
@@ -395,7 +393,9 @@ def _pairs(negatives: int, row: Mapping[str, Any], counters: Counter[str]) -> Ar
 
 
 def _windows(most: int, row: Mapping[str, Any], counters: Counter[str]) -> Arranged:
-    """A document in parts of `most` chunks at most."""
+    """A document, or a pair as one of a single chunk, in parts of `most` chunks at most."""
+    if "chunks" not in row:
+        row = {"chunks": [row["document"]], "queries": [row["query"]], "golds": [0]}
     counters["documents divided"] += len(row["chunks"]) > most
     for first in range(0, len(row["chunks"]), most):
         chunks = row["chunks"][first : first + most]
