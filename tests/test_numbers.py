@@ -10,8 +10,9 @@ import yaml
 
 from unmask.store import repository
 
-RESULTS = repository() / "results"
-PAPER = repository() / "lib" / "unmask" / "study" / "paper.yaml"
+ROOT = repository()
+RESULTS = ROOT / "results"
+PAPER = ROOT / "lib" / "unmask" / "study" / "paper.yaml"
 NUMBER = re.compile(r"(?<!≥ )(?<![\w.,/=-])[−+-]?(\d{1,3}(?:,\d{3})+|\d+\.\d+)(?![\w.]*\d|[/-])")
 TRIPLE = re.compile(r"([+-]\d+\.\d+) \[([+-]\d+\.\d+), ([+-]\d+\.\d+)\]")  # an effect and its interval
 LISTED = re.compile(r"\[\s*" + r",\s*".join([r"(-?\d\.\d+(?:e-\d+)?)"] * 3) + r"\s*\]")
@@ -78,7 +79,7 @@ def test_every_number_of_a_report_is_measured(report):
     assert missing(text, [report.parent]) == []
 
 
-@pytest.mark.parametrize("folder", [repository(), RESULTS, RESULTS / "benchmarks"], ids=str)
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "papermill_runs", RESULTS, RESULTS / "benchmarks"], ids=str)
 def test_every_number_of_a_readme_is_measured(folder):
     """Of tables those count whose first line names runs; the others tell what presets plan."""
     text = re.sub(r"```.*?```|arXiv [\d.]+", "", (folder / "README.md").read_text(), flags=re.S)
