@@ -13,6 +13,7 @@ CASES = {name: (name, {}) for name in tiny_stages.STAGES} | {
     "pair of look-alikes": ("pair", ALIKE),
     "qwen3 of look-alikes": ("qwen3", ALIKE),
 }
+VECTORS = "AVX" in torch.backends.cpu.get_cpu_capability()  # without, sums run in another order
 FILE = Path(__file__).with_name("golden.json")  # {case: [[loss, norm of the gradient], …]}
 
 
@@ -30,7 +31,7 @@ def measured(case):
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_batches_give_the_loss_and_gradient_of_before(case):
     for found, expected in zip(measured(case), json.loads(FILE.read_text())[case], strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert found == pytest.approx(expected, rel=1e-6 if VECTORS else 1e-5)
 
 
 if __name__ == "__main__":  # writes the file anew
