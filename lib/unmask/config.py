@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, dataclass_transform, get_args
 
 import yaml
@@ -93,7 +94,7 @@ class ComputeConfig(Section):
     token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `budget`
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
     compile: bool = False  # torch.compile of every layer; pays in long trainings of one shape
-    checkpoint_seconds: Whole = 120  # between two of them: what a kill costs, at most
+    checkpoint_seconds: Whole = 120  # between two: what a kill costs; longer where one takes over 4 s
     keep_checkpoints: Count = 1  # the newest so many
 
     def budget(self, device: str) -> int:
@@ -380,7 +381,6 @@ class AblationConfig(Section):
     groups: tuple[Group, ...] = ("english",)  # of the pairs to train on
     ema: Share = 0.02  # smoothing of the loss curve; the paper's, figure 2
     batch: Whole = 0  # pairs of a step; 0: the pair stage's
-    seeds: Count = 1  # so many times all arms are trained, from the same backbones
     controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
     parts: bool = False  # also leave out each part of the pair loss and its curriculum
     benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones
@@ -463,6 +463,18 @@ def preset_from(values: dict[str, Any]) -> Preset:
 def resolved(config: Any) -> Any:
     """A preset or a section of one as plain JSON values (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def flat(preset: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a resolved preset's sections: "pair.lr" → value."""
+    sections = {name: row for name, row in preset.items() if isinstance(row, dict)}
+    return {f"{name}.{key}": value for name, row in sections.items() for key, value in row.items()}
+
+
+def of_one_run(key: str) -> bool:
+    """Whether runs that are compared may differ in a value: the seed of a training, or how it is computed."""
+    section, _, name = key.partition(".")
+    return name in COMPUTED or (name == "seed" and section in TRAINED)
 
 
 def _read(name: str) -> dict[str, Any]:

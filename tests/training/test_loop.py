@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tiny
 from unmask.children import on_signal
 from unmask.models import backbone
+from unmask.training import loop
+from unmask.training.checkpoint import Checkpoints
 from unmask.training.loop import STOP, Preempted, finish, lr_factor, parameter_groups, train
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -146,6 +148,15 @@ def test_told_to_stop_a_training_finishes_its_step_and_saves_itself(tmp_path, mo
     assert saved == ["step-0000006-a"]  # the step under way is finished, then saved
     resumed, whole = fit(tmp_path / "parts", **options), fit(tmp_path / "whole", **options)
     assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
+
+
+def test_where_a_checkpoint_takes_long_there_are_fewer(tmp_path, monkeypatch):
+    """One takes a second of the tests' clock, and is due after two; then after four times what it took."""
+    saved = []
+    monkeypatch.setattr(loop, "RARE", 4)
+    monkeypatch.setattr(Checkpoints, "save", lambda *arguments: saved.append(arguments[3]))
+    fit(tmp_path)
+    assert saved == [2, 6]
 
 
 def test_gains_of_norms_do_not_decay():

@@ -19,7 +19,7 @@ from unmask.training import loop
 from unmask.training.distributed import ALONE
 
 # A step takes a second, so every other one leaves a checkpoint, see _COMMON.
-loop.monotonic = count().__next__
+loop.monotonic, loop.RARE = count().__next__, 0
 STAGES = tuple(loop.STAGES)
 HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3

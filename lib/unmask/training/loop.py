@@ -36,6 +36,7 @@ APART = COMPUTED | {"batch_sizes", "cluster_sizes", "context_sizes", "weak_steps
 APART |= {"checkpoints", "candidates", "max_queries"}
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
 STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
+RARE = 30  # times what a checkpoint takes: the least between two of them, on a slow disk
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 
 
@@ -160,7 +161,7 @@ def train(
         report({"total": config.steps, "done": done})
     whole = getattr(config, "length", 0) % 128 == 0  # else cuDNN's backward pass may give NaN (torch 2.11)
     with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
-        started, saved = perf_counter(), monotonic()
+        started, saved, pause = perf_counter(), monotonic(), config.checkpoint_seconds
         for step, batch in _ahead(stage.batch, range(done, config.steps)):
             lr = config.lr * lr_factor(config, step)
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
@@ -169,7 +170,7 @@ def train(
             # FSDP2 leaves it in parts.
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             told = bool(signals) or (processes.main and _asked_to_stop())
-            due = processes.main and monotonic() - saved >= config.checkpoint_seconds
+            due = processes.main and monotonic() - saved >= pause
             both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
             facts = torch.stack([row["loss"].float(), norm.float(), *both])
             row["loss"], norm, told, due = facts.tolist()
@@ -192,10 +193,12 @@ def train(
                 save(folder / MILESTONES / fingerprint / f"step-{step + 1:07d}", f"{fingerprint}-{step + 1}")
             if step + 1 < config.steps and (told or due):
                 lines.flush()
+                began = monotonic()
                 last = checkpoints.save(model, optimizer, step + 1, config.keep_checkpoints, processes)
                 if told:  # one process at least
                     raise Preempted(PREEMPTED)
                 saved = monotonic()
+                pause = config.checkpoint_seconds and max(config.checkpoint_seconds, RARE * (saved - began))
             started = perf_counter()
     return model.eval()
 
