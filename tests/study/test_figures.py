@@ -86,7 +86,7 @@ def test_a_figure_is_saved_for_light_and_for_dark_pages(tmp_path, monkeypatch):
     path = run.results / "figures" / "02_pair-one.png"
     dark = path.with_name("02_pair-one-dark.png")
     assert sorted(path.parent.iterdir()) == sorted((path, dark))
-    wanted = (figures.PAPER, figures.INK, figures.MERGED, figures.MAGENTA)
+    wanted = (figures.PAPER, figures.INK, figures.RECIPE[4], figures.MAGENTA)
     for file, (paper, *rest) in ((path, wanted), (dark, [figures.DARK[color] for color in wanted])):
         assert file.stat().st_size <= 100_000
         image = Image.open(file).convert("RGB")

@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 from scipy import stats
 
-from unmask.config import COMPUTED, EvaluationConfig, resolved
+from unmask.config import EvaluationConfig, flat, of_one_run, resolved
 from unmask.evaluation.tasks import Task, ndcg
 from unmask.run import Run, seed_runs
 from unmask.store import replacing
@@ -151,13 +151,13 @@ def pool(effects: Sequence[Effect]) -> Effect:
     Of few seeds, drawing with replacement makes intervals that are too short; these hold the true effect in
     95 to 98 % of simulated studies of 3 to 5 seeds, whether queries or seeds decide.
     """
-    centres_SF, seeds = [effect.centres for effect in effects], len(effects)
-    replicates_B = np.mean([effect.replicates_B for effect in effects], axis=0)
-    if seeds > 1:
-        replicates_B = np.tile(replicates_B, DRAWS)
-        count = replicates_B.shape[-1]
-        t_B = stats.t.ppf((np.random.default_rng(1).permutation(count) + 0.5) / count, seeds - 1)
-        replicates_B = replicates_B + (stats.sem(centres_SF)[:, None] * t_B).reshape(replicates_B.shape)
+    if len(effects) == 1:
+        return effects[0]
+    centres_SF = [effect.centres for effect in effects]
+    replicates_B = np.tile(np.mean([effect.replicates_B for effect in effects], axis=0), DRAWS)
+    count = replicates_B.shape[-1]
+    t_B = stats.t.ppf((np.random.default_rng(1).permutation(count) + 0.5) / count, len(effects) - 1)
+    replicates_B = replicates_B + (stats.sem(centres_SF)[:, None] * t_B).reshape(replicates_B.shape)
     return Effect(float(np.mean(centres_SF, axis=0).min()), replicates_B)
 
 
@@ -304,7 +304,6 @@ def claim(
     *,
     detail: str = "",
     gates: Sequence[Gate] = (),
-    seeds: Sequence[int] = (),
     **sizes: Any,
 ) -> Line:
     """A claim that an effect lies above or below a bar, judged; a line of claims.json once it is kept.
@@ -313,12 +312,11 @@ def claim(
         study: the run; key: of the claim in claims.yaml.
         effect: this run's; detail: further figures of this run, as text.
         gates: of the trainings that it rests on; one that failed makes it "invalid".
-        seeds: that the effect is the mean of; default: the run's.
         sizes: what the claim's text leaves open, for instance the number of dimensions.
     """
     bar = {side: bar for side, bar in stated()[key].items() if side in ("above", "below")}
     line = _line(key, **sizes) | {"detail": detail, "gates": list(gates), "bar": bar}
-    line["seeds"] = list(seeds or [study.config.pair.seed])
+    line["seeds"] = [study.config.pair.seed]
     return line | _judged(line, effect) | {"replicates_B": effect.replicates_B}
 
 
@@ -372,25 +370,27 @@ def _effect(study: Run, line: Line) -> Effect:
 
 
 def runs(study: Run) -> dict[int, Run]:
-    """This run, and those whose results lie beside its own that repeat it with other seeds, by seed.
-
-    These are named <run>-seed<N>, with the same preset but for the seeds and the same corpus; see `left_out`.
-    """
+    """This run, and those whose results lie beside its own that repeat it with other seeds, by seed: named
+    <run>-seed<N>, and with the same corpus, see `left_out`."""
     excluded = left_out(study)
     others = {seed: other for seed, other in _repetitions(study).items() if other.name not in excluded}
     return dict(sorted((others | {study.config.pair.seed: study}).items()))
 
 
 def left_out(study: Run) -> dict[str, str]:
-    """Runs that are named as repetitions of this one with other seeds but cannot be pooled, and why."""
-    ours, reasons = _shared(study, resolved(study.config)), {}
+    """Runs that are named as repetitions of this one but cannot be pooled, and notebooks of this and of the
+    other runs whose numbers were made with other values of the preset or another corpus; each with why."""
+    reasons, corpus = _outdated(study, study), _corpus(study)
     for seed, other in _repetitions(study).items():
-        preset = (other.load("provenance") or {}).get("preset", {})
-        theirs = _shared(other, preset)
-        if changed := [key for key in ours | theirs if ours.get(key) != theirs.get(key)]:
-            reasons[other.name] = f"differs in {', '.join(changed[:5])}"
+        preset = (other.load("provenance") or {}).get("preset")
+        if not preset:
+            reasons[other.name] = "has no provenance.json: copy that, too"
+        elif _corpus(other) != corpus:
+            reasons[other.name] = "differs in corpus"
         elif preset["pair"]["seed"] != seed:
             reasons[other.name] = f"was trained with seed {preset['pair']['seed']}"
+        else:
+            reasons |= _outdated(study, other)
     return reasons
 
 
@@ -398,21 +398,38 @@ def _repetitions(study: Run) -> dict[int, Run]:
     return {seed: replace(study, name=folder.name) for seed, folder in seed_runs(study.results).items()}
 
 
-def _shared(run: Run, preset: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs must share to be pooled: the corpus, and the preset but for seeds and how it is computed."""
-    sections = {name: row for name, row in preset.items() if isinstance(row, dict) and name != "parallel"}
-    values = {f"{name}.{key}": value for name, row in sections.items() for key, value in row.items()}
-    corpus = {"corpus": (run.load("00_backbone") or {}).get("corpus_hash")}
-    own = COMPUTED | {"seed"}
-    return corpus | {key: value for key, value in values.items() if key.rpartition(".")[2] not in own}
+def _corpus(run: Run) -> str | None:
+    return (run.load("00_backbone") or {}).get("corpus_hash")
+
+
+def _outdated(study: Run, run: Run) -> dict[str, str]:
+    """What of a run was not made as `study` would: "run, notebook" → why. Seeds may differ, and how a
+    training is computed; a notebook that was run by hand has no record."""
+    about, asked, reasons = run.load("provenance") or {}, flat(resolved(study.config)), {}
+    stages = about.get("stages", {})
+    for name, one in stages.items():
+        made = flat(about["preset"]) | one.get("otherwise", {})
+        read = {key for key in made.keys() & asked.keys() if key.partition(".")[0] in one.get("reads", ())}
+        changed = sorted(key for key in read if made[key] != asked[key] and not of_one_run(key))
+        changed += ["corpus"] * (one.get("data", "") not in ("", stages.get("00_backbone", one).get("data")))
+        if changed or one["exit_status"]:
+            why = f"differs in {', '.join(changed[:5])}" if changed else "failed when it last ran"
+            reasons[f"{run.name}, {name}"] = why
+    return reasons
 
 
 def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
-    """What the notebooks of all `runs` saved, which each does when it ends: seed → notebook → metrics."""
-    found = {}
+    """What the notebooks of all `runs` saved, which each does when it ends: seed → notebook → metrics.
+
+    Raises: ValueError if this run has none of the preset's values and corpus.
+    """
+    found, excluded = {}, left_out(study)
     for seed, run in runs(study).items():
         saved = sorted(path.stem for path in run.results.glob("[0-9]*.json") if path.stem != run.stage)
-        found[seed] = {name: run.load(name) for name in saved}
+        found[seed] = {name: run.load(name) for name in saved if f"{run.name}, {name}" not in excluded}
+    if why := excluded.get(f"{study.name}, 00_backbone"):
+        command = f"unmask run --preset {study.config.name} --run {study.name}"
+        raise ValueError(f"the results of run {study.name!r} are of another one, which {why}: `{command}`")
     return found
 
 

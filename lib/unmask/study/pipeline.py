@@ -14,6 +14,7 @@ of their own, `python -m unmask.study.pipeline STAGE PARAMETERS`; nothing heavy 
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -36,7 +37,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from unmask.children import ENVIRONMENT, bound, on_signal
-from unmask.config import TRAINED, ParallelConfig, Preset, resolved
+from unmask.config import TRAINED, ParallelConfig, Preset, flat, resolved
 from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic, write_json
 
@@ -167,8 +168,8 @@ def plan(
 
 
 def library_hash(library: Path) -> str:
-    """Hash of what the library computes. The command line, the plan, the mirror and the pipeline itself do
-    not count, and neither do comments and docstrings."""
+    """Hash of what the library computes. The command line, the plan, the mirror, child processes and the
+    pipeline itself do not count, and neither do comments and docstrings."""
     files = [path for path in library.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return code_fingerprint(*(path for path in files if path.relative_to(library).as_posix() not in ASIDE))
 
@@ -233,7 +234,8 @@ def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
 def _visible() -> list[str]:
     """This machine's GPUs, or those of them that CUDA_VISIBLE_DEVICES leaves."""
     every = ",".join(map(str, range(len(gpu_names()))))
-    return list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    return list(itertools.takewhile(lambda one: one and not one.startswith("-"), named))  # CUDA's own rule
 
 
 def run_stages(
@@ -283,8 +285,9 @@ def run_stages(
                     _finish(one, marks[one.stage.name], folders)
                     sorter.done(one.stage.name)
                 if word != "stopped":
-                    _record(one, about, folders)
+                    _record(one, marks[one.stage.name], about, folders)
     if signals and sorter.is_active():
+        print(*failures, sep="\n", file=sys.stderr)
         raise KeyboardInterrupt(signals[0])
     if failures:
         raise RuntimeError("\n".join(failures))
@@ -310,8 +313,12 @@ class _Child:
 
 
 def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environment: dict[str, str]) -> _Child:
-    # From here on the outputs are neither the old nor the new ones.
-    (folders.artifacts / stage.name / "done.json").unlink(missing_ok=True)
+    # From here on the outputs are neither the old nor the new ones, and what is drawn no more must not stay.
+    for old in (
+        folders.artifacts / stage.name / "done.json",
+        *folders.results.glob(f"figures/{stage.name}-*"),
+    ):
+        old.unlink(missing_ok=True)
     process = subprocess.Popen(
         bound([sys.executable, "-m", "unmask.study.pipeline", stage.name, json.dumps(parameters)]),
         cwd=folders.notebooks,
@@ -521,18 +528,29 @@ def recorded(folders: Folders) -> dict[str, Any]:
     return read_json(folders.results / "provenance.json").get("stages", {})
 
 
-def _record(one: _Child, about: dict[str, Any], folders: Folders) -> None:
-    """Writes what one stage did beside what holds for the run; other stages' records stay as they are."""
-    outcome = {
+def _record(one: _Child, mark: dict[str, Any], about: dict[str, Any], folders: Folders) -> None:
+    """Writes what one stage did beside what holds for the whole run. Other stages' records stay, and keep
+    what of the preset was otherwise when they ran."""
+    earlier, stages = read_json(folders.results / "provenance.json"), recorded(folders)
+    before, now = flat(earlier.get("preset", {})), flat(about["preset"])
+    for record in stages.values():
+        made = before | record.get("otherwise", {})
+        record["otherwise"] = {key: made[key] for key in made.keys() & now.keys() if made[key] != now[key]}
+    inherited = [stages.get(name, {}).get("reads", ()) for name in one.stage.needs]
+    stages[one.stage.name] = {
         "started": _utc(one.started),
         "wall_seconds": one.seconds,
         "peak_memory_bytes": one.peak,
         "exit_status": int(one.process.returncode != 0),
         "commit": about["commit"],
         "dirty": about["dirty"],
+        "reads": sorted(
+            {*one.stage.reads}.union(*inherited)
+        ),  # sections of the preset, what it needs included
+        "otherwise": {},
+        "data": mark["depends_on"]["data"],
     }
-    stages = dict(sorted((recorded(folders) | {one.stage.name: outcome}).items()))
-    write_json(folders.results / "provenance.json", about | {"stages": stages})
+    write_json(folders.results / "provenance.json", about | {"stages": dict(sorted(stages.items()))})
 
 
 def _said(*command: str) -> str:

@@ -190,9 +190,9 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
         yield "07_diffusion_vs_ar", "ar", 1, _with(preset, "ar", **same)
         yield "07_diffusion_vs_ar", "diffusion", 1, preset
     short = _with(preset, "pair", steps=ablation.steps, batch=ablation.batch or preset.pair.batch)
-    yield "07_diffusion_vs_ar", "pair", ablation.seeds * (7 if ablation.controls else 5), short
+    yield "07_diffusion_vs_ar", "pair", 7 if ablation.controls else 5, short
     if ablation.parts:
-        yield "07_diffusion_vs_ar", "pair", 4 * ablation.seeds, short
+        yield "07_diffusion_vs_ar", "pair", 4, short
     short = _with(preset, "contextual", steps=conteb.steps)
     yield "08_conteb", "contextual", 2 + len(conteb.lambdas), short
     yield "08_conteb", "contextual", 2, preset
