@@ -9,8 +9,8 @@
 # needs torch 2.11 and transformers 5.17 at least.
 set -eu
 cd "$(dirname "$0")/.."
-PYTHON="${PYTHON:-.venv/bin/python}"
-[ -x "$PYTHON" ] || PYTHON=python3
+[ -x .venv/bin/python ] && PYTHON="${PYTHON:-.venv/bin/python}"
+PYTHON="${PYTHON:-python3}"
 export PYTORCH_ALLOC_CONF=expandable_segments:True  # as trainings have it
 export PYTHONPATH="lib:tests:tests/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 [ "${1:-}" = tests ] && exec "$PYTHON" -m pytest -q -m gpu tests/models tests/evaluation tests/training

@@ -36,7 +36,7 @@ def test_a_repository_of_the_mirror_is_a_task(tmp_path):
     assert task.contextual and task.name == "insurance"
 
 
-def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path):
+def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
     assert squad() is None
     rows = [
         {"title": title, "context": f"{title} paragraph {p}", "question": f"{title} question {p} {q}"}
@@ -52,7 +52,8 @@ def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path):
     for query, relevant in zip(task.queries, task.relevant, strict=True):
         title, _, paragraph, _ = query.split()
         assert [task.chunks[i] for i in relevant] == [f"{title} paragraph {paragraph}"]
-    fewer = squad(paragraphs=5, questions=3)
+    monkeypatch.setattr(conteb, "QUESTIONS", 3)
+    fewer = squad(paragraphs=5)
     assert fewer.documents == task.documents[:2]
     assert fewer.queries == [query for query in task.queries if not query.startswith("M")][:3]
     assert xquad("de") is None

@@ -81,15 +81,19 @@ def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
             assert all(chunk not in p for chunk in row["chunks"][gold + 3 :] for p in prompts)
 
 
-def test_a_request_without_answer_is_counted_and_asked_again_next_time(tmp_path):
+LOST = [("500", "InternalServerError", 3), ("200", "an answer without choices", 1)]
+
+
+@pytest.mark.parametrize(("status", "reason", "tries"), LOST)
+def test_a_request_without_answer_is_counted_and_asked_again_next_time(tmp_path, status, reason, tries):
     lost = {text for text in PASSAGES if "otter" in text}
-    faulty = lambda prompt, before: "500" if passage_of(prompt) in lost else None  # noqa: E731
+    faulty = lambda prompt, before: status if passage_of(prompt) in lost else None  # noqa: E731
     with ChatServer(faulty) as server:
         settings = config(server)
         result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
         left = len(PASSAGES) - len(lost)
-        assert result.outcomes == {"kept": left, "failed: InternalServerError": len(lost)}
-        assert Counter(server.prompts.values()) == {1: 2 * left, 3: len(lost)}
+        assert result.outcomes == {"kept": left, f"failed: {reason}": len(lost)}
+        assert Counter(server.prompts.values()) == Counter({1: 2 * left}) + Counter({tries: len(lost)})
         server.fault, server.prompts = (lambda prompt, before: None), Counter()
         again = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
     assert again.outcomes == {"kept": len(PASSAGES)}

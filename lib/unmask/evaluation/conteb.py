@@ -23,6 +23,7 @@ from unmask.evaluation.tasks import Task
 
 SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
 LENGTHS = {"query_length": 64, "document_length": 320, "chunk_length": 320}  # tokens of their texts
+QUESTIONS = 2000  # of a task on SQuAD, at most
 TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
 
 
@@ -59,27 +60,27 @@ def as_task(name: str, documents: Rows, queries: Rows) -> Task:
     return Task(name, "contextual", texts, list(parts.values()), relevant, list(number))
 
 
-def squad(paragraphs: int = 0, questions: int = 2000) -> Task | None:
+def squad(paragraphs: int = 0) -> Task | None:
     """ConTEB's SQuAD task, built from the validation split of SQuAD 1.1 in the mirror.
 
     Articles are documents, their paragraphs chunks, and a question's own paragraph answers it. With the
     chunks embedded alone this is plain retrieval of paragraphs. XQuAD is a part of it.
 
     Args:
-        paragraphs: take whole articles while they fit into so many; 0: all, 2,067.
-        questions: asked at most, drawn by their hash; of all there are 10,570.
+        paragraphs: take whole articles while they fit into so many, one at least; 0: all, 2,067. Of their
+            questions 2,000 are asked at most, drawn by their hash; of all there are 10,570.
     Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
     """
-    return _articles("SQuAD", SQUAD, "plain_text", paragraphs, questions)
+    return _articles("SQuAD", SQUAD, "plain_text", paragraphs)
 
 
 def xquad(language: str) -> Task | None:
     """As `squad`, for XQuAD: 240 of its paragraphs and 1,190 questions, in English ("en") or translated. Its
     rows must name their article ("title"), which the Hub's own copy does not: without, None."""
-    return _articles(f"XQuAD {language}", XQUAD, f"xquad.{language}", 0, 2000)
+    return _articles(f"XQuAD {language}", XQUAD, f"xquad.{language}")
 
 
-def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int) -> Task | None:
+def _articles(name: str, repo: str, config: str, paragraphs: int = 0) -> Task | None:
     folder = hub.local(repo)
     files = sorted(map(str, folder.glob(f"{config}/validation-*.parquet"))) if folder else []
     if not files:
@@ -100,7 +101,7 @@ def _articles(name: str, repo: str, config: str, paragraphs: int, questions: int
     rows.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
     asked = [{"query": row["question"], "chunk_id": ids.get((row["title"], row["context"]))} for row in rows]
     chunks = [{"chunk_id": chunk_id, "chunk": text} for (_, text), chunk_id in ids.items()]
-    return as_task(name, chunks, [row for row in asked if row["chunk_id"]][:questions])
+    return as_task(name, chunks, [row for row in asked if row["chunk_id"]][:QUESTIONS])
 
 
 def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:

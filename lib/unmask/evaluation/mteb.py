@@ -36,9 +36,9 @@ NOISE = 1e-3  # standard deviation, in that of the embeddings themselves; the pa
 class MtebEncoder(AbsEncoder):
     """An `Embedder` as mteb's encoder: `mteb.evaluate(MtebEncoder(embedder, config.evaluation), tasks)`.
 
-    No prompt is used but ArguAna's. Similarity is the cosine of the codes, which for binary ones orders as
-    the Hamming distance does. SyntheticText2SQL holds documents that are equal to one another: small noise,
-    a function of the document's position alone, breaks the symmetry.
+    No prompt is used but ArguAna's, and instructions that come with queries. Similarity is the cosine of the
+    codes, which for binary ones orders as the Hamming distance does. SyntheticText2SQL holds documents that
+    are equal to one another: small noise, a function of the document's position alone, breaks the symmetry.
 
     Args:
         config: `query_length` and `document_length` are tokens at most, up to the model's window.
@@ -50,9 +50,9 @@ class MtebEncoder(AbsEncoder):
         self.model, self.config, self.precision = embedder, config, precision
         self._asked, self._found = None, None  # the last corpus, which the subsets of a task may share
         # mteb keeps results by name and revision: whatever changes a score changes them.
-        lengths = [config.query_length, config.document_length]
         weights = joblib.hash([x.detach().float().cpu().numpy() for x in embedder.model.parameters()])
-        revision = fingerprint(weights, embedder.pooling, embedder.mixed_precision, lengths, code_hash())
+        how = embedder.pooling, embedder.mixed_precision, config.query_length, config.document_length
+        revision = fingerprint(weights, how, _TOLD, mteb.__version__, code_hash())
         self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
 
     def encode(
@@ -127,6 +127,8 @@ def run_benchmark(
     Raises: KeyError for an unknown name, before anything runs.
     """
     wanted = [(name, task) for name in names for task in benchmark_tasks(name)]
+    if not wanted:
+        return []
     encoder, results = MtebEncoder(embedder, config, precision), mteb.ResultCache(folder)
     return [
         {"benchmark": name, "task": task.metadata.name} | _run(encoder, task, results)

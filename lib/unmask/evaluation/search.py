@@ -113,7 +113,7 @@ def two_step(
     if len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB) or d_MB.dtype != np.uint8:
         raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
     if candidates < k:
-        raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them, so it must be more")
+        raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them: raise it")
     ids_NC = np.sort(top_k(q_NB, d_MB, candidates)[1], axis=1)
     scores_NC = torch.cat([similarity(q[None], d_MD[ids]) for q, ids in zip(q_ND, ids_NC, strict=True)])
     _check(scores_NC.numpy(), "scores of the candidates")

@@ -24,10 +24,10 @@ _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="u
 DARK = dict(_TOLD["colors"].values())  # every colour that a figure may use → what it becomes on a dark page
 INK, MUTED, GRID, PAPER, *_COLORED = DARK
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # behind a label: hides lines
-RECIPE = BACKBONE, PAIR, CONTEXTUAL, TRIPLET, MERGED = _COLORED[:5]
+RECIPE, CONTEXTUAL = _COLORED[:5], _COLORED[2]
 VERMILION, GREEN, MAGENTA, AMBER, BROWN = _COLORED[5:10]
 HUES = CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN  # of what has no colour of its own
-OUTSIDE = LEXICAL, PRETRAINED = _COLORED[10:]
+OUTSIDE = LEXICAL, _ = _COLORED[10:]
 Table = Mapping[str, Mapping[str, float]]  # series → group or row → value
 STYLE = Path(__file__).with_suffix(".mplstyle")
 

@@ -114,7 +114,10 @@ class Chat:
                 ) from None
             code = getattr(error, "code", None)  # of a refusal, for instance "unsupported_parameter"
             raise Dropped(f"failed: {type(error).__name__}{f' ({code})' if code else ''}") from None
-        text, usage = completion.choices[0].message.content or "", completion.usage
+        choices = getattr(completion, "choices", None)  # some servers send none, or a page, with status 200
+        if not choices:
+            raise Dropped("failed: an answer without choices")
+        text, usage = choices[0].message.content or "", completion.usage
         read, written = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         answer = {"text": text, "prompt_tokens": read, "answer_tokens": written}
         with self._lock:  # a line begins anew after one that a kill has cut
