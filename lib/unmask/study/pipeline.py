@@ -287,7 +287,8 @@ def run_stages(
                 if word != "stopped":
                     _record(one, marks[one.stage.name], about, folders)
     if signals and sorter.is_active():
-        print(*failures, sep="\n", file=sys.stderr)
+        for failure in failures:
+            print(failure, file=sys.stderr)
         raise KeyboardInterrupt(signals[0])
     if failures:
         raise RuntimeError("\n".join(failures))
