@@ -438,7 +438,8 @@ def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
         if config.warmup + config.decay > config.steps:  # a study's shorter trainings may
             how = f"{config.warmup} + {config.decay} > {config.steps}"
             raise ConfigError(f"preset {name}: {stage}: warmup + decay exceed steps ({how})")
-        length = getattr(config, "document_length", 0) or config.length
+        lengths = [getattr(config, key, 0) for key in ("length", "query_length", "document_length")]
+        length = sum(lengths) if stage == "reranker" else max(lengths)
         if length > preset.backbone.max_length:  # it would be read otherwise than it was trained
             raise ConfigError(f"preset {name}: {stage}: {length} tokens of a text exceed backbone.max_length")
     return preset

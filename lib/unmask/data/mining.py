@@ -134,7 +134,7 @@ def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[s
 
 def sample(tables: Mapping[str, Dataset], count: int, seed: int) -> dict[str, Dataset]:
     """At most about `count` rows, from each table in proportion to its size, as `draw`."""
-    share = min(1.0, count / sum(map(len, tables.values())))
+    share = min(1.0, count / max(1, sum(map(len, tables.values()))))
     rng = np.random.default_rng(seed)
     drawn = {}
     for name, table in tables.items():

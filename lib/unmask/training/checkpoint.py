@@ -41,7 +41,8 @@ class Checkpoints:
         path = self.folder / f"step-{step:07d}-{self.fingerprint}"
         temporary = self.folder / f".{path.name}.tmp"
         if processes.main:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for left in self.folder.glob(f".step-*-{self.fingerprint}.tmp"):  # of a kill
+                shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir(parents=True)
         processes.wait()
         writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)

@@ -165,6 +165,7 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
         options, stop = {"stdout": subprocess.PIPE, "stderr": log, "text": True}, None
         if parallel.launcher:  # srun answers SIGTERM by killing its tasks, so a file stands for it
             stop = jobs[first].with_name(f"stop-{os.getpid()}")
+            stop.unlink(missing_ok=True)  # of an interrupted cell
             environment |= {STOP: str(stop)}
         gc.collect()
         torch.cuda.empty_cache()  # what the notebook's own models held
@@ -228,7 +229,7 @@ def main(paths: Sequence[str]) -> None:
     # Buffered, even under torchrun's `python -u`: a row is one write, so two processes' rows do not mingle.
     metrics = os.fdopen(os.dup(1), "w", encoding="utf8")
     rank = os.environ.get("RANK", "0")
-    if "RANK" in os.environ:
+    if torch.distributed.is_torchelastic_launched():
         _die_with_torchrun()
     for path in map(Path, paths):
         job = read_json(path)
@@ -245,7 +246,7 @@ def main(paths: Sequence[str]) -> None:
             raise
         except Exception as error:
             traceback.print_exc()  # now: the notebook ends this process as soon as it reads the row
-            say({"error": f"{type(error).__name__}: {error}"})
+            say({"error": f"{type(error).__name__}: {error}"[:1500]})  # a longer row would mingle with others
             sys.exit(1)
         # The next one finds the process as the first one found it.
         gc.collect()

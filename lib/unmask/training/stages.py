@@ -2,7 +2,7 @@
 functions of (seed, step), and its loss.
 
 To add one, write a class here or in `neighbours`, put its name into `loop.STAGES`, and a section of that name
-into the presets.
+into `config.Preset` and the presets.
 
 Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L tokens.
 """
