@@ -466,16 +466,13 @@ def resolved(config: Any) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def flat(preset: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a resolved preset's sections: "pair.lr" → value."""
+def comparable(preset: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs must share to be compared, of a resolved preset: "pair.lr" → value, all but the seeds of
+    trainings and how these are computed."""
     sections = {name: row for name, row in preset.items() if isinstance(row, dict)}
-    return {f"{name}.{key}": value for name, row in sections.items() for key, value in row.items()}
-
-
-def of_one_run(key: str) -> bool:
-    """Whether runs that are compared may differ in a value: the seed of a training, or how it is computed."""
-    section, _, name = key.partition(".")
-    return name in COMPUTED or (name == "seed" and section in TRAINED)
+    values = {(name, key): value for name, row in sections.items() for key, value in row.items()}
+    own = {(name, key) for name in TRAINED for key in COMPUTED | {"seed"}}
+    return {".".join(key): value for key, value in values.items() if key not in own}
 
 
 def _read(name: str) -> dict[str, Any]:

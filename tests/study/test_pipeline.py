@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -146,6 +147,17 @@ def test_a_stage_made_from_an_old_input_stays_due(diamond):
     mark = marks_of(diamond, changed)["03_join"]
     pipeline._finish(pipeline._Child(stage, None, 0.0), mark, diamond.folders)
     assert reasons(diamond, changed)["03_join"] == "input 01_left changed"
+
+
+def test_a_record_keeps_what_of_the_preset_was_otherwise_when_its_notebook_ran(diamond):
+    about = {"commit": "abc", "dirty": False}
+    for stage, steps in zip(discover(diamond.folders.notebooks)[:3], (11, 12, 11), strict=True):
+        preset = PRESET | {"pair": {"steps": steps, "seed": steps, "keep_tokens": steps}}
+        ended = pipeline._Child(stage, SimpleNamespace(returncode=0), 0.0)
+        mark = marks_of(diamond, preset)[stage.name]
+        pipeline._record(ended, mark, about | {"preset": preset}, diamond.folders)
+    kept = {name: one["otherwise"] for name, one in pipeline.recorded(diamond.folders).items()}
+    assert kept == {"00_backbone": {}, "01_left": {"pair.steps": 12}, "02_right": {}}
 
 
 def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):

@@ -26,7 +26,7 @@ import numpy as np
 import yaml
 from scipy import stats
 
-from unmask.config import EvaluationConfig, flat, of_one_run, resolved
+from unmask.config import EvaluationConfig, comparable, resolved
 from unmask.evaluation.tasks import Task, ndcg
 from unmask.run import Run, seed_runs
 from unmask.store import replacing
@@ -372,25 +372,17 @@ def _effect(study: Run, line: Line) -> Effect:
 def runs(study: Run) -> dict[int, Run]:
     """This run, and those whose results lie beside its own that repeat it with other seeds, by seed: named
     <run>-seed<N>, and with the same corpus, see `left_out`."""
-    excluded = left_out(study)
-    others = {seed: other for seed, other in _repetitions(study).items() if other.name not in excluded}
+    others = {seed: run for seed, run in _repetitions(study).items() if not _apart(study, run, seed)}
     return dict(sorted((others | {study.config.pair.seed: study}).items()))
 
 
 def left_out(study: Run) -> dict[str, str]:
     """Runs that are named as repetitions of this one but cannot be pooled, and notebooks of this and of the
     other runs whose numbers were made with other values of the preset or another corpus; each with why."""
-    reasons, corpus = _outdated(study, study), _corpus(study)
-    for seed, other in _repetitions(study).items():
-        preset = (other.load("provenance") or {}).get("preset")
-        if not preset:
-            reasons[other.name] = "has no provenance.json: copy that, too"
-        elif _corpus(other) != corpus:
-            reasons[other.name] = "differs in corpus"
-        elif preset["pair"]["seed"] != seed:
-            reasons[other.name] = f"was trained with seed {preset['pair']['seed']}"
-        else:
-            reasons |= _outdated(study, other)
+    apart = {run.name: _apart(study, run, seed) for seed, run in _repetitions(study).items()}
+    reasons = {name: why for name, why in apart.items() if why}
+    for run in runs(study).values():
+        reasons |= {f"{run.name}, {name}": why for name, why in _outdated(study, run).items()}
     return reasons
 
 
@@ -398,23 +390,30 @@ def _repetitions(study: Run) -> dict[int, Run]:
     return {seed: replace(study, name=folder.name) for seed, folder in seed_runs(study.results).items()}
 
 
-def _corpus(run: Run) -> str | None:
-    return (run.load("00_backbone") or {}).get("corpus_hash")
+def _apart(study: Run, run: Run, seed: int) -> str:
+    """Why a run cannot be pooled as this one with another seed; empty if it can."""
+    preset = (run.load("provenance") or {}).get("preset")
+    if not preset:
+        return "has no provenance.json: copy that, too"
+    corpora = {(one.load("00_backbone") or {}).get("corpus_hash") for one in (study, run)}
+    trained = preset["pair"]["seed"]
+    return "differs in corpus" * (len(corpora) > 1) or f"was trained with seed {trained}" * (trained != seed)
 
 
 def _outdated(study: Run, run: Run) -> dict[str, str]:
-    """What of a run was not made as `study` would: "run, notebook" → why. Seeds may differ, and how a
-    training is computed; a notebook that was run by hand has no record."""
-    about, asked, reasons = run.load("provenance") or {}, flat(resolved(study.config)), {}
+    """Notebooks of a run that were not made as `study` would make them, and why. One that was run by hand has
+    no record."""
+    about, asked, reasons = run.load("provenance") or {}, comparable(resolved(study.config)), {}
     stages = about.get("stages", {})
     for name, one in stages.items():
-        made = flat(about["preset"]) | one.get("otherwise", {})
+        made = comparable(about["preset"]) | one.get("otherwise", {})
         read = {key for key in made.keys() & asked.keys() if key.partition(".")[0] in one.get("reads", ())}
-        changed = sorted(key for key in read if made[key] != asked[key] and not of_one_run(key))
+        changed = sorted(key for key in read if made[key] != asked[key])
         changed += ["corpus"] * (one.get("data", "") not in ("", stages.get("00_backbone", one).get("data")))
-        if changed or one["exit_status"]:
-            why = f"differs in {', '.join(changed[:5])}" if changed else "failed when it last ran"
-            reasons[f"{run.name}, {name}"] = why
+        if changed:
+            reasons[name] = f"differs in {', '.join(changed[:5])}"
+        elif one["exit_status"]:
+            reasons[name] = "failed when it last ran"
     return reasons
 
 
@@ -423,13 +422,13 @@ def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
 
     Raises: ValueError if this run has none of the preset's values and corpus.
     """
-    found, excluded = {}, left_out(study)
-    for seed, run in runs(study).items():
-        saved = sorted(path.stem for path in run.results.glob("[0-9]*.json") if path.stem != run.stage)
-        found[seed] = {name: run.load(name) for name in saved if f"{run.name}, {name}" not in excluded}
-    if why := excluded.get(f"{study.name}, 00_backbone"):
+    if why := _outdated(study, study).get("00_backbone"):
         command = f"unmask run --preset {study.config.name} --run {study.name}"
         raise ValueError(f"the results of run {study.name!r} are of another one, which {why}: `{command}`")
+    found = {}
+    for seed, run in runs(study).items():
+        names = {path.stem for path in run.results.glob("[0-9]*.json")} - {run.stage, *_outdated(study, run)}
+        found[seed] = {name: run.load(name) for name in sorted(names)}
     return found
 
 

@@ -27,7 +27,7 @@ CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # behind a label:
 RECIPE, CONTEXTUAL = _COLORED[:5], _COLORED[2]
 VERMILION, GREEN, MAGENTA, AMBER, BROWN = _COLORED[5:10]
 HUES = CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN  # of what has no colour of its own
-OUTSIDE = LEXICAL, _ = _COLORED[10:]
+OUTSIDE, LEXICAL = _COLORED[10:], _COLORED[10]
 Table = Mapping[str, Mapping[str, float]]  # series → group or row → value
 STYLE = Path(__file__).with_suffix(".mplstyle")
 

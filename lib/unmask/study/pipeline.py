@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from unmask.children import ENVIRONMENT, bound, on_signal
-from unmask.config import TRAINED, ParallelConfig, Preset, flat, resolved
+from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
 from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic, write_json
 
@@ -315,11 +315,9 @@ class _Child:
 
 def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environment: dict[str, str]) -> _Child:
     # From here on the outputs are neither the old nor the new ones, and what is drawn no more must not stay.
-    for old in (
-        folders.artifacts / stage.name / "done.json",
-        *folders.results.glob(f"figures/{stage.name}-*"),
-    ):
-        old.unlink(missing_ok=True)
+    (folders.artifacts / stage.name / "done.json").unlink(missing_ok=True)
+    for figure in folders.results.glob(f"figures/{stage.name}-*"):
+        figure.unlink()
     process = subprocess.Popen(
         bound([sys.executable, "-m", "unmask.study.pipeline", stage.name, json.dumps(parameters)]),
         cwd=folders.notebooks,
@@ -532,8 +530,8 @@ def recorded(folders: Folders) -> dict[str, Any]:
 def _record(one: _Child, mark: dict[str, Any], about: dict[str, Any], folders: Folders) -> None:
     """Writes what one stage did beside what holds for the whole run. Other stages' records stay, and keep
     what of the preset was otherwise when they ran."""
-    earlier, stages = read_json(folders.results / "provenance.json"), recorded(folders)
-    before, now = flat(earlier.get("preset", {})), flat(about["preset"])
+    earlier, now = read_json(folders.results / "provenance.json"), comparable(about["preset"])
+    before, stages = comparable(earlier.get("preset", {})), earlier.get("stages", {})
     for record in stages.values():
         made = before | record.get("otherwise", {})
         record["otherwise"] = {key: made[key] for key in made.keys() & now.keys() if made[key] != now[key]}
@@ -545,9 +543,7 @@ def _record(one: _Child, mark: dict[str, Any], about: dict[str, Any], folders: F
         "exit_status": int(one.process.returncode != 0),
         "commit": about["commit"],
         "dirty": about["dirty"],
-        "reads": sorted(
-            {*one.stage.reads}.union(*inherited)
-        ),  # sections of the preset, what it needs included
+        "reads": sorted({*one.stage.reads}.union(*inherited)),  # what it needs included
         "otherwise": {},
         "data": mark["depends_on"]["data"],
     }
