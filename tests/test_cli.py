@@ -10,6 +10,7 @@ import pytest
 
 from toy_checkout import Checkout
 from unmask import cli
+from unmask.__main__ import _parser, main
 from unmask.config import TRAINED, load_preset
 from unmask.store import repository
 
@@ -103,7 +104,7 @@ def test_a_request_that_cannot_work_is_one_message(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, message
 ) -> None:
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "none"))
-    assert cli.main(["run", "--preset", "smoke", *arguments]) == 2
+    assert main(["run", "--preset", "smoke", *arguments]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("unmask: ") and message in errors and errors.count("\n") == 1
     assert not (tmp_path / "none").exists()
@@ -133,7 +134,7 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
     assert not requeued or log.read_text() == "requeue 7\n"
     assert log.exists() == requeued
     head, *command = log.with_name("log.unmask").read_text().splitlines()
-    options = cli._parser().parse_args(command)
+    options = _parser().parse_args(command)
     assert (head, options.gpus, options.preset) == ("node-a", 16, "paper-0.6b")
     parallel = load_preset(options.preset, cli._overrides(options.set)).parallel
     assert parallel.num_machines == 2
@@ -143,6 +144,6 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
 
 def test_help_loads_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "papermill", "nbformat", "datasets", "pyarrow", "numpy"}
-    code = f"import sys, unmask.cli; print({heavy} & sys.modules.keys())"
+    code = f"import sys, unmask.__main__; print({heavy} & sys.modules.keys())"
     environment = os.environ | {"PYTHONPATH": str(repository() / "lib")}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "set()\n"

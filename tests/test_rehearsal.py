@@ -7,7 +7,7 @@ import pytest
 from joblib.externals.loky import get_reusable_executor
 
 import rehearsal
-from unmask.cli import main
+from unmask.__main__ import main
 from unmask.config import TRAINED, load_preset, resolved
 from unmask.data import hub, reading, tokenized
 from unmask.data.sources import open_corpus

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unmask import cli
+from unmask.__main__ import main
 from unmask.run import Folders
 
 PARAMETERS = 'preset: str = "smoke"  # which preset\noverrides: dict = {}\nrun: str = ""'
@@ -74,7 +74,7 @@ class Checkout:
             patch.setattr("unmask.run.repository", lambda: self.root)
             patch.setenv("UNMASK_ARTIFACTS", str(self.root / "artifacts"))
             patch.chdir(self.root)
-            status = cli.main(arguments)
+            status = main(arguments)
         return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
 
     def path_with(self, name: str, script: str) -> str:

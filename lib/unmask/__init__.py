@@ -19,7 +19,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 def __getattr__(name: str) -> Any:
     # Loaded on first use: the command line must answer without waiting for torch.
     if name == "Embedder":
-        from unmask.models.embedder import Embedder
+        from unmask.models.embedder import Embedder  # noqa: PLC0415
 
         return Embedder
     raise AttributeError(f"module 'unmask' has no attribute {name!r}")

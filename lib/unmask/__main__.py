@@ -1,7 +1,131 @@
-"""`python -m unmask` is the command `unmask`."""
+"""The command `unmask`: its arguments, and what it returns. What a command does is in `cli`, which is loaded
+when there is something to do, so that help is there at once.
 
+Diffusion-pretrained dense and contextual text embeddings, reproduced notebook by notebook.
+
+run: Executes the selected notebooks that are due. With --seeds K the run is repeated with the seeds 1 to K
+- 1, each as a run of its own, before it is executed itself: its report holds what all of them found, and
+what lies in results/NAME-seedN from other machines, where --seed N makes one of them alone. SIGTERM and
+SIGINT let a training write a checkpoint before the run ends, with status 75 after SIGTERM;
+UNMASK_GRACE_SECONDS is the time that this may take, 120 by default.
+
+prepare: Reads and tokenises what a preset's trainings read, on a machine without GPUs. What texts are
+mined for, and look-alikes, need a trained model: their notebooks prepare them. Killed at any moment, the
+same command goes on.
+
+status: The state of every notebook of a run, and of its repetitions with other seeds.
+
+encode: Embeds the texts of a file with a trained model, on all GPUs of this machine. The embeddings are a
+NumPy array with a row for each text, in their order. The same command goes on with what was interrupted.
+
+pull: Fetches the models and the data that a preset reads, on a host with internet. The files are laid out
+as on the Hub, DIR/<organisation>/<name>/..., and their checksums noted for `check`; of a text source only
+as much is fetched as data.max_text_mb needs. The same command goes on with what was interrupted.
+UNMASK_MIRROR=DIR then serves hosts without internet.
+
+check: Says what of a preset's models and data UNMASK_MIRROR lacks, and whether the checksums of the rest
+are right. Exit status 1 if anything is missing or wrong.
+"""
+
+import argparse
+import shlex
+import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from unmask.cli import main
+import yaml
+from filelock import Timeout
 
-sys.exit(main())
+from unmask.config import preset_names
+from unmask.run import PREEMPTED
+
+# What each command does, from above: what `unmask COMMAND --help` says.
+ABOUT, *OF_COMMANDS = __doc__.split("\n\n")[1:]
+MANUAL = dict(paragraph.split(": ", 1) for paragraph in OF_COMMANDS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Returns: exit status: 0 done, 1 a notebook failed, 2 the request is wrong, 75 pre-empted by SIGTERM, 130
+        stopped by SIGINT.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(arguments)
+    options.said = shlex.join(["unmask", *arguments])
+    from unmask import cli  # noqa: PLC0415 (seconds, with datasets; help need not wait for it)
+
+    try:
+        return getattr(cli, options.command)(options) or 0
+    except Timeout:
+        print("unmask: another process executes this run: wait, or use --run", file=sys.stderr)
+        return 2
+    # A wrong request; a preset that is no YAML; a failed notebook; a full disk.
+    except (ValueError, yaml.YAMLError, RuntimeError, OSError) as error:
+        print(f"unmask: {error}", file=sys.stderr)
+        return 1 if isinstance(error, RuntimeError | OSError) else 2
+    except KeyboardInterrupt as error:
+        number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
+        print(f"unmask: stopped by {number.name}; the same command goes on from here", file=sys.stderr)
+        return PREEMPTED if number == signal.SIGTERM else 128 + number
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="unmask", description=ABOUT)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    preset = argparse.ArgumentParser(add_help=False)
+    add = preset.add_argument
+    add("--preset", default="cpu", metavar="NAME", help=f"one of {', '.join(preset_names())}; default cpu")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="such as pair.steps=50; repeatable")
+    named = argparse.ArgumentParser(add_help=False, parents=[preset])
+    named.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
+    shared = argparse.ArgumentParser(add_help=False, parents=[named])
+    several = "repeat it with seeds 1 to K - 1, as NAME-seedN, then run it and pool all"
+    shared.add_argument("--seeds", type=_positive, default=1, metavar="K", help=several)
+
+    def command(name: str, about: str, *parents: argparse.ArgumentParser, of=commands):
+        added = of.add_parser(name, parents=parents, help=about, description=MANUAL[name])
+        added.set_defaults(command=name)
+        return added.add_argument
+
+    add = command("run", "execute the notebooks that are due", shared)
+    add("--from", dest="start", default="", metavar="NN", help="leave out the notebooks before this one")
+    add("--to", dest="stop", default="", metavar="NN", help="leave out the notebooks after this one")
+    add("--only", default="", metavar="NN,…", help="these notebooks only")
+    add("--force", action="store_true", help="also what is up to date; train anew what other code trained")
+    add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
+    add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")
+    add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
+    add("--seed", type=_positive, default=0, metavar="N", help="repeat it with this seed only, as NAME-seedN")
+    add("--jobs", type=_positive, default=1, metavar="J", help="up to J independent notebooks side by side")
+    add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
+
+    command("prepare", "read and tokenise for trainings, where no GPU waits", named)
+    command("status", "what is done, and what is due", shared)
+
+    add = command("encode", "embed a file of texts")
+    add("model", help="a checkpoint directory, or a name on the Hub")
+    add("input", type=Path, help=".parquet, .jsonl, .csv and the like, or .txt with a text in each line")
+    add("output", type=Path, help="the array, an .npy file")
+    add("--precision", default="int8", help="float32, int8 (default), binary or ubinary")
+    add("--dimensions", type=_positive, metavar="N", help="keep only the first N; default: all")
+    add("--column", default="text", metavar="NAME", help="where the texts are, default text")
+
+    mirrors = commands.add_parser("mirror", help="models and data for hosts without internet")
+    actions = mirrors.add_subparsers(required=True, metavar="action")
+    add = command("pull", "fetch what a preset reads, or go on with that", preset, of=actions)
+    add("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
+    command("check", "say what UNMASK_MIRROR lacks, and verify the rest", preset, of=actions)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

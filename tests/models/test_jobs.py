@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
-from unmask import Embedder, cli
+from unmask import Embedder
+from unmask.__main__ import main
 from unmask.models import jobs
 
 TEXTS = [f"{text} {number}" for number, text in enumerate(tiny.TEXTS * 3)]
@@ -41,7 +42,7 @@ def test_every_format_gives_what_encode_gives(embedder, model, name, tmp_path):
         with (gzip.open if path.suffix == ".gz" else open)(path, "wt") as file:
             file.write("\n".join(rows))
     command = ["encode", str(model), str(path), str(tmp_path / "out.npy"), "--column", "body"]
-    assert cli.main([*command, "--precision", "ubinary", "--dimensions", "16"]) == 0
+    assert main([*command, "--precision", "ubinary", "--dimensions", "16"]) == 0
     found = np.load(tmp_path / "out.npy")
     np.testing.assert_array_equal(found, embedder.encode(TEXTS, "ubinary", 16))
     assert {path.name for path in tmp_path.iterdir()} == {name, "out.npy"}
@@ -61,7 +62,7 @@ REFUSED = [
 def test_what_cannot_work_is_said_at_once(name, rows, output, message, model, tmp_path, capsys):
     path = tmp_path / name
     path.write_text("\n".join(rows))
-    assert cli.main(["encode", str(model), str(path), str(tmp_path / output)]) == 2
+    assert main(["encode", str(model), str(path), str(tmp_path / output)]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name]
 

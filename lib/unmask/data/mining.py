@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import faiss
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
@@ -310,8 +311,6 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
     Memory: the points that centroids are computed from (1 GiB at most), those that faiss draws of them (256
     per centroid), and some numbers per row. Larger data are represented by a random sample of rows.
     """
-    import faiss
-
     count, width = len(own.query_N), 2 * own.vectors_UD.shape[1]
     k = -(-count // cluster_size)
     fits = max(SAMPLE // (4 * width), LEAST * k) // 2

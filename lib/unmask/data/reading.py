@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 import fsspec
 import huggingface_hub
+from datasets import Dataset, load_dataset
+from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
+from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub.errors import HTTPError
 
 from unmask.data.registry import Source, own_files, split_of
@@ -214,9 +217,6 @@ def _commit(repo: str, revision: str) -> str:
 def _resolved(source: Source, config: str, base: str) -> list[str]:
     """The files of a configuration's split, by the README of the repository in `base` (a folder, or an hf://
     URL), or else by their names. A folder may hold as many of them as are needed."""
-    # Seconds to import, which a question at the command line does not need.
-    from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
-
     where, configs = f"Source {source.name}: {source.repo}", _configurations(base)
     name = config or configs.get_default_config_name() or "default"
     if configs and name not in configs:
@@ -240,8 +240,6 @@ def _resolved(source: Source, config: str, base: str) -> list[str]:
 @cache  # some have a thousand, and a source for each language asks
 def _configurations(base: str) -> Mapping[str, Any]:
     """The `configs:` of a repository's README."""
-    from datasets.utils.metadata import MetadataConfigs
-
     with suppress(FileNotFoundError), fsspec.open(f"{base}/README.md", encoding="utf8", mode="rt") as file:
         card = huggingface_hub.DatasetCard(file.read(), ignore_metadata_errors=True)
         return MetadataConfigs.from_dataset_card_data(card.data)
@@ -249,8 +247,6 @@ def _configurations(base: str) -> Mapping[str, Any]:
 
 
 def _parts(file: DataFile) -> int:
-    from datasets import Dataset  # seconds to import, which a question at the command line does not need
-
     if (suffix := suffix_of(file.path)) not in FORMATS or not file.size:
         raise ValueError(f"{file.path} is empty, or in no known format; there are {', '.join(FORMATS)}")
     if suffix == ".arrow":
@@ -270,8 +266,6 @@ def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
 
 
 def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
-    from datasets import Dataset, load_dataset
-
     suffix, options = suffix_of(unit.file), {}
     if suffix == ".arrow":
         rows, start = Dataset.from_file(unit.file), unit.part * UNIT_ROWS

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
@@ -47,8 +45,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
         it.
     Source: Qwen2's tokenizer, which the paper's backbone uses; the vocabulary is ours.
     """
-    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer  # slow to import; encoding needs neither
-
     tokenizer = Qwen2Tokenizer().backend_tokenizer  # without a vocabulary
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     options = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": alphabet, "show_progress": False}
@@ -90,8 +86,6 @@ def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
     Source: the tokenizer of Qwen3-Embedding, which pools at that token.
     """
-    from transformers import PreTrainedTokenizerFast
-
     backend, end = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), end_token(tokenizer)
     special = [(end, backend.token_to_id(end))]
     backend.post_processor = processors.TemplateProcessing(f"$A {end}", f"$A $B {end}", special)

@@ -9,7 +9,7 @@ sections of the preset. Where a run is repeated with other seeds, notebooks with
 and so are those with "seeds": "pooled", which read what all of these runs saved.
 
 A stage is done when its done.json matches all that its outputs depend on. Those that are due run in processes
-of their own, `python -m unmask.study.pipeline STAGE PARAMETERS`; nothing heavy is imported before.
+of their own, `execute`.
 """
 
 import datetime
@@ -25,7 +25,6 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,14 +34,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+from joblib import cpu_count
 
 from unmask.children import ENVIRONMENT, bound, on_signal
 from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
 from unmask.run import PREEMPTED, Folders, grace_seconds
-from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_atomic, write_json
+from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_json
 
 # Of the library: what computes nothing.
-ASIDE = ("study/pipeline.py", "study/plan.py", "children.py", "cli.py", "data/hub.py", "__main__.py")
+ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "children.py", "cli.py", "data/hub.py")
+ASIDE += ("__main__.py",)
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12a_page"  # the notebook that is published as the report
 TICK = 0.1  # seconds between two looks at the notebooks that run
@@ -319,7 +320,7 @@ def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environme
     for figure in folders.results.glob(f"figures/{stage.name}-*"):
         figure.unlink()
     process = subprocess.Popen(
-        bound([sys.executable, "-m", "unmask.study.pipeline", stage.name, json.dumps(parameters)]),
+        bound([sys.executable, "-m", "unmask.study.execute", stage.name, json.dumps(parameters)]),
         cwd=folders.notebooks,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -381,101 +382,6 @@ def _finish(one: _Child, mark: dict[str, Any], folders: Folders) -> None:
     write_json(folders.artifacts / one.stage.name / "done.json", seal(mark["depends_on"] | used) | facts)
 
 
-# ---- one notebook, in its own process
-
-
-def execute(stage: str, parameters: dict[str, Any]) -> str:
-    """Executes a notebook with papermill, which writes it while it runs; what it prints goes to the log, too.
-
-    Args:
-        stage: name of the notebook.
-        parameters: its own: name → value.
-    Returns: why it failed, if it did.
-    Raises: SystemExit with status 75 if it was stopped.
-    """
-    sys.modules["rfc3987_syntax"] = None  # a check of IRIs that nbformat would load, in seconds, for nothing
-    from papermill import PapermillExecutionError, execute_notebook
-    from papermill.exceptions import strip_color
-    from traitlets.config import Config
-
-    stopped: list[signal.Signals] = []
-
-    def stop(number: signal.Signals) -> None:
-        """The kernel hands this on to a training and waits for it; otherwise it ends at once."""
-        stopped.append(number)
-        kernels = psutil.Process().children()
-        for kernel in kernels:
-            kernel.terminate()
-        if not kernels:
-            os._exit(PREEMPTED)
-
-    folders, reason = Folders(parameters["run"]), ""
-    executed, path = folders.executed / f"{stage}.ipynb", folders.logs / f"{stage}.log"
-    with (
-        path.open("w", encoding="utf8") as log,
-        tempfile.TemporaryDirectory() as sockets,
-        on_signal(stop, signal.SIGTERM),
-    ):
-        # Not ports: of two kernels that look for a free one at once, one may bind what the other chose.
-        transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
-        for stream in (1, 2):  # the kernel inherits them
-            os.dup2(log.fileno(), stream)
-        try:
-            execute_notebook(
-                folders.notebooks / executed.name,
-                executed,
-                parameters,
-                config=transport,
-                kernel_name="python3",
-                language="python",
-                progress_bar=False,
-                record_timing=False,
-                stdout_file=log,
-                stderr_file=log,
-                coalesce_streams=True,  # of a progress bar its last state
-                extra_arguments=["--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"],
-            )
-        except PapermillExecutionError as error:
-            print(error, file=log)
-            stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
-            line = error.source.strip().partition("\n")[0]
-            reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
-        except Exception as error:
-            # A RuntimeError: the kernel died.
-            why = ", most often for want of memory" if isinstance(error, RuntimeError) else ""
-            reason = f"\n  {error}{why}"
-    try:
-        _clean(executed, folders)
-        if stage == PAGE and not reason:
-            from unmask.study.page import publish
-
-            publish(executed, folders.results)
-    except Exception as error:  # it may not have been written
-        reason = reason or f"\n  {error}"
-    if stopped and reason:
-        raise SystemExit(PREEMPTED)
-    if reason:
-        told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"
-        return _named(told, folders)
-    return ""
-
-
-def _clean(path: Path, folders: Folders) -> None:
-    """Takes from the executed notebook this machine's paths and what a vanished progress bar left."""
-    notebook = read_json(path)
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            cell["outputs"] = [one for one in cell["outputs"] if "".join(one.get("text", "-")).strip()]
-    write_atomic(path, _named(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", folders))
-
-
-def _named(text: str, folders: Folders) -> str:
-    """A text with paths as a reader of the checkout would write them, without those of this machine."""
-    root, artifacts = str(folders.root), str(folders.artifacts.parent)
-    text = text.replace(artifacts, "artifacts").replace(f"{root}/", "")
-    return text.replace(root, ".")
-
-
 # ---- what the numbers were made with: results/<run>/provenance.json
 
 
@@ -504,8 +410,6 @@ def describe(folders: Folders, preset: Preset, overrides: dict[str, Any], comman
 def hardware() -> dict[str, Any]:
     """Processor, whether it has bf16 instructions (precision "bf16" is float32 where it has none), cores that
     this process may use, memory, and the GPUs' names."""
-    from joblib import cpu_count  # with numpy, which a question at the command line does not need
-
     about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return {
         "cpu": (re.findall(r"model name\s*:\s*(.*)", about) or [platform.machine()])[0],
@@ -565,10 +469,3 @@ def _utc(seconds: float) -> str:
 def clock(seconds: float) -> str:
     """Seconds as hours, minutes and seconds: 0:02:10."""
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-if __name__ == "__main__":
-    with os.fdopen(os.dup(2), "w", encoding="utf8") as complaints:
-        failure = execute(sys.argv[1], json.loads(sys.argv[2]))
-        complaints.write(failure[:20_000])  # a pipe holds so much until it is read
-    sys.exit(bool(failure))

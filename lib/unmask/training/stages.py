@@ -431,7 +431,8 @@ class Pair(Contrastive):
         def load() -> Encoder:
             if backbone.facts(path):
                 return Embedder.from_pretrained(path)
-            from sentence_transformers import SentenceTransformer  # seconds to import, for few trainings
+            # A second to import, for few trainings.
+            from sentence_transformers import SentenceTransformer  # noqa: PLC0415
 
             return SentenceTransformer(path)
 

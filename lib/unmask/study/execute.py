@@ -1,0 +1,112 @@
+"""One notebook, executed in a process of its own: `python -m unmask.study.execute STAGE PARAMETERS`."""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+from papermill import PapermillExecutionError, execute_notebook
+from papermill.exceptions import strip_color
+from traitlets.config import Config
+
+from unmask.children import on_signal
+from unmask.run import PREEMPTED, Folders
+from unmask.store import read_json, write_atomic
+from unmask.study.page import publish
+from unmask.study.pipeline import PAGE
+
+
+def execute(stage: str, parameters: dict[str, Any]) -> str:
+    """Executes a notebook with papermill, which writes it while it runs; what it prints goes to the log, too.
+
+    Args:
+        stage: name of the notebook.
+        parameters: its own: name → value.
+    Returns: why it failed, if it did.
+    Raises: SystemExit with status 75 if it was stopped.
+    """
+    stopped: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        """The kernel hands this on to a training and waits for it; otherwise it ends at once."""
+        stopped.append(number)
+        kernels = psutil.Process().children()
+        for kernel in kernels:
+            kernel.terminate()
+        if not kernels:
+            os._exit(PREEMPTED)
+
+    folders, reason = Folders(parameters["run"]), ""
+    executed, path = folders.executed / f"{stage}.ipynb", folders.logs / f"{stage}.log"
+    with (
+        path.open("w", encoding="utf8") as log,
+        tempfile.TemporaryDirectory() as sockets,
+        on_signal(stop, signal.SIGTERM),
+    ):
+        # Not ports: of two kernels that look for a free one at once, one may bind what the other chose.
+        transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+        for stream in (1, 2):  # the kernel inherits them
+            os.dup2(log.fileno(), stream)
+        try:
+            execute_notebook(
+                folders.notebooks / executed.name,
+                executed,
+                parameters,
+                config=transport,
+                kernel_name="python3",
+                language="python",
+                progress_bar=False,
+                record_timing=False,
+                stdout_file=log,
+                stderr_file=log,
+                coalesce_streams=True,  # of a progress bar its last state
+                extra_arguments=["--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"],
+            )
+        except PapermillExecutionError as error:
+            print(error, file=log)
+            stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
+            line = error.source.strip().partition("\n")[0]
+            reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
+        except Exception as error:
+            # A RuntimeError: the kernel died.
+            why = ", most often for want of memory" if isinstance(error, RuntimeError) else ""
+            reason = f"\n  {error}{why}"
+    try:
+        _clean(executed, folders)
+        if stage == PAGE and not reason:
+            publish(executed, folders.results)
+    except Exception as error:  # it may not have been written
+        reason = reason or f"\n  {error}"
+    if stopped and reason:
+        raise SystemExit(PREEMPTED)
+    if reason:
+        told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"
+        return _named(told, folders)
+    return ""
+
+
+def _clean(path: Path, folders: Folders) -> None:
+    """Takes from the executed notebook this machine's paths and what a vanished progress bar left."""
+    notebook = read_json(path)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell["outputs"] = [one for one in cell["outputs"] if "".join(one.get("text", "-")).strip()]
+    write_atomic(path, _named(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", folders))
+
+
+def _named(text: str, folders: Folders) -> str:
+    """A text with paths as a reader of the checkout would write them, without those of this machine."""
+    root, artifacts = str(folders.root), str(folders.artifacts.parent)
+    text = text.replace(artifacts, "artifacts").replace(f"{root}/", "")
+    return text.replace(root, ".")
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(2), "w", encoding="utf8") as complaints:
+        failure = execute(sys.argv[1], json.loads(sys.argv[2]))
+        complaints.write(failure[:20_000])  # a pipe holds so much until it is read
+    sys.exit(bool(failure))
