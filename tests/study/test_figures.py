@@ -74,37 +74,38 @@ def test_every_figure_is_labelled_readable_within_its_edges_and_of_known_colours
     for artist in figure.findobj(lambda artist: artist.get_visible()):
         for part in ("color", "facecolor", "edgecolor"):
             for rgba in to_rgba_array(getattr(artist, f"get_{part}", lambda: "none")()):
-                assert not rgba[3] or to_hex(rgba[:3]) in figures.DARK, (artist, part)
+                assert not rgba[3] or to_hex(rgba[:3]) in figures.COLORS, (artist, part)
 
 
 def test_a_figure_is_saved_for_light_and_for_dark_pages(tmp_path, monkeypatch):
     monkeypatch.setattr(workspace, "repository", lambda: tmp_path)
     run = workspace.Run("02_pair", "r", load_preset("smoke"))
     figure = figures.grouped_bars(BARS | {"CDE": {"english": 0.4, "code": 0.3}}, **TEXT)
-    before = [to_hex(patch.get_facecolor(), keep_alpha=True) for patch in figure.axes[0].patches]
     run.figure(figure, "one")
     path = run.results / "figures" / "02_pair-one.png"
     dark = path.with_name("02_pair-one-dark.png")
     assert sorted(path.parent.iterdir()) == sorted((path, dark))
     wanted = (figures.PAPER, figures.INK, figures.RECIPE[4], figures.MAGENTA)
-    for file, (paper, *rest) in ((path, wanted), (dark, [figures.DARK[color] for color in wanted])):
+    wanted = np.array([_rgb(color) for color in wanted])
+    for file, (paper, *rest) in ((path, wanted), (dark, figures.night(wanted))):
         assert file.stat().st_size <= 100_000
         image = Image.open(file).convert("RGB")
         found = {color: count for count, color in image.getcolors(image.width * image.height)}
         # The page is what there is most of, and the colours are as they should be, a small bar's, too.
-        assert max(found, key=found.get) == _rgb(paper)
+        assert max(found, key=found.get) == tuple(paper)
         for color in rest:
-            assert min(np.abs(np.subtract(_rgb(color), other)).max() for other in found) <= 3
-    # And the notebook goes on to show the light one.
-    assert [to_hex(patch.get_facecolor(), keep_alpha=True) for patch in figure.axes[0].patches] == before
-    assert to_hex(figure.get_facecolor()) == figures.PAPER
+            assert min(np.abs(np.subtract(color, other)).max() for other in found) <= 3
 
 
-def test_every_colour_has_one_of_its_own_on_dark_pages():
-    light, dark = set(figures.DARK), set(figures.DARK.values())
-    assert len(dark) == len(light) and not light & dark
+def test_every_colour_is_another_on_dark_pages_with_paper_the_darkest():
+    light = np.array([_rgb(color) for color in figures.COLORS])
+    dark = figures.night(light)
+    assert len(np.unique(dark, axis=0)) == len(light)
+    order = figures.COLORS.index(figures.PAPER), figures.COLORS.index(figures.INK)
+    assert (dark.sum(1).argmin(), dark.sum(1).argmax()) == order
+    np.testing.assert_allclose(dark[order[0]], figures.DARKEST)
     used = {look.color for look in [*figures.SYSTEMS.values(), *figures.FREE, *figures.VERDICTS.values()]}
-    assert used <= light
+    assert used <= set(figures.COLORS)
 
 
 def _rgb(color):

@@ -16,13 +16,13 @@ import numpy as np
 import pandas as pd
 import yaml
 from adjustText import adjust_text
-from matplotlib.colors import to_hex, to_rgb, to_rgba_array
 from PIL import Image
 
 WIDTH, DPI = 7.5, 144  # inches; shown 830 pixels wide, 8 points are 12 pixels
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
-DARK = dict(_TOLD["colors"].values())  # every colour that a figure may use → what it becomes on a dark page
-INK, MUTED, GRID, PAPER, *_COLORED = DARK
+COLORS = tuple(_TOLD["colors"].values())  # all that a figure may use
+INK, MUTED, GRID, PAPER, *_COLORED = COLORS
+DARKEST, LIGHTEST = np.array([13, 17, 23]), np.array([230, 237, 243])  # of dark pages
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # behind a label: hides lines
 RECIPE, CONTEXTUAL = _COLORED[:5], _COLORED[2]
 VERMILION, GREEN, MAGENTA, AMBER, BROWN = _COLORED[5:10]
@@ -51,7 +51,7 @@ FREE = [Look(*pair) for pair in zip(HUES, "oDs^vP", strict=True)]
 def _told(systems: Mapping[str, Sequence[str]]) -> dict[str, Look]:
     """Look of each name; from "contextual s hollow", a colour and a marker, to the names that have it."""
     written = {tuple(look.split()): names for look, names in systems.items()}
-    looks = {Look(_TOLD["colors"][color][0], *rest): names for (color, *rest), names in written.items()}
+    looks = {Look(_TOLD["colors"][color], *rest): names for (color, *rest), names in written.items()}
     return {name: look for look, names in looks.items() for name in names}
 
 
@@ -73,33 +73,26 @@ class Figure(plt.Figure):
     def save(self, path: Path) -> Path:
         """Writes `path`, NAME.png, and its twin for dark pages, NAME-dark.png, beside it."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        back = {dark: light for light, dark in DARK.items()}
-        for file, then in ((path, DARK), (path.with_stem(f"{path.stem}-dark"), back)):
-            self.savefig(file, dpi=DPI)
-            few = Image.open(file).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE)
-            few.save(file, optimize=True)  # half the size, and the eye does not see it
-            _recolour(self, then)
+        self.savefig(path, dpi=DPI)
+        # Of few colours it is half the size, and the eye does not see it.
+        image = Image.open(path).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE)
+        image.save(path, optimize=True)
+        image.putpalette(night(np.array(image.getpalette()).reshape(-1, 3)).ravel().tolist())
+        image.save(path.with_stem(f"{path.stem}-dark"), optimize=True)
         return path
+
+
+def night(rgb_C3: np.ndarray) -> np.ndarray:
+    """What colours, 0 to 255, become on a dark page: as light as they were dark, of the same hue."""
+    turned_C3 = rgb_C3 + 255 - rgb_C3.max(1, keepdims=True) - rgb_C3.min(1, keepdims=True)
+    lifted_C3 = (turned_C3 / 255) ** 0.75  # the eye tells dark shades apart less well
+    return (DARKEST + lifted_C3 * (LIGHTEST - DARKEST)).round().astype(int)
 
 
 def axes(**options) -> tuple[Figure, plt.Axes]:
     """A figure in our style; options as for `plt.subplots`."""
     plt.style.use(STYLE)
     return plt.subplots(FigureClass=Figure, **options)
-
-
-def _recolour(figure: Figure, colors: Mapping[str, str]) -> None:
-    """Gives whatever has one of the colours another one."""
-    parts = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
-    artists = figure.findobj()
-    artists += [text.get_bbox_patch() for text in artists if getattr(text, "get_bbox_patch", bool)()]
-    for artist, part in ((artist, part) for artist in artists for part in parts):
-        if hasattr(artist, f"get_{part}") and hasattr(artist, f"set_{part}"):
-            rgba = to_rgba_array(getattr(artist, f"get_{part}")())
-            for row in rgba:
-                row[:3] = to_rgb(colors.get(to_hex(row[:3]), row[:3]))
-            if len(rgba):  # empty: not drawn
-                getattr(artist, f"set_{part}")(rgba if len(rgba) > 1 else tuple(rgba[0]))
 
 
 def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **about: Any) -> Figure:
