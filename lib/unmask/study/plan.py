@@ -17,8 +17,7 @@ FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
     training = forward × (3 + repetitions): one forward pass, a backward pass of two, and
         + 1          with gradient checkpointing (not for logits)
         + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
-GPU-hours = FLOPs / (peak × utilisation) / 3600, and where a step has fewer texts than GPUs, as if each GPU
-read its longest one
+GPU-hours = FLOPs / (peak × utilisation) / 3600
 
 Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     weights, gradients, two moments in float32  16 P, under fsdp2 divided by the GPUs
@@ -45,11 +44,10 @@ from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
 # Share of the peak that is sustained, recomputation counted as work: estimated from operations and memory
 # traffic of the 0.6B model's steps, not measured. llm-foundry and nanochat report 0.36 to 0.46 for dense
-# pretraining. Norms and activations that are not compiled take half of a narrow model's time.
+# pretraining.
 UTILISATION = {"pretraining": 0.35, "others": 0.30}
 PRETRAINING = ("ar", "diffusion")
 PREDICTING = (*PRETRAINING, "reranker")
-NARROW, EAGER = 1024, 0.5  # hidden sizes up to this, and what is left there without compiled layers
 RUNTIME_BYTES = 4e9
 PROMPT_TOKENS = 100  # of a reranker's prompt, without query and document
 ROW = "  {:<20}{:<12}{:>4} × {:>7,} steps{:>10.2e} tokens{:>10.2e} FLOP{:>11,.2f} GPU-hours{:>7.1f} GB"
@@ -98,9 +96,9 @@ def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory:
         *(ROW.format(*one) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
-        f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s, up to {NARROW} dimensions "
-        f"{EAGER} of that where layers are not compiled; assumed: texts as long as they may be; not counted: "
-        "mining, clustering and evaluation; two CPU cores take about a thousand times as long as a GPU",
+        f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s; assumed: texts as long as they "
+        "may be; not counted: mining, clustering and evaluation; two CPU cores take about a thousand times as "
+        "long as a GPU",
     ]
     return "\n".join(lines)
 
@@ -109,12 +107,11 @@ def trainings(preset: Preset, gpus: int) -> list[Training]:
     """The trainings of the notebooks, in their order, with their cost on so many GPUs."""
     planned = []
     for notebook, stage, number, changed in _started(preset):
-        config, narrow = getattr(changed, stage), changed.backbone.hidden_size <= NARROW
-        tokens, flops, waited = (number * config.steps * each for each in _step(changed, stage, gpus))
+        steps = getattr(changed, stage).steps
+        tokens, flops = (number * steps * each for each in _step(changed, stage, gpus))
         speed = PEAK["bf16"] * UTILISATION["pretraining" if stage in PRETRAINING else "others"]
-        speed *= EAGER if narrow and not config.compile else 1
-        hours, memory = waited / speed / 3600, memory_bytes(changed, stage, gpus) / 1e9
-        planned.append(Training(notebook, stage, number, config.steps, tokens, flops, hours, memory))
+        hours, memory = flops / speed / 3600, memory_bytes(changed, stage, gpus) / 1e9
+        planned.append(Training(notebook, stage, number, steps, tokens, flops, hours, memory))
     return planned
 
 
@@ -216,25 +213,20 @@ def _micro_batch(budget: int, texts: Texts, gpus: int) -> tuple[int, int]:
     return max(longest, min(room, own)), math.ceil(own / room)
 
 
-def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float, float]:
-    """Tokens and FLOPs of one step on all GPUs, and the FLOPs that these could do meanwhile: a step takes as
-    long as its longest text, which one GPU reads."""
+def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
+    """Tokens and FLOPs of one step on all GPUs."""
     config, (total, body) = getattr(preset, stage), parameters(preset)
     cached = stage not in PREDICTING
-    read, flops, waited = 0, 0.0, 0.0
+    read, flops = 0, 0.0
     for texts in work(preset, stage):
         _, groups = _micro_batch(config.budget("cuda"), texts, gpus)
-        passes = 3 + config.gradient_checkpointing + cached * (groups - 1) / groups
-        flops += passes * forward(preset, texts)
-        longest = max(forward(preset, [(1, length)]) for _, length in texts)
-        waited += passes * max(forward(preset, texts), gpus * longest)
+        flops += (3 + config.gradient_checkpointing + cached * (groups - 1) / groups) * forward(preset, texts)
         read += sum(number * length for number, length in texts)
     if stage in PRETRAINING:
         paid = config.masked_share if stage == "diffusion" else 1
-        logits = 3 * 2 * (total - body) * paid * read
-        flops, waited = flops + logits, waited + logits
+        flops += 3 * 2 * (total - body) * paid * read  # logits
     losses = getattr(config, "accumulation", 1)  # independent ones of a step
-    return losses * read, losses * flops, losses * waited
+    return losses * read, losses * flops
 
 
 def forward(preset: Preset, texts: Texts) -> float:
