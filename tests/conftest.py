@@ -42,9 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    shutil.copytree(
-        ROOT / "lib", tmp_path / "lib", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-    )
+    no_output = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "lib", tmp_path / "lib", ignore=no_output)
     shutil.copytree(ROOT / "papermill_runs" / "presets", tmp_path / "papermill_runs" / "presets")
     (tmp_path / "notebooks").mkdir()
     return Checkout(tmp_path)

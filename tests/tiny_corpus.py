@@ -18,9 +18,8 @@ PAIRS = [
     | {"document": f"Number {i} is written with {len(str(i))} digits. " * (1 + i % 3)}
     for i in range(60)
 ]
-TEXTS = [
-    {"text": f"{i} and {i + 1} make {2 * i + 1}. " * 8, "kind": "prose", **EVERYWHERE} for i in range(60)
-]
+SUMS = [f"{i} and {i + 1} make {2 * i + 1}. " * 8 for i in range(60)]
+TEXTS = [{"text": text, "kind": "prose", **EVERYWHERE} for text in SUMS]
 DOCUMENTS = [
     {"document_id": str(i), "key": str(i), **OF_DOCUMENTS, **EVERYWHERE}
     | {"chunks": [f"Number {i} comes first.", f"Then comes {i + 1}.", f"The last one is {i + 2}."]}

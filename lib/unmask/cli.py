@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
             environment |= {"UNMASK_TRAIN_ANEW": "1"} if options.force else {}
             folders.artifacts.mkdir(parents=True, exist_ok=True)
             with FileLock(folders.artifacts / ".lock", timeout=0):
-                pipeline.run_stages(list(due), marks, about, environment, options.jobs)
+                pipeline.run_stages(list(due), marks, about, environment, max(options.jobs, 1))
         whole = pipeline.PAGE in {stage.name for stage in selected}
         name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
         if shown.exists():

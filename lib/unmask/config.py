@@ -37,16 +37,6 @@ Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
 
 
-def _three_or_none(shapes: tuple) -> tuple:
-    if len(shapes) not in (0, 3):
-        raise ValueError(f"must be three shapes or none, not {len(shapes)}")
-    return shapes
-
-
-# (width, depth) of a small model, a deeper and a wider one
-Shapes = Annotated[tuple[tuple[Count, Count], ...], AfterValidator(_three_or_none)]
-
-
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Section:
     """Makes each section below a frozen dataclass whose values pydantic checks."""
@@ -290,7 +280,12 @@ class QuantizationConfig(Section):
     dimensions: Sizes
     candidates: Sizes  # documents that the binary first step hands on to INT8
     steps: Count  # of each short training
-    shapes: Shapes  # none: the diffusion backbone is trained instead
+    # (width, depth) of a small model, a deeper and a wider one; none: the diffusion backbone is trained
+    shapes: tuple[tuple[Count, Count], ...]
+
+    def __post_init__(self):
+        if len(self.shapes) not in (0, 3):
+            raise ValueError(f"shapes must be three or none, not {len(self.shapes)}")
 
 
 class RetrievalConfig(Section):

@@ -78,11 +78,9 @@ def encode_case(
     return Case(described(setting, PRECISIONS[bf16]), "texts/s", len(texts), programs, check)
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    f"encode-{kind}-{precision}": partial(encode_case, texts_of, lengths, bf16=precision == "bf16")
-    for kind, texts_of, lengths in (
-        ("mixed", mixed, f"of up to {MIXED_LENGTH} tokens"),
-        ("equal", equal, f"of {EQUAL_LENGTH} tokens each"),
-    )
-    for precision in PRECISIONS
-}
+CASES: dict[str, Callable[[], Case]] = {}
+for precision in PRECISIONS:
+    half = precision == "bf16"
+    up_to, each = f"of up to {MIXED_LENGTH} tokens", f"of {EQUAL_LENGTH} tokens each"
+    CASES[f"encode-mixed-{precision}"] = partial(encode_case, mixed, up_to, bf16=half)
+    CASES[f"encode-equal-{precision}"] = partial(encode_case, equal, each, bf16=half)

@@ -63,63 +63,43 @@ def several(titles: dict[str, str], **options: Any) -> list[Row]:
 
 
 SPEED = {"memory": False, "environment": {}}  # outside of a training
-BATCHES = f"batches of {search.QUERIES}"
 LAYERS = {"": "", "-4-layers": "4 layers, "}
 LENGTHS = {"equal": "equal lengths", "mixed": "real lengths"}
-SUBJECTS: dict[str, Callable[[], list[Row]]] = {
-    **{
-        f"contrastive-{kind}{ending}": partial(
-            compare, f"contrastive-{kind}{ending}", f"cached step, {layers}{lengths}"
-        )
-        for ending, layers in LAYERS.items()
-        for kind, lengths in LENGTHS.items()
-    },
-    **{
-        f"contrastive-kept{ending}": partial(
-            compare, f"contrastive-equal{ending}", f"cached step, {layers}memory to spare", limited=False
-        )
-        for ending, layers in LAYERS.items()
-    },
-    "scaling": scaling,
-    "diffusion": partial(compare, "diffusion", "diffusion step"),
-    # Kinder to the peer, whose logits would otherwise be faulted in anew at every step.
-    "diffusion-all-kept": partial(
-        compare, "diffusion", "diffusion step, no memory returned", memory=False, environment=NOTHING_RETURNED
-    ),
-    **{
-        f"encode-{kind}": partial(
-            several,
-            {f"encode-{kind}-{p}": f"encode, {lengths}, {p}" for p in encode.PRECISIONS},
-            memory=False,
-        )
-        for kind, lengths in LENGTHS.items()
-    },
-    "matmul-share": partial(several, share.TITLES, memory=False),
-    **{
-        f"{kind}-search": partial(
-            several,
-            {f"{kind}-search": f"{title}, {BATCHES}", f"{kind}-search-one": f"{title}, one query"},
-            **SPEED,
-        )
-        for kind, title in {"integer": "exact INT8 search", "binary": "exact binary search"}.items()
-    },
-    "search-scaling": search.scaling,
-    "preparation": partial(compare, "preparation", "tokenising text into files", **SPEED),
-}
+SUBJECTS: dict[str, Callable[[], list[Row]]] = {}
+for ending, layers in LAYERS.items():
+    for kind, lengths in LENGTHS.items():
+        case = f"contrastive-{kind}{ending}"
+        SUBJECTS[case] = partial(compare, case, f"cached step, {layers}{lengths}")
+    case, title = f"contrastive-equal{ending}", f"cached step, {layers}memory to spare"
+    SUBJECTS[f"contrastive-kept{ending}"] = partial(compare, case, title, limited=False)
+SUBJECTS |= {"scaling": scaling, "diffusion": partial(compare, "diffusion", "diffusion step")}
+# Kinder to the peer, whose logits would otherwise be faulted in anew at every step.
+kinder = {"memory": False, "environment": NOTHING_RETURNED}
+SUBJECTS["diffusion-all-kept"] = partial(compare, "diffusion", "diffusion step, no memory returned", **kinder)
+for kind, lengths in LENGTHS.items():
+    titles = {f"encode-{kind}-{p}": f"encode, {lengths}, {p}" for p in encode.PRECISIONS}
+    SUBJECTS[f"encode-{kind}"] = partial(several, titles, memory=False)
+SUBJECTS["matmul-share"] = partial(several, share.TITLES, memory=False)
+for kind, title in {"integer": "exact INT8 search", "binary": "exact binary search"}.items():
+    titles = {
+        f"{kind}-search": f"{title}, batches of {search.QUERIES}",
+        f"{kind}-search-one": f"{title}, one query",
+    }
+    SUBJECTS[f"{kind}-search"] = partial(several, titles, **SPEED)
+SUBJECTS["search-scaling"] = search.scaling
+SUBJECTS["preparation"] = partial(compare, "preparation", "tokenising text into files", **SPEED)
 
+AXES = {"speed": "our speed, in times the peer's", "peak memory": "the peer's memory, in times ours"}
 WITHOUT_PEER = {"scaling", "search-scaling", "matmul-share"}  # not in the figure of peers
 PEERS = {"uncached": "plain backpropagation", "faiss SQ8": "faiss", "faiss IndexBinaryFlat": "faiss"}
 
 
 def commit() -> str:
     """The commit measured; marked if code was changed since."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", str(repository()), *arguments], capture_output=True, text=True)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "lib", "tests/benchmarks", "papermill_runs/presets")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-changed" if changed else "")
+    git = partial(subprocess.run, cwd=repository(), capture_output=True, text=True)
+    changed = git(["git", "status", "--porcelain", "lib", "tests/benchmarks", "papermill_runs/presets"])
+    head = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+    return (head or "unknown") + ("-changed" if changed.stdout else "")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -150,19 +130,17 @@ def main(arguments: list[str] | None = None) -> None:
 def draw(by_subject: dict[str, list[dict]]) -> None:
     """Figures of what was measured: against peers, batches that grow, corpora that grow."""
     plt.switch_backend("agg")
-    panels: dict[str, dict] = {"speed": {}, "peak memory": {}}
+    panels: dict[str, dict] = {what: {} for what in AXES}
     spreads: dict[str, list] = {what: [] for what in panels}  # of the rows whose rounds were compared
     for row in (row for name, some in by_subject.items() if name not in WITHOUT_PEER for row in some):
         case, what, peer = re.fullmatch("(.+): ([^,]+), (.+)", row["name"]).groups()
         if row["ratio"] is not None:
             panels[what].setdefault(PEERS.get(peer, peer), {})[case] = row["ratio"]
             spreads[what] += [(case, row["spread"])] if row["spread"] else []
-    for (what, table), text in zip(
-        panels.items(), ("our speed, in times the peer's", "the peer's memory, in times ours"), strict=True
-    ):
+    for what, table in panels.items():
         rounds = " (lines: least and most of five rounds)" if spreads[what] else ""
         title = f"Against peers, on one machine{rounds}"
-        figure = figures.beside({what: table}, xlabel=text, title=title)
+        figure = figures.beside({what: table}, xlabel=AXES[what], title=title)
         ax = figure.axes[0]
         place = {label.get_text(): y for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)}
         for case, ends in spreads[what]:

@@ -52,11 +52,6 @@ def test_peers_find_the_same_documents(kind):
         variants[""]()
 
 
-def test_the_benchmarks_start():
-    with pytest.raises(SystemExit, match="0"):
-        run.main(["--help"])
-
-
 def test_every_row_that_is_known_can_be_measured_again():
     known = json.loads((run.repository() / "results" / "benchmarks" / "benchmarks.json").read_text())
     assert {row["command"].split()[-1] for row in known} <= set(run.SUBJECTS)

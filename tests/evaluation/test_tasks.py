@@ -87,9 +87,8 @@ def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     assert all((again[name] == found[True][name]).all() for name in again)
     with pytest.raises(pytest.fail.Exception):
         assess(path, built, replace(CONFIG, query_length=3))  # other lengths are other scores
-    other = backbone.save(
-        tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="one"
-    )  # trained anew
+    # Trained anew:
+    other = backbone.save(tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="one")
     with pytest.raises(pytest.fail.Exception):
         assess(other, built, CONFIG)
 

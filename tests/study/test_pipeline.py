@@ -217,9 +217,7 @@ def test_layers_are_compiled_only_where_something_compiles_c(monkeypatch):
     pipeline.check_machine(compiled, None)
     monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"])
     pipeline.check_machine(load_preset("smoke"), None)
-    with pytest.raises(
-        PipelineError, match=r"need a C compiler and .*Python\.h.* --set diffusion\.compile=false"
-    ):
+    with pytest.raises(PipelineError, match=r"a C compiler and .*Python\.h.* --set diffusion\.compile=false"):
         pipeline.check_machine(compiled, None)
 
 

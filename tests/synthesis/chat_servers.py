@@ -119,9 +119,8 @@ def good(prompt: str) -> str:
     if '"character"' in prompt:
         number = sha256(passage.encode()).digest()[0]
         kind, level = ("knowledge", "overview", "background"), ("school", "university", "expert")
-        return json.dumps(
-            {"character": 1 + number % 5, "type": kind[number % 3], "difficulty": level[number % 3]}
-        )
+        chosen = {"type": kind[number % 3], "difficulty": level[number % 3]}
+        return json.dumps({"character": 1 + number % 5} | chosen)
     words = sorted(set(re.findall(r"\w+", passage)), key=lambda word: (-len(word), word))
     return json.dumps({"query": f"Why {words[0]} {words[1]} {words[2]}?"})
 

@@ -161,8 +161,8 @@ def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, m
     began: list[dict] = []
     monkeypatch.setattr(loop.Pair, "prepare", lambda stage: [])
     monkeypatch.setattr(launching, "_train", lambda run, jobs: began.extend(map(read_json, jobs.values())))
-    monkeypatch.setattr(loop, "LIBRARY", tmp_path / "library")
-    code = write_atomic(loop.LIBRARY / "training" / "loop.py", "rate = 1\n")
+    code = write_atomic(tmp_path / "library" / "loop.py", "rate = 1\n")
+    monkeypatch.setattr(loop, "CODE", [code.parent])
     launch(opened(), "pair", {"start": start})
     folder, other = tmp_path / "r" / "02_pair" / "pair", opened(**{"pair.lr": 0.5})
     (folder / "checkpoints" / "step-0000005").mkdir(parents=True)

@@ -51,7 +51,7 @@ def test_a_stage_trains_and_says_what_it_read(start, tmp_path, stage, negatives,
 
 def test_a_stage_trains_on_look_alikes_that_were_prepared_before(start, tmp_path):
     own = job("pair", start, tmp_path, changes={"cluster_size": 8, "filter_margin": 0.0})
-    with pytest.raises(ValueError, match=r"name one in clusters\.surrogate"):
+    with pytest.raises(ValueError, match=r"set clusters\.surrogate"):
         stage_of(own).prepare()
     own, rows = own | {"surrogate": str(start)}, []
     report = stage_of(own).prepare()
@@ -66,12 +66,12 @@ def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
     whole = {"query_length": 99, "document_length": 200}
     peer = SentenceTransformer(str(path))
     asked = job("pair", start, tmp_path, changes=whole | {"cluster_size": 8}, surrogate=str(path))
-    for drawn in map((stage := stage_of(asked)).plan.samples, range(2)):
-        rows = [tiny_corpus.PAIRS[row] for row in drawn["rows"]]
+    for name, drawn in map((stage := stage_of(asked)).plan, range(2)):
+        rows = [tiny_corpus.PAIRS[row] for row in drawn]
         sides = ([row[side] for row in rows] for side in ("query", "document"))
         q_ND, d_ND = (peer.encode(texts, normalize_embeddings=True) for texts in sides)
         others = (q_ND @ d_ND.T)[~np.eye(len(rows), dtype=bool)]
-        found = negative_similarity(stage.neighbours[drawn["dataset"]], drawn["rows"])
+        found = negative_similarity(stage.neighbours[name], drawn)
         assert found == pytest.approx(others.mean(), abs=1e-3)
 
 

@@ -155,7 +155,7 @@ def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
         stage = tiny_stages.stage(name, cluster_size=size, filter_margin=margin, steps=4)
         model = tiny_stages.model(name)
         losses = [step(stage, model, stage.batch(number))[0] for number in range(4)]
-        found[size, margin] = [stage.plan.samples(number) for number in range(4)], losses
+        found[size, margin] = [(name, rows.tolist()) for name, rows in map(stage.plan, range(4))], losses
     random, unfiltered = found[0, -1.0]
     assert found[0, 0.0][0] == found[0, 9.0][0] == random
     assert found[4, 0.0][0] == found[4, -1.0][0] != random

@@ -129,11 +129,6 @@ class BatchPlan:
             self._draws.append((name, seen[name]))
             seen[name] += 1
 
-    def samples(self, step: int) -> dict[str, Any]:
-        """The same as `__call__`, as plain values for a report."""
-        name, rows = self(step)
-        return {"dataset": name, "rows": rows.tolist()}
-
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
         name, drawn = self._draws[step]

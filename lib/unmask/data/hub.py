@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,12 +105,10 @@ def require(preset: Preset) -> None:
 
     Raises: ValueError that says what is missing, and how to get it.
     """
-    for section, key in (("backbone", "checkpoint"), ("clusters", "surrogate")):
-        name = getattr(getattr(preset, section), key)
+    for key in ("backbone.checkpoint", "clusters.surrogate"):
+        name = attrgetter(key)(preset)
         if name not in ("", PACKAGED) and not is_name(name) and not Path(name).is_dir():
-            raise ValueError(
-                f"{section}.{key}: {name} is no directory here, no name on the Hub, and not {PACKAGED}"
-            )
+            raise ValueError(f"{key}: {name} is no directory here, no name on the Hub, and not {PACKAGED}")
     if root() and (lacking := check(preset, quick=True)):
         what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
         raise ValueError(f"the mirror {root()} lacks {what}: {HOW_TO_MIRROR}")

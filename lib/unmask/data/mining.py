@@ -29,7 +29,8 @@ from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import StoredTokenizer
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, replacing
 
-Search = Callable[[np.ndarray, int], tuple[np.ndarray, np.ndarray]]  # (queries, k) → scores, numbers
+Found = tuple[np.ndarray, np.ndarray]  # scores, and numbers of documents
+Search = Callable[[np.ndarray, int], Found]  # of queries, their k best
 Index = Callable[[np.ndarray], Search]  # documents → a search over them
 
 FEWEST = 64  # pairs drawn from a data set however small its share
@@ -150,7 +151,7 @@ def _distinct(column: Sequence[str]) -> tuple[list[str], np.ndarray]:
     return found.dictionary.to_pylist(), found.indices.to_numpy()
 
 
-def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> tuple[np.ndarray, np.ndarray]:
+def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> Found:
     """The best documents of each query that are not its own: scores (R, W) and numbers, −inf and −1 where
     there are no more."""
     depth = min(size + int(own.getnnz(axis=1).max()), own.shape[1])
@@ -237,17 +238,14 @@ class Neighbours:
             margin: ε, 0 or more.
         Returns: booleans (N, N); a query's own document counts as True.
         """
-        scores_NN = _dots(self.vectors_UD[self.query_N[rows]], self._points(self.document_N[rows]))
+        scores_NN = _dots(*self.points(rows))
         negatives_NN = scores_NN < scores_NN.diagonal()[:, None] + margin
         np.fill_diagonal(negatives_NN, True)
         return negatives_NN
 
     def points(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Vectors of the rows' queries and documents: float16, unit length."""
-        return self._points(self.query_N[rows]), self._points(self.document_N[rows])
-
-    def _points(self, text_N: np.ndarray) -> np.ndarray:
-        return unit(self.vectors_UD[text_N]).astype(np.float16)
+        return self.vectors_UD[self.query_N[rows]], self.vectors_UD[self.document_N[rows]]
 
 
 def negative_similarity(own: Neighbours, rows: Sequence[int]) -> float:
@@ -283,7 +281,8 @@ def neighbours(
     Raises: ValueError if the embedder's answer is not finite.
     """
     texts = ConcatDataset([data.queries, data.documents])
-    first_U, number = _distinct_texts(texts)
+    hash_X = np.fromiter((hash64(ids.tobytes()) for ids in texts), np.uint64)
+    _, first_U, number = np.unique(hash_X, return_index=True, return_inverse=True)  # of the distinct texts
     code = code_fingerprint(__file__, batches.__file__, Path(__file__).parents[1] / "models")
     key = [data.identity, stored, surrogate.identity, code]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
@@ -336,12 +335,6 @@ def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:
         scores_K = centroids_KD @ centroids_KD[order_K[place - 1]]
         order_K[place] = np.where(left_K, scores_K, -np.inf).argmax()
     return order_K
-
-
-def _distinct_texts(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each distinct text comes first, in any order, and each text's number among those."""
-    hashes = (hash64(ids.tobytes()) for ids in texts)
-    return np.unique(np.fromiter(hashes, np.uint64), return_index=True, return_inverse=True)[1:]
 
 
 def _embedded(

@@ -32,7 +32,7 @@ HOW_TO_MIRROR = "with internet, `unmask mirror pull --preset NAME --to DIR`; UNM
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 # Of a definition: what decides no row.
-_NO_CONTENT = ["files", "share", "licence", "rows", "bytes", "documented", "optional", "known_as"]
+_NO_CONTENT = ["files", "share", "licence", "rows", "documented", "optional", "known_as"]
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups
 UNIT_ROWS = 10_000  # of an Arrow file
 _QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout

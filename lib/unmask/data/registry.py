@@ -64,7 +64,6 @@ class Source:
     # Share of the keys held out for testing; a third as many for development.
     hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     rows: int | None = None  # documented size
-    bytes: int | None = None  # documented size, of the text rather than of the compressed files
     documented: str = ""  # URL of the page that its columns were checked against
     bad_rows: Literal["drop", "stop"] = "drop"  # count them, or the first one is an error, as in own files
     optional: bool = False  # left out, and said so, where its files do not exist

@@ -133,9 +133,8 @@ def triplet_loss(
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
-        others_TN = qd_TN.masked_fill(one_hot(rows, d_ND), -torch.inf)
         qh_TH = cosine(q_TD, hard_HD).masked_fill(document_N[rows, None] == hard_document_H, -torch.inf)
-        return info_nce(positive_T, positive_T[:, None], others_TN, qh_TH, temperature=temperature)
+        return info_nce(positive_T, qd_TN, qh_TH, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_HD))
 

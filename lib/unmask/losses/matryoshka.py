@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-def matryoshka(
-    loss: Callable[..., Tensor], embeddings: Sequence[Tensor], dimensions: Sequence[int]
-) -> Tensor:
+def matryoshka(loss: Callable[..., Tensor], vectors: Sequence[Tensor], dimensions: Sequence[int]) -> Tensor:
     """The mean of a loss over prefixes of the embeddings, all weighted equally.
 
         L = mean over the dimensions p ≤ D of loss(x[..., :p] for every x in embeddings)
@@ -23,7 +21,7 @@ def matryoshka(
 
     Args:
         loss: function of the embeddings, in their order; other arguments are bound with `functools.partial`.
-        embeddings: tensors (…, D).
+        vectors: the embeddings, tensors (…, D).
         dimensions: the prefixes.
 
     Returns:
@@ -45,8 +43,8 @@ def matryoshka(
         >>> bool(loss == sum(halves) / 2)
         True
     """
-    width = embeddings[0].shape[-1]
+    width = vectors[0].shape[-1]
     fitting = [prefix for prefix in dimensions if 1 <= prefix <= width]
     if not fitting:
         raise ValueError(f"No Matryoshka dimension of {dimensions} fits embeddings of {width}; add {width}.")
-    return torch.stack([loss(*(x[..., :prefix] for x in embeddings)) for prefix in fitting]).mean()
+    return torch.stack([loss(*(x[..., :prefix] for x in vectors)) for prefix in fitting]).mean()

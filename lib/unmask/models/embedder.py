@@ -27,6 +27,7 @@ from unmask.models.encoding import context_windows, encode_rows, micro_batches, 
 from unmask.models.quantize import BITS, binary, int8, pack_binary
 
 WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
+Name = Callable[[int], str]  # what an error calls the text or chunk of a number
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 SORTED = 32  # micro-batches' worth of tokens that are held and sorted by length at a time
 
@@ -64,12 +65,11 @@ class Unit(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a call reads: its pieces, how they are pooled, and what an error calls the text or chunk of a
-    number."""
+    """What a call reads: its pieces, how they are pooled, and what errors call them."""
 
     units: Iterable[Unit]
     pooling: str
-    name: Callable[[int], str]
+    name: Name
 
 
 class Embedder:
@@ -272,9 +272,7 @@ class Embedder:
         units = self._windows(documents, chunk_length, name)
         return Reading(units, self.pooling, name), np.cumsum([0, *map(len, documents)])
 
-    def _windows(
-        self, documents: list[list[str]], chunk_length: int | None, name: Callable[[int], str]
-    ) -> Iterator[Unit]:
+    def _windows(self, documents: list[list[str]], chunk_length: int | None, name: Name) -> Iterator[Unit]:
         room = min(WINDOW, self.window) - sum(map(len, self.around))
         tokens = self._tokens(chain.from_iterable(documents), chunk_length, name)
         separator_id = self.tokenizer.convert_tokens_to_ids(end_token(self.tokenizer))
@@ -292,9 +290,7 @@ class Embedder:
                 yield Unit(only_chunks(sequence, own - start), first + own)
             first += len(chunks)
 
-    def _tokens(
-        self, texts: Iterable[str], limit: int | None, name: Callable[[int], str]
-    ) -> Iterator[np.ndarray]:
+    def _tokens(self, texts: Iterable[str], limit: int | None, name: Name) -> Iterator[np.ndarray]:
         tokenizer = self.tokenizer.backend_tokenizer
         for number, ids in enumerate(token_ids(tokenizer, texts, np.int32, Limit(limit))):
             if not len(ids):
@@ -401,7 +397,7 @@ def _list(texts: Iterable[Any], right: str) -> list[Any]:
     return list(texts)
 
 
-def _check(texts: Iterable[str], name: Callable[[int], str]) -> None:
+def _check(texts: Iterable[str], name: Name) -> None:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"{name(number)} is no string but of type {type(text).__name__}: {text!r}")

@@ -298,13 +298,7 @@ def judge(interval: tuple[float, float], *, above: float | None = None, below: f
 
 
 def claim(
-    study: Run,
-    key: str,
-    effect: Effect,
-    *,
-    detail: str = "",
-    gates: Sequence[Gate] = (),
-    **sizes: Any,
+    study: Run, key: str, effect: Effect, *, detail: str = "", gates: Sequence[Gate] = (), **sizes: Any
 ) -> Line:
     """A claim that an effect lies above or below a bar, judged; a line of claims.json once it is kept.
 

@@ -8,6 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.modules["rfc3987_syntax"] = None  # a check of IRIs that nbformat would load, in seconds, for nothing
+
+# ruff: noqa: E402
 import psutil
 from papermill import PapermillExecutionError, execute_notebook
 from papermill.exceptions import strip_color

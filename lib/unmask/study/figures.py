@@ -29,7 +29,6 @@ VERMILION, GREEN, MAGENTA, AMBER, BROWN = _COLORED[5:10]
 HUES = CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN  # of what has no colour of its own
 OUTSIDE, LEXICAL = _COLORED[10:], _COLORED[10]
 Table = Mapping[str, Mapping[str, float]]  # series → group or row → value
-STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
 class Look(NamedTuple):
@@ -91,7 +90,7 @@ def night(rgb_C3: np.ndarray) -> np.ndarray:
 
 def axes(**options) -> tuple[Figure, plt.Axes]:
     """A figure in our style; options as for `plt.subplots`."""
-    plt.style.use(STYLE)
+    plt.style.use(Path(__file__).with_suffix(".mplstyle"))
     return plt.subplots(FigureClass=Figure, **options)
 
 
@@ -182,9 +181,7 @@ def lines(
     return figure
 
 
-def histograms(
-    series: Mapping[str, Sequence[float]], *, bins: int | Sequence[float] = 50, **about: Any
-) -> Figure:
+def histograms(series: Mapping[str, Sequence[float]], *, bins: Any = 50, **about: Any) -> Figure:
     """Overlaid distributions, each normalised to an area of one; `bins`: how many, or their edges."""
     figure, ax = axes()
     edges = np.histogram_bin_edges(np.concatenate([np.ravel(data) for data in series.values()]), bins)

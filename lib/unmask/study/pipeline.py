@@ -221,9 +221,7 @@ def check_machine(preset: Preset, gpus: int | None) -> None:
     compilers = os.environ.get("CC", "gcc"), "clang"  # that Triton looks for
     if found and compiled and not (header.is_file() and any(map(shutil.which, compilers))):
         keys = " ".join(f"--set {name}.compile=false" for name in compiled)
-        raise PipelineError(
-            f"compiled layers need a C compiler and {header}: install both, or go on with {keys}"
-        )
+        raise PipelineError(f"compiled layers need a C compiler and {header}: install both, or use {keys}")
 
 
 def own_gpus(parallel: ParallelConfig) -> dict[str, str]:

@@ -96,9 +96,9 @@ def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory:
         *(ROW.format(*one) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
-        f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s; assumed: texts as long as they "
-        "may be; not counted: mining, clustering and evaluation; two CPU cores take about a thousand times as "
-        "long as a GPU",
+        f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s; assumed: texts as long as they"
+        " may be; not counted: mining, clustering and evaluation; two CPU cores take about a thousand times "
+        "as long as a GPU",
     ]
     return "\n".join(lines)
 

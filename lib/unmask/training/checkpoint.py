@@ -28,10 +28,9 @@ class Checkpoints:
 
     folder: Path
     fingerprint: str
+    keep: int = 1  # the newest so many
 
-    def save(
-        self, model: nn.Module, optimizer: Optimizer, step: int, keep: int, processes: Processes
-    ) -> Path:
+    def save(self, model: nn.Module, optimizer: Optimizer, step: int, processes: Processes) -> Path:
         """Writes step-N-FINGERPRINT under a temporary name and renames it; all but the `keep` newest go.
 
         A full disk or a kill in between leaves the previous checkpoint as it was.
@@ -50,7 +49,7 @@ class Checkpoints:
             dcp.save(_state(model, optimizer), storage_writer=writer)
         if processes.main:
             os.replace(temporary, path)
-            for old in self.all()[:-keep]:
+            for old in self.all()[: -self.keep]:
                 shutil.rmtree(old)
         processes.wait()
         return path

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from inspect import signature
 from typing import Any
 
 import torch
@@ -25,9 +24,6 @@ from unmask.models import backbone
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(hours=1)  # of those who wait for one that compiles, or writes a large checkpoint
-# Buffers are the same everywhere; what switches their exchange off has another name since torch 2.13.
-NEWER = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
-LEAVE_BUFFERS = {"forward_sync_buffers" if NEWER else "broadcast_buffers": False}
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class Processes:
                 fully_shard(layer, mp_policy=policy)
             return fully_shard(module, mp_policy=policy)
         if self.count > 1:
-            return DistributedDataParallel(module, gradient_as_bucket_view=True, **LEAVE_BUFFERS)
+            return DistributedDataParallel(module, gradient_as_bucket_view=True)
         return module
 
     def accumulating(self, module: nn.Module, *, last: bool) -> AbstractContextManager:

@@ -75,17 +75,16 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
         TrainingStopped: one was told to stop; the next call goes on.
     """
     with FileLock(run.artifacts() / "another-kernel-trains-here.lock", timeout=0):  # so says the error
-        due = {
-            name: _due(run, stage, job, run.artifacts() / name) for name, (stage, job) in trainings.items()
-        }
+        due = {name: _due(run, name, *asked) for name, asked in trainings.items()}
         if due := {name: path for name, path in due.items() if path}:
             _train(run, due)
     return {name: run.artifacts() / name / "model" for name in trainings}
 
 
-def _due(run: Run, stage: str, job: Mapping[str, Any], folder: Path) -> Path | None:
+def _due(run: Run, name: str, stage: str, job: Mapping[str, Any]) -> Path | None:
     """Prepares a training and returns its job file; None where it has finished already."""
-    asked = {"values": resolved(run.config), "stage": stage, "name": folder.name, "folder": str(folder)}
+    folder = run.artifacts() / name
+    asked = {"values": resolved(run.config), "stage": stage, "name": name, "folder": str(folder)}
     asked |= {key: str(value) if isinstance(value, Path) else value for key, value in job.items()}
     if "start" in asked:
         asked["start"] = require_checkpoint(asked["start"])
@@ -98,7 +97,7 @@ def _due(run: Run, stage: str, job: Mapping[str, Any], folder: Path) -> Path | N
     if facts(folder / "model").get("fingerprint") == mark:
         finish(folder)  # a kill may have come in between
         write_json(folder / "job.json", read_json(folder / "job.json") | {"accepted": asked["accepted"]})
-        print(f"{run.stage}/{folder.name}: already trained")
+        print(f"{run.stage}/{name}: already trained")
         return None
     trained = stage_of(asked)
     trained.prepare()  # here, where its progress shows and no GPU waits for it

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Optimizer
 
 from unmask.children import on_signal
 from unmask.config import COMPUTED, TrainConfig, resolved
@@ -29,7 +30,6 @@ from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage
 STAGES: dict[str, type[Stage]] = {"ar": NextToken, "diffusion": Diffusion}
 STAGES |= {"pair": Pair, "contextual": Contextual, "triplet": Triplet}
 STAGES |= {"cde": Cde, "qwen3": Qwen3, "reranker": Reranking}  # of the neighbours
-LIBRARY = Path(__file__).parents[1]
 CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
 # Keys that change no training: how it is computed, and what notebooks alone read.
 APART = COMPUTED | {"batch_sizes", "cluster_sizes", "context_sizes", "weak_steps", "weak_lr", "scratch"}
@@ -113,7 +113,7 @@ def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
         **{key: identity(Path(asked[key])) for key in ("start", "tokenizer") if key in asked},
         **stage.inputs(),
         "data": stage.corpus.hash,
-        "code": code_fingerprint(*(LIBRARY / name for name in CODE)),
+        "code": code_fingerprint(*(Path(__file__).parents[1] / name for name in CODE)),
     }
 
 
@@ -151,8 +151,9 @@ def train(
         CheckpointException: a checkpoint cannot be written, for instance to a full disk.
         Preempted: a signal came.
     """
-    config, checkpoints = stage.config, Checkpoints(folder / "checkpoints", fingerprint)
-    processes, log = processes or Processes.start(config.precision), folder / "metrics.jsonl"
+    config, log = stage.config, folder / "metrics.jsonl"
+    checkpoints = Checkpoints(folder / "checkpoints", fingerprint, config.keep_checkpoints)
+    processes = processes or Processes.start(config.precision)
     module, optimizer = _prepared(stage, model, processes)
     last = processes.agreed(next(reversed(checkpoints.all()), None))
     done = load_checkpoint(last, model, optimizer) if last else 0
@@ -194,7 +195,7 @@ def train(
             if step + 1 < config.steps and (told or due):
                 lines.flush()
                 began = monotonic()
-                last = checkpoints.save(model, optimizer, step + 1, config.keep_checkpoints, processes)
+                last = checkpoints.save(model, optimizer, step + 1, processes)
                 if told:  # one process at least
                     raise Preempted(PREEMPTED)
                 saved = monotonic()
@@ -209,9 +210,7 @@ def _asked_to_stop() -> bool:
     return bool(name) and name in os.listdir(folder)
 
 
-def _prepared(
-    stage: Stage, model: nn.Module, processes: Processes
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _prepared(stage: Stage, model: nn.Module, processes: Processes) -> tuple[nn.Module, Optimizer]:
     """What is run forward, on all processes, and the optimiser."""
     config = stage.config
     if config.gradient_checkpointing:
@@ -222,7 +221,7 @@ def _prepared(
         compile_layers(model)
     module = processes.parallel(stage.module(model.train()))
     betas, groups = (config.beta1, config.beta2), parameter_groups(model, config.weight_decay)
-    return module, torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+    return module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
 
 
 def _ahead(make: Callable[[int], Any], steps: range) -> Iterator[tuple[int, Any]]:

@@ -423,9 +423,7 @@ class Pair(Contrastive):
         """
         name = self.asked.get("surrogate") or self.preset.clusters.surrogate
         if not name:
-            raise ValueError(
-                "cluster_size and filter_margin need an embedder: name one in clusters.surrogate"
-            )
+            raise ValueError("cluster_size and filter_margin need an embedder: set clusters.surrogate")
         path = backbone.require_checkpoint(name)
 
         def load() -> Encoder:
