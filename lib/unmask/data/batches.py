@@ -93,7 +93,7 @@ class BatchPlan:
     slices come in random order (CDE, section 4.1).
 
     Args:
-        keys: for each data set, one key per row (any array that np.unique takes, memory-mapped ones too).
+        keys: for each data set, one key per row (any sequence that NumPy compares, memory-mapped ones too).
             Rows with the same key are the same thing (one document, one entity under two names); a batch
             keeps the first and drops the others, since they must not be each other's negatives. Look-alikes
             often are the same thing: a batch of a packing is filled up with the next rows in order, which
@@ -113,7 +113,7 @@ class BatchPlan:
         if not self.keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
         for name, own in self.keys.items():
-            if len(np.unique(own)) < 2:
+            if not (np.asarray(own) != own[:1]).any():
                 raise ValueError(
                     f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
                     "distinct ones; add data, ask for fewer negatives or leave the set out"

@@ -309,10 +309,10 @@ def token_pairs(table: Table, query: Limit, document: Limit, negatives: int = 0)
     Raises: ValueError naming data set and row of a text without tokens, or if a length leaves no room beside
         what is put around.
     """
-    limits = {"queries": query, "documents": document, "negatives": document}
+    limits = {"queries": query, "documents": document} | ({"negatives": document} if negatives else {})
     done, dtype = _prepared("pairs", table, limits, _pairs, negatives), table.stored.dtype
     queries, documents = (done.texts(column, dtype) for column in ("queries", "documents"))
-    keys, hard = done.array("keys", np.uint64), done.lists("negatives", dtype)
+    keys, hard = done.array("keys", np.uint64), done.lists("negatives", dtype) if negatives else None
     return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
 
 

@@ -88,6 +88,7 @@ def _due(run: Run, name: str, stage: str, job: Mapping[str, Any]) -> Path | None
     asked |= {key: str(value) if isinstance(value, Path) else value for key, value in job.items()}
     if "start" in asked:
         asked["start"] = require_checkpoint(asked["start"])
+    asked["corpus"] = str(stage_of(asked).corpus.path)  # known from here on: the Hub is asked for it once
     asked |= _identity(asked, folder)
     mark, made = asked["fingerprint"], facts(folder / "model").get("fingerprint")
     if made not in (None, mark):  # another training, which somebody paid for
@@ -99,9 +100,7 @@ def _due(run: Run, name: str, stage: str, job: Mapping[str, Any]) -> Path | None
         write_json(folder / "job.json", read_json(folder / "job.json") | {"accepted": asked["accepted"]})
         print(f"{run.stage}/{name}: already trained")
         return None
-    trained = stage_of(asked)
-    trained.prepare()  # here, where its progress shows and no GPU waits for it
-    asked["corpus"] = str(trained.corpus.path)  # else each process would ask the Hub for all sources
+    stage_of(asked).prepare()  # here, where its progress shows and no GPU waits for it
     for log in folder.glob("*.log"):  # of an earlier try
         log.unlink()
     return write_json(folder / "job.json", asked)

@@ -180,7 +180,7 @@ def content(path: Path) -> str:
     """Identity by content: on another machine the same training gives other weights, and other scores."""
     if not path.exists():  # a name on the Hub
         return str(path)
-    files = sorted(filter(Path.is_file, path.glob("*"))) if path.is_dir() else [path]
+    files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
     return fingerprint([sha256(file) for file in files])
 
 
