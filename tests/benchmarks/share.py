@@ -113,13 +113,14 @@ def pair_case(keep: bool) -> Case:
     return case(f"{config.batch} pairs of {sum(lengths):,} tokens, {how}", flops, step)
 
 
-def encode_case() -> Case:
-    """`Embedder.encode`, from texts of mixed lengths to codes."""
+def encode_case(count: int, length: int) -> Case:
+    """`Embedder.encode`, from docstrings, joined to so many texts, to codes."""
     tokenizer, table, order = docstrings()
-    texts = list(table.select(order[:TEXTS])["document"])
-    embedder = Embedder(build().base_model, tokenizer, mixed_precision=True, max_length=256)
-    lengths = [min(256, len(ids)) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    setting = f"{TEXTS} docstrings of {sum(lengths):,} tokens"
+    documents = list(table.select(order[:TEXTS])["document"])
+    texts = [" ".join(documents[i::count]) for i in range(count)]
+    embedder = Embedder(build().base_model, tokenizer, mixed_precision=True, max_length=length)
+    lengths = [min(length, len(ids)) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    setting = f"{count} texts of {sum(lengths):,} tokens"
     return case(setting, forward_flops(embedder.model, lengths), lambda: embedder.encode(texts))
 
 
@@ -127,7 +128,8 @@ TITLED = {
     "share-diffusion": ("diffusion step", diffusion_case),
     "share-pair": ("pair step, activations kept", partial(pair_case, keep=True)),
     "share-pair-cached": ("pair step, cached", partial(pair_case, keep=False)),
-    "share-encode": ("encode", encode_case),
+    "share-encode": ("encode", partial(encode_case, TEXTS, 256)),
+    "share-encode-long": ("encode, long texts", partial(encode_case, 2, 4096)),
 }
 CASES = {name: make for name, (_, make) in TITLED.items()}
 TITLES = {name: f"135 M, {title}" for name, (title, _) in TITLED.items()}

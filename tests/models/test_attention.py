@@ -36,9 +36,9 @@ def test_sequences_in_one_row_do_not_see_each_other(bidirectional, checkpointing
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("short", [3, 1024])  # nearly all by torch's kernel, all by two products
-def test_in_bf16_a_row_of_sequences_is_what_each_is_in_float32(short, bidirectional, monkeypatch):
-    monkeypatch.setattr(attention, "SHORT", short)
+@pytest.mark.parametrize("scores", [40, 2**19])  # few queries at a time, or all of them
+def test_in_bf16_a_row_of_sequences_is_what_each_is_in_float32(scores, bidirectional, monkeypatch):
+    monkeypatch.setattr(attention, "SCORES", scores)
     model, sequences = tiny.model(bidirectional=bidirectional), tiny.sequences(6, seed=1)
     with torch.inference_mode():
         alone = rows(model, sequences)[1]

@@ -20,7 +20,6 @@ from unmask.data.tokens import END_OF_TEXT, Limit, StoredTokenizer, ending
 from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS, instructed, prompt
 from unmask.models.interchange import export_onnx, load
-from unmask.models.quantizers import Int8Quantizer
 
 LONG = " ".join(WORDS * 12)  # more tokens than there are positions
 
@@ -158,18 +157,6 @@ def test_a_saved_embedder_comes_back_here_and_in_sentence_transformers(tmp_path,
         with torch.no_grad():
             hidden_1LD = AutoModel.from_pretrained(path).eval()(**inputs).last_hidden_state
         np.testing.assert_allclose(hidden_1LD[0].mean(0), expected[5], atol=1e-5)
-
-
-def test_the_quantiser_module_gives_the_same_codes_and_is_saved_with_a_pipeline(tmp_path):
-    embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
-    model = SentenceTransformer(str(embedder.save_pretrained(tmp_path / "m")), device="cpu")
-    model.append(Int8Quantizer())
-    codes, expected = model.encode(TEXTS), embedder.encode(TEXTS)
-    np.testing.assert_array_equal(codes, codes.astype(np.int8))
-    assert (codes != expected).mean() <= 0.001 and abs(codes - expected).max() <= 1
-    model.save(str(tmp_path / "pipeline"))
-    again = SentenceTransformer(str(tmp_path / "pipeline"), device="cpu", trust_remote_code=True)
-    np.testing.assert_array_equal(again.encode(TEXTS), codes)
 
 
 # Letters, signs, digits and spaces follow the colon, which pre-tokenisation may join with some of them.

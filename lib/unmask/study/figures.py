@@ -69,7 +69,7 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 class Figure(plt.Figure):
     """A figure that saves itself for light and for dark pages."""
 
-    def save(self, path: Path) -> Path:
+    def save(self, path: Path) -> None:
         """Writes `path`, NAME.png, and its twin for dark pages, NAME-dark.png, beside it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.savefig(path, dpi=DPI)
@@ -78,14 +78,13 @@ class Figure(plt.Figure):
         image.save(path, optimize=True)
         image.putpalette(night(np.array(image.getpalette()).reshape(-1, 3)).ravel().tolist())
         image.save(path.with_stem(f"{path.stem}-dark"), optimize=True)
-        return path
 
 
 def night(rgb_C3: np.ndarray) -> np.ndarray:
     """What colours, 0 to 255, become on a dark page: as light as they were dark, of the same hue."""
     turned_C3 = rgb_C3 + 255 - rgb_C3.max(1, keepdims=True) - rgb_C3.min(1, keepdims=True)
-    lifted_C3 = (turned_C3 / 255) ** 0.75  # the eye tells dark shades apart less well
-    return (DARKEST + lifted_C3 * (LIGHTEST - DARKEST)).round().astype(int)
+    # Lifted a little: the eye tells dark shades apart less well.
+    return (DARKEST + (turned_C3 / 255) ** 0.75 * (LIGHTEST - DARKEST)).round().astype(int)
 
 
 def axes(**options) -> tuple[Figure, plt.Axes]:

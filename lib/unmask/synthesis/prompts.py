@@ -25,7 +25,6 @@ from unmask.data.mining import Encoder, unit
 
 SHORTEST = 80  # characters; of less text there is little to ask
 NEIGHBOURS = 2  # chunks that are shown on either side
-ANSWER_TOKENS = 40  # of one answer, for the estimate
 LENGTHS = (5, 10, 20, 40)  # words; one is drawn for each query
 LONGEST = 20  # characters for each word that a query should have
 TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
@@ -161,7 +160,7 @@ def estimate(tasks: Sequence[Task], tokenizer: Any, config: SynthesisConfig) -> 
         both = configuration_messages(task) + query_messages(task, choice)
         texts = [message["content"] for message in both]
         read += sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
-    written = 2 * len(tasks) * ANSWER_TOKENS
+    written = 2 * 40 * len(tasks)  # two answers of about forty tokens
     price = (read * config.price_in + written * config.price_out) / 1e6
     return {"requests": 2 * len(tasks), "prompt_tokens": read, "answer_tokens": written, "price": price}
 
