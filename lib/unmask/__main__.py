@@ -3,8 +3,8 @@ when there is something to do, so that help is there at once.
 
 Diffusion-pretrained dense and contextual text embeddings, reproduced notebook by notebook.
 
-run: Executes the selected notebooks that are due. With --seeds K the run is repeated with the seeds 1 to K
-- 1, each as a run of its own, before it is executed itself: its report holds what all of them found, and
+run: Executes the selected notebooks that are due. With --seeds K the run is repeated with the seeds 1 to
+K - 1, each as a run of its own, before it is executed itself: its report holds what all of them found, and
 what lies in results/NAME-seedN from other machines, where --seed N makes one of them alone. SIGTERM and
 SIGINT let a training write a checkpoint before the run ends, with status 75 after SIGTERM;
 UNMASK_GRACE_SECONDS is the time that this may take, 120 by default.
@@ -41,8 +41,7 @@ from unmask.config import preset_names
 from unmask.run import PREEMPTED
 
 # What each command does, from above: what `unmask COMMAND --help` says.
-ABOUT, *OF_COMMANDS = __doc__.split("\n\n")[1:]
-MANUAL = dict(paragraph.split(": ", 1) for paragraph in OF_COMMANDS)
+MANUAL = dict(part.split(": ", 1) for part in __doc__.split("\n\n")[2:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,8 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return PREEMPTED if number == signal.SIGTERM else 128 + number
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="unmask", description=ABOUT)
+    parser = argparse.ArgumentParser(prog="unmask", description=__doc__.split("\n\n")[1])
     commands = parser.add_subparsers(required=True, metavar="command")
 
     preset = argparse.ArgumentParser(add_help=False)
@@ -83,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     named.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
     shared = argparse.ArgumentParser(add_help=False, parents=[named])
     several = "repeat it with seeds 1 to K - 1, as NAME-seedN, then run it and pool all"
-    shared.add_argument("--seeds", type=int, default=1, metavar="K", help=several)
+    shared.add_argument("--seeds", type=_positive, default=1, metavar="K", help=several)
 
     def command(name: str, about: str, *parents: argparse.ArgumentParser, of=commands):
         added = of.add_parser(name, parents=parents, help=about, description=MANUAL[name])
@@ -96,10 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", default="", metavar="NN,…", help="these notebooks only")
     add("--force", action="store_true", help="also what is up to date; train anew what other code trained")
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
-    add("--gpu-memory", type=int, default=80, metavar="GB", help="for --dry-run; default 80")
+    add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")
     add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
-    add("--seed", type=int, default=0, metavar="N", help="repeat it with this seed only, as NAME-seedN")
-    add("--jobs", type=int, default=1, metavar="J", help="up to J independent notebooks side by side")
+    add("--seed", type=_positive, default=0, metavar="N", help="repeat it with this seed only, as NAME-seedN")
+    add("--jobs", type=_positive, default=1, metavar="J", help="up to J independent notebooks side by side")
     add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
 
     command("prepare", "read and tokenise for trainings, where no GPU waits", named)
@@ -110,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("input", type=Path, help=".parquet, .jsonl, .csv and the like, or .txt with a text in each line")
     add("output", type=Path, help="the array, an .npy file")
     add("--precision", default="int8", help="float32, int8 (default), binary or ubinary")
-    add("--dimensions", type=int, metavar="N", help="keep only the first N; default: all")
+    add("--dimensions", type=_positive, metavar="N", help="keep only the first N; default: all")
     add("--column", default="text", metavar="NAME", help="where the texts are, default text")
 
     mirrors = commands.add_parser("mirror", help="models and data for hosts without internet")

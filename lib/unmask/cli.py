@@ -17,8 +17,6 @@ from unmask.run import Folders, Run, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import Marks, PipelineError, Stage, clock
 
-LOCAL = ("backbone.checkpoint", "clusters.surrogate", "data.source")  # may be paths
-
 
 def run(options: argparse.Namespace) -> None:
     """`unmask run`: executes the selected notebooks that are due, of each seed."""
@@ -41,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
             environment |= {"UNMASK_TRAIN_ANEW": "1"} if options.force else {}
             folders.artifacts.mkdir(parents=True, exist_ok=True)
             with FileLock(folders.artifacts / ".lock", timeout=0):
-                pipeline.run_stages(list(due), marks, about, environment, max(options.jobs, 1))
+                pipeline.run_stages(list(due), marks, about, environment, options.jobs)
         whole = pipeline.PAGE in {stage.name for stage in selected}
         name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
         if shown.exists():
@@ -113,7 +111,7 @@ def pull(options: argparse.Namespace) -> None:
     hub.pull(load_preset(options.preset, _overrides(options.set)), options.to)
 
 
-def check(options: argparse.Namespace) -> int:
+def check(options: argparse.Namespace) -> int | None:
     """`unmask mirror check`: says what of a preset's models and data UNMASK_MIRROR lacks, 1 if anything."""
     preset = load_preset(options.preset, _overrides(options.set))
     if wrong := hub.check(preset):
@@ -121,7 +119,6 @@ def check(options: argparse.Namespace) -> int:
         print(hub.HOW_TO_MIRROR)
         return 1
     print(f"all that preset {preset.name!r} needs is there, and whole")
-    return 0
 
 
 def _print_due(due: dict[Stage, str], preset: Preset, folders: Folders) -> None:
@@ -149,7 +146,7 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
             overrides[key] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise PipelineError(f"--set {setting}: the value is no YAML") from None
-        if key in LOCAL and Path(value).exists():
+        if key in ("backbone.checkpoint", "clusters.surrogate", "data.source") and Path(value).exists():
             overrides[key] = str(Path(value).resolve())  # kernels run in notebooks/
     return overrides
 

@@ -46,7 +46,6 @@ ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "children.py"
 ASIDE += ("__main__.py",)
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12a_page"  # the notebook that is published as the report
-TICK = 0.1  # seconds between two looks at the notebooks that run
 Marks = dict[str, dict[str, Any]]  # stage → what its done.json says, or would say, see `seal`
 
 
@@ -274,7 +273,7 @@ def run_stages(
                 _say(stage, due, "started")
             if not running:
                 break
-            time.sleep(TICK)
+            time.sleep(0.1)  # between two looks at the notebooks that run
             deadline = _stop(running, signals, grace, deadline)
             for one in [one for one in running if one.ended()]:
                 running.remove(one)
