@@ -17,6 +17,9 @@ from unmask.run import Folders, Run, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import Marks, PipelineError, Stage, clock
 
+# Values of --set that may name something here, and what that would be; kernels run in notebooks/.
+PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
+
 
 def run(options: argparse.Namespace) -> None:
     """`unmask run`: executes the selected notebooks that are due, of each seed."""
@@ -143,11 +146,11 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
         if not separator:
             raise PipelineError(f"--set {setting}: write key=value, for instance --set pair.steps=50")
         try:
-            overrides[key] = yaml.safe_load(value)
+            overrides[key] = yaml.safe_load(value) if value else ""
         except yaml.YAMLError:
             raise PipelineError(f"--set {setting}: the value is no YAML") from None
-        if key in ("backbone.checkpoint", "clusters.surrogate", "data.source") and Path(value).exists():
-            overrides[key] = str(Path(value).resolve())  # kernels run in notebooks/
+        if value and key in PATHS and PATHS[key](Path(value)):
+            overrides[key] = str(Path(value).resolve())
     return overrides
 
 

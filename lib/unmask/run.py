@@ -111,9 +111,9 @@ class Run:
     def results(self) -> Path:
         return repository() / "results" / self.name
 
-    def save(self, metrics: dict[str, Any], stage: str = "") -> Path:
+    def save(self, metrics: dict[str, Any]) -> Path:
         """Writes the metrics of this stage to results/<run>/<stage>.json."""
-        return write_json(self.results / f"{stage or self.stage}.json", metrics)
+        return write_json(self.results / f"{self.stage}.json", metrics)
 
     def load(self, stage: str) -> dict[str, Any] | None:
         """Metrics that another stage saved; None where it did not run."""

@@ -114,8 +114,15 @@ def hash64(content: bytes) -> int:
 def code_fingerprint(*paths: str | Path) -> str:
     """Short hash of the code in files, and in all Python files of folders. Comments, docstrings and layout do
     not count."""
-    files = [file for path in map(Path, paths) for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    files = [one for path in map(Path, paths) for one in (visible(path, "*.py") if path.is_dir() else [path])]
     return fingerprint([[file.name, bare(file.read_bytes())] for file in sorted(files)])
+
+
+def visible(folder: Path, pattern: str = "*") -> list[Path]:
+    """The files of a folder that nobody hides: without an editor's copies, and what Python compiled."""
+    hidden = re.compile(r"(^|/)(\.|__pycache__/)")
+    found = (path for path in folder.rglob(pattern) if path.is_file())
+    return [path for path in found if not hidden.search(path.relative_to(folder).as_posix())]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

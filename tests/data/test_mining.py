@@ -2,13 +2,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
 from unmask.config import load_preset
 from unmask.data import mining
-from unmask.data.mining import draw, mine, mine_to
+from unmask.data.mining import draw, mine
 from unmask.evaluation.search import index, similarity
 
 CONFIG = replace(load_preset("smoke").triplet, negatives=3, margin=0.05, rank_window=10, seed=0)
@@ -111,12 +110,11 @@ SMALL = [({"keys": [0, 0, 2, 3]}, 2), ({"queries": [0, 0, 0, 3]}, 1), ({"documen
 
 
 @pytest.mark.parametrize(("columns", "left"), SMALL)
-def test_a_data_set_that_is_too_small_is_named(tmp_path, columns, left):
+def test_a_data_set_that_is_too_small_is_named(columns, left):
     embedder, pairs, _ = case(4, **columns)
     message = rf"'few': too few distinct documents for 3.* row 0 leaves {left} of"
     with pytest.raises(ValueError, match=message):
-        mine_to(tmp_path / "out.parquet", embedder, index, {"few": pairs}, CONFIG)
-    assert not list(tmp_path.iterdir())
+        mine(embedder, index, pairs, CONFIG)
 
 
 def corpus(sizes):
@@ -139,16 +137,3 @@ def test_pairs_are_drawn_from_the_wanted_groups_in_proportion():
     assert {name: len(rows) for name, rows in everything.items()} == {"a": 3000, "b": 1000, "tiny": 80}
     with pytest.raises(ValueError, match="no training pairs of the groups cross-lingual: set triplet"):
         draw(whole, ["cross-lingual"], 10, seed=0)
-
-
-def test_all_data_sets_go_into_one_file_and_nothing_else_is_left(tmp_path):
-    slices = draw(corpus({"a": ("english", 40), "b": ("code", 30)}), ("english", "code"), 100, seed=0)
-    embedder, path = case()[0], tmp_path / "out" / "negatives.parquet"
-    statistics = mine_to(path, embedder, index, slices, CONFIG)
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-    rows = pq.read_table(path).to_pylist()
-    assert [row["dataset"] for row in rows] == ["a"] * 40 + ["b"] * 30
-    for name, table in slices.items():
-        expected, found = mine(embedder, index, table, CONFIG)
-        assert [row for row in rows if row["dataset"] == name] == list(expected)
-        np.testing.assert_array_equal(statistics[name].negative_rank, found.negative_rank)

@@ -62,6 +62,18 @@ def test_paths_reach_into_structs_and_lists(tmp_path, name):
         assert found == expected | {"negatives": texts}
 
 
+def test_texts_of_json_stay_as_they_are_whatever_other_rows_hold(tmp_path):
+    rows = [{"query": "2020-01-01", "document": "y"}, {"query": "z", "document": 5}]
+    rows += [{"query": "007", "document": "late", "column": [1]}]
+    for name, text in {
+        "a.json": json.dumps(rows, indent=1),
+        "b.jsonl": "\n\n".join(map(json.dumps, rows)),
+    }.items():
+        (tmp_path / name).write_text(text)
+        found = rows_of(own(tmp_path / name, bad_rows="drop"), dropped := Counter())
+        assert [row["query"] for row in found] == ["2020-01-01", "007"] and dropped.total() == 1
+
+
 def test_the_split_is_decided_by_held_by_then_key_then_document(tmp_path):
     row = {"query": "q"}
     rows = [row | {"document": f"d{i}", "topic": f"t{i % 20}", "by": f"a{i % 30}"} for i in range(300)]
@@ -108,6 +120,8 @@ UNREADABLE = {
     "a.jsonl": (LINE * 2 + b'{"query": "q", "document": }\n', "line 3: Expecting value"),
     "b.jsonl": (LINE + b'{"query": "\xff", "document": "d"}\n', "line 2: 'utf-8' codec can't decode"),
     "d.jsonl.gz": (gzip.compress(LINE * 999)[:-20], "Compressed file ended"),
+    "e.jsonl": (LINE + b'{"query": "\\ud83d", "document": "d"}\n', "line 2: 'utf-8' codec can't encode"),
+    "g.jsonl": (LINE + b"7\n", "line 2: no names and values in braces"),
     "f.csv": (b"query,document\na,b\nb,c,d\n", "Expected 2 fields in line 3, saw 3"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
     "i.jsonl": (b"", UNKNOWN),

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import nbformat
@@ -283,11 +284,11 @@ def execute(study, seed, *, corpus="c", **overrides):
     works = evidence.claim(run, "works", evidence.bootstrap(EFFECTS[seed], 100))
     size = [evidence.claim(run, "sized", evidence.bootstrap(EFFECTS[seed], 100), size=7)] * (seed != 1)
     run.save({"claims": evidence.keep(run, [works, *size, evidence.not_run("scales")])})
-    run.save({"corpus_hash": corpus, "claims": []}, "00_backbone")
+    replace(run, stage="00_backbone").save({"corpus_hash": corpus, "claims": []})
     stages = {"00_backbone": ["data"], "02_pair": ["data", "pair"]}
     record = {"exit_status": 0, "otherwise": {}, "data": "d"}
     stages = {stage: record | {"reads": reads} for stage, reads in stages.items()}
-    run.save({"preset": resolved(config), "stages": stages}, "provenance")
+    replace(run, stage="provenance").save({"preset": resolved(config), "stages": stages})
 
 
 def test_claims_are_pooled_over_the_seeds_at_hand(study):
@@ -328,10 +329,10 @@ def test_what_of_a_run_was_made_otherwise_or_failed_is_left_out(study):
     about = study.load("provenance")
     for changes in ({"otherwise": {"pair.lr": 0.5}}, {"data": "another"}, {"exit_status": 1}):
         pair = about["stages"]["02_pair"] | changes
-        study.save(about | {"stages": about["stages"] | {"02_pair": pair}}, "provenance")
+        replace(study, stage="provenance").save(about | {"stages": about["stages"] | {"02_pair": pair}})
         assert list(evidence.metrics(study)[0]) == ["00_backbone"] and len(evidence.left_out(study)) == 1
     first = about["stages"]["00_backbone"] | {"exit_status": 1}
-    study.save(about | {"stages": about["stages"] | {"00_backbone": first}}, "provenance")
+    replace(study, stage="provenance").save(about | {"stages": about["stages"] | {"00_backbone": first}})
     with pytest.raises(ValueError, match="which failed when it last ran: `unmask run --preset smoke"):
         evidence.metrics(study)
 

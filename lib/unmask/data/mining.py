@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import faiss
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from numpy.random import Generator
 from scipy.sparse import csr_matrix
 from torch.utils.data import ConcatDataset
@@ -104,19 +104,6 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
     mined = pairs.add_column("negatives", [[documents[i] for i in row] for row in ids_NK])
     return mined, Mining(len(documents), window, *facts)
-
-
-def mine_to(
-    path: Path, embedder: Encoder, index: Index, slices: Mapping[str, Dataset], config: TripletConfig
-) -> dict[str, Mining]:
-    """Mines each data set as `mine` does and writes all of them into one Parquet file.
-
-    Raises: ValueError as `mine`.
-    """
-    mined = {name: mine(embedder, index, pairs, config) for name, pairs in slices.items()}
-    with replacing(path) as unfinished:
-        concatenate_datasets([pairs for pairs, _ in mined.values()]).to_parquet(unfinished)
-    return {name: found for name, (_, found) in mined.items()}
 
 
 def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[str, Dataset]:

@@ -1,8 +1,8 @@
 """Files of a source (one's own, a mirror's or the Hub's) and their rows, checked: `units` lists the pieces of
 its files, `read` reads one piece, row by row.
 
-`datasets` reads the files. A bad row is an error that names file, row and remedy, or is counted, as the
-source says (`bad_rows`). No text is altered.
+`datasets` reads the files but those of JSON. A bad row is an error that names file, row and remedy, or is
+counted, as the source says (`bad_rows`). No text is altered.
 """
 
 import hashlib
@@ -43,6 +43,9 @@ _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides it
 
 class BadRow(ValueError):
     """A row that cannot be used: what it is counted under, and what is in it."""
+
+    def __str__(self) -> str:
+        return "".join(self.args)
 
 
 class DataFile(NamedTuple):
@@ -160,8 +163,8 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         source: of kind hub, mirror or files.
         unit: one of `units(source)`.
         dropped: counts the rows left out, by reason, where `source.bad_rows` is "drop".
-    Raises: ValueError that names file, row and remedy for a bad row where `source.bad_rows` is "stop"; always
-        for a missing column, and for a file that cannot be parsed.
+    Raises: ValueError that names file, row and remedy for a bad row, one without a column among them,
+        where `source.bad_rows` is "stop"; always for a file that cannot be parsed.
     """
     paths = {name: path for name, path in source.columns.items() if unit.queries in (None, name in _QUERIES)}
     columns = {path.strip().partition(".")[0] for several in paths.values() for path in several.split(",")}
@@ -171,7 +174,7 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         except BadRow as bad:
             if source.bad_rows == "stop":
                 part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
-                what = f"{unit.file}, row {number}{part}: {''.join(bad.args)}; correct it"
+                what = f"{unit.file}, row {number}{part}: {bad}; correct it"
                 or_else = f", or have source {source.name} count such rows (bad_rows: drop)"
                 raise ValueError(what + or_else * bool(source.name)) from None
             dropped[bad.args[0]] += 1
@@ -260,8 +263,6 @@ def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
         yield from _dataset(unit, columns)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, ValueError) and FORMATS[suffix_of(unit.file)] == "json":
-            reason = _first_bad_line(unit.file) or reason
         raise ValueError(f"{unit.file} cannot be read ({reason}); correct it, or get it again") from error
 
 
@@ -272,6 +273,8 @@ def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
         return rows.select(range(start, min(start + UNIT_ROWS, len(rows))))
     if suffix == ".parquet":
         options = {"columns": list(columns)}
+    elif FORMATS[suffix] == "json":
+        return _objects(unit.file)
     elif FORMATS[suffix] == "csv":  # text is text, "NA" and "007" too
         options = {"converters": dict.fromkeys(columns, str), "sep": "\t" if suffix == ".tsv" else ","}
         options["keep_default_na"] = False
@@ -283,14 +286,20 @@ def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
     return rows
 
 
-def _first_bad_line(file: str) -> str:
+def _objects(file: str) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON file, as they are: one in each line, or all in one list. `datasets` would give the
+    texts of a column one type, in blocks, and so alter or refuse some."""
     with fsspec.open(file, "rb", compression="infer") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                json.dumps(json.loads(line), ensure_ascii=False).encode()
+                listed = line.lstrip().startswith(b"[")
+                found = json.loads(line + lines.read() if listed else b"[%s]" % line)
+                json.dumps(found, ensure_ascii=False).encode()  # half of a character cannot be
+                if not all(isinstance(row, dict) for row in found):
+                    raise ValueError("no names and values in braces")
             except ValueError as error:
-                return f"line {number}: {error}"
-    return ""
+                raise ValueError(f"line {number}: {error}") from None
+            yield from found
 
 
 # --- columns: which are read, what is in them

@@ -124,8 +124,9 @@ def split_of(source: Source, key: str) -> str:
 
 
 def own_files(source: Source) -> list[Path]:
-    """The existing files of a source of kind `files`, sorted within each pattern."""
-    return [Path(path) for pattern in source.files for path in sorted(glob.glob(pattern, recursive=True))]
+    """The existing files of a source of kind `files`, sorted within each pattern, each once."""
+    found = (path for pattern in source.files for path in sorted(glob.glob(pattern, recursive=True)))
+    return list(map(Path, dict.fromkeys(found)))
 
 
 def _locate(name_or_path: str) -> Path:

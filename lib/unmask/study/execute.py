@@ -104,8 +104,7 @@ def _clean(path: Path, folders: Folders) -> None:
 def _named(text: str, folders: Folders) -> str:
     """A text with paths as a reader of the checkout would write them, without those of this machine."""
     root, artifacts = str(folders.root), str(folders.artifacts.parent)
-    text = text.replace(artifacts, "artifacts").replace(f"{root}/", "")
-    return text.replace(root, ".")
+    return text.replace(artifacts, "artifacts").replace(f"{root}/", "").replace(root, ".")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from joblib import cpu_count
 from unmask.children import ENVIRONMENT, bound, on_signal
 from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
 from unmask.run import PREEMPTED, Folders, grace_seconds
-from unmask.store import code_fingerprint, fingerprint, nearest, read_json, write_json
+from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visible, write_json
 
 # Of the library: what computes nothing.
 ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "children.py", "cli.py", "data/hub.py")
@@ -91,7 +91,7 @@ def select(
     ("03_contextual") with commas between; those alone that are repeated where a run is done `again` with
     another seed.
 
-    Raises: PipelineError if there is no notebook of that name, or none is left.
+    Raises: PipelineError if there is no notebook of that name, or none between the two.
     """
     first = _find(stages, start) if start else 0
     last = _find(stages, stop) if stop else len(stages) - 1
@@ -170,8 +170,8 @@ def plan(
 def library_hash(library: Path) -> str:
     """Hash of what the library computes. The command line, the plan, the mirror, child processes and the
     pipeline itself do not count, and neither do comments and docstrings."""
-    files = [path for path in library.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return code_fingerprint(*(path for path in files if path.relative_to(library).as_posix() not in ASIDE))
+    files = (path for path in visible(library) if path.relative_to(library).as_posix() not in ASIDE)
+    return code_fingerprint(*files)
 
 
 def _read(path: Path) -> Stage:
