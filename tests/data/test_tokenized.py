@@ -80,6 +80,9 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp
     monkeypatch.setattr(tokenized, "cpu_count", lambda: 2)
     build(tmp_path / "x", UNITS, work, "")
     assert contents(tmp_path / "x") == whole
+    (tmp_path / "x" / "flat.bin").unlink()  # also where all had been done
+    build(tmp_path / "x", UNITS, work, "")
+    assert contents(tmp_path / "x") == whole
 
 
 def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, monkeypatch):

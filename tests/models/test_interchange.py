@@ -39,6 +39,9 @@ def test_a_sentence_transformers_model_gives_the_same_vectors(tmp_path, make, no
     expected = theirs.encode([*TEXTS, LONG])
     np.testing.assert_allclose(embedder.encode([*TEXTS, LONG], "float32"), expected, atol=1e-5)
     assert (embedder.special_tokens, embedder.normalize) == (True, normalize)
+    if pooling == "mean":
+        alone = embedder.encode_documents([[text] for text in TEXTS[:3]], "float32")
+        np.testing.assert_allclose(np.concatenate(alone), expected[:3], atol=1e-5)
 
 
 def test_a_released_qwen3_embedding_gives_the_same_vectors(tmp_path):

@@ -143,7 +143,7 @@ class BatchPlan:
             places = (slot * size + np.arange(min(width, count))) % count
             rows = packing(places, seed) if packing else permuted(places, count, seed)
             first = np.sort(np.unique(keys[rows], return_index=True)[1])[:size]
-            if len(first) > 1:
+            if len(first) > 1 or size == 1:
                 break
         return name, rows[first]
 

@@ -258,7 +258,7 @@ def neighbours(
 ) -> Neighbours:
     """A data set's neighbours; vectors and clusters are computed on first use and kept in files.
 
-    Every distinct text is embedded once, as the training reads it: cut, its tokens decoded.
+    Every distinct text is embedded once, as the training reads it: cut, its tokens decoded but special ones.
 
     Args:
         name: of the data set, for messages.

@@ -70,7 +70,12 @@ class Prepared:
 
     @classmethod
     def read(cls, folder: Path) -> "Prepared":
-        return cls(**read_json(folder / JOURNAL) | {"folder": folder})
+        """Of files that are short or not there (after a power cut the journal may be there before them)
+        nothing counts."""
+        found = cls(**read_json(folder / JOURNAL) | {"folder": folder})
+        files = {folder / f"{name}.bin": size for name, size in found.sizes.items()}
+        whole = all(file.is_file() and file.stat().st_size >= size for file, size in files.items())
+        return found if whole else cls(folder)
 
     def suffices(self, wanted: float) -> bool:
         """Whether these are as many tokens as are wanted."""
@@ -126,8 +131,6 @@ def build(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         done = Prepared.read(folder)
-        short = [file for file in folder.glob("*.bin") if file.stat().st_size < done.sizes.get(file.stem, 0)]
-        done = Prepared(folder) if short else done  # a power cut: the journal was on the disk before the file
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))
         left = (units[i] for i in range(done.units, len(units)) if not done.suffices(wanted))

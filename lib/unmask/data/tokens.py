@@ -71,11 +71,12 @@ def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarra
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> str:
     """The token between texts and between the chunks of a document: `<|endoftext|>`, or where the vocabulary
-    lacks it the tokenizer's own end of a text.
+    lacks it the tokenizer's own end of a text, or separator (BERT's).
 
-    Raises: ValueError if there is neither.
+    Raises: ValueError if there is none.
     """
-    token = END_OF_TEXT if END_OF_TEXT in tokenizer.get_vocab() else tokenizer.eos_token
+    own = tokenizer.eos_token or tokenizer.sep_token
+    token = END_OF_TEXT if END_OF_TEXT in tokenizer.get_vocab() else own
     if token is None:
         raise ValueError(f"the tokenizer has neither {END_OF_TEXT} nor an eos token: give it an eos token")
     return token

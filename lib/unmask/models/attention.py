@@ -23,10 +23,8 @@ from unmask.models import backbone
 
 VARLEN = "varlen"
 SHARES_HEADS = "enable_gqa" in signature(varlen_attn).parameters  # of keys among queries; torch 2.11 does not
-ROWS, SCORES = (
-    512,
-    2**19,
-)  # of queries that are compared with all keys at once, at most: the scores stay in cache
+ROWS = 512  # queries that are compared with all keys at once, at most
+SCORES = 2**19  # of their scores, at most: they stay in cache
 KERNELS = [Kernel.CUDNN_ATTENTION, Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
 
 

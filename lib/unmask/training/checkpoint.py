@@ -82,7 +82,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Everything to keep, by name: weights and moments, in parts where FSDP2 divides them."""
-    state = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    for name, parameter in model.named_parameters():
-        state |= {f"{key}/{name}": optimizer.state[parameter][key] for key in MOMENTS}
-    return state
+    named = dict(model.named_parameters())
+    moments = {f"{key}/{name}": optimizer.state[p][key] for name, p in named.items() for key in MOMENTS}
+    return {f"model/{name}": p.detach() for name, p in named.items()} | moments

@@ -34,6 +34,7 @@ from unmask.run import Run, grace_seconds
 from unmask.store import fingerprint, read_json, replace_directory, write_json
 from unmask.training.loop import MILESTONES, STOP, Preempted, finish, job_identity, run_job, stage_of
 
+RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE"  # what torchrun sets, and accelerate believes
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
 
@@ -157,6 +158,8 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
         # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
         patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
         environment = ENVIRONMENT | patience | os.environ
+        for name in () if parallel.launcher else RANKS:  # of another job's: one process would wait for others
+            environment.pop(name, None)
         if parallel.per_machine > 1:  # this machine's processes share its cores
             cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
             environment["OMP_NUM_THREADS"] = str(max(1, cores // parallel.per_machine))

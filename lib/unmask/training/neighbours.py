@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import Limit
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
 from unmask.models import backbone, context_encoder
@@ -82,10 +81,7 @@ class Qwen3(Pair):
     """
 
     ends = True  # whatever the pooling
-
-    @cached_property
-    def data(self) -> dict[str, TokenPairs]:
-        return self.triplets() if self.config.negatives else self.pairs()
+    data = cached_property(lambda self: self.triplets() if self.config.negatives else self.pairs())
 
     def reading(self, group: str) -> tuple[Limit, Limit]:
         query, document = super().reading(group)

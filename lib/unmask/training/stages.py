@@ -403,10 +403,7 @@ class Pair(Contrastive):
     """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
     (pplx-embed, section 2.3)."""
 
-    @property
-    def ends(self) -> bool:
-        return self.config.pooling == "last"
-
+    ends = property(lambda self: self.config.pooling == "last")
     data = cached_property(Stage.pairs)
 
     def allowed(self) -> Callable[[int], set[str]] | None:
