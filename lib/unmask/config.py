@@ -31,6 +31,7 @@ TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "
 
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
+Several = Annotated[int, Field(strict=True, ge=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
@@ -136,7 +137,7 @@ class PretrainConfig(TrainConfig):
     """Next-token and masked-diffusion pretraining."""
 
     schedule: Literal["wsd", "cosine", "linear"] = "wsd"
-    length: Count  # tokens of a packed block
+    length: Several  # tokens of a packed block
 
 
 class DiffusionConfig(PretrainConfig):
@@ -171,6 +172,7 @@ class ContrastiveConfig(TrainConfig):
 class PairConfig(ContrastiveConfig):
     """Contrastive training on (query, document) pairs."""
 
+    batch: Several  # pairs of a step: a pair alone has no negatives
     document_length: Count
     pooling: Literal["mean", "last"] = "mean"
     quantize: bool = True  # INT8 from the first step; false, for the comparison: the unquantised mean
