@@ -31,6 +31,7 @@ def test_a_seed_is_that_of_every_training_and_not_of_the_corpus():
         ({"pair.stps": 1}, "pair.stps: unknown key 'stps'; did you mean 'steps'"),
         ({"steps": 1}, "write section.key"),
         ({"pair.steps": "many"}, "pair.steps must be a valid integer, got 'many'"),
+        ({"pair.steps": 0}, "pair.steps must be greater than or equal to 1, got 0"),
         ({"cde.batch": 1}, "cde.batch must be greater than or equal to 2, got 1"),
         ({"pair.lr": float("nan")}, "pair.lr must be a finite number"),
         ({"pair.pooling": "max"}, "pair.pooling must be 'mean' or 'last', got 'max'"),

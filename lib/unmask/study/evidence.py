@@ -373,8 +373,8 @@ def runs(study: Run) -> dict[int, Run]:
 def left_out(study: Run) -> dict[str, str]:
     """Runs that are named as repetitions of this one but cannot be pooled, and notebooks of this and of the
     other runs whose numbers were made with other values of the preset or another corpus; each with why."""
-    every = _repetitions(study).items()
-    reasons = {run.name: why for seed, run in every if (why := _apart(study, run, seed))}
+    apart = {run.name: _apart(study, run, seed) for seed, run in _repetitions(study).items()}
+    reasons = {name: why for name, why in apart.items() if why}
     for run in runs(study).values():
         reasons |= {f"{run.name}, {name}": why for name, why in _outdated(study, run).items()}
     return reasons

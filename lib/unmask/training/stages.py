@@ -35,7 +35,7 @@ from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
-from unmask.store import fingerprint
+from unmask.store import fingerprint, visible
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import ALONE, Processes
 
@@ -180,7 +180,7 @@ def content(path: Path) -> str:
     """Identity by content: on another machine the same training gives other weights, and other scores."""
     if not path.exists():  # a name on the Hub
         return str(path)
-    files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+    files = sorted(visible(path)) if path.is_dir() else [path]
     return fingerprint([sha256(file) for file in files])
 
 
@@ -403,7 +403,10 @@ class Pair(Contrastive):
     """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
     (pplx-embed, section 2.3)."""
 
-    ends = property(lambda self: self.config.pooling == "last")
+    @property
+    def ends(self) -> bool:
+        return self.config.pooling == "last"
+
     data = cached_property(Stage.pairs)
 
     def allowed(self) -> Callable[[int], set[str]] | None:
