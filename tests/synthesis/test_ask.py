@@ -203,8 +203,11 @@ def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
 def test_what_cannot_work_is_refused_at_once(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         synthesize_pairs(PASSAGES, Words(), config("http://127.0.0.1:9/v1", **changes), tmp_path)
-    with pytest.raises(ValueError, match="at least 80 characters"):
-        plan_pairs(["short"], Words(), config("http://127.0.0.1:9/v1"))
+    assert plan_pairs(["short"], Words(), config("")) == []
+    with pytest.raises(ValueError, match="no passage of 80 characters lacks a query"):
+        synthesize_documents(
+            [["short", "x" * 90]], Words(), config("http://127.0.0.1:9"), tmp_path, {"x" * 90}
+        )
 
 
 def test_a_sample_does_not_depend_on_the_order_and_grows():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,8 +209,7 @@ def synthesize_documents(
     for draft in drafts:
         if draft.outcome == "kept":
             chunks = drawn[draft.task.document]
-            name = sha256(json.dumps(chunks).encode()).hexdigest()[:16]
-            row = {"document_id": name, "chunks": chunks, "queries": [], "golds": []}
+            row = {"document_id": fingerprint(chunks), "chunks": chunks, "queries": [], "golds": []}
             row = rows.setdefault(draft.task.document, row)
             row["queries"].append(draft.query)
             row["golds"].append(draft.task.gold)
@@ -221,6 +219,8 @@ def synthesize_documents(
 def _drafts(chat: Chat, tasks: Sequence[Task], embedder: Encoder) -> list[Draft]:
     """What became of each task: a query is kept if nothing is wrong with it, if no other says the same, and
     if it is similar to what its model was shown."""
+    if not tasks:
+        raise ValueError(f"no passage of {prompts.SHORTEST} characters lacks a query: nothing to ask about")
     drafts, fresh = chat.each(lambda task: _draft(chat, task), tasks), {}
     if drafts and all(draft.outcome.startswith("failed") for draft in drafts):
         raise EndpointError(f"{chat.config.endpoint} answers no request: the first {drafts[0].outcome}")

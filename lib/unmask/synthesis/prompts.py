@@ -89,10 +89,8 @@ def sample(items: Iterable, count: int, seed: int) -> list:
 
 
 def plan_pairs(passages: Iterable[str], embedder: Encoder, config: SynthesisConfig) -> list[Task]:
-    """Draws passages, and for each the personas, language and length of the query that is wanted.
-
-    Raises: ValueError if no passage has `SHORTEST` characters.
-    """
+    """Draws passages of `SHORTEST` characters or more, and for each the personas, language and length of the
+    query that is wanted."""
     drawn = sample((text for text in passages if len(text) >= SHORTEST), config.passages, config.seed)
     return _tasks(drawn, [{}] * len(drawn), embedder, config)
 
@@ -104,9 +102,8 @@ def plan_documents(
 
     Args:
         answered: chunks that have one.
-    Returns: the documents drawn, and the tasks in their order.
-    Raises: ValueError if no document has several chunks, one of them of
-        `SHORTEST` characters and without a query.
+    Returns: the documents drawn, all with several chunks, of which at least one of `SHORTEST` characters
+        lacks a query; and the tasks in their order.
     """
 
     def lacking(chunks: Sequence[str]) -> list[int]:
@@ -130,10 +127,6 @@ def _tasks(
     texts: Sequence[str], places: Sequence[dict[str, Any]], embedder: Encoder, config: SynthesisConfig
 ) -> list[Task]:
     """A task for each text, with the personas that are most similar to it, the nearest first."""
-    if not texts:
-        raise ValueError(
-            f"no passage of at least {SHORTEST} characters that lacks a query: there is nothing to ask about"
-        )
     names, tasks = personas(), []
     scores_NP = unit(embedder.encode(texts)) @ unit(embedder.encode(names)).T
     order_NK = np.argsort(-scores_NP, axis=1, kind="stable")[:, : config.personas]
