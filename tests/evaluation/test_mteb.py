@@ -13,6 +13,7 @@ from unmask.evaluation import mteb as in_mteb
 from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.mteb import MtebEncoder, benchmark_tasks, run_benchmark, tool_kinds
 from unmask.evaluation.search import similarity
+from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import Embedder, instructed
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
@@ -89,9 +90,12 @@ def test_results_are_kept_until_the_model_or_the_code_changes(animals, embedder,
     other = Embedder(tiny.model(seed=1), tiny.tokenizer())
     (changed,) = run_benchmark(other, ["Animals"], CONFIG, animals / "results")
     assert changed["score"] != first["score"]
-    before = MtebEncoder(embedder, CONFIG).mteb_model_meta.revision
+    several = [embedder, Embedder(tiny.model(), tiny.tokenizer(), normalize=True)]
+    informed = ContextEmbedder(ContextualEncoder(tiny.model(), tiny.model(), 4), tiny.tokenizer())
+    several += [informed, informed.with_context(["one"]), informed.with_context(["two"])]
+    revisions = [MtebEncoder(one, CONFIG).mteb_model_meta.revision for one in several]
     monkeypatch.setattr(in_mteb, "code_hash", lambda: "other code")
-    assert MtebEncoder(embedder, CONFIG).mteb_model_meta.revision != before
+    assert len({*revisions, MtebEncoder(embedder, CONFIG).mteb_model_meta.revision}) == len(several) + 1
 
 
 def test_the_benchmarks_are_the_papers():

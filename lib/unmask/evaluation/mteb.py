@@ -12,6 +12,7 @@ from typing import Any
 import joblib
 import mteb
 import numpy as np
+import torch
 import yaml
 from mteb import AbsTask, TaskMetadata
 from mteb.models import ModelMeta
@@ -24,6 +25,7 @@ from unmask.data import hub
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import code_hash
 from unmask.models.embedder import Embedder, instructed
+from unmask.models.interchange import OPTIONS
 from unmask.store import fingerprint
 
 # Appendix C, and what the paper's tables are made of; a benchmark that is not named is mteb's own.
@@ -50,8 +52,10 @@ class MtebEncoder(AbsEncoder):
         self.model, self.config, self.precision = embedder, config, precision
         self._asked, self._found = None, None  # the last corpus, which the subsets of a task may share
         # mteb keeps results by name and revision: whatever changes a score changes them.
-        weights = joblib.hash([x.detach().float().cpu().numpy() for x in embedder.model.parameters()])
-        how = embedder.pooling, embedder.mixed_precision, config.query_length, config.document_length
+        read = [*embedder.model.parameters(), getattr(embedder, "context_KD", torch.empty(0))]
+        weights = joblib.hash([x.detach().float().cpu().numpy() for x in read])
+        how = [getattr(embedder, key) for key in (*OPTIONS, "mixed_precision")]
+        how += config.query_length, config.document_length
         revision = fingerprint(weights, how, _TOLD, mteb.__version__, code_hash())
         self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
 

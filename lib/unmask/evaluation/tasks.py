@@ -266,11 +266,12 @@ def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[
 
     Chunks are read alone, vectors compared as floats. Scores are kept: all notebooks ask for the same.
     """
-    if (embedder := load_reference(config)) is None:
+    if not find_spec(PACKAGE):
         return {}
+    embedder = cache(lambda: load_reference(config))
 
     def work(task: Task) -> np.ndarray:
-        vectors = (embedder.encode(texts, "float32") for texts in (task.queries, task.chunks))
+        vectors = (embedder().encode(texts, "float32") for texts in (task.queries, task.chunks))
         return score_task(task, Vectors(*vectors), "float32")
 
     scores = {}
