@@ -130,3 +130,5 @@ def test_a_worker_embeds_the_chunks_of_documents_in_their_context(embedder, mode
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
     for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
         np.testing.assert_allclose(one, two, atol=1e-5)
+    none = jobs.Worker(model, "chunks")(TABLE.slice(0, 0), dimensions=16)["embedding"]
+    assert len(none) == 0 and none.type == pa.list_(pa.list_(pa.int8(), 16))

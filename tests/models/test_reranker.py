@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
+from unmask.models import backbone
 from unmask.models.reranker import INSTRUCTION, SYSTEM, TAIL, Reranker, answers
 
 QUERIES = ["How do I open a file?", "東京 ", "  two\n\nlines: ", "1 + 1 =", "(x)", "naïve"]
@@ -59,6 +60,17 @@ def test_scores_are_the_softmax_of_a_whole_prompt_read_alone(query):
     np.testing.assert_allclose(one.score(query, DOCUMENTS[:1], instruction="Find code"), expected, atol=1e-5)
 
 
+def test_the_budget_counts_the_beginning_that_all_prompts_share():
+    one, keys = reranker(token_budget=1000), []
+
+    def count(_, read, output):
+        keys.append(len(read[0]) * output.past_key_values.get_seq_length())
+
+    one.reader.model.register_forward_hook(count)
+    one.score("q", ["no"] * 20)
+    assert len(keys) > 2 and max(keys) <= 1000
+
+
 @pytest.mark.parametrize("query", ["short?", "a long query? " * 40])
 @pytest.mark.parametrize("document", ["short", "a long document " * 40])
 @pytest.mark.parametrize("lengths", [{}, {"query_length": 9, "document_length": 11}])
@@ -93,7 +105,9 @@ def test_ranking_is_by_score_and_equal_ones_keep_their_order():
 
 def test_a_saved_and_a_released_reranker_load(tmp_path, monkeypatch):
     one = reranker(instruction="Find code")
-    one.save_pretrained(tmp_path / "model")
+    start = backbone.save(one.model, one.tokenizer, tmp_path / "start", source="a card", fingerprint="x")
+    Reranker.from_pretrained(start, instruction="Find code", device="cpu").save_pretrained(tmp_path / "model")
+    assert backbone.facts(tmp_path / "model").items() >= {"source": "a card", "stage": "reranker"}.items()
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path.parent))
     again = Reranker.from_pretrained(f"{tmp_path.name}/model", device="cpu")  # by its name on the Hub
     np.testing.assert_array_equal(again.score("q", DOCUMENTS), one.score("q", DOCUMENTS))
@@ -115,6 +129,10 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match=r"max_length must be at least \d+, got 300"):
         reranker(max_length=300).score("q", ["d"], instruction="long " * 200)
     one = reranker()
+    with pytest.raises(TypeError, match="document 1 of 2 is no string"):
+        one.score("q", ["d", None])
+    with pytest.raises(ValueError, match="the query has a lone surrogate"):
+        one.score("\ud83d", ["d"])
     with torch.no_grad():
         one.model.get_input_embeddings().weight[ids(one, "東")[0]] = torch.nan
     with pytest.raises(ValueError, match=r"document 1 of 2: .*NaN"):

@@ -36,6 +36,11 @@ def test_a_trained_checkpoint_is_a_causal_language_model_that_reranks(job):
     assert len(Reranker.from_pretrained(path).rerank("How is number 3 written?", ["Number 3", "4"])) == 2
 
 
+def test_a_bidirectional_start_is_refused_before_it_is_paid_for(start, job):
+    with pytest.raises(ValueError, match="is bidirectional: a reranker starts from a causal model"):
+        run_job(job | {"start": str(start)}, lambda row: None)
+
+
 def test_training_and_inference_read_the_same_tokens(job):
     """Cut ones too: the loss of a batch follows from the reranker's own scores."""
     pairs = stage_of(job).data["docs"]

@@ -182,12 +182,11 @@ class ContextEmbedder(Embedder):
             max_length: tokens of one document at most; default: the embedder's own.
         Raises: ValueError for more than J documents; errors of `Embedder.encode`.
         """
-        first = Embedder(self.encoder.first, self.tokenizer, **{**self._options, "normalize": False})
-        context_KD = torch.from_numpy(first.encode(texts, "float32", max_length=max_length))
-        if len(context_KD) > self.encoder.context:
+        if len(texts) > self.encoder.context:
             raise ValueError(f"at most {self.encoder.context} context documents are read, got {len(texts)}")
+        first = Embedder(self.encoder.first, self.tokenizer, **{**self._options, "normalize": False})
         informed = copy.copy(self)
-        informed.context_KD = context_KD
+        informed.context_KD = torch.from_numpy(first.encode(texts, "float32", max_length=max_length))
         return informed
 
     def rows(self, reading: Reading, *arguments: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -245,7 +245,7 @@ class Embedder:
     def _texts(self, texts: Iterable[str], max_length: int | None) -> Reading:
         texts = _list(texts, "encode([text])")
         name = f"Text {{}} of {len(texts)}".format
-        _check(texts, name)
+        check(texts, name)
         before, after = self.around
         limit = self.max_length if max_length is None else self._limit(max_length)
         tokens = self._tokens(texts, limit - len(before) - len(after), name)
@@ -268,7 +268,7 @@ class Embedder:
         def name(number: int) -> str:
             return "Chunk {} of document {}".format(*places[number])
 
-        _check(chain.from_iterable(documents), name)
+        check(chain.from_iterable(documents), name)
         units = self._windows(documents, chunk_length, name)
         return Reading(units, self.pooling, name), np.cumsum([0, *map(len, documents)])
 
@@ -397,11 +397,12 @@ def _list(texts: Iterable[Any], right: str) -> list[Any]:
     return list(texts)
 
 
-def _check(texts: Iterable[str], name: Name) -> None:
+def check(texts: Iterable[str], name: Name, *, empty: bool = False) -> None:
+    """Refuses what cannot be read, by the name of its number; empty texts, unless `empty` allows them."""
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"{name(number)} is no string but of type {type(text).__name__}: {text!r}")
-        if not text:
+        if not (text or empty):
             raise ValueError(f"{name(number)} has no tokens: remove or fill it")
         if not text.isascii() and LONE_SURROGATE.search(text):
             raise ValueError(f"{name(number)} has a lone surrogate, half a character: repair or remove it")

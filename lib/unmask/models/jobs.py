@@ -99,9 +99,12 @@ class Worker:
         items_B = table[self.column].to_pylist()
         if not pa.types.is_nested(table[self.column].type):
             return table.append_column(OUTPUT, lists(self.embedder.encode(items_B, **options)))
+        none = self.embedder.encode([], options.get("precision", "int8"), options.get("dimensions"))
         parts = self.embedder.encode_documents(items_B, **options)
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-        return table.append_column(OUTPUT, pa.ListArray.from_arrays(starts, lists(np.concatenate(parts))))
+        return table.append_column(
+            OUTPUT, pa.ListArray.from_arrays(starts, lists(np.concatenate([none, *parts])))
+        )
 
 
 def lists(rows_RD: np.ndarray) -> pa.FixedSizeListArray:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask.data.tokens import Limit, encode
 from unmask.models import backbone, interchange
 from unmask.models.attention import fast_attention
-from unmask.models.embedder import Embedder
+from unmask.models.embedder import Embedder, check
 from unmask.models.encoding import micro_batches
 
 # Of the released models.
@@ -79,7 +79,9 @@ class Reranker:
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` and AutoModelForCausalLM load."""
-        facts = {"stage": "reranker", "instruction": self.instruction}
+        facts = backbone.facts(self.model.name_or_path)  # among them, where it comes from
+        facts |= {"stage": "reranker", "instruction": self.instruction}
+        facts.pop("fingerprint", None)
         return backbone.save(self.model, self.tokenizer, Path(path), **facts)
 
     def score(self, query: str, documents: Sequence[str], **options) -> np.ndarray:
@@ -122,11 +124,14 @@ class Reranker:
             instruction: instead of the reranker's own.
             query_length, document_length: tokens at most, if `max_length` leaves so many.
         Returns: float64, (M,).
-        Raises: ValueError if the model returns NaN or infinity, naming the document, and for an instruction
+        Raises: TypeError for what is no string, ValueError for a lone surrogate (half a character) and if the
+            model returns NaN or infinity, all of them naming the document. ValueError for an instruction
             beside which no query has room.
         """
         if isinstance(documents, str):
             raise ValueError("expected a list of documents, got one string: write score(query, [document])")
+        names = ["the query", *(f"document {number} of {len(documents)}" for number in range(len(documents)))]
+        check([query, *documents], names.__getitem__, empty=True)
         if instruction:
             self._check_room(instruction)
         backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
@@ -159,7 +164,7 @@ class Reranker:
         reader, found_MD = self.reader, torch.empty(len(ends), self.model.config.hidden_size)
         with reader.autocast(), fast_attention(False):
             begun = reader.model(padded([start_L])[0].to(reader.devices[0]), use_cache=True).past_key_values
-            for group in micro_batches([len(end_L) for end_L in ends], reader.token_budget):
+            for group in micro_batches([len(start_L) + len(end_L) for end_L in ends], reader.token_budget):
                 tokens_BL, last_B = padded([ends[i] for i in group])
                 own = copy.deepcopy(begun)
                 own.batch_repeat_interleave(len(group))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from unmask.data.tokens import Limit
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
@@ -124,6 +125,12 @@ class Reranking(Stage):
     def answers(self) -> tuple[int, int]:
         """The tokens of "yes" and of "no"."""
         return answers(self.tokenizer.backend_tokenizer)
+
+    def model(self) -> PreTrainedModel:
+        model = super().model()
+        if not getattr(model.config, "is_causal", True):
+            raise ValueError(f"{self.asked['start']} is bidirectional: a reranker starts from a causal model")
+        return model
 
     def keys(self) -> dict[str, np.ndarray]:
         return {name: np.arange(len(pairs.queries)) for name, pairs in self.data.items()}
