@@ -34,6 +34,14 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 Several = Annotated[int, Field(strict=True, ge=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+
+
+def _whole(text: str) -> str:
+    """A relative path in a preset is one in the checkout, not in the folder that notebooks run in."""
+    return str(repository() / text) if "/" in text and (repository() / text).exists() else text
+
+
+Place = Annotated[str, AfterValidator(_whole)]  # or a name
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
 
@@ -50,7 +58,7 @@ class Section:
 class DataConfig(Section):
     """The corpus: where text, pairs and documents come from."""
 
-    source: str = "environment"  # or a registry in papermill_runs/sources, or the path of one (*.yaml)
+    source: Place = "environment"  # or a registry in papermill_runs/sources, or the path of one (*.yaml)
     seed: Whole = 0
     vocab_size: Count  # of the tokenizer trained on the training part; ignored with a ready checkpoint
     dev_packages: tuple[str, ...] = ()  # held out, for choices
@@ -63,7 +71,7 @@ class DataConfig(Section):
 class BackboneConfig(Section):
     """The Transformer: a ready checkpoint, or the shape of one built from scratch."""
 
-    checkpoint: str = ""  # "smollm2-135m", Hub name or directory; empty: built in the shape below
+    checkpoint: Place = ""  # "smollm2-135m", Hub name or directory; empty: built in the shape below
     hidden_size: Count
     layers: Count
     heads: Count
@@ -227,7 +235,7 @@ class TripletConfig(ContrastiveConfig):
 class ClustersConfig(Section):
     """How rows that look alike are found, for every stage with a `cluster_size` or a `filter_margin`."""
 
-    surrogate: str = ""  # an embedder: directory or Hub name; notebook 10 without one: the pair checkpoint
+    surrogate: Place = ""  # an embedder: directory or Hub name; notebook 10 without one: the pair checkpoint
     iterations: Count = 100  # of k-means; CDE's
     attempts: Count = 3  # of k-means, of which the best counts; CDE's
 
@@ -429,7 +437,7 @@ def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
         section, _, field = key.partition(".")
         if section not in SECTIONS or not field:
             raise ConfigError(f"unknown key {key!r}: write section.key{nearest(section, SECTIONS)}")
-        values[section] = values.get(section, {}) | {field: value}
+        values[section] = (values.get(section) or {}) | {field: value}
     preset = preset_from(values | {"name": name})
     for stage, config in ((stage, getattr(preset, stage)) for stage in TRAINED):
         if config.warmup + config.decay > config.steps:  # a study's shorter trainings may

@@ -41,7 +41,6 @@ def refusal(source):
 @pytest.mark.parametrize("size", [20, 1 << 20])
 def test_every_format_gives_the_rows_whatever_the_size_of_a_piece(tmp_path, suffix, size, monkeypatch):
     monkeypatch.setattr(reading, "UNIT_BYTES", size)
-    monkeypatch.setattr(reading, "UNIT_ROWS", size)
     source = own(write_as(tmp_path / f"a.{suffix}", PAIRS))
     rows = rows_of(source)
     assert len(units(source)) > 1 or size > 20 or suffix not in ("parquet", "arrow")
@@ -67,7 +66,7 @@ def test_texts_of_json_stay_as_they_are_whatever_other_rows_hold(tmp_path):
     rows += [{"query": "007", "document": "late", "column": [1]}]
     lines = "\n\n".join(map(json.dumps, rows))
     for name, text in {"a.json": json.dumps(rows, indent=1), "b.jsonl": lines}.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8-sig" if name == "b.jsonl" else "utf8")
         found = rows_of(own(tmp_path / name, bad_rows="drop"), dropped := Counter())
         assert [row["query"] for row in found] == ["2020-01-01", "007"] and dropped.total() == 1
 
@@ -123,6 +122,7 @@ UNREADABLE = {
     "f.csv": (b"query,document\na,b\nb,c,d\n", "Expected 2 fields in line 3, saw 3"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
     "i.jsonl": (b"", UNKNOWN),
+    "k.arrow": (b"ARROW1 of another kind", "Expected to read"),
     "j.doc": (b"x", UNKNOWN),
 }
 

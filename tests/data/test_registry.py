@@ -135,6 +135,9 @@ def test_files_start_at_the_registry(tmp_path, monkeypatch):
     entry = PAIRS | {"kind": "files", "files": "*.jsonl"}
     later = entry | {"files": ["${UNMASK_ARTIFACTS}/x.jsonl"], "optional": True, "bad_rows": "drop"}
     here, absent = load_registry(write(tmp_path, {"here": entry, "absent": later}))
+    (tmp_path / "c[1].txt").touch()
+    (named,) = load_registry(write(tmp_path, {"named": entry | {"files": "c[1].txt"}}))
+    assert own_files(named) == [tmp_path / "c[1].txt"]
     assert own_files(here) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"] and here.bad_rows == "stop"
     assert absent.files == (str(tmp_path / "out" / "x.jsonl"),) and own_files(absent) == []
 
@@ -153,6 +156,8 @@ REFUSED = [
     ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl; `optional: true`"),
     ({"language": "english"}, "language String should match pattern"),
     ({"language": False}, "language must be a valid string, got False"),
+    ({"languages": [False]}, "'bool' object has no"),
+    ({"kind": "files", "files": None}, "not iterable"),
     ({"hold_out": 0.6}, "hold_out must be less than or equal to 0.5, got 0.6"),
     ({"share": 10}, "share is for text"),
     ({"rows": "many"}, "rows must be a valid integer, got 'many'"),

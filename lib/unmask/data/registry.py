@@ -97,7 +97,7 @@ def load_registry(name_or_path: str) -> list[Source]:
                 sources.append(_source(one, values, path.parent))
         where = f"{path}: "
         _check_shares(sources)
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:  # the last two: a value's type
         reason = explained(error, Source) if isinstance(error, ValidationError) else error
         raise ConfigError(f"{where}{reason}") from error
     return sources
@@ -125,8 +125,10 @@ def split_of(source: Source, key: str) -> str:
 
 def own_files(source: Source) -> list[Path]:
     """The existing files of a source of kind `files`, sorted within each pattern, each once."""
-    found = (path for pattern in source.files for path in sorted(glob.glob(pattern, recursive=True)))
-    return list(map(Path, dict.fromkeys(found)))
+    found: dict[str, None] = {}
+    for file in source.files:
+        found |= dict.fromkeys([file] if Path(file).exists() else sorted(glob.glob(file, recursive=True)))
+    return list(map(Path, found))
 
 
 def _locate(name_or_path: str) -> Path:
