@@ -57,6 +57,8 @@ def test_queries_of_one_document_are_drawn_together():
     ends = [[evidence.bootstrap(x_N, 200, drawn).interval for x_N in trials] for drawn in (None, cluster_N)]
     held = [sum(low <= 0 <= high for low, high in some) for some in ends]
     assert held[0] < 140 and held[1] >= 175
+    low, high = evidence.bootstrap([0.0, 1, 1], 200, ["the only document"] * 3).interval
+    assert low < 2 / 3 < high
 
 
 def test_what_is_no_mean_is_computed_in_every_resample():

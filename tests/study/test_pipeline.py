@@ -81,6 +81,8 @@ def test_what_is_no_notebook_of_ours_is_refused(checkout):
 
 
 def test_selection(diamond):
+    copied = diamond.folders.notebooks / "01_left-Copy1.ipynb"
+    copied.write_bytes((diamond.folders.notebooks / "01_left.ipynb").read_bytes())
     stages = discover(diamond.folders.notebooks)
     assert [one.name for one in stages] == ["00_backbone", "01_left", "02_right", "03_join", "04_apart"]
     for text in ("03", "03_join", "join", "03_join.ipynb"):

@@ -106,6 +106,8 @@ def bootstrap(values_N: Values, samples: int, cluster_N: Values | None = None, *
     """
     values_N = np.asarray(values_N, dtype=np.float64)
     _, number_N = np.unique(range(len(values_N)) if cluster_N is None else cluster_N, return_inverse=True)
+    if not number_N.any():  # one cluster alone says nothing of others: the queries are drawn one by one
+        number_N = np.arange(len(values_N))
     size_C, sum_C = np.bincount(number_N), np.bincount(number_N, values_N)
     sizes_C, sums_C = (sum(np.roll(x_C, -shift) for shift in range(block)) for x_C in (size_C, sum_C))
     generator = np.random.default_rng(0)  # one stream for all, see the top of this file

@@ -77,11 +77,13 @@ class Stage(NamedTuple):
 
 
 def discover(notebooks: Path) -> list[Stage]:
-    """Every `NN_*.ipynb` of a folder, in the order of their names, in which they can run.
+    """Every `NN_*.ipynb` of a folder, in the order of their names, in which they can run; JupyterLab's copies
+    ("…-Copy1") are the user's own.
 
     Raises: PipelineError for one that does not say what it depends on.
     """
-    return [_read(path) for path in sorted(notebooks.glob("[0-9][0-9]*_*.ipynb"))]
+    paths = sorted(notebooks.glob("[0-9][0-9]*_*.ipynb"))
+    return [_read(path) for path in paths if "-Copy" not in path.stem]
 
 
 def select(

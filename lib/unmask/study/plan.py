@@ -97,8 +97,8 @@ def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory:
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
         f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s; assumed: texts as long as they"
-        " may be; not counted: mining, clustering and evaluation; two CPU cores take about a thousand times "
-        "as long as a GPU",
+        " may be, and a checkpoint of the sizes that the preset's backbone has; not counted: mining, "
+        "clustering and evaluation; two CPU cores take about a thousand times as long as a GPU",
     ]
     return "\n".join(lines)
 
@@ -125,7 +125,7 @@ def parameters(preset: Preset) -> tuple[int, int]:
 def work(preset: Preset, stage: str) -> list[Texts]:
     """What each model that is trained reads for one loss, each text as long as it may be."""
     config = getattr(preset, stage)
-    n = config.batch // getattr(config, "accumulation", 1)
+    n = max(1, config.batch // getattr(config, "accumulation", 1))
     if stage in PRETRAINING:
         return [[(n, config.length)]]
     if stage == "contextual":
