@@ -123,5 +123,6 @@ DIFFERENT = [
 def test_what_differs_between_two_jobs_is_named(start, tmp_path, more, names):
     base = {"surrogate": str(start)}
     stage = "triplet" if "negatives" in more else "pair"
-    one, two = (job_identity(job(stage, start, tmp_path, **base) | changed) for changed in ({}, more))
+    asked = (job(stage, start, tmp_path, **base) | changed for changed in ({}, more))
+    one, two = map(job_identity, map(stage_of, asked))
     assert {name for name in one | two if one.get(name) != two.get(name)} == names

@@ -19,15 +19,7 @@ from unmask.losses.contrastive import cosine, counted, info_nce, mean_over_queri
 from unmask.losses.shapes import check_index, check_settings, check_shapes
 
 
-def sequence_loss(
-    q_ND: Tensor,
-    chunks_MCD: Tensor,
-    document_N: Tensor,
-    gold_N: Tensor,
-    *,
-    temperature: float = 0.02,
-    chunk_mask_MC: Tensor | None = None,
-) -> Tensor:
+def sequence_loss(q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, **options) -> Tensor:
     """InfoNCE of each query's gold chunk against the chunks of its own document.
 
         L_seq = −(1/N) Σ_i log e^{s(q_i,c_i*)/τ} / Σ_k e^{s(q_i,c_ik)/τ}
@@ -37,8 +29,7 @@ def sequence_loss(
         chunks_MCD: chunk embeddings of the M distinct documents of the batch.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        temperature: τ, above 0.
-        chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
+        options: `temperature`, `chunk_mask_MC` and `queries` of `local_loss`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -56,19 +47,10 @@ def sequence_loss(
         >>> f"{loss:.4f}"  # log(1 + 1/e): the other chunk of the document
         '0.3133'
     """
-    options = {"alpha": 1, "temperature": temperature, "chunk_mask_MC": chunk_mask_MC}
-    return local_loss(q_ND, chunks_MCD, document_N, gold_N, **options)
+    return local_loss(q_ND, chunks_MCD, document_N, gold_N, alpha=1, **options)
 
 
-def batch_loss(
-    q_ND: Tensor,
-    chunks_MCD: Tensor,
-    document_N: Tensor,
-    gold_N: Tensor,
-    *,
-    temperature: float = 0.02,
-    chunk_mask_MC: Tensor | None = None,
-) -> Tensor:
+def batch_loss(q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, **options) -> Tensor:
     """InfoNCE of each query's gold chunk against all chunks of all distinct documents of the batch.
 
         L_batch = −(1/N) Σ_i log e^{s(q_i,c_i*)/τ} / Σ_j Σ_k e^{s(q_i,c_jk)/τ},   j over distinct documents
@@ -81,8 +63,7 @@ def batch_loss(
         chunks_MCD: chunk embeddings of the M distinct documents of the batch.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        temperature: τ, above 0.
-        chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
+        options: `temperature`, `chunk_mask_MC` and `queries` of `local_loss`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -100,8 +81,7 @@ def batch_loss(
         >>> f"{loss:.4f}"  # log(1 + 3/e): the three other chunks of the batch
         '0.7437'
     """
-    options = {"alpha": 0, "temperature": temperature, "chunk_mask_MC": chunk_mask_MC}
-    return local_loss(q_ND, chunks_MCD, document_N, gold_N, **options)
+    return local_loss(q_ND, chunks_MCD, document_N, gold_N, alpha=0, **options)
 
 
 def local_loss(

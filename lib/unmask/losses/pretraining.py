@@ -164,8 +164,8 @@ def _weighted_nats(
     place_R = F.pad(paid_BL, (0, 1)).flatten().nonzero()[:, 0]  # of each paid token's predecessor
     target_R = tokens_BL[:, 1:][paid_BL].to(device, non_blocking=True)
     rows_RD = hidden_BLD.flatten(0, 1).index_select(0, place_R.to(device, non_blocking=True))
-    half = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if half else rows_RD.dtype
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else rows_RD.dtype
     rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
     weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
     size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
@@ -183,8 +183,9 @@ class _WeightedNats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows_RD, unembedding_VD, target_R, weight_R, size, with_gradient):
         total = weight_R.new_zeros(())
-        d_rows_RD = torch.empty_like(rows_RD)
-        d_unembedding_VD = weight_R.new_zeros(unembedding_VD.shape)
+        if with_gradient:
+            d_rows_RD = torch.empty_like(rows_RD)
+            d_unembedding_VD = weight_R.new_zeros(unembedding_VD.shape)
         for start in range(0, len(rows_RD), size):
             part = slice(start, start + size)
             rows, target, weight = rows_RD[part], target_R[part, None], weight_R[part, None]

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from unmask.data.tokens import TokenSequence
-from unmask.models.attention import unpadded, unpadded_inputs
+from unmask.models.attention import unpadded_inputs
 
 
 def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
@@ -146,7 +146,6 @@ def context_windows(lengths: Sequence[int], window: int, overlap: int) -> list[t
     A window is as many chunks as fit; the next one starts `overlap` chunks before its end, or later, where it
     would otherwise not reach a further chunk. A chunk belongs to the window in which it has most context: in
     which the smaller one of the numbers of tokens before and after it is largest, the earliest of several.
-    Where the document itself starts or ends, nothing is missing: that side counts as unlimited.
 
     Args:
         lengths: tokens of each chunk, at most `window`; a separator comes between two chunks.
@@ -164,9 +163,8 @@ def context_windows(lengths: Sequence[int], window: int, overlap: int) -> list[t
         if spans:
             start = max(stop - overlap, int(np.searchsorted(starts_C, ends_C[stop] - 1 - window)))
         stop = int(np.searchsorted(ends_C, starts_C[start] + window + 1, side="right"))
-        before = starts_C[start:stop] - starts_C[start] if start else np.inf
-        after = ends_C[stop - 1] - ends_C[start:stop] if stop < len(lengths) else np.inf
-        context = np.broadcast_to(np.minimum(before, after), stop - start)
+        before, after = starts_C[start:stop] - starts_C[start], ends_C[stop - 1] - ends_C[start:stop]
+        context = np.minimum(before, after)
         better = start + np.flatnonzero(context > best_C[start:stop])
         best_C[better], owner_C[better] = context[better - start], len(spans)
         spans.append((start, stop))
@@ -233,7 +231,7 @@ def encode_rows(
     sequences: Sequence[TokenSequence],
     *,
     pooling: str = "mean",
-    packed: bool | None = None,
+    packed: bool = False,
     **inputs: Tensor,
 ) -> Tensor:
     """One forward pass; returns rows_RD in float32, chunks of a document in order.
@@ -243,8 +241,8 @@ def encode_rows(
     Args:
         model: the backbone, possibly wrapped by DDP or FSDP2.
         pooling: "mean" or "last".
-        packed: lay sequences of different lengths one after the other instead of padding them. Default: where
-            that is possible and fast (`unmask.models.attention.unpadded`).
+        packed: lay sequences of different lengths one after the other instead of padding them, where that is
+            possible and fast (`unmask.models.attention.unpadded`).
         inputs: what else the model takes.
 
     Raises:
@@ -257,7 +255,6 @@ def encode_rows(
     lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
     tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
     different = len(set(lengths)) > 1
-    packed = unpadded(model) if packed is None else packed
     # For sequences of one length torch's own kernels are faster, but for bfloat16 on a CPU.
     if packed and (different or (device.type == "cpu" and torch.is_autocast_enabled("cpu"))):
         tokens_1T = tokens_T[None].to(device, non_blocking=True)

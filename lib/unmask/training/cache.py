@@ -84,7 +84,7 @@ def cached_rows(
         # A process without a sequence embeds one all the same, since the others wait for it in FSDP2.
         texts = [sequences[i] for i in (group if len(group) else [0])]
         with processes.autocast():
-            rows_RD = encode_rows(model, texts, pooling=pooling, **inputs)
+            rows_RD = encode_rows(model, texts, pooling=pooling, packed=packed, **inputs)
         return rows_RD if len(group) else rows_RD[:0]
 
     def places(group: np.ndarray) -> Tensor:

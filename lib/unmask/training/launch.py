@@ -33,6 +33,7 @@ from unmask.models.backbone import facts, require_checkpoint
 from unmask.run import Run, grace_seconds
 from unmask.store import fingerprint, read_json, replace_directory, write_json
 from unmask.training.loop import MILESTONES, STOP, Preempted, finish, job_identity, run_job, stage_of
+from unmask.training.stages import Stage
 
 RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE"  # what torchrun sets, and accelerate believes
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
@@ -76,21 +77,22 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
         TrainingStopped: one was told to stop; the next call goes on.
     """
     with FileLock(run.artifacts() / "another-kernel-trains-here.lock", timeout=0):  # so says the error
-        due = {name: _due(run, name, *asked) for name, asked in trainings.items()}
+        due = {name: _due(run, name, *training) for name, training in trainings.items()}
         if due := {name: path for name, path in due.items() if path}:
             _train(run, due)
     return {name: run.artifacts() / name / "model" for name in trainings}
 
 
-def _due(run: Run, name: str, stage: str, job: Mapping[str, Any]) -> Path | None:
+def _due(run: Run, name: str, section: str, job: Mapping[str, Any]) -> Path | None:
     """Prepares a training and returns its job file; None where it has finished already."""
     folder = run.artifacts() / name
-    asked = {"values": resolved(run.config), "stage": stage, "name": name, "folder": str(folder)}
+    asked = {"values": resolved(run.config), "stage": section, "name": name, "folder": str(folder)}
     asked |= {key: str(value) if isinstance(value, Path) else value for key, value in job.items()}
     if "start" in asked:
         asked["start"] = require_checkpoint(asked["start"])
-    asked["corpus"] = str(stage_of(asked).corpus.path)  # known from here on: the Hub is asked for it once
-    asked |= _identity(asked, folder)
+    stage = stage_of(asked)
+    asked["corpus"] = str(stage.corpus.path)  # known from here on: the Hub is asked for it once
+    asked |= _identity(stage, folder)
     mark, made = asked["fingerprint"], facts(folder / "model").get("fingerprint")
     if made not in (None, mark):  # another training, which somebody paid for
         replace_directory(folder, _aside(folder, made))
@@ -101,7 +103,7 @@ def _due(run: Run, name: str, stage: str, job: Mapping[str, Any]) -> Path | None
         write_json(folder / "job.json", read_json(folder / "job.json") | {"accepted": asked["accepted"]})
         print(f"{run.stage}/{name}: already trained")
         return None
-    stage_of(asked).prepare()  # here, where its progress shows and no GPU waits for it
+    stage.prepare()  # here, where its progress shows and no GPU waits for it
     for log in folder.glob("*.log"):  # of an earlier try
         log.unlink()
     return write_json(folder / "job.json", asked)
@@ -123,7 +125,7 @@ def _aside(folder: Path, made: str) -> Path:
     return folder.with_name(f"{folder.name}-{made}")
 
 
-def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _identity(stage: Stage, folder: Path) -> dict[str, Any]:
     """Fingerprint of a training, and what it is made of.
 
     Where nothing but the code has changed since the training in the folder began, and that was accepted
@@ -132,7 +134,7 @@ def _identity(job: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Raises: RuntimeError if checkpoints of another training lie there, or a finished one of other code that
         was neither accepted nor to be replaced (`unmask run --force`): somebody paid for them.
     """
-    made = json.loads(json.dumps(job_identity(job)))  # as it will be read again
+    made = json.loads(json.dumps(job_identity(stage)))  # as it will be read again
     before = read_json(folder / "job.json")
     earlier, accepted = before.get("made_of", {}), before.get("accepted", [])
     changed = [key for key in sorted(earlier | made) if earlier.get(key) != made.get(key)]

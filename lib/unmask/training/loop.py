@@ -98,11 +98,11 @@ def data_report(checkpoint: Path) -> list[dict[str, Any]]:
     return json.loads((checkpoint.parent / DATA_REPORT).read_text(encoding="utf8"))
 
 
-def job_identity(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that the result of a job depends on, by name, so that a message can say what differs: values
-    of the preset and of the job, the corpus ("data"), files, the starting point, and "code". A training that
-    ran out of memory goes on with a smaller token_budget."""
-    stage, told = stage_of(asked), ("stage", "groups", "milestones", "bidirectional", "late_chunking")
+def job_identity(stage: Stage) -> dict[str, Any]:
+    """Everything that the result of a stage's job depends on, by name, so that a message can say what
+    differs: values of the preset and of the job, the corpus ("data"), files, the starting point, and "code".
+    A training that ran out of memory goes on with a smaller token_budget."""
+    asked, told = stage.asked, ("stage", "groups", "milestones", "bidirectional", "late_chunking")
     sections = {asked["stage"]: resolved(stage.config)}
     if "start" not in asked:
         sections["backbone"] = resolved(stage.preset.backbone)
@@ -157,9 +157,11 @@ def train(
     module, optimizer = _prepared(stage, model, processes)
     last = processes.agreed(next(reversed(checkpoints.all()), None))
     done = load_checkpoint(last, model, optimizer) if last else 0
-    _shorten(log, done, processes)
     if processes.main:
+        kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
+        write_atomic(log, "".join(kept))  # what comes after is trained again
         report({"total": config.steps, "done": done})
+    processes.wait()
     whole = getattr(config, "length", 0) % 128 == 0  # else cuDNN's backward pass may give NaN (torch 2.11)
     with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
         started, saved, pause = perf_counter(), monotonic(), config.checkpoint_seconds
@@ -232,14 +234,6 @@ def _ahead(make: Callable[[int], Any], steps: range) -> Iterator[tuple[int, Any]
             batch = coming.result()
             coming = loader.submit(make, step + 1) if step + 1 in steps else None
             yield step, batch
-
-
-def _shorten(log: Path, done: int, processes: Processes) -> None:
-    """Keeps the log's lines of the steps done: what comes after is trained again."""
-    if processes.main:
-        kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
-        write_atomic(log, "".join(kept))
-    processes.wait()
 
 
 def finish(folder: Path) -> None:

@@ -216,14 +216,12 @@ class Pretraining(Stage):
         """The tokens (B, L) of a step."""
         return self.data[self.plan(step)[1]].astype(np.int64)
 
-    def accumulate(
-        self, module: nn.Module, order_B: Tensor, forward: Callable[[Tensor], Tensor], processes: Processes
-    ) -> Tensor:
-        """`accumulate` over micro-batches of the rows in `order_B`, under the token budget."""
+    def micro_batches(self, order_B: Tensor, processes: Processes) -> Sequence[Tensor]:
+        """The rows of `order_B` in groups under the token budget."""
         rows = max(1, self.config.budget(processes.device.type) // self.config.length)
         # Every process runs as many passes as the others.
         passes = math.ceil(math.ceil(len(order_B) / rows) / processes.count)
-        return accumulate(module, order_B.tensor_split(passes * processes.count), forward, processes)
+        return order_B.tensor_split(passes * processes.count)
 
 
 def accumulate(
@@ -259,7 +257,8 @@ class NextToken(Pretraining):
             loss = partial(losses.next_token_loss, tokens_BL=tokens, normalizer=tokens_BL[:, 1:].numel())
             return module(processes.ship(tokens), None, loss)
 
-        loss = self.accumulate(module, torch.arange(len(tokens_BL)), forward, processes)
+        groups = self.micro_batches(torch.arange(len(tokens_BL)), processes)
+        loss = accumulate(module, groups, forward, processes)
         return {"loss": loss, "tokens": tokens_BL.numel()}
 
 
@@ -298,7 +297,7 @@ class Diffusion(Pretraining):
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
         order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
-        loss = self.accumulate(module, order, forward, processes)
+        loss = accumulate(module, self.micro_batches(order, processes), forward, processes)
         return {"loss": loss, "tokens": int(batch.valid_BL.sum())}
 
 
