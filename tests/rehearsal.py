@@ -136,9 +136,8 @@ def tokenizer() -> Tokenizer:
     learnt.normalizer, learnt.pre_tokenizer = theirs.normalizer, theirs.pre_tokenizer
     learnt.decoder = theirs.decoder
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    learnt.train_from_iterator(
-        [text(random.Random(0), 2000)], trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
-    )
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
+    learnt.train_from_iterator([text(random.Random(0), 2000)], trainer)
     model = json.loads(learnt.to_str())["model"]
     fillers = {f"<filler {i}>": i for i in range(len(model["vocab"]), FIRST_SPECIAL)}
     learnt.model = models.BPE(model["vocab"] | fillers, [tuple(merge) for merge in model["merges"]])
@@ -169,9 +168,8 @@ def write_gtr(folder: Path) -> None:
     plain = folder.with_name("t5")
     shape = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     transformers.T5EncoderModel(transformers.T5Config(**shape)).save_pretrained(plain)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer(), pad_token="<|endoftext|>", eos_token="<|endoftext|>"
-    ).save_pretrained(plain)
+    special = dict.fromkeys(("pad_token", "eos_token"), "<|endoftext|>")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer(), **special).save_pretrained(plain)
     parts = [Transformer(str(plain), max_seq_length=512), Pooling(32, "mean")]
     dense = Dense(32, 24, bias=False, activation_function=torch.nn.Identity())
     SentenceTransformer(modules=[*parts, dense, Normalize()], device="cpu").save(str(folder))

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -87,24 +86,22 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
     assert gone.returncode == 2 and "nowhere" in gone.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "smok"], "unknown preset 'smok'; did you mean 'smoke'?"),
-        (["--set", "pair.steps"], "write key=value"),
-        (["--set", "pair.lr=[1"], "--set pair.lr=[1: the value is no YAML"),
-        (["--set", "backbone.checkpoint=/none"], "backbone.checkpoint: /none is no directory here"),
-        (["--only", "2_pair"], "no notebook '2_pair'; did you mean '02_pair'?"),
-        (["--run", "../elsewhere"], "--run ../elsewhere: a run's name is its folders'"),
-        (["--gpus", "0"], "parallel.num_processes must be greater than or equal to 1, got 0"),
-        (["--gpus", "99"], "99 GPUs are needed on this machine, and it has "),
-    ],
-)
-def test_a_request_that_cannot_work_is_one_message(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, message
-) -> None:
+REFUSED = {
+    "--preset smok": "unknown preset 'smok'; did you mean 'smoke'?",
+    "--set pair.steps": "write key=value",
+    "--set pair.lr=[1": "--set pair.lr=[1: the value is no YAML",
+    "--set backbone.checkpoint=/none": "backbone.checkpoint: /none is no directory here",
+    "--only 2_pair": "no notebook '2_pair'; did you mean '02_pair'?",
+    "--run ../elsewhere": "--run ../elsewhere: a run's name is its folders'",
+    "--gpus 0": "parallel.num_processes must be greater than or equal to 1, got 0",
+    "--gpus 99": "99 GPUs are needed on this machine, and it has ",
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.items())
+def test_a_request_that_cannot_work_is_one_message(capsys, tmp_path, monkeypatch, options, message):
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "none"))
-    assert main(["run", "--preset", "smoke", *arguments]) == 2
+    assert main(["run", "--preset", "smoke", *options.split()]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("unmask: ") and message in errors and errors.count("\n") == 1
     assert not (tmp_path / "none").exists()

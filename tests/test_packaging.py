@@ -69,9 +69,8 @@ def test_every_import_is_declared() -> None:
             declared = core if node in tree.body else core | extras
             for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"unmask"}:
                 packages = {canonicalize_name(name) for name in providers.get(top, [top])}
-                assert packages & declared, (
-                    f"{path.relative_to(ROOT)} imports {top}, which pyproject.toml does not name"
-                )
+                where = path.relative_to(ROOT)
+                assert packages & declared, f"{where} imports {top}, which pyproject.toml does not name"
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")

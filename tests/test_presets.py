@@ -34,21 +34,18 @@ def test_the_paper_presets_hold_the_papers_numbers_and_say_where_they_stand(sect
 
 @pytest.mark.parametrize("name", [*PAPER, "hub-0.6b"])
 def test_every_value_has_a_source(name):
-    source = re.compile(
-        r"(paper|CDE|Qwen3-Embedding), (section|appendix|figure|table) [0-9A-C]"
-        r"|choice: \w|Qwen3-\S+-Base|unused"
-    )
-    comments = _comments(name)
+    place = r"(paper|CDE|Qwen3-Embedding), (section|appendix|figure|table) [0-9A-C]"
+    source, comments = re.compile(place + r"|choice: \w|Qwen3-\S+-Base|unused"), _comments(name)
     values = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf8"))
     sections = {key: section for key, section in values.items() if isinstance(section, dict) and key != "ar"}
     assert set(comments) == {(name, key) for name, section in sections.items() for key in section}
     assert not [place for place, comment in comments.items() if not source.match(comment)]
 
 
-@pytest.mark.parametrize(
-    ("name", "stated"),
-    [("paper-0.6b", 596e6), ("hub-0.6b", 596e6), ("paper-4b", 4.02e9), ("gpu", 100e6), ("cpu", 2.89e6)],
-)
+STATED = {"paper-0.6b": 596e6, "hub-0.6b": 596e6, "paper-4b": 4.02e9, "gpu": 100e6, "cpu": 2.89e6}
+
+
+@pytest.mark.parametrize(("name", "stated"), STATED.items())
 def test_the_stated_size_is_the_models(name, stated):
     preset = load_preset(name)
     with torch.device("meta"):

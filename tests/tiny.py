@@ -48,18 +48,14 @@ def model(*, bidirectional: bool = True, head: bool = False, layers: int = 2, se
 
 def sizes(shape: BackboneConfig, layers: int, vocabulary: int) -> dict[str, int | None]:
     """So many layers of a shape, in the words of a configuration of transformers."""
-    return {
-        "vocab_size": vocabulary,
+    widths = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.mlp_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": shape.heads,
         "head_dim": shape.head_size,
-        "num_key_value_heads": shape.kv_heads,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
     }
+    heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads}
+    special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    return {"vocab_size": vocabulary, "num_hidden_layers": layers} | widths | heads | special
 
 
 def sequences(count: int, *, seed: int = 0, longest: int = 30) -> list[np.ndarray]:

@@ -6,18 +6,9 @@ import transformers
 import tiny
 from unmask.models import backbone
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE |= {"num_key_value_heads": 1, "max_position_embeddings": 256, "tie_word_embeddings": True}
+SHAPE |= {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
@@ -38,18 +29,10 @@ def model(family: str, *, bidirectional: bool = False, head: bool = False, seed:
 def gpt_neo():
     """A family whose class stays causal whatever its configuration says."""
     torch.manual_seed(0)
-    kinds = [[["global"], 2]]
-    shape = transformers.GPTNeoConfig(
-        vocab_size=len(tiny.tokenizer()),
-        max_position_embeddings=64,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        attention_types=kinds,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPTNeoForCausalLM(shape).eval()
+    sizes = {"vocab_size": len(tiny.tokenizer()), "max_position_embeddings": 64, "hidden_size": 32}
+    layers = {"num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]}
+    config = transformers.GPTNeoConfig(**sizes, **layers, bos_token_id=0, eos_token_id=0)
+    return transformers.GPTNeoForCausalLM(config).eval()
 
 
 def mistral():

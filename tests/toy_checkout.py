@@ -44,13 +44,9 @@ class Checkout:
 
     def notebook(self, name: str, cells: Sequence[str] = (), prose: str = "# A question", **about) -> Path:
         """Writes notebooks/<name>.ipynb; `about` is its metadata: needs, reads and so on."""
-        code = [cell("code", source) for source in cells]
-        document = {
-            "cells": [cell("markdown", prose), cell("code", PARAMETERS, "parameters"), *code],
-            "metadata": {"unmask": {"needs": [], "reads": ["data"]} | about},
-            "nbformat": 4,
-            "nbformat_minor": 4,
-        }
+        code = [cell("code", PARAMETERS, "parameters"), *(cell("code", source) for source in cells)]
+        document = {"cells": [cell("markdown", prose), *code], "nbformat": 4, "nbformat_minor": 4}
+        document["metadata"] = {"unmask": {"needs": [], "reads": ["data"]} | about}
         path = self.root / "notebooks" / f"{name}.ipynb"
         path.write_text(json.dumps(document), encoding="utf8")
         return path
@@ -58,14 +54,10 @@ class Checkout:
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Starts the command line in this checkout, as a process of its own."""
         own = {key: value for key, value in os.environ.items() if key != "UNMASK_ARTIFACTS"}
-        return subprocess.Popen(
-            [sys.executable, "-m", "unmask", *arguments],
-            cwd=self.root,
-            env=own | {"PYTHONPATH": str(self.root / "lib")} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        own |= {"PYTHONPATH": str(self.root / "lib")} | environment
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-m", "unmask", *arguments]
+        return subprocess.Popen(command, cwd=self.root, env=own, **pipes)
 
     def unmask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """What the command line says and returns in this checkout; it need not be loaded again."""

@@ -130,15 +130,11 @@ def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
     assert (path / "model.safetensors").is_file()
 
 
-OPTIONS = (
-    {"pooling": "last", "normalize": True, "max_length": 20, "window": 30},
-    {"special_tokens": True},
-    {},
-)
+LAST = {"pooling": "last", "normalize": True, "max_length": 20, "window": 30}
 
 
 @pytest.mark.parametrize("make", [tiny_foreign.bert, tiny_foreign.causal_qwen3, "llama", "olmo2", "qwen3"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [LAST, {"special_tokens": True}, {}])
 def test_a_saved_embedder_comes_back_here_and_in_sentence_transformers(tmp_path, make, options):
     if isinstance(make, str):
         model, tokenizer = tiny_families.model(make, bidirectional=True), tiny.tokenizer()

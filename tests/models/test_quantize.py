@@ -39,11 +39,9 @@ def test_binary_is_the_sign_of_the_unquantised_mean():
 
 def test_packing_is_numpys_with_the_first_dimension_first_and_bytes_are_those_of_the_arrays():
     packed = pack_binary(MEANS)
-    assert packed.dtype == np.uint8 and packed.shape == (200, 8)
     assert np.array_equal(packed, np.packbits(MEANS.numpy() >= 0, axis=-1))
     assert bytes_per_embedding(64, "binary") == packed[0].nbytes
     assert bytes_per_embedding(64, "float32") == MEANS[0].float().numpy().nbytes
-    assert packed[0, 0] >> 7 == int(MEANS[0, 0] >= 0)
     assert np.array_equal(packed, pack_binary(binary(MEANS)))
     with pytest.raises(ValueError, match="multiple of 8"):
         pack_binary(MEANS[:, :60])

@@ -15,17 +15,9 @@ from unmask.study import page, report
 from unmask.study.evidence import VERDICTS, gathered
 from unmask.study.report import added_up, claims_table, markdown_table, measured, spread
 
-CLAIM = {
-    "claim": "It works.",
-    "source": "table 1",
-    "paper": "+3",
-    "ours": "+2.0 [+1.0, +3.0] points; in all",
-    "effect": "+2.0 [+1.0, +3.0] points",
-    "verdict": "reproduced",
-    "gates": [],
-    "seeds": [0, 1],
-    "notebook": "02_pair",
-}
+EFFECT = "+2.0 [+1.0, +3.0] points"
+CLAIM = {"claim": "It works.", "source": "table 1", "paper": "+3", "ours": f"{EFFECT}; in all"}
+CLAIM |= {"effect": EFFECT, "verdict": "reproduced", "gates": [], "seeds": [0, 1], "notebook": "02_pair"}
 METRICS = {
     "02_pair": {"families": {"BM25": {"english": 0.5, "average": 0.45}, "pair": {"english": 0.2}}},
     "05_merge": {"families": {"merged": {"english": 0.3, "average": 0.35}}},
@@ -98,13 +90,8 @@ def test_the_table_of_claims_has_paper_ours_and_verdict():
     every = [CLAIM, CLAIM | failed, CLAIM | untested | {"seeds": [], "notebook": ""}]
     table = claims_table(every, notebooks="there")
     assert table.splitlines()[0] == "| claim | paper | ours | verdict | seeds | notebook |"
-    assert rows(table, "It works.")[0][1:] == [
-        "+3 (table 1)",
-        "+2.0 [+1.0, +3.0] points; in all",
-        "**✔ reproduced**",
-        "2",
-        "[02](there/02_pair.ipynb)",
-    ]
+    works = ["+3 (table 1)", f"{EFFECT}; in all", "**✔ reproduced**", "2", "[02](there/02_pair.ipynb)"]
+    assert rows(table, "It works.")[0][1:] == works
     assert rows(table, "It is fit.")[0][3] == "**invalid** (slope: 0.1, not >= 4)"
     assert rows(table, "It scales.")[0][2:] == ["not run (no)", "**not run**", "–", "–"]
     assert "in all" not in claims_table([CLAIM], short=True)

@@ -15,22 +15,8 @@ from unmask.models import attention, encoding
 from unmask.training import cache
 from unmask.training.distributed import ALONE
 
-WAITS = {
-    "item",
-    "tolist",
-    "numpy",
-    "cpu",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__array__",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "equal",
-    "is_nonzero",
-}
+WAITS = {"item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique", "equal", "is_nonzero"}
+WAITS |= {"__bool__", "__int__", "__float__", "__index__", "__array__"}
 
 
 class Gpu(TorchFunctionMode):
