@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
 
-from unmask.models import attention, encoding
+from unmask.models import attention
 from unmask.training import cache
 from unmask.training.distributed import ALONE
 
@@ -58,8 +58,7 @@ def as_on_a_gpu(monkeypatch):
             return attention.varlen_attention(*args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.VARLEN, kernel)
-    for module in (cache, encoding):
-        monkeypatch.setattr(module, "unpadded", lambda model: True)
+    monkeypatch.setattr(cache, "unpadded", lambda model: True)
 
 
 @pytest.mark.parametrize("name", tiny_stages.STAGES)
