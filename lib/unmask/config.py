@@ -33,6 +33,7 @@ Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Several = Annotated[int, Field(strict=True, ge=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Inner = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -265,7 +266,8 @@ class SynthesisConfig(Section):
 class MergeConfig(Section):
     """SLERP of two checkpoints and the choice among the candidates."""
 
-    t: tuple[Share, ...] = (0.25, 0.5, 0.75)  # 0 is the contextual parent, 1 the triplet parent
+    # 0 is the contextual parent, 1 the triplet parent.
+    t: Annotated[tuple[Inner, ...], Field(min_length=1)] = (0.25, 0.5, 0.75)
 
 
 class EvaluationConfig(Section):
@@ -318,7 +320,8 @@ class ContebConfig(Section):
     chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
     corpus_documents: Sizes  # among which a query looks for its document
     late_documents: Count = 100  # whose token vectors, fifteen times as large, are compared, at most
-    lambdas: tuple[Share, ...] = (0.0, 0.3, 1.0)  # InSeNT's weight of the in-sequence term, one training each
+    # InSeNT's weight of the in-sequence term, one training each.
+    lambdas: Annotated[tuple[Share, ...], Field(min_length=1)] = (0.0, 0.3, 1.0)
     lam: Share = 0.3  # for one training of full length; between the ends, which ConTEB finds worst
     temperature: Positive = 0.05  # InSeNT's; the pair stage's is much sharper
     steps: Count  # of each training of the sweep

@@ -113,6 +113,17 @@ def test_golds_are_counted_over_all_documents(built):
             assert [task.chunks[i] for i in relevant] == [f"{name} {number} chunk {1 - int(which)}"]
 
 
+def test_a_query_of_several_rows_has_all_their_golds_and_one_large_document_is_left_out():
+    rows = [document_row("d", n) for n in range(8)]
+    rows[0] |= {"queries": ["who?", "who?"], "golds": [0, 1]}
+    large = [row | {"chunks": row["chunks"] * 30} if row is rows[5] else row for row in rows]
+    made = SimpleNamespace(pairs=lambda split: [], documents=lambda split: large)
+    (task,) = build_tasks(made, "test", CONFIG)
+    assert len(task.documents) == 7 and len(task.queries) == 13
+    (golds,) = (one for query, one in zip(task.queries, task.relevant, strict=True) if query == "who?")
+    assert {task.chunks[gold] for gold in golds} == {"d 0 chunk 0", "d 0 chunk 1"}
+
+
 def test_limits_hold_and_every_query_keeps_its_answer(built):
     small = build_tasks(corpus(), "test", replace(CONFIG, max_queries=3, max_documents=9))
     for task, whole in zip(small, built, strict=True):

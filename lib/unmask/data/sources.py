@@ -162,7 +162,7 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
             # So that training processes need not ask the Hub.
             known = {} if its["files"] else {"known_as": reading.identity(source)}
             text.append(its | {"name": source.name, "share": source.share, "files": own} | known)
-    if not text or not (sizes["pairs"] or sizes["triplets"]):
+    if not text or not sizes["pairs"]:
         lacking = f"{config.source} has no source of {'pairs' if text else 'text'}, which every run needs"
         raise ValueError(f"{lacking}; `kind: environment` gives the installed packages'")
     return {

@@ -92,7 +92,7 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
     A task joins the data sets that name it. Rows are drawn by the hash of their text, so a corpus that grows
     a little changes a task a little.
 
-    Raises: ValueError if the split holds no task at all, or one whose first document is too large.
+    Raises: ValueError if the split holds no task at all, or one whose documents are all too large.
     """
     if split == "dev":
         fewer = {"max_queries": config.dev_queries, "max_documents": config.dev_documents}
@@ -133,15 +133,17 @@ def _pair_task(name: str, family: str, rows: list[dict], config: EvaluationConfi
 
 
 def _document_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
-    documents, asked, first = [], [], 0
+    documents, relevant, first = [], {}, 0
+    rows = [row for row in rows if len(row["chunks"]) <= config.max_documents]
     for row in sorted(rows, key=lambda row: _hash(row["document_id"])):
         if first + len(row["chunks"]) > config.max_documents:
             break
         documents.append(list(row["chunks"]))
-        asked += [(query, {first + gold}) for query, gold in zip(row["queries"], row["golds"], strict=True)]
+        for query, gold in zip(row["queries"], row["golds"], strict=True):  # several rows may name its golds
+            relevant.setdefault(query, set()).add(first + gold)
         first += len(row["chunks"])
-    asked = sorted(asked, key=lambda one: _hash(one[0]))[: config.max_queries]
-    return Task(name, family, [query for query, _ in asked], documents, [gold for _, gold in asked])
+    asked = sorted(relevant, key=_hash)[: config.max_queries]
+    return Task(name, family, asked, documents, [relevant[query] for query in asked])
 
 
 def embed_task(embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool) -> Vectors:

@@ -12,10 +12,10 @@ from torch import Tensor
 def matryoshka(loss: Callable[..., Tensor], vectors: Sequence[Tensor], dimensions: Sequence[int]) -> Tensor:
     """The mean of a loss over prefixes of the embeddings, all weighted equally.
 
-        L = mean over the dimensions p ≤ D of loss(x[..., :p] for every x in embeddings)
+        L = mean over the dimensions p < D, and D, of loss(x[..., :p] for every x in embeddings)
 
     Dimensions larger than D are left out, so that the paper's list [128, 256, 512, 1024, 2048, 2560] serves
-    every model size; D itself is trained only if it is listed. Cutting INT8 codes is the same as quantising
+    every model size; D itself is always trained. Cutting INT8 codes is the same as quantising
     the cut embedding, because quantisation acts on each entry alone. The paper weights equally; that it
     averages is assumed.
 
@@ -26,9 +26,6 @@ def matryoshka(loss: Callable[..., Tensor], vectors: Sequence[Tensor], dimension
 
     Returns:
         Scalar.
-
-    Raises:
-        ValueError: no dimension fits.
 
     Source: pplx-embed, appendix B; Matryoshka representation learning, 2205.13147. sentence-transformers'
     MatryoshkaLoss sums over the dimensions instead of averaging.
@@ -44,7 +41,5 @@ def matryoshka(loss: Callable[..., Tensor], vectors: Sequence[Tensor], dimension
         True
     """
     width = vectors[0].shape[-1]
-    fitting = [prefix for prefix in dimensions if 1 <= prefix <= width]
-    if not fitting:
-        raise ValueError(f"No Matryoshka dimension of {dimensions} fits embeddings of {width}; add {width}.")
-    return torch.stack([loss(*(x[..., :prefix] for x in vectors)) for prefix in fitting]).mean()
+    prefixes = sorted({prefix for prefix in dimensions if prefix < width} | {width})
+    return torch.stack([loss(*(x[..., :prefix] for x in vectors)) for prefix in prefixes]).mean()
