@@ -1,14 +1,18 @@
-"""Every measured number that README and reports tell stands in a run that is committed."""
+"""What README and reports tell stands in a run that is committed: every effect with its interval, every mark
+of the table of claims, what `TOLD` names. Any other number is looked for among all that was saved, so many
+that of small ones hardly a wrong one is found out."""
 
 import json
 import re
-from functools import cache
+from functools import cache, reduce
+from operator import getitem
 from statistics import mean, stdev
 
 import pytest
 import yaml
 
 from unmask.store import repository
+from unmask.study.evidence import judge
 
 ROOT = repository()
 RESULTS = ROOT / "results"
@@ -88,3 +92,61 @@ def test_every_number_of_a_readme_is_measured(folder):
         named = [folder for folder in RESULTS.iterdir() if f"`{folder.name}`" in head]
         if named or head is paragraph:
             assert missing(paragraph, named or RESULTS.iterdir()) == []
+
+
+SIGNS = {"reproduced": "✔", "contradicted": "✘", "not at this scale": "–"}
+ROWS = [row for row in (ROOT / "README.md").read_text().split("\n") if re.search(r"\| [(✔✘–]", row)]
+
+
+def told(run, cell):
+    """The claims whose effect a cell of the README's table tells, behind the mark that it has to have."""
+    for one in json.loads((RESULTS / run / "claims.json").read_text()):
+        if one["effect"] and one["effect"].rpartition(" ")[0] in cell.replace("−", "-"):
+            alone, own = SIGNS[judge(one["interval"], **one["bar"])], SIGNS.get(one["verdict"])
+            mark = own if own == alone else f"({alone})"  # before Holm's correction
+            if cell.startswith(f"{mark} "):
+                yield re.sub(r" \(.*?\)", "", one["claim"])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[2:30])
+def test_a_row_of_the_table_tells_one_claim_with_its_marks(row):
+    _, ours, cpu = row.strip("| ").split(" | ")
+    assert {*told("smollm2", ours)} & {*told("cpu", cpu)}
+
+
+# Without an interval: words of the README, a file, and where in it their numbers stand; of a table, the mean.
+TOLD = [
+    (
+        "ahead of BM25 (0.70 against 0.60)",
+        "smollm2/05_merge",
+        "families/merged/average;families/BM25/average",
+    ),
+    ("far behind (0.31 against 0.69)", "cpu*/05_merge", "families/merged/average;families/BM25/average"),
+    ("over all tasks (0.179 → 0.462)", "smollm2/02_pair", "test/untrained backbone;test/pair"),
+    ("0.697 in code (BM25 0.582,", "smollm2/02_pair", "test/pair/code;test/BM25/code"),
+    ("0.671 in docstrings (0.608,", "smollm2/02_pair", "test/pair/docs;test/BM25/docs"),
+    ("switched off it is 5.1 to 9.5;", "smollm2/01_diffusion_cpt", "untrained_nats/0.05;untrained_nats/0.85"),
+    ("diffusion 2.5 where 5 %", "smollm2/01_diffusion_cpt", "masked_nats/0.05"),
+    ("the text to the left (2.8)", "smollm2/01_diffusion_cpt", "causal_nats"),
+    ("step has 1.9×", "benchmarks/benchmarks", "cached step, real lengths: speed, sentence-transformers"),
+    (
+        "`encode` 1.33×",
+        "benchmarks/benchmarks",
+        "encode, real lengths, float32: speed, sentence-transformers",
+    ),
+    ("search has 4.0×", "benchmarks/benchmarks", "exact INT8 search, batches of 64: speed, faiss SQ8"),
+]
+
+
+def at(path, place):
+    value = json.loads(path.read_text())
+    value = {row["name"]: row["ratio"] for row in value} if isinstance(value, list) else value
+    return mean(number for _, number in leaves(reduce(getitem, place.split("/"), value)))
+
+
+@pytest.mark.parametrize(("words", "file", "places"), TOLD)
+def test_what_the_readme_tells_stands_where_it_was_measured(words, file, places):
+    assert words in (ROOT / "README.md").read_text()
+    for number, place in zip(NUMBER.findall(words), places.split(";"), strict=True):
+        found = mean(at(path, place) for path in RESULTS.glob(f"{file}.json"))
+        assert round(found, len(number.partition(".")[2])) == float(number)
