@@ -139,6 +139,11 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
     assert parallel.launcher.endswith("--rdzv-backend=c10d --rdzv-endpoint=node-a:29500")
 
 
+def test_sigterm_is_answered_with_75_before_any_notebook_runs(monkeypatch) -> None:
+    monkeypatch.setattr(cli, "status", lambda options: os.kill(os.getpid(), 15))
+    assert main(["status"]) == 75
+
+
 def test_help_loads_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "papermill", "nbformat", "datasets", "pyarrow", "numpy"}
     code = f"import sys, unmask.__main__; print({heavy} & sys.modules.keys())"

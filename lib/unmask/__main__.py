@@ -37,6 +37,7 @@ from pathlib import Path
 import yaml
 from filelock import Timeout
 
+from unmask.children import on_signal
 from unmask.config import preset_names
 from unmask.run import PREEMPTED
 
@@ -55,8 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.said = shlex.join(["unmask", *arguments])
     from unmask import cli  # noqa: PLC0415 (seconds, with datasets; help need not wait for it)
 
+    def stop(number: signal.Signals) -> None:
+        raise KeyboardInterrupt(number)
+
     try:
-        return getattr(cli, options.command)(options) or 0
+        with on_signal(stop, signal.SIGTERM):
+            return getattr(cli, options.command)(options) or 0
     except Timeout:
         print("unmask: another process executes this run: wait, or use --run", file=sys.stderr)
         return 2

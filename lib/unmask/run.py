@@ -58,10 +58,15 @@ class Folders:
         return read_json(self.artifacts / stage / "done.json") or None
 
     def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
-        """What the runs that repeat this one with other seeds found in some stages: run → hash."""
-        folders = seed_runs(self.results).values()
-        saved = {one.name: [read_json(one / f"{stage}.json") for stage in stages] for one in folders}
-        return {name: fingerprint(rows) for name, rows in saved.items() if any(rows)}
+        """What the runs that repeat this one with other seeds found in some stages, and were made with: run →
+        hash."""
+        folders, names = (
+            seed_runs(self.results).values(),
+            [f"{stage}.json" for stage in ("provenance", *stages)],
+        )
+        saved = {one.name: [read_json(one / name) for name in names] for one in folders}
+        made = {name: (about.get("preset"), *rows) for name, (about, *rows) in saved.items() if any(rows)}
+        return {name: fingerprint(*rows) for name, rows in made.items()}
 
 
 @dataclass(frozen=True)

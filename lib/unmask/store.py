@@ -121,7 +121,7 @@ def code_fingerprint(*paths: str | Path) -> str:
 def visible(folder: Path, pattern: str = "*") -> list[Path]:
     """The files of a folder that nobody hides: without an editor's copies, and what Python compiled."""
     every = ((one, f"/{one.relative_to(folder)}") for one in folder.rglob(pattern) if one.is_file())
-    return [one for one, name in every if "/." not in name and "/__pycache__/" not in name]
+    return [one for one, name in every if not re.search(r"/\.|/__pycache__/|~$", name)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

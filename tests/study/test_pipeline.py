@@ -30,6 +30,7 @@ def diamond(checkout):
 
 def finish(names, marks, folders):
     """Marks stages as done, as their execution would."""
+    folders.results.mkdir(parents=True, exist_ok=True)
     for name in names:
         write_atomic(folders.executed / f"{name}.ipynb", "")
         write_atomic(folders.artifacts / name / "done.json", json.dumps(marks[name]))
@@ -106,7 +107,7 @@ def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond)
     assert reasons(diamond, preset) == {"01_left": "preset section pair changed"} | after
     diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
     (diamond.folders.executed / "04_apart.ipynb").unlink()
-    after |= {"04_apart": "executed notebook is missing"}
+    after |= {"04_apart": "executed notebook or results are missing"}
     assert reasons(diamond) == {"01_left": "notebook changed"} | after
 
 

@@ -117,7 +117,7 @@ def expected(stages: Sequence[Stage], preset: dict[str, Any], folders: Folders, 
     shared |= {name: importlib.metadata.version(name) for name in PACKAGES}
     marks: Marks = {}
     for stage in stages:
-        there = [name for name in stage.inputs if name in stage.needs or folders.done(name)]
+        there = [one for one in stage.inputs if one in stage.needs or (one in marks and folders.done(one))]
         pooled = folders.repetitions(stage.inputs) if stage.seeds == "pooled" else {}
         marks[stage.name] = seal(
             shared
@@ -139,8 +139,8 @@ def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
     done = folders.done(stage.name)
     if done is None:
         return "not done yet"
-    if not (folders.executed / f"{stage.name}.ipynb").is_file():
-        return "executed notebook is missing"
+    if not ((folders.executed / f"{stage.name}.ipynb").is_file() and folders.results.is_dir()):
+        return "executed notebook or results are missing"
     old, new = done.get("depends_on", {}), mark["depends_on"]
     return ", ".join(f"{key} changed" for key in sorted(old | new) if old.get(key) != new.get(key))
 
@@ -286,7 +286,7 @@ def run_stages(
                     sorter.done(one.stage.name)
                 if word != "stopped":
                     _record(one, marks[one.stage.name], about, folders)
-    if signals and sorter.is_active():
+    if signals:  # if they came at the very end, another seed may be next
         for failure in failures:
             print(failure, file=sys.stderr)
         raise KeyboardInterrupt(signals[0])
@@ -318,15 +318,10 @@ def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environme
     (folders.artifacts / stage.name / "done.json").unlink(missing_ok=True)
     for figure in folders.results.glob(f"figures/{stage.name}-*"):
         figure.unlink()
-    process = subprocess.Popen(
-        bound([sys.executable, "-m", "unmask.study.execute", stage.name, json.dumps(parameters)]),
-        cwd=folders.notebooks,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the run, which hands it on
-        text=True,
-    )
+    command = bound([sys.executable, "-m", "unmask.study.execute", stage.name, json.dumps(parameters)])
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    options["start_new_session"] = True  # Ctrl-C is for the run, which hands it on
+    process = subprocess.Popen(command, cwd=folders.notebooks, env=environment, **options)
     return _Child(stage, process, time.time())
 
 
