@@ -38,12 +38,9 @@ def test_a_repository_of_the_mirror_is_a_task(tmp_path):
 
 def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
     assert squad() is None
-    rows = [
-        {"title": title, "context": f"{title} paragraph {p}", "question": f"{title} question {p} {q}"}
-        for title, paragraphs in (("Z", 2), ("A", 3), ("M", 1))
-        for p in range(paragraphs)
-        for q in range(2)
-    ]
+    asked = [(t, p, q) for t, count in (("Z", 2), ("A", 3), ("M", 1)) for p in range(count) for q in range(2)]
+    texts = [{"context": f"{t} paragraph {p}", "question": f"{t} question {p} {q}"} for t, p, q in asked]
+    rows = [{"title": t} | text for (t, *_), text in zip(asked, texts, strict=True)]
     path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
     Dataset.from_list(rows).to_parquet(path)
     task = squad()

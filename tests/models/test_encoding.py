@@ -1,4 +1,4 @@
-"""Pooling against loops, rows of packed batches against rows of padded ones, micro-batches, windows."""
+"""Pooling against loops, rows of packed batches against rows of padded ones, micro-batches."""
 
 import pytest
 import torch
@@ -108,22 +108,8 @@ GROUPS = [
     ([8, 8, 4, 4, 4, 4], {"token_budget": 17, "multiple_of": 3}, [[0], [1], [2, 3, 4, 5]]),
     ([5, 6], {"token_budget": 100, "multiple_of": 4}, [[1], [0], [], []]),
 ]
-WINDOWS = [
-    ([3, 4, 1], 35, [(0, 3, [0, 1, 2])]),
-    # Chunk 3 has 6 tokens before it in the first window and 2 after it, none before it in the second.
-    ([1] * 9, 2, [(0, 5, [0, 1, 2, 3]), (3, 8, [4, 5, 6]), (6, 9, [7, 8])]),
-    # Beside the large chunk there is room for two.
-    ([1, 1, 1, 6, 1, 1, 1], 3, [(0, 3, [0, 1]), (1, 4, [2]), (2, 5, [3]), (3, 6, [4]), (4, 7, [5, 6])]),
-]
 
 
 @pytest.mark.parametrize(("lengths", "options", "groups"), GROUPS)
 def test_micro_batches_by_hand(lengths, options, groups):
     assert [group.tolist() for group in encoding.micro_batches(lengths, **options)] == groups
-
-
-@pytest.mark.parametrize(("lengths", "overlap", "windows"), WINDOWS)
-def test_windows_by_hand(lengths, overlap, windows):
-    """Those of ten tokens, separators included."""
-    found = encoding.context_windows(lengths, 10, overlap)
-    assert [(start, stop, chunks.tolist()) for start, stop, chunks in found] == windows
