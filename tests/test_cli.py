@@ -24,11 +24,8 @@ def two(checkout: Checkout) -> Checkout:
 def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
     result = two.unmask("run", "--preset", "smoke", "--run", "mine", "--to", "00", "--dry-run", "--gpus", "8")
     assert result.returncode == 0 and result.stderr == ""
-    assert result.stdout.splitlines()[:3] == [
-        "run 'mine': 1 to do",
-        "  notebook     why           took last time, without earlier trainings",
-        "  00_backbone  not done yet  unknown",
-    ]
+    first = ["run 'mine': 1 to do", "  notebook     why           took last time, without earlier trainings"]
+    assert result.stdout.splitlines()[:3] == [*first, "  00_backbone  not done yet  unknown"]
     assert "plan of preset 'smoke' on 8 GPUs, ddp" in result.stdout
     assert not (two.root / "artifacts").exists() and not (two.root / "results").exists()
     states = two.unmask("status", "--preset", "smoke").stdout.splitlines()
@@ -128,8 +125,7 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
         ["bash", template, *arguments], env=environment, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == status and result.stderr == ""
-    assert not requeued or log.read_text() == "requeue 7\n"
-    assert log.exists() == requeued
+    assert (log.read_text() if log.exists() else "") == "requeue 7\n" * requeued
     head, *command = log.with_name("log.unmask").read_text().splitlines()
     options = _parser().parse_args(command)
     assert (head, options.gpus, options.preset) == ("node-a", 16, "paper-0.6b")

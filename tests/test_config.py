@@ -15,8 +15,8 @@ def test_overrides_replace_one_value_and_keep_the_others():
     before, after = load_preset("smoke"), load_preset("smoke", {"pair.lr": "1e-3"})
     assert after.pair.lr == 1e-3
     assert dataclasses.replace(after, pair=before.pair) == before
-    place = load_preset("smoke", {"data.source": "papermill_runs/sources/own.yaml"}).data.source
-    assert place == str(PRESETS.parent / "sources" / "own.yaml")
+    data = load_preset("smoke", {"data.source": "papermill_runs/sources/own.yaml"}).data
+    assert data.source == str(PRESETS.parent / "sources" / "own.yaml")
 
 
 def test_a_seed_is_that_of_every_training_and_not_of_the_corpus():

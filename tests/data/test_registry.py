@@ -136,8 +136,8 @@ def test_files_start_at_the_registry(tmp_path, monkeypatch):
     later = entry | {"files": ["${UNMASK_ARTIFACTS}/x.jsonl"], "optional": True, "bad_rows": "drop"}
     here, absent = load_registry(write(tmp_path, {"here": entry, "absent": later}))
     (tmp_path / "c[1].txt").touch()
-    (named,) = load_registry(write(tmp_path, {"named": entry | {"files": "c[1].txt"}}))
-    assert own_files(named) == [tmp_path / "c[1].txt"]
+    named = write(tmp_path, {"named": entry | {"files": "c[1].txt"}})
+    assert own_files(*load_registry(named)) == [tmp_path / "c[1].txt"]
     assert own_files(here) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"] and here.bad_rows == "stop"
     assert absent.files == (str(tmp_path / "out" / "x.jsonl"),) and own_files(absent) == []
 

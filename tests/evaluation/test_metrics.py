@@ -66,7 +66,7 @@ def test_a_ranking_has_the_metrics_of_its_scores():
     """Also where it is shorter than a cut-off, or filled up with −1."""
     rng, (queries, documents) = np.random.default_rng(5), (17, 60)
     scores_NM = rng.integers(0, 4, (queries, documents))
-    relevant = [set(rng.choice(documents, 1 + i % 9, replace=False).tolist()) for i in range(queries)]
+    relevant = [set(rng.choice(documents, 1 + i % 9, False).astype(np.int8)) for i in range(queries)]
     ids = [f"{99 - j}" for j in range(documents)]  # so that the order of ids is that of the numbers
     ids_NM = np.argsort(-scores_NM, axis=1, kind="stable")
     expected = trec_eval(scores_NM, relevant, ids, KS)

@@ -129,7 +129,7 @@ def test_two_steps_rescore_the_candidates():
 
 
 @pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize("dimensions", [8, 2560])
+@pytest.mark.parametrize("dimensions", [1, 8, 2560])
 def test_similarity_of_int8_codes_is_exact(dimensions, n):
     # Codes near the corners sum to more than 2^24 at 2,560 dimensions, where one float32 sum would round.
     q, d = np.split(np.random.default_rng(2).choice([-127, 126, 125], (45, dimensions)).astype(np.int8), [n])

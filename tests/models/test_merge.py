@@ -62,4 +62,6 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
     (one,) = checkpoints(tmp_path, [1])
     with pytest.raises(ValueError, match="is no checkpoint"):
         slerp_all([one, tmp_path / "none"], tmp_path / "m")
+    with pytest.raises(ValueError, match="different numbers of layers"):
+        slerp(one, backbone.save(tiny.model(layers=3), tiny.tokenizer(), tmp_path / "3"), 0.5, tmp_path / "m")
     assert not (tmp_path / "m").exists()

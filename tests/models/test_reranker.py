@@ -128,9 +128,9 @@ def test_what_cannot_work_is_refused():
         reranker().score("q", "document")
     with pytest.raises(ValueError, match=r"max_length must be at least \d+, got 300"):
         reranker(max_length=300).score("q", ["d"], instruction="long " * 200)
-    one = reranker()
     with pytest.raises(TypeError, match="document 1 of 2 is no string"):
-        one.score("q", ["d", None])
+        reranker().score("q", ["d", None])
+    one = reranker()
     with pytest.raises(ValueError, match="the query has a lone surrogate"):
         one.score("\ud83d", ["d"])
     with torch.no_grad():

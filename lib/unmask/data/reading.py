@@ -5,6 +5,7 @@ its files, `read` reads one piece, row by row.
 counted, as the source says (`bad_rows`). No text is altered.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -267,13 +268,15 @@ def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
         start, stop = (len(rows) * part // unit.parts for part in (unit.part, unit.part + 1))
         return rows.select(range(start, stop))
     if suffix == ".parquet":
-        options = {"columns": list(columns)}
+        options = {"columns": list(columns), "batch_size": 1000}  # a file without rows has no size of its own
     elif FORMATS[suffix] == "json":
         return _objects(unit.file)
     elif FORMATS[suffix] == "csv":  # text is text, "NA" and "007" too
         options = {"converters": dict.fromkeys(columns, str), "sep": "\t" if suffix == ".tsv" else ","}
         options["keep_default_na"] = False
-    rows = load_dataset(FORMATS[suffix], data_files=[unit.file], split="train", streaming=True, **options)
+    rows = load_dataset(
+        FORMATS[suffix], data_files=[glob.escape(unit.file)], split="train", streaming=True, **options
+    )
     if unit.parts > 1:  # of Parquet, by its row groups, of which there may be fewer
         rows = rows.reshard()
         parts = min(unit.parts, rows.num_shards)

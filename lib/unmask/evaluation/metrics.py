@@ -106,11 +106,10 @@ def ranking_metrics(
         >>> ranking_metrics(np.array([[7, 3, 5], [2, 0, 1]]), [{3}, {2, 9}], ks=(3,))["mrr@3"]
         0.75
     """
-    ids_NK = np.asarray(ids_NK)
     _check(ids_NK, relevant, ks)
     count_N = np.array([len(columns) for columns in relevant])
-    size = 1 + max(int(ids_NK.max(initial=0)), max(map(max, relevant)))
-    pairs = [query * size + column for query, columns in enumerate(relevant) for column in columns]
+    size = 1 + max(int(ids_NK.max(initial=0)), int(max(map(max, relevant))))
+    pairs = [query * size + int(column) for query, columns in enumerate(relevant) for column in columns]
     hit_NK = np.isin(np.arange(len(relevant))[:, None] * size + ids_NK, pairs) & (ids_NK >= 0)
     rank_K = np.arange(1, hit_NK.shape[1] + 1)
     discount_K = 1 / np.log2(rank_K + 1)

@@ -207,7 +207,7 @@ def _cosines(d_TD: Tensor, q_QD: Tensor, inverse_T1: Tensor) -> Tensor:
     d_TD, q_QD = (x.flatten().view(x.shape) for x in (d_TD, q_QD))  # a row alone may have stride 0
     if d_TD.is_cuda:
         dots_TQ = d_TD.double() @ q_QD.double().T
-    elif len(q_QD) <= FEW or not int_mm_is_exact():
+    elif len(q_QD) <= FEW or q_QD.shape[1] == 1 or not int_mm_is_exact():  # of one dimension it makes garbage
         dots = simsimd.cdist(d_TD.numpy(), q_QD.numpy(), "dot", threads=torch.get_num_threads())
         dots_TQ = torch.from_numpy(np.asarray(dots))  # float64
     else:

@@ -237,7 +237,9 @@ def mean_over_queries(
             they are taken in tiles, and the backward pass recomputes each tile instead of keeping it.
     """
     n = len(q_ND)
-    start, stop, _ = (queries or slice(None)).indices(n)
+    start, stop, step = (queries or slice(None)).indices(n)
+    if step != 1:
+        raise ValueError(f"queries must be a slice without a step, got {queries}")
     size = max(1, TILE_SCORES // max(1, candidates))
     if stop - start <= size:
         # All queries in one tile are taken as they are: a view would add up their gradients in another order.

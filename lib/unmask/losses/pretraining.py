@@ -166,6 +166,7 @@ def _weighted_nats(
     rows_RD = hidden_BLD.flatten(0, 1).index_select(0, place_R.to(device, non_blocking=True))
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else rows_RD.dtype
+    dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
     rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
     weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
     size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))

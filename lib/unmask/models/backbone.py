@@ -248,7 +248,7 @@ def write(
 
 def facts(path: str | Path) -> dict:
     """What `save` noted beside a checkpoint; empty for one that is not ours."""
-    return read_json(Path(path) / "unmask.json")
+    return read_json(Path(path) / "unmask.json") if str(path) else {}
 
 
 def packaged() -> Path:

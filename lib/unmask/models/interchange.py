@@ -93,10 +93,12 @@ def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerB
     names = [kind.rpartition(".")[2] for kind in kinds if kind.startswith("sentence_transformers.")]
     found = sorted(folder.glob("sentence_*_config.json"))  # older ones name another family than "bert"
     settings = read_json(found[0]) if found else {}
-    if len(names) != len(kinds) or names not in CHAINS or settings.get("do_lower_case"):
+    settings |= read_json(folder / "config_sentence_transformers.json")
+    odd = [key for key in ("do_lower_case", "processing_kwargs", "truncate_dim") if settings.get(key)]
+    if len(names) != len(kinds) or names not in CHAINS or odd:
         raise ValueError(
             f"{folder}: the sentence-transformers modules {', '.join(kinds)} are not supported: only "
-            "Transformer and Pooling, and Normalize after them, without do_lower_case"
+            f"Transformer and Pooling, and Normalize after them, without {odd[0] if odd else 'do_lower_case'}"
         )
     pooling = read_json(folder / modules[1]["path"] / "config.json")
     older = [key.split("_", 2)[2] for key, on in pooling.items() if key.startswith("pooling_mode_") and on]

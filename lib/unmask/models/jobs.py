@@ -51,6 +51,7 @@ def encode_file(
     known = read_json(state)
     done = known["rows"] if known.get("job") == job and partial.is_file() else 0
     shape, left = (count, none.shape[1]), islice(_texts(texts, column), done, None)
+    write_json(state, {"job": job, "rows": done})  # before another job's file is overwritten
     rows_ND = np.lib.format.open_memmap(partial, "r+" if done else "w+", none.dtype, shape)
     with partial.open("r+b") as file:  # a disk that is too small is an error now, and no signal later
         os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)

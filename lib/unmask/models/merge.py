@@ -11,7 +11,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge import MergeOptions, run_merge
 
 from unmask.models import backbone
-from unmask.store import new_directory
+from unmask.store import new_directory, read_json
 
 
 def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
@@ -22,8 +22,8 @@ def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
 
     mergekit falls back to linear interpolation where |cos θ| > 0.9995.
 
-    Raises: ValueError for a directory that is no checkpoint, and if what mergekit wrote is not a whole one
-        (it returns normally even when it wrote no weights).
+    Raises: ValueError for a directory that is no checkpoint, for different numbers of layers, and if what
+        mergekit wrote is not a whole one (it returns normally even when it wrote no weights).
     """
     recipe = {"merge_method": "slerp", "base_model": str(base.resolve()), "parameters": {"t": t}}
     return _merge(recipe, [base, other], path, t=t)
@@ -48,6 +48,8 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
     """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
     clears), checks the result, and writes it with the first parent's tokenizer and facts."""
     models = [{"model": backbone.require_checkpoint(parent.resolve())} for parent in parents]
+    if len({read_json(parent / "config.json").get("num_hidden_layers") for parent in parents}) > 1:
+        raise ValueError(f"{parents[0]} and others have different numbers of layers: only equal shapes merge")
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)

@@ -55,20 +55,12 @@ def execute(stage: str, parameters: dict[str, Any]) -> str:
         for stream in (1, 2):  # the kernel inherits them
             os.dup2(log.fileno(), stream)
         try:
-            execute_notebook(
-                folders.notebooks / executed.name,
-                executed,
-                parameters,
-                config=transport,
-                kernel_name="python3",
-                language="python",
-                progress_bar=False,
-                record_timing=False,
-                stdout_file=log,
-                stderr_file=log,
-                coalesce_streams=True,  # of a progress bar its last state
-                extra_arguments=["--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"],
-            )
+            seldom = "--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"
+            options = {"kernel_name": "python3", "language": "python", "extra_arguments": [seldom]}
+            options |= {"config": transport, "stdout_file": log, "stderr_file": log}
+            options |= {"progress_bar": False, "record_timing": False}
+            options["coalesce_streams"] = True  # of a progress bar its last state
+            execute_notebook(folders.notebooks / executed.name, executed, parameters, **options)
         except PapermillExecutionError as error:
             print(error, file=log)
             stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
