@@ -60,10 +60,8 @@ class Folders:
     def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
         """What the runs that repeat this one with other seeds found in some stages, and were made with: run →
         hash."""
-        folders, names = (
-            seed_runs(self.results).values(),
-            [f"{stage}.json" for stage in ("provenance", *stages)],
-        )
+        folders = seed_runs(self.results).values()
+        names = [f"{stage}.json" for stage in ("provenance", *stages)]
         saved = {one.name: [read_json(one / name) for name in names] for one in folders}
         made = {name: (about.get("preset"), *rows) for name, (about, *rows) in saved.items() if any(rows)}
         return {name: fingerprint(*rows) for name, rows in made.items()}

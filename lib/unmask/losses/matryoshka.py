@@ -41,5 +41,5 @@ def matryoshka(loss: Callable[..., Tensor], vectors: Sequence[Tensor], dimension
         True
     """
     width = vectors[0].shape[-1]
-    prefixes = sorted({prefix for prefix in dimensions if prefix < width} | {width})
+    prefixes = sorted({prefix for prefix in dimensions if 0 < prefix < width} | {width})
     return torch.stack([loss(*(x[..., :prefix] for x in vectors)) for prefix in prefixes]).mean()
