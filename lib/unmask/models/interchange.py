@@ -124,8 +124,7 @@ def save(embedder: "Embedder", path: str | Path) -> Path:
     A directory is written under a temporary name and renamed; an older one stays until then.
     """
     path = Path(path)
-    facts = backbone.facts(embedder.model.name_or_path) | {key: getattr(embedder, key) for key in OPTIONS}
-    facts.pop("fingerprint", None)
+    facts = backbone.inherited(embedder.model.name_or_path) | {key: getattr(embedder, key) for key in OPTIONS}
     with new_directory(path) as folder:
         backbone.write(embedder.model, portable_tokenizer(embedder), folder, **facts)
         for name, content in _sentence_transformers_files(embedder, facts.get("prompts", {})).items():

@@ -65,8 +65,7 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
         merged = backbone.load(folder / "merged")  # refuses what is not whole
         if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
             raise ValueError(f"the merge of {parents[0]} and others has NaN or infinity in {bad[0]}")
-        known = {key: value for key, value in backbone.facts(parents[0]).items() if key != "fingerprint"}
-        facts = known | {"stage": "merge"} | facts
+        facts = backbone.inherited(parents[0]) | {"stage": "merge"} | facts
         backbone.write(merged, backbone.load_tokenizer(parents[0]), folder, **facts)
         del merged  # its weights may be mapped from what goes now
         shutil.rmtree(folder / "merged")

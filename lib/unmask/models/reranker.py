@@ -79,9 +79,8 @@ class Reranker:
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` and AutoModelForCausalLM load."""
-        facts = backbone.facts(self.model.name_or_path)  # among them, where it comes from
-        facts |= {"stage": "reranker", "instruction": self.instruction}
-        facts.pop("fingerprint", None)
+        facts = {"stage": "reranker", "instruction": self.instruction}
+        facts = backbone.inherited(self.model.name_or_path) | facts
         return backbone.save(self.model, self.tokenizer, Path(path), **facts)
 
     def score(self, query: str, documents: Sequence[str], **options) -> np.ndarray:
