@@ -157,18 +157,22 @@ def test_context_flows_between_the_chunks_of_a_document_and_not_between_document
         np.testing.assert_allclose(one, two, **CLOSE)
 
 
-@pytest.mark.parametrize(("window", "overlap"), [(120, 2), (120, 35), (256, 0), (25, 3)])
+@pytest.mark.parametrize(
+    ("whole", "window", "overlap"), [(120, 120, 2), (120, 120, 35), (256, 120, 0), (25, 99, 3)]
+)
 def test_a_document_beyond_the_window_has_the_vectors_of_the_windows_with_most_context(
-    embedder, monkeypatch, window, overlap
+    embedder, monkeypatch, whole, window, overlap
 ):
     """Against one forward pass per window in float64, and windows and contexts counted one by one."""
     chunks = [TEXTS[i] for i in np.random.default_rng(0).integers(0, len(TEXTS), 40)]
     ids = [chunk.tolist() for chunk in tiny.tokenize(tiny.tokenizer(), chunks, 20)]
-    monkeypatch.setattr(embedder, "window", window)
+    monkeypatch.setattr(embedder, "window", whole)
+    monkeypatch.setattr(module, "WINDOW", window)
     monkeypatch.setattr(module, "OVERLAP", overlap)
-    found = embedder.encode_documents([["a"], chunks, ["b", "c"]], "float32", chunk_length=20)
-    assert [len(part) for part in found] == [1, 40, 2]
-    np.testing.assert_allclose(found[1], naive_windows(ids, window, overlap), atol=1e-5)
+    found = embedder.encode_documents([["a"], chunks, chunks[:12]], "float32", chunk_length=20)
+    assert [len(part) for part in found] == [1, 40, 12]
+    np.testing.assert_allclose(found[1], naive_windows(ids, min(whole, window), overlap), atol=1e-5)
+    np.testing.assert_allclose(found[2], naive_windows(ids[:12], whole, overlap), atol=1e-5)
 
 
 def naive(model, ids):

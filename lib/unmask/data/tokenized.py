@@ -157,8 +157,8 @@ class Blocks:
 
     The texts of a source lie in one file of tokens, one after the other, with `<|endoftext|>` after each.
     Block i of length L is the slice [iL, (i + 1)L), so one file serves every length. Blocks are not isolated
-    from one another where two texts meet, as in the paper's packing to 4,096 tokens. Blocks of a source stand
-    together, in a random order; a source with too few of them repeats, in a new order each time.
+    from one another where two texts meet. Blocks of a source stand together, in a random order; a source with
+    too few of them repeats, in a new order each time.
     """
 
     sources: Sequence[np.ndarray]  # the distinct blocks of each source

@@ -97,7 +97,7 @@ def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> np.ndarray:
     """Concatenate texts with `<|endoftext|>` after each and cut them into blocks; the remainder is dropped.
 
-    Blocks are not isolated from one another where two texts meet, as in the paper's packing to 4,096 tokens.
+    Blocks are not isolated from one another where two texts meet; of packing the paper says nothing.
 
     Args:
         length: tokens per block.
@@ -130,9 +130,9 @@ class TokenSequence:
 def join_chunks(
     chunks: Sequence[np.ndarray], separator_id: int, around: tuple[Sequence[int], Sequence[int]] = ((), ())
 ) -> TokenSequence:
-    """One sequence for a document of chunks, with a separator token between them (pplx-embed, section 2.4).
+    """One sequence for a document of chunks, with a separator token between them.
 
-    Separators are read by the model and belong to no chunk.
+    Separators, as the released models have them, are read by the model and belong to no chunk.
 
     Args:
         around: special tokens before and after the document; they belong to its first and to its last chunk,

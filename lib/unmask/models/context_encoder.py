@@ -33,8 +33,9 @@ class SecondStage(nn.Module):
     """A backbone that reads J context vectors in front of each sequence.
 
     Slots have no order: all of them have position 0, where rotary embeddings rotate by nothing, and the text
-    counts its positions from 0 too, as it does without context. So the backbone stays a stock one; CDE
-    changes the internals of its own to the same end (section 10.4).
+    counts its positions from 0 too, as it does without context. So the backbone stays a stock one. A
+    text's tokens still meet each slot at their own position; CDE takes that away, too, inside its backbone
+    (section 10.4).
 
     Args:
         model: a bidirectional backbone.

@@ -79,7 +79,7 @@ class Embedder:
     >>> embedder.encode(["How do I open a file?"]).dtype                              # doctest: +SKIP
     dtype('int8')
 
-    No instruction and no prefix is added to queries or documents (pplx-embed, section 2.3).
+    No instruction and no prefix is added to queries or documents (pplx-embed, section 1).
 
     Texts of similar length share a forward pass; on a GPU the next ones are tokenised meanwhile.
 
@@ -196,9 +196,9 @@ class Embedder:
         """Embeds the chunks of documents in the light of their document: late chunking (pplx-embed, section
         2.4).
 
-        A document beyond 10,000 tokens, or beyond `window` (what the model was trained on, for instance), is
-        read in overlapping windows of whole chunks, and each chunk has the vector of the window where it has
-        most context: `encoding.context_windows` says how. Every chunk has one vector, always.
+        A document beyond `window` (what the model was trained on, for instance) is read in overlapping
+        windows of whole chunks, of 10,000 tokens at most, and each chunk has the vector of the window where
+        it has most context: `encoding.context_windows` says how. Every chunk has one vector, always.
 
         Args:
             documents: a list of chunks for each document.
@@ -273,13 +273,15 @@ class Embedder:
         return Reading(units, self.pooling, name), np.cumsum([0, *map(len, documents)])
 
     def _windows(self, documents: list[list[str]], chunk_length: int | None, name: Name) -> Iterator[Unit]:
-        room = min(WINDOW, self.window) - sum(map(len, self.around))
+        limit = self.window - sum(map(len, self.around))
         tokens = self._tokens(chain.from_iterable(documents), chunk_length, name)
         separator_id = self.tokenizer.convert_tokens_to_ids(end_token(self.tokenizer))
         first = 0
         for chunks in documents:
             ids = list(islice(tokens, len(chunks)))
             lengths = list(map(len, ids))
+            whole = sum(lengths) + len(lengths) - 1 <= limit  # with a separator between two chunks
+            room = limit if whole else min(WINDOW, limit)
             if max(lengths) > room:
                 raise ValueError(
                     f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens, the window holds {room}: "

@@ -1,4 +1,4 @@
-"""Merges of checkpoints with mergekit, its output checked (pplx-embed, section 2.5; Qwen3-Embedding, section
+"""Merges of checkpoints with mergekit, its output checked (pplx-embed, section 2; Qwen3-Embedding, section
 3.2)."""
 
 import logging
