@@ -6,7 +6,7 @@ queries for every system and every seed. So effects of the same queries can be s
 compared resample by resample, and averaged over seeds.
 
 A training that fails its own purpose says nothing about the paper: a claim that rests on it is "invalid",
-neither "contradicted" nor "not at this scale". A gate is a number, its bar, and whether it passed; notebooks
+neither "contradicted" nor "undecided". A gate is a number, its bar, and whether it passed; notebooks
 keep their gates beside their metrics, claims carry those that they rest on.
 
 What is claimed, by whom and with which bar stands in claims.yaml and nowhere else.
@@ -31,7 +31,7 @@ from unmask.evaluation.tasks import Task, ndcg
 from unmask.run import Run, seed_runs
 from unmask.store import replacing
 
-VERDICTS = ("reproduced", "not at this scale", "contradicted", "invalid", "not run")
+VERDICTS = ("reproduced", "undecided", "contradicted", "invalid", "not run")
 DRAWS = 20  # of what other seeds would add, to each resample of the queries
 NOTHING = 1e-3  # a score below it found nothing, and has no shares
 Gate = dict[str, Any]
@@ -292,11 +292,11 @@ def judge(interval: tuple[float, float], *, above: float | None = None, below: f
     """The verdict on "the true value lies above (or else: below) a bar", given its 95 % interval.
 
     "reproduced" if the whole interval lies on the claimed side, "contradicted" if the whole of it lies on
-    the other one, "not at this scale" if the bar is inside.
+    the other one, "undecided" if the bar is inside.
     """
     low, high = interval if below is None else (-interval[1], -interval[0])
     bar = above if below is None else -below
-    return "reproduced" if low > bar else "contradicted" if high < bar else "not at this scale"
+    return "reproduced" if low > bar else "contradicted" if high < bar else "undecided"
 
 
 def claim(
@@ -451,16 +451,16 @@ def corrected(claims: Sequence[Line]) -> list[Line]:
     correction.
 
     In the order of their p, the k-th of m must have p ≤ 0.05 / (m − k + 1); from the first on that has not,
-    they are "not at this scale". What is invalid is no test.
+    they are "undecided". What is invalid is no test.
     """
     valid = [one for one in claims if one["p"] is not None and one["verdict"] != "invalid"]
     tested = sorted((one for one in valid if one["headline"]), key=lambda one: one["p"])
     held, lost = True, {}
     for number, one in enumerate(tested):
         held = held and one["p"] * (len(tested) - number) <= 0.05
-        if not held and one["verdict"] != "not at this scale":
+        if not held and one["verdict"] != "undecided":
             why = f"p = {one['p']:.3f}, too large for Holm's correction over {len(tested)} headline claims"
-            lost[one["claim"]] = {"verdict": "not at this scale", "ours": f"{one['ours']}; {why}"}
+            lost[one["claim"]] = {"verdict": "undecided", "ours": f"{one['ours']}; {why}"}
     return [one | lost.get(one["claim"], {}) for one in claims]
 
 

@@ -304,19 +304,19 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
 
     Right of the line the claim holds, left of it the opposite does; an interval that crosses the line tells
     neither, nor does one in grey, which is not significant after correction. Faint ticks are single seeds.
-    The axis is linear close to the line (1 point, 0.1 nats) and logarithmic beyond. Units have panels of
-    their own; claims without an interval are left out.
+    The axis is linear up to 10 points or half a nat from the line and logarithmic beyond. Units have panels
+    of their own; claims without an interval are left out.
 
     Args:
         claims: as in claims.json (`unmask.study.evidence.claim`), in the order of the rows.
     """
     tested = [claim for claim in claims if claim["interval"]]
     units = {c["unit"]: [other for other in tested if other["unit"] == c["unit"]] for c in tested}
-    heights = [0.36 * len(rows) + 0.1 for rows in units.values()]  # inches
+    heights = [0.39 * len(rows) + 0.1 for rows in units.values()]  # inches
     size = (WIDTH, sum(heights) + 0.55 * len(units) + 0.7)
     figure, drawn = axes(nrows=len(units), figsize=size, height_ratios=heights, squeeze=False)
     for (unit, rows), ax in zip(units.items(), drawn.flat, strict=True):
-        percent, near = (100, 1) if unit == "points" else (1, 0.1)
+        percent, near = (100, 10) if unit == "points" else (1, 0.5)
         for y, claim in enumerate(rows):
             ((side, bar),) = claim["bar"].items()
             sign, look = (1 if side == "above" else -1), VERDICTS[claim["verdict"]]
@@ -328,11 +328,11 @@ def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
             written = claim["effect"].removesuffix(f" {unit}")
             _beside(ax, y, f"{written}\nclaimed {'>' if side == 'above' else '<'} {percent * bar:g}")
         ax.axvline(0, color=INK, linewidth=1)
-        ax.set_xscale("symlog", linthresh=near, subs=[3])
+        ax.set_xscale("symlog", linthresh=near, linscale=2)
+        ax.set_xticks(near * np.array([-10, -1, -0.5, 0, 0.5, 1, 10]), minor=False)
         ax.xaxis.set_major_formatter("{x:g}")
-        ax.tick_params(axis="x", which="minor", length=2)
         ax.set_title(f"in {unit}, logarithmic beyond ±{near:g}", fontsize=9.5)
-        _name_rows(ax, [textwrap.fill(claim["claim"], 56) for claim in rows], len(rows), fontsize=8)
+        _name_rows(ax, [textwrap.fill(claim["claim"], 60) for claim in rows], len(rows), fontsize=8)
     for verdict in dict.fromkeys(claim["verdict"] for claim in tested):
         drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
     xlabel = "beyond the bar, towards the claimed side (numbers: the effect)"

@@ -13,7 +13,7 @@ from unmask.config import EvaluationConfig
 from unmask.evaluation.tasks import Task
 from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
 
-MARKS = {"reproduced": "✔ ", "not at this scale": "– ", "contradicted": "✘ "}
+MARKS = {"reproduced": "✔ ", "undecided": "– ", "contradicted": "✘ "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
 STAGES, SYSTEMS = _TOLD["stages"], _TOLD["systems"]
