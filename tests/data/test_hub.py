@@ -206,8 +206,8 @@ def test_what_the_hub_refuses_is_one_message(fake, to):
 
 def test_a_run_whose_mirror_lacks_something_says_so_at_once(to, monkeypatch):
     preset = load_preset("smoke", to.settings)
-    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
     assert not hub.offline(preset) and hub.data_on_hub(preset) and hub.offline(load_preset("smoke"))
+    assert not hub.data_on_hub(load_preset("smoke", {"conteb.tasks": ["insurance"]}))
     assert not hub.offline(load_preset("smoke", {"retrieval.benchmarks": ["MTEB(Code, v1)"]}))
     monkeypatch.setenv("UNMASK_MIRROR", str(to.folder.parent))
     assert hub.offline(preset) and not hub.data_on_hub(preset)

@@ -11,10 +11,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from tiny_sources import PAIR_COLUMNS, own, write_as
 
 import tiny
 from fake_hub import fake_hub
+from tiny_sources import PAIR_COLUMNS, own, write_as
 from unmask.data import reading
 from unmask.data.reading import data_files, identity, read, units
 from unmask.data.registry import Source, split_of
@@ -120,6 +120,7 @@ UNREADABLE = {
     "e.jsonl": (LINE + b'{"query": "\\ud83d", "document": "d"}\n', "line 2: 'utf-8' codec can't encode"),
     "g.jsonl": (LINE + b"7\n", "line 2: no names and values in braces"),
     "f.csv": (b"query,document\na,b\nb,c,d\n", "Expected 2 fields in line 3, saw 3"),
+    "c.csv": (b"query,document\na,b,c\n", "Length of header or names does not match"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
     "i.jsonl": (b"", UNKNOWN),
     "k.arrow": (b"ARROW1 of another kind", "Expected to read"),
@@ -176,7 +177,7 @@ ABSENT = [
     ({"config": "due"}, "Source mine: org/name has no configuration 'due'; did you mean 'deu'?"),
     ({"config": ""}, "org/name has no configuration 'default'; did you mean 'deu'?"),
     ({"split": "test"}, "org/name, deu has no split 'test'; known: train"),
-    ({"config": "ces"}, "org/name cannot be read (no file of ces, split train); with internet"),
+    ({"config": "ces"}, "org/name cannot be read (no table of ces, split train); with internet"),
     ({"repo": "org/other"}, "org/other cannot be read ("),
 ]
 

@@ -128,12 +128,11 @@ def test_languages_make_an_entry_each_and_defaults_hold(tmp_path):
     assert (arabic.hold_out, arabic.split, arabic.revision) == (0.1, "test", "main")
 
 
-def test_files_start_at_the_registry(tmp_path, monkeypatch):
+def test_files_start_at_the_registry(tmp_path):
     for name in ("b.jsonl", "a.jsonl"):
         (tmp_path / name).touch()
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "out"))
     entry = PAIRS | {"kind": "files", "files": "*.jsonl"}
-    later = entry | {"files": ["${UNMASK_ARTIFACTS}/x.jsonl"], "optional": True, "bad_rows": "drop"}
+    later = entry | {"files": ["${UNMASK_ARTIFACTS}/out/x.jsonl"], "optional": True, "bad_rows": "drop"}
     here, absent = load_registry(write(tmp_path, {"here": entry, "absent": later}))
     (tmp_path / "c[1].txt").touch()
     named = write(tmp_path, {"named": entry | {"files": "c[1].txt"}})
@@ -153,6 +152,7 @@ REFUSED = [
     ({"role": "documents", "columns": JOINED}, "queries_config goes with"),
     ({"role": "documents", "columns": JOINED, "queries_config": "q", "max_rows": 9}, "max_rows would part"),
     ({"repo": "some"}, "repo String should match"),
+    ({"repo": ""}, "repo: kind hub needs the name of a data set"),
     ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl; `optional: true`"),
     ({"language": "english"}, "language String should match pattern"),
     ({"language": False}, "language must be a valid string, got False"),

@@ -70,11 +70,6 @@ def test_there_is_a_task_for_each_data_set_in_order(built):
         build_tasks(twice, "test", CONFIG)
 
 
-@pytest.fixture(autouse=True)
-def artifacts(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
-
-
 def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m", fingerprint="one")
     embedder = Embedder.from_pretrained(path, mixed_precision=backbone.computes_in_bf16(CONFIG.precision))
@@ -130,6 +125,8 @@ def test_limits_hold_and_every_query_keeps_its_answer(built):
         assert len(task.queries) == 3 and len(task.chunks) <= 9
         assert task.contextual or task.queries == whole.queries[:3]  # a part of the larger one
         assert all(relevant and max(relevant) < len(task.chunks) for relevant in task.relevant)
+    with pytest.raises(ValueError, match=r"of at most 1 chunks: raise evaluation\.dev_documents"):
+        build_tasks(corpus(), "dev", replace(CONFIG, dev_documents=1))
 
 
 def test_fewer_dimensions_are_scored_on_the_prefix():
@@ -179,8 +176,7 @@ SCORES_NM = torch.from_numpy(np.random.default_rng(0).integers(0, 6, (8, 30)) / 
 
 @pytest.mark.parametrize("candidates", [10, 100])
 def test_the_best_are_reordered_by_the_reranker_and_the_others_stay(candidates):
-    model = tiny.model(bidirectional=False, head=True)
-    model.config.max_position_embeddings = 1024
+    model = tiny.model(bidirectional=False, head=True, length=1024)
     one, lengths = Reranker(model, tiny.tokenizer()), {"query_length": 4, "document_length": 6}
     config = replace(load_preset("smoke").reranker, candidates=candidates, max_queries=5, **lengths)
     before_N, after_N = tasks.rerank_task(one, NUMBERS, SCORES_NM, config)

@@ -82,7 +82,9 @@ def needs(preset: Preset) -> list[Need]:
             text = slack * preset.data.max_text_mb * 1e6 * (source.share or 100) / 100
         for config in (source.config, source.queries_config or source.config):
             part = f"{config or 'default'}/{source.split}"
-            found[source.repo, part] = Need(source.repo, replace(source, config=config), part, text)
+            need = Need(source.repo, replace(source, config=config), part, text)
+            known = found.get((source.repo, part), need)  # of another source; what needs more counts
+            found[source.repo, part] = max(known, need, key=attrgetter("text_bytes"))
     return list(found.values())
 
 
@@ -95,7 +97,8 @@ def offline(preset: Preset) -> bool:
 
 def data_on_hub(preset: Preset) -> bool:
     """Whether the data of this preset are read from the Hub itself, so that a look at them takes its time."""
-    return root() is None and any(need.source and need.source.kind == "hub" for need in needs(preset))
+    data = replace(preset, conteb=replace(preset.conteb, tasks=()))
+    return root() is None and any(one.source and one.source.kind == "hub" for one in needs(data))
 
 
 def require(preset: Preset) -> None:

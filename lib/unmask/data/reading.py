@@ -9,6 +9,7 @@ import glob
 import hashlib
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -231,10 +232,11 @@ def _resolved(source: Source, config: str, base: str) -> list[str]:
     for pattern in patterns[source.split]:
         with suppress(FileNotFoundError):
             files.update(resolve_pattern(pattern, folder))
-    if not files:
-        raise FileNotFoundError(f"no file of {name}, split {source.split}")
     # Text files are licences and the like there.
-    return sorted(file for file in files if FORMATS.get(suffix_of(file), "text") != "text")
+    tables = sorted(file for file in files if FORMATS.get(suffix_of(file), "text") != "text")
+    if not tables:
+        raise FileNotFoundError(f"no table of {name}, split {source.split}")
+    return tables
 
 
 @cache  # some have a thousand, and a source for each language asks
@@ -273,7 +275,11 @@ def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
         return _objects(unit.file)
     elif FORMATS[suffix] == "csv":  # text is text, "NA" and "007" too
         options = {"converters": dict.fromkeys(columns, str), "sep": "\t" if suffix == ".tsv" else ","}
-        options["keep_default_na"] = False
+        # Of rows with a field more than the header, pandas would take the first for a name or drop the last.
+        options |= {"keep_default_na": False, "index_col": False}
+        warnings.filterwarnings("error", "Length of header or names does not match")
+    else:
+        options = {"encoding": "utf-8-sig"}  # Windows puts a mark first
     rows = load_dataset(
         FORMATS[suffix], data_files=[glob.escape(unit.file)], split="train", streaming=True, **options
     )

@@ -96,7 +96,9 @@ def load_registry(name_or_path: str) -> list[Source]:
             for one, values in _expanded(name, registry.defaults | entry):
                 sources.append(_source(one, values, path.parent))
         where = f"{path}: "
-        _check_shares(sources)
+        shares = [source.share or 0.0 for source in sources if source.role == "text"]
+        if any(shares) and (0.0 in shares or abs(sum(shares) - 100) > 0.01):
+            raise ValueError(f"shares of text sum to {sum(shares):.2f} percent: all need one, 100 together")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:  # the last two: a value's type
         reason = explained(error, Source) if isinstance(error, ValidationError) else error
         raise ConfigError(f"{where}{reason}") from error
@@ -173,6 +175,8 @@ def _check(source: Source) -> None:
     if source.kind == "files" and not source.optional and not own_files(source):
         named = " or ".join(source.files)
         raise ValueError(f"files: there is no {named}; `optional: true` lets it be absent")
+    if source.kind != "files" and not source.repo:
+        raise ValueError(f"repo: kind {source.kind} needs the name of a data set, organisation/name")
     if source.role in ("pairs", "triplets") and not source.group:
         raise ValueError(f"{source.role} need a group (english, cross-lingual, multilingual or code)")
     layouts, columns = REQUIRED[source.role], set(source.columns) - {"id", "key", "held_by"}
@@ -183,9 +187,3 @@ def _check(source: Source) -> None:
         raise ValueError("queries_config goes with the columns chunk_id and query_chunk_id")
     if source.queries_config and source.max_rows:  # of so many rows few have both
         raise ValueError("max_rows would part queries from their chunks: leave it out where they lie apart")
-
-
-def _check_shares(sources: list[Source]) -> None:
-    shares = [source.share or 0.0 for source in sources if source.role == "text"]
-    if any(shares) and (0.0 in shares or abs(sum(shares) - 100) > 0.01):
-        raise ValueError(f"shares of text sum to {sum(shares):.2f} percent: all need one, 100 together")

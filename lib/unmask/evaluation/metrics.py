@@ -146,7 +146,6 @@ class Bm25:
     """
 
     def __init__(self, documents: Sequence[str]):
-        self._size = len(documents)
         words = [WORD.findall(text.lower()) for text in documents]
         if not any(words):
             raise ValueError("Bm25 needs at least one document with a word.")
@@ -160,10 +159,10 @@ class Bm25:
 
     def scores(self, queries: Sequence[str]) -> np.ndarray:
         """(N, M), float32: every query with every document; zero where they share no word."""
-        scores_NM = np.zeros((len(queries), self._size), dtype=np.float32)
+        scores_NM = np.empty((len(queries), self._engine.scores["num_docs"]), np.float32)
         for scores_M, text in zip(scores_NM, queries, strict=True):
-            if known := self._engine.get_tokens_ids(WORD.findall(text.lower())):
-                scores_M[:] = self._engine.get_scores(known)
+            known = self._engine.get_tokens_ids(WORD.findall(text.lower()))
+            scores_M[:] = self._engine.get_scores_from_ids(known)
         return scores_NM
 
 

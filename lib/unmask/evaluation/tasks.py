@@ -107,9 +107,10 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
         make = _document_task if family == "contextual" else _pair_task
         tasks.append(make(name, family, rows[family, name], config))
     if not tasks or not all(task.queries for task in tasks):
+        limit = "dev_documents" if split == "dev" and config.dev_documents else "max_documents"
         raise ValueError(
             f"the {split} split gives no task of at most {config.max_documents} chunks: raise "
-            f"evaluation.max_documents, set hold_out in the registry, or name data.{split}_packages"
+            f"evaluation.{limit}, set hold_out in the registry, or name data.{split}_packages"
         )
     return tasks
 

@@ -222,7 +222,7 @@ def _drafts(chat: Chat, tasks: Sequence[Task], embedder: Encoder) -> list[Draft]
     if not tasks:
         raise ValueError(f"no passage of {prompts.SHORTEST} characters lacks a query: nothing to ask about")
     drafts, fresh = chat.each(lambda task: _draft(chat, task), tasks), {}
-    if drafts and all(draft.outcome.startswith("failed") for draft in drafts):
+    if all(draft.outcome.startswith("failed") for draft in drafts):
         raise EndpointError(f"{chat.config.endpoint} answers no request: the first {drafts[0].outcome}")
     for draft in drafts:
         if not draft.outcome and fresh.setdefault(prompts.normalized(draft.query), draft) is not draft:

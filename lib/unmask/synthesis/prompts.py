@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import regex
 import yaml
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, create_model
 
 from unmask.config import SynthesisConfig
 from unmask.data.mining import Encoder, unit
@@ -32,10 +32,9 @@ TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="ut
 Message = dict[str, str]
 
 
-class Query(BaseModel):
+class Query(BaseModel, extra="forbid"):
     """The form of the second answer."""
 
-    model_config = ConfigDict(extra="forbid")
     query: str
 
 
@@ -44,7 +43,7 @@ def choice_form(personas: int) -> type[BaseModel]:
     """The form of the first answer; characters are chosen by their number."""
     options = {"character": range(1, personas + 1), "type": TOLD["types"], "difficulty": TOLD["difficulties"]}
     fields = {name: (Literal[*allowed], ...) for name, allowed in options.items()}
-    return create_model("Choice", __config__=ConfigDict(extra="forbid"), **fields)
+    return create_model("Choice", __cls_kwargs__={"extra": "forbid"}, **fields)
 
 
 class Task(NamedTuple):
