@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
 
             print(describe(preset, stages=[one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
-            pipeline.check_machine(preset, options.gpus)
+            pipeline.check_machine(preset, options.gpus, options.jobs)
             about = pipeline.describe(folders, preset, overrides, options.said)
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}

@@ -53,9 +53,9 @@ class Folders:
         self.executed = root / "papermill_runs" / run  # its executed notebooks
         self.results = root / "results" / run  # its metrics, figures and report
 
-    def done(self, stage: str) -> dict[str, Any] | None:
-        """What was recorded when `stage` finished; None where it did not finish."""
-        return read_json(self.artifacts / stage / "done.json") or None
+    def done(self, stage: str) -> dict[str, Any]:
+        """What was recorded when `stage` finished; nothing where it did not finish."""
+        return read_json(self.artifacts / stage / "done.json")
 
     def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
         """What the runs that repeat this one with other seeds found in some stages, and were made with: run →
@@ -116,9 +116,9 @@ class Run:
         """Writes the metrics of this stage to results/<run>/<stage>.json."""
         return write_json(self.results / f"{self.stage}.json", metrics)
 
-    def load(self, stage: str) -> dict[str, Any] | None:
-        """Metrics that another stage saved; None where it did not run."""
-        return read_json(self.results / f"{stage}.json") or None
+    def load(self, stage: str) -> dict[str, Any]:
+        """Metrics that another stage saved; nothing where it did not run."""
+        return read_json(self.results / f"{stage}.json")
 
     def figure(self, figure: Any, name: str) -> None:
         """Lets a figure of `unmask.study.figures` save itself: results/<run>/figures/<stage>-<name>.png and,

@@ -59,7 +59,8 @@ def start(artifacts: Path, *command: str) -> subprocess.Popen:
     lib = repository() / "lib"
     own = {"UNMASK_ARTIFACTS": str(artifacts), "UNMASK_GRACE_SECONDS": str(GRACE)}
     with (artifacts / "processes.log").open("a", encoding="utf8") as log:
-        environment = os.environ | own | {"PYTHONPATH": str(lib), "OMP_NUM_THREADS": "1"}
+        alone = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # NCCL wants a GPU for each process
+        environment = os.environ | own | alone | {"PYTHONPATH": str(lib)}
         return subprocess.Popen([sys.executable, *command], env=environment, stdout=log, stderr=log)
 
 

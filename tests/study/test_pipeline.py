@@ -77,6 +77,9 @@ def test_what_is_no_notebook_of_ours_is_refused(checkout):
     (checkout.folders.notebooks / "00_text.ipynb").write_text('{"cells": [], "metadata": {}}')
     with pytest.raises(PipelineError, match=r'00_text\.ipynb: add "unmask"'):
         discover(checkout.folders.notebooks)
+    checkout.notebook("00_text", needs=["01_later"])
+    with pytest.raises(PipelineError, match=r"00_text\.ipynb needs 01_later: no notebook before it"):
+        discover(checkout.folders.notebooks)
 
 
 def test_selection(diamond):
@@ -186,27 +189,28 @@ def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond):
 
 
 MACHINES = [
-    (0, 2, 1, 2, r"2 GPUs are needed on this machine, and it has 0: .*parallel\.num_processes=2"),
-    (4, 8, 1, None, "8 GPUs are needed on this machine, and it has 4: --gpus 4"),
-    (8, 16, 2, None, "trainings on 2 machines need parallel.launcher"),
-    ("0,1", 4, 1, None, "4 GPUs are needed on this machine, and it has 2"),
-    (0, 2, 1, None, ""),
-    (0, 1, 1, 1, ""),
-    (4, 4, 1, 4, ""),
+    (0, 2, 1, 2, r"2 GPUs are needed on this machine, and it has 0: .*parallel\.num_processes=2", 1),
+    (4, 8, 1, None, "8 GPUs are needed on this machine, and it has 4: --gpus 4", 1),
+    (8, 16, 2, None, "trainings on 2 machines need parallel.launcher", 1),
+    ("0,1", 4, 1, None, "4 GPUs are needed on this machine, and it has 2", 1),
+    (4, 2, 1, 2, "takes all of them: --jobs 1", 2),
+    (0, 2, 1, None, "", 2),
+    (0, 1, 1, 1, "", 2),
+    (4, 4, 1, 4, "", 1),
 ]
 
 
-@pytest.mark.parametrize(("here", "processes", "machines", "gpus", "message"), MACHINES)
-def test_a_machine_with_too_few_gpus_is_refused(monkeypatch, here, processes, machines, gpus, message):
+@pytest.mark.parametrize(("here", "processes", "machines", "gpus", "message", "jobs"), MACHINES)
+def test_a_machine_with_too_few_gpus_is_refused(monkeypatch, here, processes, machines, gpus, message, jobs):
     visible = here if isinstance(here, str) else ",".join(map(str, range(here)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * 8)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
     preset = replace(load_preset("smoke"), parallel=parallel)
     if not message:
-        return pipeline.check_machine(preset, gpus)
+        return pipeline.check_machine(preset, gpus, jobs)
     with pytest.raises(PipelineError, match=message):
-        pipeline.check_machine(preset, gpus)
+        pipeline.check_machine(preset, gpus, jobs)
 
 
 def test_layers_are_compiled_only_where_something_compiles_c(monkeypatch):
@@ -214,11 +218,11 @@ def test_layers_are_compiled_only_where_something_compiles_c(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(pipeline, "gpu_names", list)
-    pipeline.check_machine(compiled, None)
+    pipeline.check_machine(compiled, None, 1)
     monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"])
-    pipeline.check_machine(load_preset("smoke"), None)
+    pipeline.check_machine(load_preset("smoke"), None, 2)
     with pytest.raises(PipelineError, match=r"a C compiler and .*Python\.h.* --set diffusion\.compile=false"):
-        pipeline.check_machine(compiled, None)
+        pipeline.check_machine(compiled, None, 1)
 
 
 SEEN = [

@@ -11,7 +11,6 @@ from unmask.store import repository
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Reads both sides."""
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(repository() / "lib"))  # what child processes import
     tiny_corpus.install(monkeypatch)
     return backbone.save(tiny.model(head=True), tiny.tokenizer(), tmp_path / "start", fingerprint="tiny")
@@ -20,6 +19,5 @@ def start(tmp_path, monkeypatch):
 @pytest.fixture
 def causal(start):
     """Reads what comes before, and whole prompts of a reranker."""
-    model = tiny.model(bidirectional=False, head=True)
-    model.config.max_position_embeddings = 1024
+    model = tiny.model(bidirectional=False, head=True, length=1024)
     return backbone.save(model, tiny.tokenizer(), start.with_name("causal"), fingerprint="causal")

@@ -22,26 +22,43 @@ def by_two(request, tmp_path_factory):
     out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / strategy
     with FileLock(f"{out}.lock"):
         if not out.is_dir():
-            out.mkdir()
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command += [worker.__file__, strategy, str(out)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
-            saved = [path.name for path in out.glob("checkpoints/*")]
-            assert saved == ["step-0000004-a"], done.stderr[-6000:]
+            work(strategy, out, CUDA_VISIBLE_DEVICES="")
     return strategy, out
+
+
+def work(strategy, out, **environment):
+    """Two processes compute all cases and begin a training."""
+    out.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [worker.__file__, strategy, str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+    saved = [path.name for path in out.glob("checkpoints/*")]
+    assert saved == ["step-0000004-a"], done.stderr[-6000:]
+
+
+def agree(out, case, tolerance):
+    expected, gradients = worker.compute(case)
+    for rank in (0, 1):
+        facts = json.loads((out / f"{case}-{rank}.json").read_text())
+        assert facts["tokens"] == expected["tokens"]
+        assert facts["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert difference(load_file(out / f"{case}-{rank}.safetensors"), gradients) <= tolerance
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", worker.CASES)
 def test_two_processes_give_the_loss_and_gradient_of_one(by_two, case):
-    _, out = by_two
-    expected, gradients = worker.compute(case)
-    for rank in (0, 1):
-        facts = json.loads((out / f"{case}-{rank}.json").read_text())
-        assert facts["tokens"] == expected["tokens"]
-        assert facts["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert difference(load_file(out / f"{case}-{rank}.safetensors"), gradients) <= 1e-5
+    agree(by_two[1], case, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+@pytest.mark.parametrize("strategy", worker.BEGUN)
+def test_two_gpus_give_the_loss_and_gradient_of_one_process(strategy, tmp_path):
+    work(strategy, tmp_path / "out")
+    for case in worker.CASES:
+        agree(tmp_path / "out", case, 1e-3)
 
 
 @pytest.mark.slow

@@ -30,6 +30,12 @@ TWO = OVERRIDES | {"parallel.num_processes": 2, "pair.steps": 40, "pair.lr": 1e-
 STOPPED = (OVERRIDES, 1, signal.SIGKILL), (TWO, 3, signal.SIGTERM)
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """NCCL refuses two processes on one GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def opened(overrides=OVERRIDES, **changes):
     return Run.open("02_pair", "smoke", overrides | changes, run="r")
 
@@ -204,3 +210,9 @@ def test_what_was_paid_for_is_kept_when_code_or_values_change(start, tmp_path, m
     launch(opened(), "pair", {"start": start})
     assert len(began) == 5 and launching.facts(folder / "model")["fingerprint"] == began[0]["fingerprint"]
     assert [path.is_dir() for path in aside] == [False, True]
+
+    # Where the code alone has changed since, the other one is asked about, too.
+    code.write_text("rate = 4\n")
+    with pytest.raises(RuntimeError, match=r"holds a training that differs in code .*--force`"):
+        launch(other, "pair", {"start": start})
+    assert len(began) == 5 and [path.is_dir() for path in aside] == [True, False]

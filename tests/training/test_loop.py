@@ -89,26 +89,21 @@ def test_another_training_is_not_continued_and_its_checkpoints_stay(tmp_path):
     assert list((tmp_path / "checkpoints").iterdir()) == [paid]
 
 
-def poisoned(step, *, loss):
-    """A backward pass whose loss, or whose gradient alone, is not a number at one step."""
-
+@pytest.mark.parametrize("loss", [True, False])
+def test_what_is_no_number_stops_the_training_and_never_reaches_a_checkpoint(tmp_path, loss):
+    """The loss, or the gradient alone. The step, samples and last checkpoint are named; a checkpoint would be
+    due after step 5."""
     done = count()
 
     def backward(module, batch, processes):
-        bad = next(done) == step
+        bad = next(done) == 5
         for parameter in module.parameters():
             parameter.grad = torch.full_like(parameter, float("nan") if bad else 1e-3)
         return {"loss": torch.tensor(float("nan") if bad and loss else 1.0), "tokens": 1}
 
-    return backward
-
-
-@pytest.mark.parametrize("loss", [True, False])
-def test_what_is_no_number_stops_the_training_and_never_reaches_a_checkpoint(tmp_path, loss):
-    """The step, samples and last checkpoint are named; a checkpoint would be due after step 5."""
     message = r"at step 5: .* rows \[\d+, .* of data set '(one|two)'; last good checkpoint: .*step-0000004"
     with pytest.raises(FloatingPointError, match=message):
-        fit(tmp_path, backward=poisoned(5, loss=loss))
+        fit(tmp_path, backward=backward)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004-a"]
 
 

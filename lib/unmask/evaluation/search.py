@@ -18,7 +18,7 @@ from torch.nn.functional import normalize, pad
 from unmask.data.batches import parts
 from unmask.data.mining import Found, Search
 
-QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache
+QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache; a GPU takes more queries
 FEW, FOR_FEW = 4, 2**18  # queries whose search is as fast as documents can be read; documents of their tile
 GROUP = 32  # documents that one comparison with the k-th best score rules out together
 ROWS = 1024  # rows whose norms are computed at once
@@ -163,9 +163,9 @@ def _check_request(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> None:
 def _nearest(d_MD: np.ndarray, inverse_M: Tensor | None, q_ND: np.ndarray, k: int) -> Found:
     """Exact search, tile by tile: the best of each tile join the best so far."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tiles = _tensor(q_ND).to(device).split(QUERIES)
+    tiles = _tensor(q_ND).to(device).split(QUERIES if device.type == "cpu" else 32 * QUERIES)
     best: list = [None] * len(tiles)
-    few = inverse_M is not None and len(q_ND) <= FEW and device.type == "cpu"  # a GPU copies it as doubles
+    few = inverse_M is not None and len(q_ND) <= FEW and device.type == "cpu"  # a GPU copies its tile
     for part in parts(len(d_MD), FOR_FEW if few else DOCUMENTS):
         d_TD = _tensor(d_MD[part]).to(device)
         for tile, q_QD in enumerate(tiles):
@@ -206,7 +206,8 @@ def _cosines(d_TD: Tensor, q_QD: Tensor, inverse_T1: Tensor) -> Tensor:
     documents as rows, the product and its maxima are fastest."""
     d_TD, q_QD = (x.flatten().view(x.shape) for x in (d_TD, q_QD))  # a row alone may have stride 0
     if d_TD.is_cuda:
-        dots_TQ = d_TD.double() @ q_QD.double().T
+        exact = torch.float32 if d_TD.shape[1] * 128**2 <= 2**24 else torch.float64  # in any order of the sum
+        dots_TQ = (d_TD.to(exact) @ q_QD.to(exact).T).double()
     elif len(q_QD) <= FEW or q_QD.shape[1] == 1 or not int_mm_is_exact():  # of one dimension it makes garbage
         dots = simsimd.cdist(d_TD.numpy(), q_QD.numpy(), "dot", threads=torch.get_num_threads())
         dots_TQ = torch.from_numpy(np.asarray(dots))  # float64

@@ -22,7 +22,7 @@ from unmask.models.embedder import Embedder
 from unmask.store import fingerprint, read_json, visible, write_json
 
 OUTPUT = "embedding"
-BATCH = 4096  # texts that are embedded at a time, and that an interruption costs at most
+BATCH = 4096  # texts that are embedded at a time, and that an interruption costs at most; for each GPU 2**16
 
 
 def encode_file(
@@ -55,10 +55,11 @@ def encode_file(
     rows_ND = np.lib.format.open_memmap(partial, "r+" if done else "w+", none.dtype, shape)
     with partial.open("r+b") as file:  # a disk that is too small is an error now, and no signal later
         os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-    for start in tqdm(range(done, count, BATCH), unit="batch", desc="embedding"):
-        rows_ND[start : start + BATCH] = embedder.encode(list(islice(left, BATCH)), precision, dimensions)
+    size = BATCH if embedder.devices[0].type == "cpu" else 16 * BATCH * len(embedder.devices)
+    for start in tqdm(range(done, count, size), unit="batch", desc="embedding"):
+        rows_ND[start : start + size] = embedder.encode(list(islice(left, size)), precision, dimensions)
         rows_ND.flush()
-        write_json(state, {"job": job, "rows": start + BATCH})
+        write_json(state, {"job": job, "rows": start + size})
     os.replace(partial, output)
     state.unlink(missing_ok=True)
 

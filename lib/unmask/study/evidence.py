@@ -388,10 +388,10 @@ def _repetitions(study: Run) -> dict[int, Run]:
 
 def _apart(study: Run, run: Run, seed: int) -> str:
     """Why a run cannot be pooled as this one with another seed; empty if it can."""
-    preset = (run.load("provenance") or {}).get("preset")
+    preset = run.load("provenance").get("preset")
     if not preset:
         return "has no provenance.json: copy that, too"
-    corpora = {(one.load("00_backbone") or {}).get("corpus_hash") for one in (study, run)}
+    corpora = {one.load("00_backbone").get("corpus_hash") for one in (study, run)}
     trained = preset["pair"]["seed"]
     return "differs in corpus" * (len(corpora) > 1) or f"was trained with seed {trained}" * (trained != seed)
 
@@ -399,7 +399,7 @@ def _apart(study: Run, run: Run, seed: int) -> str:
 def _outdated(study: Run, run: Run) -> dict[str, str]:
     """Notebooks of a run that were not made as `study` would make them, and why. One that was run by hand has
     no record."""
-    about, asked, reasons = run.load("provenance") or {}, comparable(resolved(study.config)), {}
+    about, asked, reasons = run.load("provenance"), comparable(resolved(study.config)), {}
     stages = about.get("stages", {})
     for name, one in stages.items():
         made = comparable(about["preset"]) | one.get("otherwise", {})

@@ -78,10 +78,8 @@ def execute(stage: str, parameters: dict[str, Any]) -> str:
         reason = reason or f"\n  {error}"
     if stopped and reason:
         raise SystemExit(PREEMPTED)
-    if reason:
-        told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"
-        return _named(told, folders)
-    return ""
+    told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"
+    return _named(told, folders) if reason else ""
 
 
 def _clean(path: Path, folders: Folders) -> None:

@@ -41,7 +41,7 @@ from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
 from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visible, write_json
 
-# Of the library: what computes nothing.
+# Of the library: what computes nothing. Comments, docstrings and layout do not count either.
 ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "children.py", "cli.py", "data/hub.py")
 ASIDE += ("__main__.py",)
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
@@ -83,7 +83,11 @@ def discover(notebooks: Path) -> list[Stage]:
     Raises: PipelineError for one that does not say what it depends on.
     """
     paths = sorted(notebooks.glob("[0-9][0-9]*_*.ipynb"))
-    return [_read(path) for path in paths if "-Copy" not in path.stem]
+    stages = [_read(path) for path in paths if "-Copy" not in path.stem]
+    for number, stage in enumerate(stages):
+        if unknown := {*stage.needs} - {one.name for one in stages[:number]}:
+            raise PipelineError(f"{stage.path} needs {min(unknown)}: no notebook before it has this name")
+    return stages
 
 
 def select(
@@ -113,7 +117,9 @@ def expected(stages: Sequence[Stage], preset: dict[str, Any], folders: Folders, 
         data: what the corpus is made of, see `unmask.data.sources.identity`; counts for stages that read it.
     Returns: stage → what it depends on, and a hash of that, see `seal`.
     """
-    shared = {"library": library_hash(folders.library)}
+    library = folders.library
+    code = (path for path in visible(library) if path.relative_to(library).as_posix() not in ASIDE)
+    shared = {"library": code_fingerprint(*code)}
     shared |= {name: importlib.metadata.version(name) for name in PACKAGES}
     marks: Marks = {}
     for stage in stages:
@@ -137,7 +143,7 @@ def seal(depends_on: dict[str, str]) -> dict[str, Any]:
 def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
     """Why a stage has to run, in a few words; empty if it is done and nothing it depends on has changed."""
     done = folders.done(stage.name)
-    if done is None:
+    if not done:
         return "not done yet"
     if not ((folders.executed / f"{stage.name}.ipynb").is_file() and folders.results.is_dir()):
         return "executed notebook or results are missing"
@@ -169,13 +175,6 @@ def plan(
     return due
 
 
-def library_hash(library: Path) -> str:
-    """Hash of what the library computes. The command line, the plan, the mirror, child processes and the
-    pipeline itself do not count, and neither do comments and docstrings."""
-    files = (path for path in visible(library) if path.relative_to(library).as_posix() not in ASIDE)
-    return code_fingerprint(*files)
-
-
 def _read(path: Path) -> Stage:
     notebook = read_json(path)
     if "unmask" not in notebook["metadata"]:
@@ -197,13 +196,14 @@ def _find(stages: Sequence[Stage], text: str) -> int:
 # ---- running it
 
 
-def check_machine(preset: Preset, gpus: int | None) -> None:
+def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
     """Makes sure that the trainings of a run can be started here.
 
     Args:
-        gpus: what --gpus said; None: not given.
-    Raises: PipelineError if the machine has too few GPUs, nothing starts the other machines' processes, or
-        layers are to be compiled for a GPU and nothing compiles C, with which Triton starts its kernels.
+        gpus, jobs: what --gpus and --jobs said; None: not given.
+    Raises: PipelineError if the machine has too few GPUs, trainings on several of them would run side by
+        side, nothing starts the other machines' processes, or layers are to be compiled for a GPU and nothing
+        compiles C, with which Triton starts its kernels.
     """
     parallel, compiled = preset.parallel, [name for name in TRAINED if getattr(preset, name).compile]
     machines, found = parallel.num_machines, min(len(gpu_names()), len(_visible()))
@@ -218,6 +218,8 @@ def check_machine(preset: Preset, gpus: int | None) -> None:
             f"{here} GPUs are needed on this machine, and it has {found}: --gpus {max(found, 1) * machines} "
             f"uses what is there; --set parallel.num_processes={here} without --gpus trains on CPUs"
         )
+    if jobs > 1 and parallel.num_processes > 1 and (found or gpus or parallel.launcher):
+        raise PipelineError("a training on several GPUs takes all of them: --jobs 1")
     header = Path(sysconfig.get_path("include"), "Python.h")
     compilers = os.environ.get("CC", "gcc"), "clang"  # that Triton looks for
     if found and compiled and not (header.is_file() and any(map(shutil.which, compilers))):

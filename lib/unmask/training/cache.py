@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unmask.models.attention import unpadded
-from unmask.models.encoding import TokenSequence, encode_rows, micro_batches, row_offsets, rows_of
+from unmask.models.encoding import TokenSequence, encode_rows, micro_batches, row_offsets
 from unmask.training.distributed import ALONE, Processes
 
 
@@ -88,7 +88,8 @@ def cached_rows(
         return rows_RD if len(group) else rows_RD[:0]
 
     def places(group: np.ndarray) -> Tensor:
-        return processes.ship(torch.from_numpy(rows_of(offsets, group)))
+        rows = [np.arange(offsets[i], offsets[i + 1]) for i in group]  # of each sequence
+        return processes.ship(torch.from_numpy(np.concatenate([np.arange(0), *rows])))
 
     kept = 1
     if processes.count == 1:  # DDP reduces after the backward pass of its last forward pass

@@ -45,6 +45,7 @@ class Checkpoints:
             temporary.mkdir(parents=True)
         processes.wait()
         writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+        writer.per_thread_copy_ahead = 0  # else all of it lies in pinned memory, which is never given back
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
             dcp.save(_state(model, optimizer), storage_writer=writer)
         if processes.main:

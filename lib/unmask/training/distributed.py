@@ -117,8 +117,7 @@ class Processes:
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
         """Adds this process's part of the gradient: the parts add up, while DDP and FSDP2 average them."""
-        gradient = torch.ones_like(output) if gradient is None else gradient
-        output.backward(gradient * self.count)
+        (output * self.count).backward(gradient)
 
 
 ALONE = Processes()

@@ -33,7 +33,6 @@ from unmask.models.backbone import facts, require_checkpoint
 from unmask.run import Run, grace_seconds
 from unmask.store import fingerprint, read_json, replace_directory, write_json
 from unmask.training.loop import MILESTONES, STOP, Preempted, finish, job_identity, run_job, stage_of
-from unmask.training.stages import Stage
 
 RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE"  # what torchrun sets, and accelerate believes
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
@@ -92,12 +91,12 @@ def _due(run: Run, name: str, section: str, job: Mapping[str, Any]) -> Path | No
         asked["start"] = require_checkpoint(asked["start"])
     stage = stage_of(asked)
     asked["corpus"] = str(stage.corpus.path)  # known from here on: the Hub is asked for it once
-    asked |= _identity(stage, folder)
+    made_of = json.loads(json.dumps(job_identity(stage)))  # as it will be read again
+    _bring_back(folder, made_of)
+    asked |= _identity(made_of, folder)
     mark, made = asked["fingerprint"], facts(folder / "model").get("fingerprint")
     if made not in (None, mark):  # another training, which somebody paid for
         replace_directory(folder, _aside(folder, made))
-    if _aside(folder, mark).is_dir():
-        replace_directory(_aside(folder, mark), folder)
     if facts(folder / "model").get("fingerprint") == mark:
         finish(folder)  # a kill may have come in between
         write_json(folder / "job.json", read_json(folder / "job.json") | {"accepted": asked["accepted"]})
@@ -125,7 +124,25 @@ def _aside(folder: Path, made: str) -> Path:
     return folder.with_name(f"{folder.name}-{made}")
 
 
-def _identity(stage: Stage, folder: Path) -> dict[str, Any]:
+def _changed(folder: Path, made: Mapping[str, Any]) -> list[str]:
+    """In what a training differs from the one that a folder holds."""
+    earlier = read_json(folder / "job.json").get("made_of", {})
+    return [key for key in sorted(earlier | made) if earlier.get(key) != made.get(key)]
+
+
+def _bring_back(folder: Path, made: Mapping[str, Any]) -> None:
+    """Puts a training that waits aside back in its place if it differs in nothing, or in nothing but code;
+    what is finished there waits instead. Where unfinished work lies, `_identity` refuses."""
+    places = [folder, *folder.parent.glob(f"{folder.name}-{'[0-9a-f]' * 16}")]
+    like = {place: keys for place in places if (keys := _changed(place, made)) in ([], ["code"])}
+    nearest = min(like, key=lambda place: len(like[place]), default=folder)
+    if nearest != folder and not any(folder.glob("checkpoints/step-*")):
+        if here := facts(folder / "model").get("fingerprint"):
+            replace_directory(folder, _aside(folder, here))
+        replace_directory(nearest, folder)
+
+
+def _identity(made: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fingerprint of a training, and what it is made of.
 
     Where nothing but the code has changed since the training in the folder began, and that was accepted
@@ -134,10 +151,8 @@ def _identity(stage: Stage, folder: Path) -> dict[str, Any]:
     Raises: RuntimeError if checkpoints of another training lie there, or a finished one of other code that
         was neither accepted nor to be replaced (`unmask run --force`): somebody paid for them.
     """
-    made = json.loads(json.dumps(job_identity(stage)))  # as it will be read again
     before = read_json(folder / "job.json")
-    earlier, accepted = before.get("made_of", {}), before.get("accepted", [])
-    changed = [key for key in sorted(earlier | made) if earlier.get(key) != made.get(key)]
+    earlier, accepted, changed = before.get("made_of", {}), before.get("accepted", []), _changed(folder, made)
     if os.environ.get("UNMASK_ACCEPT_CODE") and made["code"] not in accepted:
         accepted = [*accepted, made["code"]]
     if changed == ["code"] and made["code"] in accepted:
@@ -166,7 +181,9 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
             cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
             environment["OMP_NUM_THREADS"] = str(max(1, cores // parallel.per_machine))
         options, stop = {"stdout": subprocess.PIPE, "stderr": log, "text": True}, None
-        if parallel.launcher:  # srun answers SIGTERM by killing its tasks, so a file stands for it
+        if parallel.launcher or _with_torchrun(
+            parallel
+        ):  # both answer SIGTERM by killing: a file stands for it
             stop = jobs[first].with_name(f"stop-{os.getpid()}")
             stop.unlink(missing_ok=True)  # of an interrupted cell
             environment |= {STOP: str(stop)}
@@ -197,10 +214,14 @@ def _command(jobs: Sequence[Path], parallel: ParallelConfig) -> list[str]:
         command = shlex.split(os.path.expandvars(parallel.launcher))
         if not shutil.which(command[0]) or "$" in "".join(command):
             raise RuntimeError(f"parallel.launcher: no such command, or a variable is not set: {command}")
-    elif parallel.num_processes > 1 or parallel.strategy == "fsdp2":
+    elif _with_torchrun(parallel):
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={parallel.num_processes}", f"--log-dir={jobs[0].parent / 'torchrun'}"]
     return bound([*command, "-m", "unmask.training.launch", *map(str, jobs)])
+
+
+def _with_torchrun(parallel: ParallelConfig) -> bool:
+    return parallel.num_processes > 1 or parallel.strategy == "fsdp2"
 
 
 def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:

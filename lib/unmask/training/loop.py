@@ -64,32 +64,27 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
     if processes.main:
         write_json(folder / DATA_REPORT, read)
     model = stage.model()
-    save = _saving(stage, model, processes)
-    options = {"report": report, "save": save, "processes": processes, "signals": signals}
-    with on_signal(signals.append):  # until the model is saved
-        train(stage, model, folder, fingerprint=mark, **options)
-        save(folder / "model", mark)
-        if processes.main:
-            finish(folder)
-    if signals or _asked_to_stop():  # too late to stop this training, but not the next one
-        raise Preempted(PREEMPTED)
-    return folder / "model"
-
-
-def _saving(stage: Stage, model: nn.Module, processes: Processes) -> Callable[[Path, str], None]:
-    """What puts the model in the place of an earlier training's, whatever files that had; every process must
-    call it. What lies beside the weights is made now: where it cannot be, no step is taken in vain."""
-    tokenizer = ending(stage.tokenizer) if stage.ends else stage.tokenizer
-    facts = stage.facts()
+    # What lies beside the weights is made now: where it cannot be, no step is taken in vain.
+    tokenizer, facts = ending(stage.tokenizer) if stage.ends else stage.tokenizer, stage.facts()
 
     def save(path: Path, fingerprint: str) -> None:
+        """Takes an earlier model's place, whatever files that had; every process must call it."""
         weights, new = full_weights(model), path.with_name(f".{path.name}.new")
         if processes.main:
             stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=fingerprint)
             replace_directory(new, path)
         processes.wait()
 
-    return save
+    options = {"report": report, "save": save, "processes": processes, "signals": signals}
+    with on_signal(signals.append):  # until the model is saved
+        train(stage, model, folder, fingerprint=mark, **options)
+        save(folder / "model", mark)
+        if processes.main:
+            finish(folder)
+    told = torch.tensor(float(bool(signals) or (processes.main and _asked_to_stop())))
+    if processes.sum(processes.ship(told)):  # too late to stop this training, but not the next one
+        raise Preempted(PREEMPTED)
+    return folder / "model"
 
 
 def data_report(checkpoint: Path) -> list[dict[str, Any]]:
@@ -110,7 +105,7 @@ def job_identity(stage: Stage) -> dict[str, Any]:
         **{f"{name}.{key}": one[key] for name, one in sections.items() for key in one.keys() - APART},
         "backbone.mask_token": stage.preset.backbone.mask_token,
         **{key: asked.get(key) for key in told},
-        **{key: identity(Path(asked[key])) for key in ("start", "tokenizer") if key in asked},
+        **{key: identity(Path(asked[key])) for key in ("start", "tokenizer", "negatives") if key in asked},
         **stage.inputs(),
         "data": stage.corpus.hash,
         "code": code_fingerprint(*(Path(__file__).parents[1] / name for name in CODE)),
@@ -263,8 +258,7 @@ def lr_factor(config: TrainConfig, step: int) -> float:
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, gains of norms do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
     return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]

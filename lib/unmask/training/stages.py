@@ -30,7 +30,7 @@ from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sampl
 from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
-from unmask.data.tokens import Limit, StoredTokenizer, join_chunks
+from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
@@ -101,9 +101,8 @@ class Stage:
         return BatchPlan(self.keys(), self.config, **self.drawing())
 
     def inputs(self) -> dict[str, str]:
-        """The identities of what the result depends on, beside configuration, corpus, start and code."""
-        mined = self.asked.get("negatives")
-        return {"negatives": identity(Path(mined))} if mined else {}
+        """The identities of what the result depends on, beside the job's own and the corpus."""
+        return {}
 
     def model(self) -> nn.Module:
         """The model to train, as it is before the first step."""
@@ -129,7 +128,7 @@ class Stage:
 
     def reading(self, group: str) -> tuple[Limit, Limit]:
         """How a query and a document of this group are read: tokens at most, and what is put around them."""
-        around = ("", self.stored.load().id_to_token(self.stored.end) if self.ends else "")
+        around = ("", end_token(self.tokenizer) if self.ends else "")
         return Limit(self.config.query_length, around), Limit(self.config.document_length, around)
 
     def groups(self) -> dict[str, str]:
@@ -448,9 +447,9 @@ class Pair(Contrastive):
 
     def inputs(self) -> dict[str, str]:
         if not self.config.looks_around:
-            return super().inputs()
+            return {}
         clusters = fingerprint(replace(self.preset.clusters, surrogate=""))
-        return super().inputs() | {"surrogate": self.surrogate.identity, "clusters": clusters}
+        return {"surrogate": self.surrogate.identity, "clusters": clusters}
 
     def drawing(self) -> dict[str, Any]:
         near = self.neighbours.items() if self.config.cluster_size else ()
