@@ -37,11 +37,11 @@ def global_(q, documents, document, temperature, margin, negatives=None):
     return fmean(terms)
 
 
-def global_of_the_paper(q, d, hashes, temperature, margin):
+def global_of_the_paper(q, d, document, temperature, margin):
     """As printed: one (possibly repeated) document per query, and the matrix M^dup."""
     terms = []
     for i in range(len(q)):
-        others = [d[j] for j in range(len(q)) if hashes[i] != hashes[j]] + q[:i] + q[i + 1 :]
+        others = [d[j] for j in range(len(q)) if document[i] != document[j]] + q[:i] + q[i + 1 :]
         scores = [cosine(q[i], other) for other in others]
         terms.append(nats(cosine(q[i], d[i]), scores, temperature, margin))
     return fmean(terms)

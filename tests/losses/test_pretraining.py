@@ -27,27 +27,21 @@ def problem(b=3, length=5, d=4, v=7, seed=0, dtype=torch.float64):
 
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("seed", range(4))
-def test_diffusion_loss_is_the_formula(padding, seed):
-    arguments, valid_BL = problem(seed=seed), PADDINGS[padding]
-    every = torch.ones(3, 5) if valid_BL is None else valid_BL
+@pytest.mark.parametrize("paid", [True, False])  # of the first token there is no prediction
+def test_diffusion_loss_is_the_formula_and_has_a_graph(padding, seed, paid):
+    hidden, unembedding, tokens, masked, t = problem(seed=seed)
+    arguments = hidden.requires_grad_(), unembedding, tokens, masked & paid | (torch.arange(5) == 0), t
+    every = torch.ones(3, 5) if PADDINGS[padding] is None else PADDINGS[padding]
     expected = naive_losses.diffusion(*(x.tolist() for x in arguments), every.tolist())
-    assert diffusion_loss(*arguments, valid_BL).item() == pytest.approx(expected, rel=1e-10)
+    (loss := diffusion_loss(*arguments, PADDINGS[padding])).backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
+    assert hidden.grad.any() == paid
 
 
 def test_next_token_loss_equals_transformers():
     hidden, unembedding, tokens, _, _ = problem(seed=6, dtype=torch.float32)
     peer = ForCausalLMLoss(hidden @ unembedding.T, tokens, vocab_size=len(unembedding))
     torch.testing.assert_close(next_token_loss(hidden, unembedding, tokens), peer)
-
-
-def test_a_batch_without_masked_token_is_zero_with_a_graph():
-    hidden, unembedding, tokens, masked, t = problem(seed=10)
-    hidden.requires_grad_()
-    masked = torch.zeros_like(masked)
-    masked[:, 0] = True  # the first token has no prediction
-    loss = diffusion_loss(hidden, unembedding, tokens, masked, t)
-    loss.backward()
-    assert loss.item() == 0 and hidden.grad.eq(0).all()
 
 
 @pytest.mark.parametrize("chunk", [4, 1000])

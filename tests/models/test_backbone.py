@@ -11,15 +11,13 @@ import tiny_families
 from unmask import Embedder
 from unmask.models import backbone
 
-family = pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2"])
-
 
 def saved(folder, family="qwen3", **options):
     built = tiny_families.model(family, **{"bidirectional": True, "head": True, **options})
     return backbone.save(built, tiny.tokenizer(), folder, stage="diffusion")
 
 
-@family
+@pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])

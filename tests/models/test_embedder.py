@@ -10,6 +10,7 @@ from tokenizers import normalizers, processors
 import tiny
 import tiny_families
 from unmask import Embedder
+from unmask.data.tokens import SPECIAL_TOKENS
 from unmask.models import backbone
 from unmask.models import embedder as module
 from unmask.models.quantize import BITS
@@ -235,22 +236,22 @@ def test_the_mean_of_the_token_vectors_is_the_vector(embedder):
 def test_special_tokens_stand_around_texts_and_documents(embedder):
     tokenizer = copy.deepcopy(tiny.tokenizer())
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 1), ("<|im_end|>", 2)]
+        single="<|im_start|> $A <|im_end|> <|endoftext|>", special_tokens=[*zip(SPECIAL_TOKENS, range(4))]
     )
     special = Embedder(tiny.model(), tokenizer, device="cpu", special_tokens=True, max_length=9)
-    marked = [f"<|im_start|>{text}<|im_end|>" for text in TEXTS]
+    around = "<|im_start|>{}<|im_end|><|endoftext|>".format
     found = special.encode(TEXTS, "float32", max_length=200)
-    np.testing.assert_allclose(found, embedder.encode(marked, "float32"), atol=1e-5)
-    one = special.encode_tokens([TEXTS[4]])[0]  # cut to its limit, the last token kept
+    np.testing.assert_allclose(found, embedder.encode(map(around, TEXTS), "float32"), atol=1e-5)
+    one = special.encode_tokens([TEXTS[4]])[0]  # cut to its limit, the last tokens kept
     ids = tokenizer(TEXTS[4])["input_ids"]
-    cut = embedder.tokenizer.decode([*ids[:8], ids[-1]])
+    cut = embedder.tokenizer.decode([*ids[:7], *ids[-2:]])
     np.testing.assert_allclose(one, embedder.encode_tokens([cut])[0], atol=1e-5)
     document = special.encode_documents([TEXTS[:2]], "float32")[0]
-    joined = embedder.encode_tokens([f"<|im_start|>{TEXTS[0]}<|endoftext|>{TEXTS[1]}<|im_end|>"])[0]
-    first = len(tokenizer(TEXTS[0])["input_ids"]) - 1
+    joined = embedder.encode_tokens([around("<|endoftext|>".join(TEXTS[:2]))])[0]
+    first = len(tokenizer(TEXTS[0])["input_ids"]) - 2
     np.testing.assert_allclose(document, [joined[:first].mean(0), joined[first + 1 :].mean(0)], atol=1e-5)
-    with pytest.raises(ValueError, match="at least 3, got 2: a text has 2 special tokens"):
-        special.encode(TEXTS, max_length=2)
+    with pytest.raises(ValueError, match="at least 4, got 3: a text has 3 special tokens"):
+        special.encode(TEXTS, max_length=3)
 
 
 def test_normalised_vectors_have_unit_length(embedder):

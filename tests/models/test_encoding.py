@@ -62,11 +62,6 @@ def texts(count=7):
     return [TokenSequence(s) for s in tiny.sequences(count, seed=3)]
 
 
-def documents_and_queries():
-    documents = [join_chunks(tiny.sequences(n, seed=n), 0) for n in (3, 1, 4)]
-    return [*texts(3), *documents, *texts(2)]
-
-
 def rows_and_gradients(model, sequences, **options):
     return tiny.with_gradients(encode_rows(model, sequences, **options), model)
 
@@ -76,7 +71,8 @@ def rows_and_gradients(model, sequences, **options):
 @pytest.mark.parametrize(("chunked", "pooling"), [(False, "mean"), (False, "last"), (True, "mean")])
 def test_packed_batches_give_the_rows_and_gradients_of_padded_ones(family, chunked, pooling, bidirectional):
     model = tiny_families.model(family, bidirectional=bidirectional)
-    sequences, read = documents_and_queries() if chunked else texts(), []
+    documents = [join_chunks(tiny.sequences(n, seed=n), 0) for n in (3, 1, 4)]
+    sequences, read = [*texts(3), *documents, *texts(2)] if chunked else texts(), []
     model.register_forward_pre_hook(lambda _, args, named: read.append(named["input_ids"]), with_kwargs=True)
     expected, gradients = rows_and_gradients(model, sequences, pooling=pooling)
     found, packed_gradients = rows_and_gradients(model, sequences, pooling=pooling, packed=True)

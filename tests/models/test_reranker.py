@@ -13,10 +13,9 @@ QUERIES = ["How do I open a file?", "東京 ", "  two\n\nlines: ", "1 + 1 =", "(
 DOCUMENTS = ["def close(self): return self.stream.close()", "no", " spaces \n", "yes? " * 9, "", "«東京»."]
 
 
-def model(length=1024):
+def model():
     """A causal one with room for a prompt, and weights large enough for scores that differ."""
-    built = tiny.model(bidirectional=False, head=True)
-    built.config.max_position_embeddings = length
+    built = tiny.model(bidirectional=False, head=True, length=1024)
     with torch.no_grad():
         for layer in built.model.layers:
             for parameter in layer.parameters():

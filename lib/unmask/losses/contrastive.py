@@ -201,7 +201,7 @@ def qwen3_loss(
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
         own_T1 = document_N[rows, None]
-        same_TN = no_negatives(one_hot(rows, q_ND), negatives_NN, rows) | (own_T1 == document_N)
+        same_TN = no_negatives(own_T1 == document_N, negatives_NN, rows)  # the own document among them
         same_TK = own_T1 == hard_document_NK[rows]
         qh_TK = cosine(q_TD[:, None], hard_NKD[rows]).squeeze(1)
         hard_TK = counted(qh_TK, same_TK, positive_T, margin)

@@ -73,8 +73,21 @@ def diffusion_loss(
     if normalizer is None and not predictable_BL.any():
         raise ValueError("No position is predictable: leave out sequences of fewer than two tokens.")
     paid_BL = predictable_BL & masked_BL[:, 1:].bool()
+    # What is paid is found where the tokens are: while these are on the CPU, nobody waits for a GPU.
+    device = hidden_BLD.device
+    place_R = F.pad(paid_BL, (0, 1)).flatten().nonzero()[:, 0]  # of each paid token's predecessor
     weight_R = t_B.reciprocal()[:, None].expand(paid_BL.shape)[paid_BL]
-    nats = _weighted_nats(hidden_BLD, unembedding_VD, tokens_BL, paid_BL, weight_R)
+    target_R = tokens_BL[:, 1:][paid_BL].to(device, non_blocking=True)
+    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, place_R.to(device, non_blocking=True))
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else rows_RD.dtype
+    dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
+    rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
+    weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
+    size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
+    options = size, torch.is_grad_enabled()
+    with torch.autocast(device.type, enabled=False):
+        nats = _WeightedNats.apply(rows_RD, unembedding_VD, target_R, weight_R, *options)
     return nats / (predictable_BL.sum() if normalizer is None else normalizer)
 
 
@@ -151,27 +164,6 @@ def answer_loss(
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
     nats = F.cross_entropy(logits_BV, answer_B, reduction="sum")
     return nats / (len(answer_B) if normalizer is None else normalizer)
-
-
-def _weighted_nats(
-    hidden_BLD: Tensor, unembedding_VD: Tensor, tokens_BL: Tensor, paid_BL: Tensor, weight_R: Tensor
-) -> Tensor:
-    """Σ over the paid positions of weight · (−log p of the next token). Scalar.
-
-    What is paid is found where the tokens are: while these are on the CPU, nobody waits for a GPU.
-    """
-    device = hidden_BLD.device
-    place_R = F.pad(paid_BL, (0, 1)).flatten().nonzero()[:, 0]  # of each paid token's predecessor
-    target_R = tokens_BL[:, 1:][paid_BL].to(device, non_blocking=True)
-    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, place_R.to(device, non_blocking=True))
-    autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if autocast else rows_RD.dtype
-    dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
-    rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
-    weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
-    size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
-    with torch.autocast(device.type, enabled=False):
-        return _WeightedNats.apply(rows_RD, unembedding_VD, target_R, weight_R, size, torch.is_grad_enabled())
 
 
 class _WeightedNats(torch.autograd.Function):

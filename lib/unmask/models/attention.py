@@ -70,8 +70,6 @@ def varlen_attention(
     value_1HTD: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **kwargs: object,
@@ -90,9 +88,9 @@ def varlen_attention(
     """
     all_1HTD = (query_1HTD, key_1HTD, value_1HTD)
     if cu_seq_lens_q is None:
-        kwargs |= {"scaling": scaling, "is_causal": is_causal}
         return sdpa_attention_forward(module, *all_1HTD, attention_mask, **kwargs)
-    causal = module.is_causal if is_causal is None else is_causal
+    scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
+    causal = module.is_causal if causal is None else causal
     grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
     device = query_1HTD.device.type
     if device == "cuda":

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
 from unmask.models import backbone
@@ -44,14 +44,10 @@ class SecondStage(nn.Module):
 
     def __init__(self, model: PreTrainedModel, slots: int):
         super().__init__()
-        self.backbone, self.slots = model, slots
+        self.backbone, self.config, self.slots = model, model.config, slots
         # Every process starts from the same null vector.
         noise_D = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(0))
         self.null_D = nn.Parameter(noise_D * model.config.initializer_range)
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        return self.backbone.config
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None = None, *, context_KD: Tensor, **inputs: Any
@@ -123,24 +119,6 @@ def save(
     return path
 
 
-def load(path: str | Path) -> ContextualEncoder:
-    """Loads what `save` wrote, in float32.
-
-    Raises: ValueError if the directory holds something else.
-    """
-    path = Path(path)
-    known = backbone.facts(path)
-    if "context" not in known:
-        raise ValueError(
-            f"{path} is no contextual encoder (stage cde): a plain one is loaded by Embedder.from_pretrained"
-        )
-    first, second = (backbone.load(path / name) for name in ("first", "second"))
-    encoder = ContextualEncoder(first, second, known["context"])
-    with torch.no_grad():
-        encoder.second.null_D.copy_(load_file(path / NULL)["null_D"])
-    return encoder
-
-
 class ContextEmbedder(Embedder):
     """A contextual encoder, ready to embed: an `Embedder` that knows documents of the corpus. It pools by the
     mean over the text.
@@ -166,9 +144,17 @@ class ContextEmbedder(Embedder):
 
         Raises: ValueError if the directory holds something else.
         """
-        encoder, known = load(path), backbone.facts(path)
+        path, known = Path(path), backbone.facts(path)
+        if "context" not in known:
+            raise ValueError(
+                f"{path} is no contextual encoder (stage cde): a plain one is loaded by "
+                "Embedder.from_pretrained"
+            )
+        first, second = (backbone.load(path / name) for name in ("first", "second"))
+        encoder = ContextualEncoder(first, second, known["context"])
+        encoder.second.null_D.data = load_file(path / NULL)["null_D"]
         stored = {key: known[key] for key in OPTIONS if key in known}
-        return cls(encoder, backbone.load_tokenizer(Path(path) / "second"), **{**stored, **options})
+        return cls(encoder, backbone.load_tokenizer(path / "second"), **stored | options)
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` loads, without the context."""

@@ -23,7 +23,7 @@ from unmask.data.tokens import Limit, TokenSequence, batches, end_token, join_ch
 from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, interchange
 from unmask.models.attention import fast_attention, unpadded
-from unmask.models.encoding import context_windows, encode_rows, micro_batches, only_chunks
+from unmask.models.encoding import POOLS, context_windows, encode_rows, micro_batches, only_chunks
 from unmask.models.quantize import BITS, binary, int8, pack_binary
 
 WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
@@ -120,7 +120,7 @@ class Embedder:
         on_gpu = self.devices[0].type == "cuda"
         self.model = model.to(self.devices[0]).eval()
         self.tokenizer = tokenizer
-        if pooling not in ("mean", "last"):
+        if pooling not in POOLS:
             raise ValueError(f"pooling must be 'mean' or 'last', got {pooling!r}")
         self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
         self.positions = backbone.positions(model) or WINDOW

@@ -64,6 +64,9 @@ def last_token_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor
     return hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B].to(_accumulator(hidden_BLD))
 
 
+POOLS = {"mean": mean_pool, "last": last_token_pool}
+
+
 def late_chunk_pool(hidden_BLD: Tensor, chunk_of_token_BL: Tensor, n_chunks: int) -> Tensor:
     """Mean over the tokens of each chunk, taken after the whole document went through the model together.
 
@@ -134,9 +137,9 @@ def _accumulator(hidden_BLD: Tensor) -> torch.dtype:
 
 
 def _checked(mask_BL: Tensor) -> Tensor:
-    empty = (~mask_BL.bool().any(dim=1)).nonzero()
-    if len(empty):
-        raise ValueError(f"Sequence {int(empty[0])} has no token to pool; leave empty texts out.")
+    empty_B = ~mask_BL.bool().any(dim=1)
+    if not torch.compiler.is_exporting() and empty_B.any():  # a graph cannot depend on what a tensor holds
+        raise ValueError(f"Sequence {int(empty_B.nonzero()[0])} has no token to pool; leave empty texts out.")
     return mask_BL.bool()
 
 
@@ -259,10 +262,10 @@ def encode_rows(
     if packed and (different or (device.type == "cpu" and torch.is_autocast_enabled("cpu"))):
         tokens_1T = tokens_T[None].to(device, non_blocking=True)
         inputs |= unpadded_inputs(model, lengths, device)
+        segment_T = _segments(sequences, lengths).to(device, non_blocking=True)
         hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
         if pooling == "last":
             return hidden_TD[inputs["cu_seq_lens_q"][1:].long() - 1].float()
-        segment_T = _segments(sequences, lengths).to(device, non_blocking=True)
         return segment_mean(hidden_TD, segment_T, rows).float()
 
     def padded(x_T: Tensor, filler: int = 0) -> Tensor:
@@ -274,7 +277,7 @@ def encode_rows(
     output = model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False, **inputs)
     hidden_BLD = output.last_hidden_state
     if not chunked:
-        return (last_token_pool if pooling == "last" else mean_pool)(hidden_BLD, mask_BL).float()
+        return POOLS[pooling](hidden_BLD, mask_BL).float()
     segment_BL = padded(_segments(sequences, lengths), -1)
     return segment_mean(hidden_BLD.flatten(0, 1), segment_BL.flatten(), rows).float()
 
@@ -290,10 +293,3 @@ def _segments(sequences: Sequence[TokenSequence], lengths: list[int]) -> Tensor:
 def row_offsets(sequences: Sequence[TokenSequence]) -> np.ndarray:
     """First row of each sequence, and the total at the end."""
     return np.concatenate([[0], np.cumsum([s.rows for s in sequences])])
-
-
-def rows_of(offsets: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Row indices of the sequences of a micro-batch, in the order in which `encode_rows` returns them."""
-    first, count = offsets[group], offsets[group + 1] - offsets[group]
-    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(first, count) + within

@@ -16,6 +16,7 @@ from transformers.models.qwen3 import Qwen3Config, Qwen3Model
 
 from unmask.data.hub import MODEL_FILES, unreachable
 from unmask.models import backbone
+from unmask.models.encoding import POOLS
 from unmask.models.quantize import int8
 from unmask.store import new_directory, read_json, write_json
 
@@ -105,6 +106,8 @@ def _sentence_transformers_options(folder: Path, tokenizer: PreTrainedTokenizerB
     modes = pooling.get("pooling_mode", older)
     if modes not in ("mean", ["mean"], ["mean_tokens"], "lasttoken", ["lasttoken"]):
         raise ValueError(f"{folder}: pooling {modes} is not supported: only mean and lasttoken")
+    if not pooling.get("include_prompt", True):
+        raise ValueError(f"{folder}: pooling that leaves the prompt out (include_prompt) is not supported")
     return {
         "pooling": "last" if "lasttoken" in modes else "mean",
         "max_length": settings.get("max_seq_length") or tokenizer.model_max_length,
@@ -124,7 +127,10 @@ def save(embedder: "Embedder", path: str | Path) -> Path:
     A directory is written under a temporary name and renamed; an older one stays until then.
     """
     path = Path(path)
-    facts = backbone.inherited(embedder.model.name_or_path) | {key: getattr(embedder, key) for key in OPTIONS}
+    source = embedder.model.name_or_path  # empty for a model that was not loaded
+    prompts = read_json(Path(source) / "config_sentence_transformers.json").get("prompts") if source else None
+    facts = backbone.inherited(source) | ({"prompts": prompts} if prompts else {})
+    facts |= {key: getattr(embedder, key) for key in OPTIONS}
     with new_directory(path) as folder:
         backbone.write(embedder.model, portable_tokenizer(embedder), folder, **facts)
         for name, content in _sentence_transformers_files(embedder, facts.get("prompts", {})).items():
@@ -218,12 +224,7 @@ class _Outputs(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         read = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden_BLD = read.last_hidden_state
-        count_B1 = attention_mask.sum(dim=1, keepdim=True)
-        if self.pooling == "last":
-            index_B11 = (count_B1 - 1)[..., None].expand(-1, 1, hidden_BLD.shape[-1])
-            pooled_BD = hidden_BLD.gather(1, index_B11)[:, 0]
-        else:
-            pooled_BD = (hidden_BLD * attention_mask[..., None]).sum(dim=1) / count_B1
+        pooled_BD = POOLS[self.pooling](hidden_BLD, attention_mask)
         if self.normalize:
             pooled_BD = F.normalize(pooled_BD, dim=-1)
         return hidden_BLD, pooled_BD, int8(pooled_BD).to(torch.int8)

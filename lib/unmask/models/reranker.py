@@ -63,7 +63,7 @@ class Reranker:
         self.model, self.tokenizer, self.instruction = model.eval(), tokenizer, instruction
         self.reader = Embedder(model.base_model, tokenizer, **options)
         self.yes, self.no = answers(tokenizer.backend_tokenizer)
-        self._check_room(instruction)
+        self._taken(around_query(instruction))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options) -> "Reranker":
@@ -131,12 +131,10 @@ class Reranker:
             raise ValueError("expected a list of documents, got one string: write score(query, [document])")
         names = ["the query", *(f"document {number} of {len(documents)}" for number in range(len(documents)))]
         check([query, *documents], names.__getitem__, empty=True)
-        if instruction:
-            self._check_room(instruction)
         backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
         around = around_query(instruction or self.instruction)
-        tail = taken(backend, AROUND_DOCUMENT)
-        limit = min(taken(backend, around) + (query_length or longest), longest - tail - 1)
+        head, tail = self._taken(around)
+        limit = min(head + (query_length or longest), longest - tail - 1)
         (start_L,) = encode(backend, [query], np.int32, Limit(limit, around))
         limit = min(tail + (document_length or longest), longest - len(start_L))
         ends = list(encode(backend, documents, np.int32, Limit(limit, AROUND_DOCUMENT)))
@@ -146,15 +144,18 @@ class Reranker:
             raise ValueError(f"document {bad[0]} of {len(ends)}: the model returns NaN or infinity for it")
         return odds_M
 
-    def _check_room(self, instruction: str) -> None:
-        """Raises ValueError if a prompt with this instruction leaves query and document no token each."""
-        around = around_query(instruction), AROUND_DOCUMENT
-        least = sum(taken(self.tokenizer.backend_tokenizer, one) for one in around) + 2
-        if self.reader.max_length < least:
+    def _taken(self, around: tuple[str, str]) -> list[int]:
+        """Tokens around the query and around the document.
+
+        Raises: ValueError if they leave query and document no token each.
+        """
+        counts = [taken(self.tokenizer.backend_tokenizer, one) for one in (around, AROUND_DOCUMENT)]
+        if (longest := self.reader.max_length) < (least := sum(counts) + 2):
             raise ValueError(
-                f"max_length must be at least {least}, got {self.reader.max_length}: the prompt has "
-                f"{least - 2} tokens without query and document"
+                f"max_length must be at least {least}, got {longest}: the prompt has {least - 2} tokens "
+                "without query and document"
             )
+        return counts
 
     @torch.inference_mode()
     def _last_vectors(self, start_L: np.ndarray, ends: Sequence[np.ndarray]) -> Tensor:
