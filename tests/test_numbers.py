@@ -91,7 +91,7 @@ def test_every_number_of_a_readme_is_measured(folder):
         head = paragraph.partition("\n")[0] if paragraph.startswith("|") else paragraph
         named = [folder for folder in RESULTS.iterdir() if f"`{folder.name}`" in head]
         if named or head is paragraph:
-            assert missing(paragraph, named or RESULTS.iterdir()) == []
+            assert missing(paragraph, named or list(RESULTS.iterdir())) == []
 
 
 SIGNS = {"reproduced": "✔", "contradicted": "✘", "undecided": "–"}

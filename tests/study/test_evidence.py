@@ -28,7 +28,6 @@ CLAIMS["sized"]["notebook"] = "02_pair"
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """Notebook 12 of the run "smoke" with other claims, in an empty checkout."""
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.setattr("unmask.run.repository", lambda: tmp_path)
     monkeypatch.setattr(evidence, "stated", lambda: CLAIMS)
     return Run("12_report", "smoke", load_preset("smoke"))

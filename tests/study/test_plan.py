@@ -22,16 +22,11 @@ from unmask.training.cache import cached_backward, cached_rows
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64}
 
 
-def shaped(stage, **values):
-    """A preset with the shape of `tiny.model()` and the vocabulary of the tiny tokenizer."""
+def planned(stage, which=-1, **values):
+    """FLOPs of a step of one of a stage's trainings, with the shape of `tiny.model()` and its vocabulary."""
     changes = {f"backbone.{key}": value for key, value in SHAPE.items()}
     changes |= {f"{stage}.{key}": value for key, value in values.items()}
-    return load_preset("smoke", changes | {"data.vocab_size": len(tiny.tokenizer())})
-
-
-def planned(stage, which=-1, **values):
-    """FLOPs of a step of one of a stage's trainings."""
-    preset = shaped(stage, **values)
+    preset = load_preset("smoke", changes | {"data.vocab_size": len(tiny.tokenizer())})
     found = [one for one in plan.trainings(preset, 1) if one.stage == stage][which]
     return found.flops / found.steps / found.number
 
@@ -166,3 +161,13 @@ def test_the_plan_of_the_paper_and_only_of_what_runs():
     numbers = r"1 × +60,000 steps +2\.52e\+11 tokens +1\.00e\+22 FLOP +8,057\.\d\d GPU-hours +34\.0 GB"
     assert re.search(rf"01_diffusion_cpt +diffusion +{numbers}", text)
     assert plan.describe(load_preset("smoke"), stages=["05_merge"]) == "nothing to train"
+
+
+TOLD = re.compile(r"\| `([\w.-]+)` \|.*\| (\d+) GPUs?, ([\d.]+ \w+)")  # preset, GPUs, time
+README = (repository() / "papermill_runs" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "gpus", "time"), TOLD.findall(README))
+def test_the_readme_tells_what_the_plan_says(name, gpus, time):
+    said = plan.describe(load_preset(name, {"parallel.num_processes": int(gpus)}))
+    assert f" {time}" in said.splitlines()[-2]

@@ -25,8 +25,7 @@ INK, MUTED, GRID, PAPER, *_COLORED = COLORS
 DARKEST, LIGHTEST = np.array([13, 17, 23]), np.array([230, 237, 243])  # of dark pages
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # behind a label: hides lines
 RECIPE, CONTEXTUAL = _COLORED[:5], _COLORED[2]
-VERMILION, GREEN, MAGENTA, AMBER, BROWN = _COLORED[5:10]
-HUES = CONTEXTUAL, VERMILION, GREEN, MAGENTA, AMBER, BROWN  # of what has no colour of its own
+VERMILION, _, MAGENTA, *_ = _COLORED[5:10]
 OUTSIDE, LEXICAL = _COLORED[10:], _COLORED[10]
 Table = Mapping[str, Mapping[str, float]]  # series → group or row → value
 
@@ -44,7 +43,8 @@ class Look(NamedTuple):
         return {"color": self.color, "marker": self.marker, "linestyle": style, "markerfacecolor": face}
 
 
-FREE = [Look(*pair) for pair in zip(HUES, "oDs^vP", strict=True)]
+# Of what has no look of its own.
+FREE = [Look(*pair) for pair in zip((CONTEXTUAL, *_COLORED[5:10]), "oDs^vP", strict=True)]
 
 
 def _told(systems: Mapping[str, Sequence[str]]) -> dict[str, Look]:
