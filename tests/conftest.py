@@ -40,6 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True)
+def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test leaves behind lies in a folder of its own, and it knows no mirror."""
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     no_output = shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 
@@ -51,23 +52,44 @@ class FakeHub:
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
     hub = FakeHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
+    with served(_Handler, hub=hub) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    hub: FakeHub
+class Handler(BaseHTTPRequestHandler):
+    """What a server of a test needs, whatever it serves."""
+
     protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # head and body in one packet
 
-    def log_message(self, *arguments: object) -> None:
-        pass
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+    def send(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def send_json(self, value: object, status: int = 200) -> None:
+        self.send(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+
+@contextmanager
+def served(handler: type[Handler], **given: Any) -> Iterator[str]:
+    """The address of a server in a thread; `given` are attributes of its handlers."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Given", (handler,), given)) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+class _Handler(Handler):
+    hub: FakeHub
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -76,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif not path.startswith("/datasets/"):
             path = f"/models{path}"
         if path.count("/") < 3:
-            return self._send(200 if path == "/models/" else 404)
+            return self.send(200 if path == "/models/" else 404)
         kind, organisation, name, *rest = path.strip("/").split("/")
         repo = self.hub.repos.get(f"{organisation}/{name}")
         if repo is None or f"{repo.type}s" != kind:
@@ -87,13 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
         match action:
             case "revision":
                 siblings = [{"rfilename": file} for file in repo.files]
-                self._json({"id": repo.name, "sha": repo.commit, "siblings": siblings, "tags": []})
+                self.send_json({"id": repo.name, "sha": repo.commit, "siblings": siblings, "tags": []})
             case "tree":
-                self._json(self._tree(repo, "/".join([*inside, ""])))
+                self.send_json(self._tree(repo, "/".join([*inside, ""])))
             case "paths-info":
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 wanted = parse_qs(body)["paths"]
-                self._json([_entry(file, repo.files[file]) for file in wanted if file in repo.files])
+                self.send_json([_entry(file, repo.files[file]) for file in wanted if file in repo.files])
             case "resolve":
                 self._resolve(repo, "/".join(inside))
 
@@ -127,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.hub.requests.append(file)
         if isinstance(fault, int):
-            return self._send(fault, b"sorry", {"Retry-After": "1"})
+            return self.send(fault, b"sorry", {"Retry-After": "1"})
         if asked := self.headers.get("Range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             begin, end = int(first), min(int(last or len(content)), len(content) - 1)
@@ -135,21 +157,10 @@ class _Handler(BaseHTTPRequestHandler):
             content, status = content[begin : end + 1], 206
         sent = content[: len(content) // 2] if fault == "cut" else content
         self.close_connection = self.close_connection or fault == "cut"
-        self._send(status, sent, headers | {"Content-Length": str(len(content)), "Accept-Ranges": "bytes"})
-
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        self.send(status, sent, headers | {"Content-Length": str(len(content)), "Accept-Ranges": "bytes"})
 
     def _error(self, status: int, code: str, message: str) -> None:
-        self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
-
-    def _send(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for key, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
 
 
 def _entry(file: str, content: bytes) -> dict:

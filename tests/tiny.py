@@ -37,9 +37,9 @@ def tokenizer():
     return train_tokenizer(TEXTS, 400, Path(mkdtemp()) / "tokenizer")
 
 
-def model(*, bidirectional: bool = True, head: bool = False, layers: int = 2, seed: int = 0):
-    sizes = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64, "max_length": 256}
-    shape = BackboneConfig(layers=layers, **sizes)
+def model(*, bidirectional=True, head=False, layers=2, seed=0, length=256):
+    sizes = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64}
+    shape = BackboneConfig(layers=layers, max_length=length, **sizes)
     built = backbone.build(shape, tokenizer(), seed=seed)
     if bidirectional:
         backbone.make_bidirectional(built, tokenizer(), shape.mask_token)

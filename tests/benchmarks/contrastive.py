@@ -222,21 +222,16 @@ def step_case(layers: int, columns_of: Callable[[int], Columns], lengths: str) -
 
 def scaling_case(pairs: int) -> Case:
     """Our step at preset cpu's lengths, budget and loss settings, on a global batch of so many pairs."""
-    config = PRESET.pair
-    model = bidirectional(PRESET.backbone.layers)
+    config, shape = PRESET.pair, PRESET.backbone
+    model = bidirectional(shape.layers)
     columns = real_lengths(pairs, (config.query_length, config.document_length))
     # Eager, as trainings in bf16 on a CPU.
     step = partial(attended, model, "eager", partial(ours, model, columns, config.budget("cpu")))
-    ours_alone = {"unmask": {"": step}}
-    return Case(scaling_setting(pairs), "true tokens/s", total(columns), ours_alone, lambda: None)
-
-
-def scaling_setting(pairs: int) -> str:
-    config, shape = PRESET.pair, PRESET.backbone
-    return described(
+    setting = described(
         f"{shape.layers} layers, {shape.hidden_size}-d, {pairs} docstring pairs of up to "
         f"{config.query_length} and {config.document_length} tokens, token_budget {config.budget('cpu')}"
     )
+    return Case(setting, "true tokens/s", total(columns), {"unmask": {"": step}}, lambda: None)
 
 
 def described(setting: str, precision: str = "bf16") -> str:

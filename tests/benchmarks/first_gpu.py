@@ -13,6 +13,7 @@ code runs at toy size, on a CPU too, and nothing is kept.
 import argparse
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import gpu
+import measure
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,20 +40,6 @@ STOP_AFTER = 150, 380  # seconds until SIGTERM, the first time and the second
 Row = dict[str, Any]
 
 
-def timed(step: Callable[[], Any], repetitions: int) -> float:
-    """Median seconds of a step that has run once before."""
-    taken = []
-    for _ in range(repetitions + 1):
-        if GPU:
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        step()
-        if GPU:
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - started)
-    return sorted(taken[1:])[repetitions // 2]
-
-
 def compared(
     name: str, work: float, ours: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor
 ) -> Row:
@@ -62,8 +50,13 @@ def compared(
         result = compute(*values)
         return [result.detach(), *torch.autograd.grad(result.float().square().sum(), values)]
 
+    def whole() -> None:
+        run(ours, *inputs)
+        if GPU:
+            torch.cuda.synchronize()
+
     try:
-        seconds = timed(lambda: run(ours, *inputs), 5)
+        seconds = statistics.median([measure.seconds(whole) for _ in range(6)][1:])
     except RuntimeError as error:
         return {"name": name, "why": f"not run: {str(error).splitlines()[0]}"}
     pairs = zip(run(ours, *inputs), run(exact, *(value.float() for value in inputs)), strict=True)

@@ -61,15 +61,6 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
     return stage, [(n, config.query_length), (n, config.document_length)]
 
 
-def flops(preset: Preset, name: str, texts: list[tuple[int, int]]) -> float:
-    """What the mathematics of one step needs; the formula stands at the top of this file."""
-    needed, (total, body) = 3 * forward(preset, texts), parameters(preset)
-    if name == "diffusion":
-        paid = sum(number * length for number, length in texts) * preset.diffusion.masked_share
-        needed += 6 * paid * (total - body)
-    return needed
-
-
 def measure(
     name: str,
     preset: Preset | None = None,
@@ -111,12 +102,14 @@ def measure(
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     rows = [json.loads(line) for line in lines][warm_up:]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
-    tokens = sum(number * length for number, length in texts)
+    tokens, (total, body) = sum(number * length for number, length in texts), parameters(preset)
+    paid = tokens * preset.diffusion.masked_share if name == "diffusion" else 0
+    flops = 3 * forward(preset, texts) + 6 * paid * (total - body)  # the formula stands at the top
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     waits = sum("synchronizing CUDA operation" in str(one.message) for one in said)
     return {
         "rate": rate,
-        "mfu": flops(preset, name, texts) / tokens * rate / PEAK[config.precision],
+        "mfu": flops / tokens * rate / PEAK[config.precision],
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "planned_gb": memory_bytes(preset, name, 1) / 1e9,
         "waits_per_step": waits / steps if cuda else None,

@@ -49,7 +49,7 @@ def scaling() -> list[Row]:
         found = child("peak", f"scaling-{pairs}", "unmask", "", "3" if pairs < 4096 else "1")
         rate, peak = found["work"] / found["seconds"], found["bytes"] / 2**20
         smallest = smallest or rate
-        title, setting = f"global batch {pairs:,}", contrastive.scaling_setting(pairs)
+        title, setting = f"global batch {pairs:,}", found["setting"]
         against = f"{setting}; peer: our own step at {contrastive.SIZES[0]} pairs"
         rows.append(Row(f"{title}: speed", rate, smallest, rate / smallest, found["unit"], against))
         against = f"{setting}; peer: the limit at {contrastive.SIZES[-1]:,} pairs"

@@ -105,8 +105,7 @@ def test_the_filter_is_its_rule(margin):
 
 
 @pytest.fixture
-def stored(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+def stored():
     return StoredTokenizer.of(tiny.tokenizer())
 
 

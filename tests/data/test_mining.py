@@ -117,18 +117,13 @@ def test_a_data_set_that_is_too_small_is_named(columns, left):
         mine(embedder, index, pairs, CONFIG)
 
 
-def corpus(sizes):
-    """A corpus of pairs; sizes: data set -> (group, rows)."""
-    tables = {}
-    for name, (group, size) in sizes.items():
-        rows = [{"query": f"q{i}", "document": f"d{i}", "key": str(i)} for i in range(size)]
-        tables[name] = Dataset.from_list([row | {"dataset": name, "group": group} for row in rows])
-    return SimpleNamespace(datasets=lambda *_: list(tables), pairs=lambda split, name: tables[name])
-
-
 def test_pairs_are_drawn_from_the_wanted_groups_in_proportion():
     sizes = {"a": ("english", 3000), "b": ("code", 1000), "tiny": ("english", 80)}
-    whole, groups = corpus(sizes | {"other": ("multilingual", 500)}), ("english", "code")
+    tables, groups = {}, ("english", "code")
+    for name, (group, size) in (sizes | {"other": ("multilingual", 500)}).items():
+        rows = [{"query": f"q{i}", "document": f"d{i}", "key": str(i)} for i in range(size)]
+        tables[name] = Dataset.from_list([row | {"dataset": name, "group": group} for row in rows])
+    whole = SimpleNamespace(datasets=lambda *_: list(tables), pairs=lambda split, name: tables[name])
     drawn, again, other = (draw(whole, groups, 1020, seed) for seed in (0, 0, 1))
     assert {name: len(rows) for name, rows in drawn.items()} == {"a": 750, "b": 250, "tiny": 64}
     assert len(set(drawn["a"]["query"])) == 750

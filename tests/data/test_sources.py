@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 from datasets import Dataset
 from test_environment import make_config, make_packages
-from tiny_sources import PAIR_COLUMNS, own, write_as
 
 import tiny
+from tiny_sources import PAIR_COLUMNS, own, write_as
 from unmask.data import reading, sources
 from unmask.data.corpus import SCHEMAS, SPLITS
 from unmask.data.registry import Source, split_of
@@ -31,8 +31,7 @@ sources:
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
+def config(tmp_path):
     folder = tmp_path / "own"
     write_as(folder / "notes.jsonl", [{"body": f"Note {i} is about the number {i}."} for i in range(100)])
     (folder / "own.yaml").write_text(REGISTRY, encoding="utf8")
@@ -153,7 +152,7 @@ def test_bad_rows_stop_with_their_place_or_their_reasons_and_leave_nothing(confi
     reasons = "query is no text, or empty: 3"
     with pytest.raises(ValueError, match=rf"Source questions has no usable row \({reasons}\)"):
         open_corpus(config)
-    (kept,) = (config.folder.parent / "artifacts").rglob("card.json")
+    (kept,) = config.folder.parent.rglob("card.json")
     assert kept.parent.name.startswith("notes-")
 
 

@@ -10,9 +10,9 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 from datasets import Dataset
-from tiny_sources import own, write_as
 
 import tiny
+from tiny_sources import own, write_as
 from unmask.config import load_preset
 from unmask.data import tokenized
 from unmask.data.tokenized import Table, build, open_blocks, single_chunks, token_documents, token_pairs
@@ -123,13 +123,8 @@ ASKED |= {"golds": [[0, 3, 4], [0, 0], [0]], "key": ["a", "b", "a"]}
 DOCUMENTS = Dataset.from_dict({"chunks": CHUNKS} | ASKED)
 
 
-@pytest.fixture(autouse=True)
-def _artifacts(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-
-
 @pytest.fixture
-def stored(_artifacts):
+def stored():
     return StoredTokenizer.of(tiny.tokenizer())
 
 

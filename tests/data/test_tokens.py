@@ -1,15 +1,12 @@
 """The tokenizer, encoding and packing."""
 
-import copy
-
 import numpy as np
 import pytest
-from tokenizers import processors
 from transformers import AutoTokenizer
 
 import tiny
 from unmask.data import tokens
-from unmask.data.tokens import MASK, SPECIAL_TOKENS, Limit, encode, special_tokens_around
+from unmask.data.tokens import MASK, SPECIAL_TOKENS, Limit, encode
 
 TEXTS = [
     "Returns the sum of two numbers, it's 1,234.5 or so.\n\n    def add(a, b):\n        return a + b",
@@ -41,15 +38,6 @@ def test_special_tokens(tokenizer):
     assert tokenizer.mask_token == MASK
     assert len(tokenizer) == 320
     assert tokenizer(f"a{SPECIAL_TOKENS[0]}b")["input_ids"][1] == 0
-
-
-def test_special_tokens_around_a_text(tokenizer):
-    assert [ids.tolist() for ids in special_tokens_around(tokenizer)] == [[], []]
-    other = copy.deepcopy(tokenizer)
-    single = f"{SPECIAL_TOKENS[1]} $A {SPECIAL_TOKENS[2]} {SPECIAL_TOKENS[0]}"
-    around = processors.TemplateProcessing(single=single, special_tokens=[*zip(SPECIAL_TOKENS, range(4))])
-    other.backend_tokenizer.post_processor = around
-    assert [ids.tolist() for ids in special_tokens_around(other)] == [[1], [2, 0]]
 
 
 def test_pack(tokenizer):

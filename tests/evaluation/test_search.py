@@ -161,7 +161,6 @@ def test_processors_without_integer_products_search_as_exactly(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_a_gpu_finds_the_same(monkeypatch):
     q_ND, d_MD = codes(5, 1000, spread=127), codes(999, 1000, seed=1, spread=127)
     found = top_k(q_ND, d_MD, 10)

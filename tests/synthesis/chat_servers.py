@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fake_hub import Handler, served
 from unmask.config import SynthesisConfig
 from unmask.synthesis.ask import Synthesis, synthesize_pairs
 
@@ -46,22 +46,17 @@ class ChatServer:
         self.bodies: list[dict] = []
         self.answered = self.most = self.current = 0
         self.lock = threading.Lock()
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), type("H", (Handler,), {"owner": self}))
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
-        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
+        self.serving = served(Chat, owner=self)
 
     def __enter__(self) -> "ChatServer":
-        self.thread.start()
+        self.url = f"{self.serving.__enter__()}/v1"
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+    def __exit__(self, *error: object) -> None:
+        self.serving.__exit__(*error)
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # head and body in one packet
+class Chat(Handler):
     owner: ChatServer
 
     def do_POST(self) -> None:
@@ -86,27 +81,16 @@ class Handler(BaseHTTPRequestHandler):
         owner, fault = self.owner, self.owner.fault(prompt, before)
         time.sleep(owner.delay)
         if fault:
-            self.send(int(fault), {"error": {"message": f"no such key: {self.headers['Authorization']}"}})
+            self.send_json({"error": {"message": f"bad key: {self.headers['Authorization']}"}}, int(fault))
         elif self.path != "/v1/chat/completions":
-            self.send(404, {"error": {"message": "no such path"}})
+            self.send_json({"error": {"message": "no such path"}}, 404)
         else:
             message = {"role": "assistant", "content": owner.write(prompt)}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
             usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": 7}
-            self.send(200, {"choices": [choice], "usage": usage})
+            self.send_json({"choices": [choice], "usage": usage})
             with owner.lock:
                 owner.answered += 1
-
-    def send(self, status: int, body: dict) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """Says nothing."""
 
 
 def passage_of(prompt: str) -> str:
