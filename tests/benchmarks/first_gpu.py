@@ -153,6 +153,8 @@ def sharded(small: bool) -> Iterator[Row]:
     held = {name: ["--set", f"parallel.strategy={name}", "--to", "03"] for name in ("ddp", "fsdp2")}
     compiled = ["--set", "ar.compile=true", "--set", "diffusion.compile=true", "--to", "01"]
     held["compiled"] = [*held["fsdp2"][:2], *compiled]
+    if torch.cuda.device_count() > 1:  # one alone sends nothing
+        held |= {f"{name}-on-2": [*held[name], "--gpus", "2"] for name in ("ddp", "fsdp2")}
     if small:  # there may be no compiler
         held = {name: [*held[name][:2], "--to", "00"] for name in ("ddp", "fsdp2")}
     for name, arguments in held.items():
