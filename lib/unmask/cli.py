@@ -40,7 +40,6 @@ def run(options: argparse.Namespace) -> None:
             environment |= pipeline.own_gpus(preset.parallel)
             environment |= {"UNMASK_ACCEPT_CODE": "1"} if options.accept_code else {}
             environment |= {"UNMASK_TRAIN_ANEW": "1"} if options.force else {}
-            folders.artifacts.mkdir(parents=True, exist_ok=True)
             with FileLock(folders.artifacts / ".lock", timeout=0):
                 pipeline.run_stages(list(due), marks, about, environment, options.jobs)
         whole = pipeline.PAGE in {stage.name for stage in selected}
