@@ -172,9 +172,9 @@ def _texts(entities: Sequence[Named], pairs: Sequence[dict[str, str]]) -> Iterat
 
 
 def _statistics(entity: Named, seed: int) -> Iterator[dict]:
-    """Documents like ConTEB's Insurance: only the heading names the country or currency.
+    """Documents of figures: only the heading names the country, language or currency.
 
-    The sections hold figures and formats, no names of other entities, so nothing held out appears in training
+    The sections hold figures and formats, no names of other entities, so no name held out appears in training
     either. Training documents also come with the heading and queries in other languages than English.
     """
     facts = {"territory": _of_territory, "language": _of_language, "currency": _of_currency}

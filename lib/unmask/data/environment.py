@@ -466,7 +466,9 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
 def _collect(
     config: DataConfig, files: Sequence[Harvest], split_of: dict[str, str], spoken: dict[str, list[dict]]
 ) -> Rows:
-    """Rows of all splits. A split later in (test, dev, train) never repeats a text of an earlier one."""
+    """Rows of all splits. A split later in (test, dev, train) never repeats a query, docstring or function
+    of an earlier one, or a class from its second section on. Single sentences, and docstrings within source,
+    it may."""
     rows: Rows = {kind: [] for kind in KINDS}
     seen: set[int] = set()  # texts of the splits before
     for split in reversed(SPLITS):
