@@ -264,7 +264,7 @@ def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
 
 
 def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
-    suffix, options = suffix_of(unit.file), {}
+    suffix, options = suffix_of(unit.file), {"encoding": "utf-8-sig"}  # of text, which Windows marks
     if suffix == ".arrow":
         rows = Dataset.from_file(unit.file)
         start, stop = (len(rows) * part // unit.parts for part in (unit.part, unit.part + 1))
@@ -278,8 +278,6 @@ def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
         # Of rows with a field more than the header, pandas would take the first for a name or drop the last.
         options |= {"keep_default_na": False, "index_col": False}
         warnings.filterwarnings("error", "Length of header or names does not match")
-    else:
-        options = {"encoding": "utf-8-sig"}  # Windows puts a mark first
     rows = load_dataset(
         FORMATS[suffix], data_files=[glob.escape(unit.file)], split="train", streaming=True, **options
     )

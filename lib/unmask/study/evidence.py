@@ -32,7 +32,6 @@ from unmask.run import Run, seed_runs
 from unmask.store import replacing
 
 VERDICTS = ("reproduced", "undecided", "contradicted", "invalid", "not run")
-DRAWS = 20  # of what other seeds would add, to each resample of the queries
 NOTHING = 1e-3  # a score below it found nothing, and has no shares
 Gate = dict[str, Any]
 Line = dict[str, Any]  # what is said of a claim, as in claims.json
@@ -60,6 +59,7 @@ class Effect:
 
     value: float
     replicates_B: np.ndarray
+    pooled: tuple[np.ndarray, np.ndarray, int] | None = None  # of `pool`: 1/S · Σ r, σ/√S and S − 1
 
     @property
     def centres(self) -> Values:
@@ -74,7 +74,12 @@ class Effect:
 
     def chance(self, bar: float) -> float:
         """Two-sided p of an effect that is really at the bar: twice the smaller share of resamples on either
-        side of it."""
+        side of it. Of several seeds the share is computed, not drawn: in the tails it would depend on the
+        draw, and verdicts on it."""
+        if self.pooled:
+            queries_FB, sem_F1, free = self.pooled
+            sides = [of((bar - queries_FB) / sem_F1, free).mean(axis=1) for of in (stats.t.cdf, stats.t.sf)]
+            return min(1.0, 2 * float(min(sides[0].max(), len(sem_F1) * sides[1].min())))
         below, above = (np.sum(x, axis=-1) for x in (self.replicates_B <= bar, self.replicates_B >= bar))
         beyond = min(np.max(below), len(self.centres) * np.min(above))
         return min(1.0, 2 * (1 + float(beyond)) / (1 + self.replicates_B.shape[-1]))
@@ -147,20 +152,21 @@ def pool(effects: Sequence[Effect]) -> Effect:
 
     The first part has the same queries resampled for all seeds. The second is what other seeds would add: σ
     is the standard deviation of the seeds' values, and t_b are the quantiles of Student's t distribution with
-    S − 1 degrees of freedom, in random order; each resample meets 20 of them, since Holm's correction asks
-    for p of 0.002. One seed changes nothing.
+    S − 1 degrees of freedom, in random order; each resample meets 20 of them. One seed changes nothing.
 
     Of few seeds, drawing with replacement makes intervals that are too short; these hold the true effect in
-    95 to 98 % of simulated studies of 3 to 5 seeds, whether queries or seeds decide.
+    95 to 98 % of simulated studies of 3 to 5 seeds, whether queries or seeds decide, if seeds are normal. If
+    one training in three learns and the others do not, it is 84 % of 3 seeds and 92 % of 5.
     """
     if len(effects) == 1:
         return effects[0]
     centres_SF = [effect.centres for effect in effects]
-    replicates_B = np.tile(np.mean([effect.replicates_B for effect in effects], axis=0), DRAWS)
-    count = replicates_B.shape[-1]
-    t_B = stats.t.ppf((np.random.default_rng(1).permutation(count) + 0.5) / count, len(effects) - 1)
-    replicates_B = replicates_B + (stats.sem(centres_SF)[:, None] * t_B).reshape(replicates_B.shape)
-    return Effect(float(np.mean(centres_SF, axis=0).min()), replicates_B)
+    queries_FB = np.atleast_2d(np.mean([effect.replicates_B for effect in effects], axis=0))
+    sem_F1, free = np.maximum(stats.sem(centres_SF), 1e-12)[:, None], len(effects) - 1
+    replicates_FB = np.tile(queries_FB, 20)
+    order_B = np.random.default_rng(1).permutation(replicates_FB.shape[1])
+    replicates_FB += sem_F1 * stats.t.ppf((order_B + 0.5) / len(order_B), free)
+    return Effect(float(np.mean(centres_SF, axis=0).min()), replicates_FB, (queries_FB, sem_F1, free))
 
 
 def points(effect: Effect, unit: str = "points") -> str:

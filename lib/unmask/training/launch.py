@@ -181,15 +181,15 @@ def _train(run: Run, jobs: Mapping[str, Path]) -> None:
             cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
             environment["OMP_NUM_THREADS"] = str(max(1, cores // parallel.per_machine))
         options, stop = {"stdout": subprocess.PIPE, "stderr": log, "text": True}, None
-        if parallel.launcher or _with_torchrun(
-            parallel
-        ):  # both answer SIGTERM by killing: a file stands for it
+        command = _command(list(jobs.values()), parallel)
+        # srun and torchrun answer SIGTERM by killing, so a file stands for it.
+        if parallel.launcher or "torch.distributed.run" in command:
             stop = jobs[first].with_name(f"stop-{os.getpid()}")
             stop.unlink(missing_ok=True)  # of an interrupted cell
             environment |= {STOP: str(stop)}
         gc.collect()
         torch.cuda.empty_cache()  # what the notebook's own models held
-        child = subprocess.Popen(_command(list(jobs.values()), parallel), env=environment, **options)
+        child = subprocess.Popen(command, env=environment, **options)
         with ended_together(child, grace_seconds(), stop and stop.touch) as told_to_stop:
             last = _watch(child, run.stage)
             child.wait()
@@ -214,14 +214,10 @@ def _command(jobs: Sequence[Path], parallel: ParallelConfig) -> list[str]:
         command = shlex.split(os.path.expandvars(parallel.launcher))
         if not shutil.which(command[0]) or "$" in "".join(command):
             raise RuntimeError(f"parallel.launcher: no such command, or a variable is not set: {command}")
-    elif _with_torchrun(parallel):
+    elif parallel.num_processes > 1 or parallel.strategy == "fsdp2":
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={parallel.num_processes}", f"--log-dir={jobs[0].parent / 'torchrun'}"]
     return bound([*command, "-m", "unmask.training.launch", *map(str, jobs)])
-
-
-def _with_torchrun(parallel: ParallelConfig) -> bool:
-    return parallel.num_processes > 1 or parallel.strategy == "fsdp2"
 
 
 def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:
