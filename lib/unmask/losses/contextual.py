@@ -185,7 +185,7 @@ def global_loss(
     check_settings(temperature=temperature, margin=margin)
     check_index("document_N", document_N, len(documents_MD))
     document_N = document_N.to(q_ND.device, non_blocking=True)
-    document_NM = document_N[:, None] == torch.arange(len(documents_MD), device=document_N.device)
+    document_NM = _own_document(document_N, documents_MD)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TM, qq_TN = cosine(q_TD, documents_MD), cosine(q_TD, q_ND)
@@ -302,8 +302,7 @@ def insent_loss(
     similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
-    own_NM = document_N[:, None] == torch.arange(len(chunks_MCD), device=document_N.device)
-    own_NM = own_NM.to(q_ND.device, non_blocking=True)
+    own_NM = _own_document(document_N.to(q_ND.device, non_blocking=True), chunks_MCD)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         gold_T, own_TC, all_TMC = similarities(rows, q_TD)
@@ -343,3 +342,8 @@ def _to_chunks(
         return gold_T, own_TC, all_TMC
 
     return similarities
+
+
+def _own_document(document_N: Tensor, x_MXD: Tensor) -> Tensor:
+    """Booleans (N, M): True at each query's document."""
+    return document_N[:, None] == torch.arange(len(x_MXD), device=document_N.device)
