@@ -65,6 +65,9 @@ def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout
     state = checkout.unmask("status", "--preset", "smoke", "--seeds", "2").stdout
     assert state.startswith("run 'smoke-seed1', preset 'smoke'\n") and state.count("01_report") == 1
     assert "run smoke-seed1 changed" in state
+    assert checkout.unmask("status", "--preset", "smoke", "--seed", "1").stdout.count("run '") == 1
+    with pytest.raises(SystemExit):  # one or the other
+        checkout.unmask(*command, "--seed", "1")
 
 
 def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:

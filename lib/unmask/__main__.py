@@ -92,8 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     named = argparse.ArgumentParser(add_help=False, parents=[preset])
     named.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
     shared = argparse.ArgumentParser(add_help=False, parents=[named])
-    several = "repeat it with seeds 1 to K - 1, as NAME-seedN, then run it and pool all"
-    shared.add_argument("--seeds", type=_positive, default=1, metavar="K", help=several)
+    seeds = shared.add_mutually_exclusive_group().add_argument
+    # Each gives the seeds of the repetitions that are meant, and None for the run itself.
+    every, one = (lambda k: [*range(1, _positive(k)), None]), (lambda n: [_positive(n)])
+    seeds("--seeds", type=every, default=[None], metavar="K", help="and K - 1 repetitions, which it pools")
+    seeds("--seed", dest="seeds", type=one, metavar="N", help="only its repetition NAME-seedN")
 
     def command(name: str, about: str, *parents: argparse.ArgumentParser, of=commands):
         added = of.add_parser(name, parents=parents, help=about, description=MANUAL[name])
@@ -108,7 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
     add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")
     add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
-    add("--seed", type=_positive, default=0, metavar="N", help="repeat it with this seed only, as NAME-seedN")
     add("--jobs", type=_positive, default=1, metavar="J", help="up to J independent notebooks side by side")
     add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
 

@@ -23,7 +23,7 @@ PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, 
 
 def run(options: argparse.Namespace) -> None:
     """`unmask run`: executes the selected notebooks that are due, of each seed."""
-    for seed in [options.seed] if options.seed else (*range(1, options.seeds), None):
+    for seed in options.seeds:
         preset, overrides, folders, stages, marks = _open(options, seed, sure=not options.dry_run)
         selected = pipeline.select(stages, options.start, options.only, options.stop, again=seed)
         due = pipeline.plan(stages, selected, marks, folders, force=options.force)
@@ -64,7 +64,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 def status(options: argparse.Namespace) -> None:
     """`unmask status`: the state of every stage of a run, and of its repetitions with other seeds."""
-    for seed in (*range(1, options.seeds), None):
+    for seed in options.seeds:
         _, _, folders, stages, marks = _open(options, seed, sure=False)
         rows = [("stage", "state", "finished (UTC)", "took")]
         for stage in pipeline.select(stages, again=seed):

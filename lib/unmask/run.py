@@ -87,8 +87,7 @@ class Run:
         if overrides:
             (folder / "done.json").unlink(missing_ok=True)
         changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
-        print(f"run {opened.name!r}{changed}")
-        print(f"checkpoints: {folder}\nmetrics and figures: {opened.results}")
+        print(f"run {opened.name!r}{changed}\ncheckpoints: {folder}\nmetrics and figures: {opened.results}")
         return opened
 
     def artifacts(self, stage: str | None = None) -> Path:

@@ -97,8 +97,8 @@ def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory:
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
         f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s; assumed: texts as long as they"
-        " may be, and a checkpoint of the sizes that the preset's backbone has; not counted: mining, "
-        "clustering and evaluation; two CPU cores take about a thousand times as long as a GPU",
+        " may be, and a checkpoint of the sizes that the preset's backbone has; not counted: mining and "
+        f"evaluation; two CPU cores take about a thousand times as long as a GPU, {1000 * hours:,.1f} hours",
     ]
     return "\n".join(lines)
 
