@@ -101,6 +101,11 @@ def bootstrap(values_N: Values, samples: int, cluster_N: Values | None = None, *
     """The mean over queries, by resampling clusters of queries: of those drawn, the sum of all values by the
     number of queries.
 
+    Resamples of few clusters lie too close together, and know nothing of how uncertain that is. So they are
+    stretched about the mean by √(C / (C − 1)) · t / z, with t and z the 97.5 % quantiles of Student's
+    distribution with C − 1 degrees of freedom and of the normal one: by 1.87 for eight steps in pairs, 1.22
+    for ten clusters, 1.006 for 300.
+
     Args:
         values_N: a metric per query, or the difference of two systems' over the same queries.
         samples: number of resamples.
@@ -111,13 +116,16 @@ def bootstrap(values_N: Values, samples: int, cluster_N: Values | None = None, *
     """
     values_N = np.asarray(values_N, dtype=np.float64)
     _, number_N = np.unique(range(len(values_N)) if cluster_N is None else cluster_N, return_inverse=True)
-    if not number_N.any():  # one cluster alone says nothing of others: the queries are drawn one by one
-        number_N = np.arange(len(values_N))
+    # One cluster alone says nothing of others: the queries are drawn one by one.
+    number_N = number_N if number_N.any() else np.arange(len(values_N))
     size_C, sum_C = np.bincount(number_N), np.bincount(number_N, values_N)
     sizes_C, sums_C = (sum(np.roll(x_C, -shift) for shift in range(block)) for x_C in (size_C, sum_C))
     generator = np.random.default_rng(0)  # one stream for all, see the top of this file
     drawn = (generator.integers(len(sum_C), size=math.ceil(len(sum_C) / block)) for _ in range(samples))
-    return Effect(float(values_N.mean()), np.array([sums_C[c].sum() / sizes_C[c].sum() for c in drawn]))
+    mean, means_B = float(values_N.mean()), np.array([sums_C[c].sum() / sizes_C[c].sum() for c in drawn])
+    blocks = max(2, len(sum_C) / block)
+    wider = (blocks / (blocks - 1)) ** 0.5 * stats.t.ppf(0.975, blocks - 1) / stats.norm.ppf(0.975)
+    return Effect(mean, mean + wider * (means_B - mean))
 
 
 def documents_asked(tasks: Sequence[Task]) -> list[str]:
@@ -272,8 +280,7 @@ def mean_gates(gates: Sequence[Gate]) -> list[Gate]:
     """Gates of several seeds as one each: the mean of its number against the mean of its bar."""
     means = []
     for name in dict.fromkeys(gate["name"] for gate in gates):
-        rows = [(gate["value"], *gate["bar"].split()) for gate in gates if gate["name"] == name]
-        values, signs, bars = zip(*rows)
+        values, signs, bars = zip(*((g["value"], *g["bar"].split()) for g in gates if g["name"] == name))
         judge = at_least if signs[0] == ">=" else at_most
         means.append(judge(name, np.mean(values), np.mean([float(bar) for bar in bars])))
     return means
@@ -382,10 +389,9 @@ def left_out(study: Run) -> dict[str, str]:
     """Runs that are named as repetitions of this one but cannot be pooled, and notebooks of this and of the
     other runs whose numbers were made with other values of the preset or another corpus; each with why."""
     apart = {run.name: _apart(study, run, seed) for seed, run in _repetitions(study).items()}
-    reasons = {name: why for name, why in apart.items() if why}
-    for run in runs(study).values():
-        reasons |= {f"{run.name}, {name}": why for name, why in _outdated(study, run).items()}
-    return reasons
+    made = {run.name: _outdated(study, run) for run in runs(study).values()}
+    otherwise = {f"{run}, {name}": why for run, row in made.items() for name, why in row.items()}
+    return {name: why for name, why in apart.items() if why} | otherwise
 
 
 def _repetitions(study: Run) -> dict[int, Run]:
