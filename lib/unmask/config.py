@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from unmask.store import nearest, repository
+from unmask.store import Strict, nearest, repository
 
 
 class ConfigError(ValueError):
@@ -488,7 +488,7 @@ def _read(name: str) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
     with path.open(encoding="utf8") as file:  # YAML's own errors name it
-        values = yaml.safe_load(file) or {}
+        values = yaml.load(file, Strict) or {}
     merged = _read(values.pop("extends")) if "extends" in values else {}
     for key, value in values.items():
         merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value

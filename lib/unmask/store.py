@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(safetensors|onnx|onnx\.data)(\.index\.json)?")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -66,6 +68,17 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is broken ({error}): copy or make it again") from None
+
+
+class Strict(yaml.SafeLoader):
+    """YAML in which a key stands once: of two, the first would be lost without a word."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.MarkedYAMLError(f"{twice[0]!r} stands twice", node.start_mark)
+        return node
 
 
 @contextlib.contextmanager

@@ -164,6 +164,13 @@ REFUSED = [
 ]
 
 
+def test_a_source_that_stands_twice_is_refused(tmp_path):
+    path = Path(write(tmp_path, {"mine": PAIRS}))
+    path.write_text(path.read_text(encoding="utf8") + "  mine: {}\n", encoding="utf8")
+    with pytest.raises(ConfigError, match=r"some\.yaml: 'mine' stands twice"):
+        load_registry(str(path))
+
+
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 def test_refused(change, message, tmp_path):
     path = write(tmp_path, {"fine": PAIRS, "wrong": PAIRS | change})

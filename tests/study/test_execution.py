@@ -93,8 +93,8 @@ def test_a_failed_cell_stops_the_run_and_is_reported(checkout):
     assert result.stderr == (
         "unmask: notebook 01_bad.ipynb failed in cell 4 (`# setting out`)\n"
         "  ZeroDivisionError: division by zero\n"
-        "  log: artifacts/smoke/logs/01_bad.log\n"
-        "  as far as it got: papermill_runs/smoke/01_bad.ipynb\n"
+        f"  log: {checkout.folders.logs}/01_bad.log\n"
+        f"  as far as it got: {checkout.folders.executed}/01_bad.ipynb\n"
     )
     log = (checkout.folders.logs / "01_bad.log").read_text()
     assert "so far\n" in log and "ZeroDivisionError: division by zero" in log

@@ -88,11 +88,9 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     own = sum(csr_matrix((np.ones(len(pairs), bool), (group_N, document_N)))[group_N] for group_N in groups)
     left_N = len(documents) - own.getnnz(axis=1)
     if left_N.min() < config.negatives:
-        raise ValueError(
-            f"data set {pairs[0]['dataset']!r}: too few distinct documents for {config.negatives} negatives "
-            f"per query: row {left_N.argmin()} leaves {left_N.min()} of {len(documents)} that do not share "
-            "its key, query or document; leave the data set out, or set triplet.negatives lower"
-        )
+        few = f"data set {pairs[0]['dataset']!r}: too few distinct documents for {config.negatives} negatives"
+        left = f"row {left_N.argmin()} leaves {left_N.min()} of {len(documents)} that are not its own"
+        raise ValueError(f"{few} per query: {left}; leave the data set out, or set triplet.negatives lower")
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
     window = min(max(config.rank_window, config.negatives), len(documents))

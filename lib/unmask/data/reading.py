@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import fsspec
 import huggingface_hub
+import pyarrow.parquet as parquet
 from datasets import Dataset, load_dataset
 from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
@@ -165,7 +166,7 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         where `source.bad_rows` is "stop"; always for a file that cannot be parsed.
     """
     paths = {name: path for name, path in source.columns.items() if unit.queries in (None, name in _QUERIES)}
-    columns = {path.strip().partition(".")[0] for several in paths.values() for path in several.split(",")}
+    columns = {path.strip() for several in paths.values() for path in several.split(",")}
     for number, raw in enumerate(_raw_rows(unit, columns), 1):
         try:
             row = _checked(raw, paths)
@@ -270,7 +271,12 @@ def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
         start, stop = (len(rows) * part // unit.parts for part in (unit.part, unit.part + 1))
         return rows.select(range(start, stop))
     if suffix == ".parquet":
-        options = {"columns": list(columns), "batch_size": 1000}  # a file without rows has no size of its own
+        with fsspec.open(unit.file, "rb") as file:
+            there = parquet.read_schema(file).names
+        wanted = {path if path in there else path.partition(".")[0] for path in columns}
+        if lost := wanted - {*there}:
+            raise ValueError(f"there is no {min(lost)!r}{nearest(min(lost), there)}")
+        options = {"columns": [*wanted], "batch_size": 1000}  # a file without rows has no size of its own
     elif FORMATS[suffix] == "json":
         return _objects(unit.file)
     elif FORMATS[suffix] == "csv":  # text is text, "NA" and "007" too
@@ -308,8 +314,10 @@ def _objects(file: str) -> Iterator[dict[str, Any]]:
 
 
 def _value(row: Mapping[str, Any], path: str) -> Any:
-    """What a path reaches: "answers.text.0" goes into structs and lists, a name goes into every element of a
-    list, and several paths with commas between them make a list."""
+    """What a path reaches: a column of this name; else "answers.text.0" goes into structs and lists, a name
+    goes into every element of a list, and several paths with commas between them make a list."""
+    if path in row:
+        return row[path]
     if "," in path:
         return [_value(row, part.strip()) for part in path.split(",")]
     value: Any = row
@@ -350,7 +358,7 @@ def _are_texts(values: Any) -> bool:
 
 def _are_golds(values: Any, queries: int, chunks: int) -> bool:
     one_each = isinstance(values, list) and len(values) == queries
-    return one_each and all(isinstance(value, int) and 0 <= value < chunks for value in values)
+    return one_each and all(type(value) is int and 0 <= value < chunks for value in values)
 
 
 def _held_by(row: Mapping[str, Any]) -> str:

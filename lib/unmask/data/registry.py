@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unmask.config import GROUPS, ConfigError, explained
-from unmask.store import artifacts_root, hash64, nearest, repository
+from unmask.store import Strict, artifacts_root, hash64, nearest, repository
 
 # Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
 # flat (a row is a query, and all rows of one title a document) or joined (chunks here, queries there).
@@ -90,7 +90,7 @@ def load_registry(name_or_path: str) -> list[Source]:
     path = _locate(name_or_path)
     where, sources = f"{path}: ", []
     try:
-        registry = _Registry.model_validate(yaml.safe_load(path.read_text(encoding="utf8")))
+        registry = _Registry.model_validate(yaml.load(path.read_text(encoding="utf8"), Strict))
         for name, entry in registry.sources.items():
             where = f"{path}: {name}: "
             for one, values in _expanded(name, registry.defaults | entry):

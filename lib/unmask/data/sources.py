@@ -136,6 +136,9 @@ def _made_elsewhere(path: Path, config: DataConfig) -> Path:
 def _registry(config: DataConfig) -> tuple[Path, list[Source]]:
     """Where a registry's corpus is kept, and its sources without those whose files are not there (yet)."""
     sources = [one for one in load_registry(config.source) if not one.optional or own_files(one)]
+    own = [one for one in sources if one.kind == "files" and one.group]
+    if lost := [one.name for one in own if config.families and one.group not in config.families]:
+        raise ValueError(f"data.families leaves out {', '.join(lost)}: --set data.families=[] reads all")
     key = fingerprint([(_folder(one, config).name, one.share) for one in sources], code_fingerprint(__file__))
     return artifacts_root() / "data" / f"{Path(config.source).stem}-{key}", sources
 

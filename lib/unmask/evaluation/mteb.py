@@ -134,10 +134,7 @@ def run_benchmark(
     if not wanted:
         return []
     encoder, results = MtebEncoder(embedder, config, precision), mteb.ResultCache(folder)
-    return [
-        {"benchmark": name, "task": task.metadata.name} | _run(encoder, task, results)
-        for name, task in wanted
-    ]
+    return [{"benchmark": name, "task": t.metadata.name} | _run(encoder, t, results) for name, t in wanted]
 
 
 def _run(encoder: MtebEncoder, task: AbsTask, results: mteb.ResultCache) -> dict[str, Any]:

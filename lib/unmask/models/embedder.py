@@ -33,13 +33,8 @@ SORTED = 32  # micro-batches' worth of tokens that are held and sorted by length
 
 # What a query of Qwen3-Embedding is asked for (section 2), by group of pairs, and "contextual" for documents.
 # Of our own wording, and short: a query of a few words is not to drown in what stands before all queries.
-INSTRUCTIONS = {
-    "english": "Find the passage",
-    "code": "Find the code",
-    "cross-lingual": "Find the translation",
-    "multilingual": "Find the text",
-    "contextual": "Find the section",
-}
+INSTRUCTIONS = {"english": "Find the passage", "code": "Find the code", "multilingual": "Find the text"}
+INSTRUCTIONS |= {"cross-lingual": "Find the translation", "contextual": "Find the section"}
 
 
 def prompt(instruction: str) -> str:
@@ -236,10 +231,8 @@ class Embedder:
     def _limit(self, max_length: int) -> int:
         special = sum(map(len, self.around))
         if max_length <= special:
-            raise ValueError(
-                f"max_length must be at least {special + 1}, got {max_length}: "
-                f"a text has {special} special tokens"
-            )
+            least = f"max_length must be at least {special + 1}, got {max_length}"
+            raise ValueError(f"{least}: a text has {special} special tokens")
         return min(max_length, self.positions)
 
     def _texts(self, texts: Iterable[str], max_length: int | None) -> Reading:
@@ -283,9 +276,9 @@ class Embedder:
             whole = sum(lengths) + len(lengths) - 1 <= limit  # with a separator between two chunks
             room = limit if whole else min(WINDOW, limit)
             if max(lengths) > room:
+                long = f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens"
                 raise ValueError(
-                    f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens, the window holds {room}: "
-                    "split the chunk, or set chunk_length to have it cut"
+                    f"{long}, the window holds {room}: split the chunk, or set chunk_length to have it cut"
                 )
             for start, stop, own in context_windows(lengths, room, OVERLAP):
                 sequence = join_chunks(ids[start:stop], separator_id, self.around)

@@ -49,10 +49,8 @@ def load(path: str | Path) -> Loaded:
     if kind == RELEASED:
         return _released(folder, config)
     if kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{path}: the architecture {kind!r} is unknown to the installed transformers, and code that "
-            "comes with a checkpoint is not run: update transformers, or convert it to a stock class"
-        )
+        unknown = f"{path}: the architecture {kind!r} is unknown to the installed transformers, and code that"
+        raise ValueError(f"{unknown} comes with it is not run: update transformers, or convert it")
     tokenizer = backbone.load_tokenizer(folder)
     tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an `Embedder` pads by itself
     facts = backbone.facts(folder)
@@ -149,7 +147,7 @@ def portable_tokenizer(embedder: "Embedder") -> PreTrainedTokenizerBase:
         backend, special = tokenizer.backend_tokenizer, tokenizer.special_tokens_map
         backend.post_processor = None
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    tokenizer.padding_side = "right"
+    tokenizer.padding_side, tokenizer.model_max_length = "right", embedder.max_length
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -62,6 +62,7 @@ def encode_file(
         write_json(state, {"job": job, "rows": start + size})
     os.replace(partial, output)
     state.unlink(missing_ok=True)
+    print(f"{count:,} embeddings: {output}")
 
 
 def _texts(path: Path, column: str) -> Iterator[str]:
@@ -104,9 +105,8 @@ class Worker:
         none = self.embedder.encode([], options.get("precision", "int8"), options.get("dimensions"))
         parts = self.embedder.encode_documents(items_B, **options)
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-        return table.append_column(
-            OUTPUT, pa.ListArray.from_arrays(starts, lists(np.concatenate([none, *parts])))
-        )
+        nested = pa.ListArray.from_arrays(starts, lists(np.concatenate([none, *parts])))
+        return table.append_column(OUTPUT, nested)
 
 
 def lists(rows_RD: np.ndarray) -> pa.FixedSizeListArray:

@@ -69,10 +69,8 @@ def pack_binary(mean_BD: Tensor) -> np.ndarray:
         [[131]]
     """
     if mean_BD.shape[-1] % 8:
-        raise ValueError(
-            f"Only a multiple of 8 dimensions packs into whole bytes; got {mean_BD.shape[-1]}; "
-            "cut the embeddings first."
-        )
+        only = "Only a multiple of 8 dimensions packs into whole bytes"
+        raise ValueError(f"{only}; got {mean_BD.shape[-1]}; cut the embeddings first.")
     return np.packbits((mean_BD >= 0).numpy(force=True), axis=-1)
 
 

@@ -79,22 +79,19 @@ def execute(stage: str, parameters: dict[str, Any]) -> str:
     if stopped and reason:
         raise SystemExit(PREEMPTED)
     told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"
-    return _named(told, folders) if reason else ""
+    return told if reason else ""
 
 
 def _clean(path: Path, folders: Folders) -> None:
-    """Takes from the executed notebook this machine's paths and what a vanished progress bar left."""
+    """Takes from the executed notebook what a vanished progress bar left, and this machine's paths: they
+    become those of the checkout."""
     notebook = read_json(path)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"] = [one for one in cell["outputs"] if "".join(one.get("text", "-")).strip()]
-    write_atomic(path, _named(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", folders))
-
-
-def _named(text: str, folders: Folders) -> str:
-    """A text with paths as a reader of the checkout would write them, without those of this machine."""
-    root, artifacts = str(folders.root), str(folders.artifacts.parent)
-    return text.replace(artifacts, "artifacts").replace(f"{root}/", "").replace(root, ".")
+    root, text = str(folders.root), json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    text = text.replace(str(folders.artifacts.parent), "artifacts").replace(f"{root}/", "")
+    write_atomic(path, text.replace(root, "."))
 
 
 if __name__ == "__main__":
