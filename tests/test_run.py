@@ -34,10 +34,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]
 
 
-def test_values_changed_by_hand_are_said_and_make_the_notebook_due_again(tmp_path, capsys):
+def test_a_notebook_that_is_opened_is_due_again_and_values_changed_by_hand_are_said(tmp_path, capsys):
     done = write_atomic(tmp_path / "smoke" / "02_pair" / "done.json", "{}")
-    Run.open("02_pair", "smoke")
-    assert done.is_file()
     Run.open("02_pair", "smoke", {"pair.steps": 7, "pair.lr": 0.5})
     assert not done.is_file()
     assert "run 'smoke', pair.steps = 7, pair.lr = 0.5\n" in capsys.readouterr().out

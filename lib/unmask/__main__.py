@@ -54,13 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
     options.said = shlex.join(["unmask", *arguments])
-    from unmask import cli  # noqa: PLC0415 (seconds, with datasets; help need not wait for it)
 
     def stop(number: signal.Signals) -> None:
         raise KeyboardInterrupt(number)
 
     try:
         with on_signal(stop, signal.SIGTERM):
+            from unmask import cli  # noqa: PLC0415 (seconds, with datasets; help need not wait for it)
+
             return getattr(cli, options.command)(options) or 0
     except Timeout:
         print("unmask: another process executes this run: wait, or use --run", file=sys.stderr)

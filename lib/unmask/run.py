@@ -80,12 +80,12 @@ class Run:
         """Opens the run `run` (default: the preset's name) for the notebook `stage`, for instance "02_pair",
         and says where its outputs go.
 
-        With overrides the notebook is due again for `unmask run`, which knows nothing of those set by hand.
+        The notebook is due again for `unmask run` until it has ended there: what is changed by hand is
+        written nowhere.
         """
         opened = cls(stage, run or preset, load_preset(preset, overrides))
         folder = artifacts_root() / opened.name / stage
-        if overrides:
-            (folder / "done.json").unlink(missing_ok=True)
+        (folder / "done.json").unlink(missing_ok=True)
         changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
         print(f"run {opened.name!r}{changed}\ncheckpoints: {folder}\nmetrics and figures: {opened.results}")
         return opened
@@ -98,9 +98,10 @@ class Run:
         path = artifacts_root() / self.name / (stage or self.stage)
         if stage is None:
             path.mkdir(parents=True, exist_ok=True)
-        elif not path.is_dir():
+        elif not any(path.rglob("config.json")):
             command = f"unmask run --preset {self.config.name} --run {self.name} --to {stage[:2]}"
-            raise FileNotFoundError(f"{self.stage} needs the output of {stage}; make it with `{command}`")
+            needs = f"{self.stage} needs the output of {stage}"
+            raise FileNotFoundError(f"{needs}; make it with `{command}` and the --set of this run")
         return path
 
     def base(self) -> str:

@@ -30,10 +30,10 @@ def diamond(checkout):
 
 def finish(names, marks, folders):
     """Marks stages as done, as their execution would."""
-    folders.results.mkdir(parents=True, exist_ok=True)
     for name in names:
         write_atomic(folders.executed / f"{name}.ipynb", "")
-        write_atomic(folders.artifacts / name / "done.json", json.dumps(marks[name]))
+        write_atomic(folders.results / f"{name}.json", "{}")
+        write_atomic(folders.artifacts / name / "done.json", json.dumps(marks[name] | {"saved": True}))
 
 
 def marks_of(checkout, preset=PRESET):
@@ -107,7 +107,8 @@ def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond)
     assert reasons(diamond, preset) == {"01_left": "preset section pair changed"} | after
     diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
     (diamond.folders.executed / "04_apart.ipynb").unlink()
-    after |= {"04_apart": "executed notebook or results are missing"}
+    (diamond.folders.results / "02_right.json").unlink()
+    after |= dict.fromkeys(("02_right", "04_apart"), "executed notebook or results are missing")
     assert reasons(diamond) == {"01_left": "notebook changed"} | after
 
 
@@ -134,6 +135,7 @@ def test_prose_and_what_a_reader_leaves_in_a_notebook_do_not_count(diamond):
     for cell in document["cells"]:
         cell["metadata"]["execution"] = {"iopub.status.busy": "2026-01-01T00:00:00Z"}
         cell["source"] = cell["source"].splitlines(keepends=True)
+        cell["source"] += ["\nrun = 'mine'"] if "parameters" in cell["metadata"]["tags"] else []
         if cell["cell_type"] == "code":
             cell["execution_count"] = 7
             cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": "hello"}]
@@ -154,13 +156,14 @@ def test_a_stage_made_from_an_old_input_stays_due(diamond):
 
 def test_a_record_keeps_what_of_the_preset_was_otherwise_when_its_notebook_ran(diamond):
     about = {"commit": "abc", "dirty": False}
-    for stage, steps in zip(discover(diamond.folders.notebooks)[:3], (11, 12, 11), strict=True):
+    for stage, steps in zip(discover(diamond.folders.notebooks)[:4], (11, 12, 11, 11), strict=True):
         preset = PRESET | {"pair": {"steps": steps, "seed": steps, "keep_tokens": steps}}
         ended = pipeline._Child(stage, SimpleNamespace(returncode=0), 0.0)
         mark = marks_of(diamond, preset)[stage.name]
         pipeline._record(ended, mark, about | {"preset": preset}, diamond.folders)
     kept = {name: one["otherwise"] for name, one in pipeline.recorded(diamond.folders).items()}
-    assert kept == {"00_backbone": {}, "01_left": {"pair.steps": 12}, "02_right": {}}
+    old = {"pair.steps": 12}  # what is made from it, too
+    assert kept == {"00_backbone": {}, "01_left": old, "02_right": {}, "03_join": old}
 
 
 def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):
@@ -181,7 +184,7 @@ def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):
 def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond):
     stages, marks, folders = discover(diamond.folders.notebooks), marks_of(diamond), diamond.folders
     assert list(plan(stages, stages, marks, folders)) == stages
-    with pytest.raises(PipelineError, match="01_left needs the output of 00_backbone, which never ran"):
+    with pytest.raises(PipelineError, match="01_left needs the output of 00_backbone, which is not done"):
         plan(stages, select(stages, only="01"), marks, folders)
     finish(list(marks), marks, folders)
     assert plan(stages, stages, marks, folders) == {}

@@ -108,10 +108,9 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
         tasks.append(make(name, family, rows[family, name], config))
     if not tasks or not all(task.queries for task in tasks):
         limit = "dev_documents" if split == "dev" and config.dev_documents else "max_documents"
-        raise ValueError(
-            f"the {split} split gives no task of at most {config.max_documents} chunks: raise "
-            f"evaluation.{limit}, set hold_out in the registry, or name data.{split}_packages"
-        )
+        none = f"the {split} split gives no task of at most {config.max_documents} chunks"
+        remedy = f"raise evaluation.{limit}, set hold_out in the registry, or name data.{split}_packages"
+        raise ValueError(f"{none}: {remedy}")
     return tasks
 
 

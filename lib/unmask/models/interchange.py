@@ -69,10 +69,9 @@ def folder_of(path: str | Path) -> Path:
         found = snapshot_download(source, allow_patterns=MODEL_FILES)
     except OSError as error:
         why = unreachable() or " ".join(str(error).split())
-        raise ValueError(
-            f"{source} is no directory here, and neither the Hub's cache nor the Hub gives it ({why}): check "
-            "the name, or fill a mirror on a host with internet (`unmask mirror pull`) and set UNMASK_MIRROR"
-        ) from None
+        gone = f"{source} is no directory here, and neither the Hub's cache nor the Hub gives it ({why})"
+        mirror = "fill a mirror on a host with internet (`unmask mirror pull`) and set UNMASK_MIRROR"
+        raise ValueError(f"{gone}: check the name, or {mirror}") from None
     return Path(backbone.require_checkpoint(Path(found)))
 
 

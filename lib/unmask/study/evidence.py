@@ -288,7 +288,8 @@ def mean_gates(gates: Sequence[Gate]) -> list[Gate]:
 
 def failed(gates: Sequence[Gate]) -> str:
     """The gates that did not pass, with their numbers; empty if all did."""
-    return "; ".join(f"{g['name']}: {g['value']:.3g}, not {g['bar']}" for g in gates if not g["passed"])
+    # Each once, in their order.
+    return "; ".join({f"{g['name']}: {g['value']:.3g}, not {g['bar']}": 0 for g in gates if not g["passed"]})
 
 
 # Claims

@@ -145,7 +145,8 @@ def why_due(stage: Stage, mark: dict[str, Any], folders: Folders) -> str:
     done = folders.done(stage.name)
     if not done:
         return "not done yet"
-    if not ((folders.executed / f"{stage.name}.ipynb").is_file() and folders.results.is_dir()):
+    saved = folders.results / f"{stage.name}.json" if done.get("saved") else folders.results
+    if not ((folders.executed / f"{stage.name}.ipynb").is_file() and saved.exists()):
         return "executed notebook or results are missing"
     old, new = done.get("depends_on", {}), mark["depends_on"]
     return ", ".join(f"{key} changed" for key in sorted(old | new) if old.get(key) != new.get(key))
@@ -168,10 +169,8 @@ def plan(
     available = {one.name for one in stages if one in selected or folders.done(one.name)}
     for stage in due:
         if missing := sorted({*stage.needs} - available):
-            raise PipelineError(
-                f"{stage.name} needs the output of {', '.join(missing)}, which never ran: "
-                f"--to {stage.number} runs all that is due before it, too"
-            )
+            needs = f"{stage.name} needs the output of {', '.join(missing)}, which is not done"
+            raise PipelineError(f"{needs}: --to {stage.number} runs all that is due before it, too")
     return due
 
 
@@ -180,8 +179,9 @@ def _read(path: Path) -> Stage:
     if "unmask" not in notebook["metadata"]:
         raise PipelineError(f'{path}: add "unmask": {{"needs": […], "reads": […]}} to its metadata')
     about = notebook["metadata"]["unmask"]
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    cells = [("".join(cell["source"]), sorted(cell["metadata"].get("tags", []))) for cell in code]
+    code = [("".join(cell["source"]), cell) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    # The run gives the parameters, whatever was last tried by hand.
+    cells = [source for source, cell in code if "parameters" not in cell["metadata"].get("tags", [])]
     needs, takes, reads = (tuple(about.get(key, ())) for key in ("needs", "takes", "reads"))
     return Stage(path.stem, path, needs, takes, reads, about.get("seeds", "each"), fingerprint(cells, about))
 
@@ -209,10 +209,8 @@ def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
     machines, found = parallel.num_machines, min(len(gpu_names()), len(_visible()))
     here = parallel.per_machine
     if machines > 1 and not parallel.launcher:
-        raise PipelineError(
-            f"trainings on {machines} machines need parallel.launcher, the command that starts them, see "
-            "papermill_runs/slurm.sbatch; for one machine: --set parallel.num_machines=1"
-        )
+        need = f"trainings on {machines} machines need parallel.launcher, the command that starts them, see"
+        raise PipelineError(f"{need} papermill_runs/slurm.sbatch; for one: --set parallel.num_machines=1")
     if here > max(found, 1) and (found or gpus):
         raise PipelineError(
             f"{here} GPUs are needed on this machine, and it has {found}: --gpus {max(found, 1) * machines} "
@@ -375,6 +373,7 @@ def _finish(one: _Child, mark: dict[str, Any], folders: Folders) -> None:
     """Marks a stage done, with its inputs as they were used: one that was out of date keeps it due."""
     used = {f"input {name}": done["hash"] for name in one.stage.inputs if (done := folders.done(name))}
     facts = {"finished": _utc(time.time()), "wall_seconds": one.seconds}
+    facts["saved"] = (folders.results / f"{one.stage.name}.json").is_file()
     write_json(folders.artifacts / one.stage.name / "done.json", seal(mark["depends_on"] | used) | facts)
 
 
@@ -435,7 +434,10 @@ def _record(one: _Child, mark: dict[str, Any], about: dict[str, Any], folders: F
     for record in stages.values():
         made = before | record.get("otherwise", {})
         record["otherwise"] = {key: made[key] for key in made.keys() & now.keys() if made[key] != now[key]}
-    inherited = [stages.get(name, {}).get("reads", ()) for name in one.stage.needs]
+    needed = [stages[name] for name in one.stage.needs if name in stages]
+    inherited = {key for record in needed for key in record.get("reads", ())}
+    # What it needs may have been made with other values.
+    old = {key: value for record in needed for key, value in record["otherwise"].items()}
     stages[one.stage.name] = {
         "started": _utc(one.started),
         "wall_seconds": one.seconds,
@@ -443,8 +445,8 @@ def _record(one: _Child, mark: dict[str, Any], about: dict[str, Any], folders: F
         "exit_status": int(one.process.returncode != 0),
         "commit": about["commit"],
         "dirty": about["dirty"],
-        "reads": sorted({*one.stage.reads}.union(*inherited)),  # what it needs included
-        "otherwise": {},
+        "reads": sorted({*one.stage.reads, *inherited}),  # what it needs included
+        "otherwise": {key: value for key, value in old.items() if key.partition(".")[0] in inherited},
         "data": mark["depends_on"]["data"],
     }
     write_json(folders.results / "provenance.json", about | {"stages": dict(sorted(stages.items()))})

@@ -226,20 +226,22 @@ def _watch(child: subprocess.Popen, notebook: str) -> dict[str, Any]:
     Returns: the last words, among them "training" (the one under way), and "error" or "stopped", if any.
     """
     bar, last = tqdm(disable=True), {}
-    for line in filter(lambda line: line.startswith("{"), child.stdout):  # the others are a launcher's own
-        row = json.loads(line)
-        if not last.keys() & {"error", "stopped"}:
-            last = row
-        if "error" in row:
-            child.kill()  # the other processes would wait for the one that failed
-        elif "total" in row:
-            bar.close()
-            steps = {"total": row["total"], "initial": row["done"], "unit": "step"}
-            bar = tqdm(desc=f"{notebook}/{row['training']}", mininterval=1, file=sys.stdout, **steps)
-        elif "loss" in row:
-            bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
-            bar.update()
-    bar.close()
+    try:
+        for line in filter(lambda line: line.startswith("{"), child.stdout):  # others are a launcher's own
+            row = json.loads(line)
+            if not last.keys() & {"error", "stopped"}:
+                last = row
+            if "error" in row:
+                child.kill()  # the other processes would wait for the one that failed
+            elif "total" in row:
+                bar.close()
+                steps = {"total": row["total"], "initial": row["done"], "unit": "step"}
+                bar = tqdm(desc=f"{notebook}/{row['training']}", mininterval=1, file=sys.stdout, **steps)
+            elif "loss" in row:
+                bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
+                bar.update()
+    finally:  # of an interrupted cell, too
+        bar.close()
     return last
 
 
