@@ -1,5 +1,6 @@
 """Trainings in real child processes, on a few sentences that lie where the real corpus is cached."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -58,8 +59,8 @@ def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupt
 ):
     """In the second of three: the first one stays, the third one is not begun."""
     run, folder, told = opened(overrides), tmp_path / "r" / "02_pair", number == signal.SIGTERM
-    one, three = few_steps(start), few_steps(start, seed=1)
-    trainings = {"one": one, "two": ("pair", {"start": start}), "three": three}
+    trainings = {"one": few_steps(start), "two": ("pair", {"start": start})}
+    trainings["three"] = few_steps(start, seed=1)
 
     def notebook():
         try:
@@ -67,6 +68,7 @@ def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupt
         except TrainingStopped as stop:
             print(f"STOPPED {stop}")
 
+    gc.collect()  # what other tests left: onnxruntime, freed in a fork, waits for threads that are not there
     process = multiprocessing.get_context("fork").Process(target=notebook)  # as a kernel would be
     process.start()
     try:
@@ -86,16 +88,15 @@ def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupt
     assert capfd.readouterr().out.count("already trained") == 1
     assert [len(history(model)) for model in models.values()] == [6, run.config.pair.steps, 6]
     assert (folder / "two" / "metrics.jsonl").read_text().splitlines()[:done] == before
-    assert not list(folder.glob("*/checkpoints"))
-    assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
+    left = ("checkpoints", ".bin", ".pt", ".pkl")
+    assert not [path for path in folder.rglob("*") if path.name.endswith(left)]
     model, whole = models["two"], alone(models["two"], tmp_path / "whole")
     assert backbone.facts(model) == backbone.facts(whole)
     for here, there in zip(history(model), history(whole), strict=True):
-        for key in ("step", "dataset", "tokens"):
-            assert here[key] == there[key]
+        assert {"step", "dataset", "tokens"} <= {key for key in here if here[key] == there[key]}
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3 if least > 1 else 0)
-    if least == 1:
-        assert (model / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    weights = {(one / "model.safetensors").read_bytes() for one in (model, whole)}
+    assert least > 1 or len(weights) == 1
 
 
 @pytest.mark.slow
@@ -115,8 +116,8 @@ def test_a_failure_stops_the_list_and_names_its_training(start, tmp_path, capsys
     assert "02_pair/one: already trained" in said and said.count("already trained") == 1
     assert all(len(history(model)) == 6 for model in models.values())
     # What came before in the same process does not matter.
-    last = models["three"]
-    expected = alone(last, tmp_path / "alone") / "model.safetensors"
+    monkeypatch.delenv("WORLD_SIZE")
+    last, expected = models["three"], alone(models["three"], tmp_path / "alone") / "model.safetensors"
     assert (last / "model.safetensors").read_bytes() == expected.read_bytes()
 
 
