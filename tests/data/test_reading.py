@@ -59,10 +59,8 @@ def test_paths_reach_into_structs_and_lists(tmp_path, name):
     for negatives, texts in cases.items():
         (found,) = rows_of(own(path, role="triplets", columns=columns | {"negatives": negatives}))
         assert found == expected | {"negatives": texts}
-    dotted = own(
-        write_as(tmp_path / name, [{"q.text": "q", "d": "x"}]), columns={"query": "q.text", "document": "d"}
-    )
-    assert rows_of(dotted)[0]["query"] == "q"
+    path = write_as(tmp_path / name, [{"q.text": "q", "d": "x"}])
+    assert rows_of(own(path, columns={"query": "q.text", "document": "d"}))[0]["query"] == "q"
 
 
 def test_texts_of_json_stay_as_they_are_whatever_other_rows_hold(tmp_path):

@@ -165,10 +165,9 @@ REFUSED = [
 
 
 def test_a_source_that_stands_twice_is_refused(tmp_path):
-    path = Path(write(tmp_path, {"mine": PAIRS}))
-    path.write_text(path.read_text(encoding="utf8") + "  mine: {}\n", encoding="utf8")
+    (tmp_path / "some.yaml").write_text("sources:\n  mine: {}\n  mine: {}\n")
     with pytest.raises(ConfigError, match=r"some\.yaml: 'mine' stands twice"):
-        load_registry(str(path))
+        load_registry(str(tmp_path / "some.yaml"))
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)

@@ -71,6 +71,10 @@ def test_families_that_are_not_asked_for_are_not_there(config):
     config.families = ("code",)
     with pytest.raises(ValueError, match=r"leaves out questions: --set data\.families=\[\]"):
         open_corpus(config)  # somebody's own
+    config.families = ("english",)
+    one = open_corpus(config)
+    assert one.datasets("documents", "train") == [] and len(one.documents("train")) == 0
+    assert len(one.texts("train")) == len(whole.texts("train"))
 
 
 def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):

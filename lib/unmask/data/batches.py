@@ -114,10 +114,10 @@ class BatchPlan:
             raise ValueError("no training data: the corpus holds no data set for this stage")
         for name, own in self.keys.items():
             if not (np.asarray(own) != own[:1]).any():
-                few = (
-                    f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 distinct ones"
+                raise ValueError(
+                    f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
+                    "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
-                raise ValueError(f"{few}; add data, ask for fewer negatives or leave the set out")
         self.names = sorted(self.keys)
         sizes_K = np.array([len(self.keys[name]) for name in self.names], np.float64)
         rng, seen = np.random.default_rng([self.config.seed, 0]), Counter()

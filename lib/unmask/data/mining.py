@@ -89,8 +89,8 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     left_N = len(documents) - own.getnnz(axis=1)
     if left_N.min() < config.negatives:
         few = f"data set {pairs[0]['dataset']!r}: too few distinct documents for {config.negatives} negatives"
-        left = f"row {left_N.argmin()} leaves {left_N.min()} of {len(documents)} that are not its own"
-        raise ValueError(f"{few} per query: {left}; leave the data set out, or set triplet.negatives lower")
+        left = f"row {left_N.argmin()} leaves {left_N.min()} of {len(documents)} that share no key, query"
+        raise ValueError(f"{few} per query: {left} or document; leave it out, or lower triplet.negatives")
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
     window = min(max(config.rank_window, config.negatives), len(documents))

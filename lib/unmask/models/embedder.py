@@ -276,9 +276,9 @@ class Embedder:
             whole = sum(lengths) + len(lengths) - 1 <= limit  # with a separator between two chunks
             room = limit if whole else min(WINDOW, limit)
             if max(lengths) > room:
-                long = f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens"
                 raise ValueError(
-                    f"{long}, the window holds {room}: split the chunk, or set chunk_length to have it cut"
+                    f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens, the window holds {room}: "
+                    "split the chunk, or set chunk_length to have it cut"
                 )
             for start, stop, own in context_windows(lengths, room, OVERLAP):
                 sequence = join_chunks(ids[start:stop], separator_id, self.around)
