@@ -74,8 +74,8 @@ def test_seeds_become_a_mean_and_a_deviation_of_what_was_measured():
 def test_trainings_are_checked_and_the_gates_shown():
     task = Task("t", "english", ["q"] * 50, [[str(i)] for i in range(50)], [{i} for i in range(50)])
     falling = [{"loss": 5 - 0.1 * step} for step in range(30)]
-    told = [{"a": falling, "b": falling}, {"a": 9.0, "b": 1.0}, {"a": {"t": np.ones(50)}}, [task]]
-    found = report.checked(*told, SimpleNamespace(bootstrap=50))
+    told = [{"a": falling, "b": falling}, {"a": {"t": np.ones(50)}}, [task], SimpleNamespace(bootstrap=50)]
+    found = report.checked(*told, base_rates={"a": 9.0, "b": 1.0})
     assert [gate["passed"] for gate in found["a"]] == [True] * 4
     assert [gate["passed"] for gate in found["b"]] == [True, False, True]  # above a guess; not read by a task
     table = report.gates_table(found)

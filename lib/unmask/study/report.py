@@ -105,22 +105,22 @@ def spread(values: Sequence[float]) -> str:
 
 def checked(
     curves: Mapping[str, Sequence[Mapping[str, Any]]],
-    base_rate: float | Mapping[str, float] | None,
     scores: Mapping[str, Scores],
     tasks: Sequence[Task],
     config: EvaluationConfig,
+    base_rates: Mapping[str, float] | None = None,
 ) -> dict[str, list[Gate]]:
     """The gates of trainings: did the loss fall, and is the model better than chance?
 
     Args:
         curves: training → its logged steps.
-        base_rate: nats of a guess, for all or for each, see `learnt`; None: as the steps logged it.
         scores: training → task → a metric per query; without one, only the loss is looked at.
         tasks: that were asked.
+        base_rates: training → nats of a guess, see `learnt`. Default: as the steps logged it.
     """
     gates = {}
     for name, curve in curves.items():
-        gates[name] = learnt(name, curve, base_rate[name] if isinstance(base_rate, Mapping) else base_rate)
+        gates[name] = learnt(name, curve, (base_rates or {}).get(name))
         gates[name] += [above_chance(name, scores[name], tasks, config)] if name in scores else []
     return gates
 

@@ -160,7 +160,7 @@ def train(
     whole = getattr(config, "length", 0) % 128 == 0  # else cuDNN's backward pass may give NaN (torch 2.11)
     with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
         started, saved, pause = perf_counter(), monotonic(), config.checkpoint_seconds
-        for step, batch in _ahead(stage.batch, range(done, config.steps)):
+        for step, (batch, logged) in _ahead(stage.drawn, range(done, config.steps)):
             lr = config.lr * lr_factor(config, step)
             torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
             row = stage.backward(module, batch, processes)
@@ -183,7 +183,8 @@ def train(
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-            row = {"step": step, **row, "lr": lr, "grad_norm": norm, "seconds": perf_counter() - started}
+            row = {"step": step, **logged, **row, "lr": lr, "grad_norm": norm}
+            row["seconds"] = perf_counter() - started
             if processes.main:
                 report(row)
                 lines.write(json.dumps(row) + "\n")

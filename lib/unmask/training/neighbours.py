@@ -120,11 +120,7 @@ class Reranking(Stage):
 
     head = True
     data = cached_property(Stage.triplets)
-
-    @cached_property
-    def answers(self) -> tuple[int, int]:
-        """The tokens of "yes" and of "no"."""
-        return answers(self.tokenizer.backend_tokenizer)
+    answers = cached_property(lambda self: answers(self.tokenizer.backend_tokenizer))
 
     def model(self) -> PreTrainedModel:
         model = super().model()

@@ -9,7 +9,7 @@ Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +99,10 @@ class Stage:
     @cached_property
     def plan(self) -> BatchPlan:
         return BatchPlan(self.keys(), self.config, **self.drawing())
+
+    def drawn(self, step: int) -> tuple[Any, dict[str, float]]:
+        """The batch of a step, and what is logged of it beside the metrics."""
+        return self.batch(step), {}
 
     def inputs(self) -> dict[str, str]:
         """The identities of what the result depends on, beside the job's own and the corpus."""
@@ -335,7 +339,6 @@ class Batch:
     count: int  # N
     negatives: Tensor | None = None  # (N, N), False: the document is no negative of the query
     weight: float = 1.0  # of its loss in the step's
-    told: Mapping[str, float] = field(default_factory=dict)  # logged with the loss
     context: Sequence[TokenSequence] = ()  # CDE's: documents that all pairs see
     kept: np.ndarray | None = None  # which of these are seen; the null vector stands for the others
 
@@ -377,6 +380,14 @@ class Contrastive(Stage):
         texts += [negative for i in rows for negative in pairs.negatives[i]] if pairs.negatives else []
         return Batch(dataset=name, sequences=list(map(TokenSequence, texts)), count=len(rows))
 
+    def drawn(self, step: int) -> tuple[Any, dict[str, float]]:
+        """With "guess", the loss of a model to which all texts are alike."""
+        batch, guess = self.batch(step), 0.0
+        for part in batch if isinstance(batch, list) else [batch]:
+            alike_R1 = torch.ones(sum(text.rows for text in part.sequences), 1)
+            guess += float(self.part_of_loss(part, ALONE, alike_R1))
+        return batch, {"guess": guess}
+
     def part_of_loss(self, batch: Batch, processes: Processes, rows_RD: Tensor) -> Tensor:
         """This process's part of a batch's loss."""
         shared = {"temperature": self.config.temperature, "queries": processes.slice(batch.count)}
@@ -384,8 +395,7 @@ class Contrastive(Stage):
 
     def backward(self, module: nn.Module, batch: Any, processes: Processes) -> dict[str, Any]:
         config, parts = self.config, batch if isinstance(batch, list) else [batch]
-        budget = config.budget(processes.device.type)
-        options = {"token_budget": budget, "keep_tokens": config.keep_tokens}
+        options = {"token_budget": config.budget(processes.device.type), "keep_tokens": config.keep_tokens}
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
         for part in parts:
@@ -393,18 +403,14 @@ class Contrastive(Stage):
             total += cached_backward(module, part.sequences, loss, last=part is parts[-1], **options)
         tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
         pairs = sum(part.count for part in parts)
-        found = {"loss": processes.sum(total), "tokens": tokens, "pairs": pairs, "dataset": parts[0].dataset}
-        return found | parts[0].told
+        return {"loss": processes.sum(total), "tokens": tokens, "pairs": pairs, "dataset": parts[0].dataset}
 
 
 class Pair(Contrastive):
     """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
     (pplx-embed, section 2.3)."""
 
-    @property
-    def ends(self) -> bool:
-        return self.config.pooling == "last"
-
+    ends = property(lambda self: self.config.pooling == "last")
     data = cached_property(Stage.pairs)
 
     def allowed(self) -> Callable[[int], set[str]] | None:
@@ -505,7 +511,7 @@ class Contextual(Contrastive):
         else:
             texts += [TokenSequence(chunk) for document in documents for chunk in document.chunks]
         lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
-        batch = ContextualBatch(
+        return ContextualBatch(
             dataset=name,
             sequences=texts,
             count=len(drawn),
@@ -514,8 +520,6 @@ class Contextual(Contrastive):
             chunk_tokens_MC=nn.utils.rnn.pad_sequence(lengths, batch_first=True),
             beta=cosine_ramp(config.beta_start, config.beta_end, step, config.steps),
         )
-        texts_RD = torch.ones(sum(text.rows for text in texts), min(config.dimensions))
-        return replace(batch, told={"guess": float(self.part_of_loss(batch, ALONE, texts_RD))})
 
     def loss(self, rows_RD: Tensor, batch: ContextualBatch, **shared: Any) -> Tensor:
         config = self.config
