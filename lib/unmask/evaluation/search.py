@@ -19,7 +19,7 @@ from unmask.data.batches import parts
 from unmask.data.mining import Found, Search
 
 QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache; a GPU takes more queries
-FEW, FOR_FEW = 4, 2**18  # queries whose search is as fast as documents can be read; documents of their tile
+FEW, FOR_FEW = 4, 2**20  # queries whose search is as fast as documents can be read; documents of their tile
 GROUP = 32  # documents that one comparison with the k-th best score rules out together
 ROWS = 1024  # rows whose norms are computed at once
 
