@@ -66,11 +66,11 @@ def status(options: argparse.Namespace) -> None:
     """`unmask status`: the state of every stage of a run, and of its repetitions with other seeds."""
     for seed in options.seeds:
         _, _, folders, stages, marks = _open(options, seed, sure=False)
-        rows = [("stage", "state", "finished (UTC)", "took")]
+        rows = [("stage", "finished (UTC)", "took", "state")]
         for stage in pipeline.select(stages, again=seed):
-            row = [stage.name, pipeline.why_due(stage, marks[stage.name], folders) or "done", "", ""]
+            row = [stage.name, "", "", pipeline.why_due(stage, marks[stage.name], folders) or "done"]
             if done := folders.done(stage.name):
-                row[2:] = done["finished"][:19].replace("T", " "), clock(done["wall_seconds"])
+                row[1:3] = done["finished"][:19].replace("T", " "), clock(done["wall_seconds"])
             rows.append(row)
         print(f"run {folders.artifacts.name!r}, preset {options.preset!r}")
         _print_table(rows)
@@ -127,9 +127,9 @@ def _print_due(due: dict[Stage, str], preset: Preset, folders: Folders) -> None:
     """What will run, why, and how long it took last time: in this run, or else in its preset's."""
     known = pipeline.recorded(Folders(preset.name)) | pipeline.recorded(folders)
     times = {name: clock(one["wall_seconds"]) for name, one in known.items() if not one["exit_status"]}
-    rows = [(stage.name, why, times.get(stage.name, "unknown")) for stage, why in due.items()]
+    rows = [(stage.name, times.get(stage.name, "unknown"), why) for stage, why in due.items()]
     print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")
-    _print_table([("notebook", "why", "took last time, without earlier trainings"), *rows] if due else [])
+    _print_table([("notebook", "took, earlier trainings apart", "why"), *rows] if due else [])
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
