@@ -191,17 +191,17 @@ def test_a_step_logs_what_a_guess_among_its_candidates_pays():
         assert logged["guess"] == pytest.approx(fmean(map(math.log, counts)), rel=1e-5)
     batch, logged = tiny_stages.stage("cde", batch=5, filter_margin=0.0).drawn(0)
     left_N = batch.negatives.fill_diagonal_(False).sum(1)
-    assert left_N.sum() < 20
-    assert logged["guess"] == pytest.approx(float((1 + 2 * left_N).log().mean()), rel=1e-5)
+    assert left_N.sum() < 20 and logged["guess"] == pytest.approx(float((1 + 2 * left_N).log().mean()), 1e-5)
+    _, logged = tiny_stages.stage("pair", {"one": tiny_stages.pairs(1100)}, batch=1100).drawn(0)
+    assert logged["guess"] == pytest.approx(math.log(2199), rel=1e-5)  # of whose queries some are asked
 
 
 def test_a_contextual_step_logs_what_a_guess_among_its_candidates_pays():
     (batch, logged), nats = tiny_stages.stage("contextual", alpha=0.2, beta_start=0.3).drawn(0), []
     chunks = (batch.chunk_tokens_MC > 0).sum(1).tolist()
-    document = batch.document_N.tolist()
-    for own in document:
+    for own in batch.document_N.tolist():
         local = 0.2 * math.log(chunks[own]) + 0.8 * math.log(sum(chunks))
-        nats.append(0.3 * math.log(len(chunks) + len(document) - 1) + 0.7 * local)
+        nats.append(0.3 * math.log(len(chunks) + batch.count - 1) + 0.7 * local)
     assert len(set(chunks)) > 1 and logged["guess"] == pytest.approx(fmean(nats), rel=1e-5)
 
 

@@ -65,7 +65,7 @@ class Cde(Pair):
         options["keep_tokens"] = self.config.keep_tokens
         kept = processes.ship(torch.from_numpy(batch.kept))
         context_KD = documents_KD[kept].requires_grad_()
-        loss = partial(self.part_of_loss, batch, processes)
+        loss = partial(self.part_of_loss, batch, processes.slice(batch.count))
         loss = cached_backward(second, batch.sequences, loss, context_KD=context_KD, **options)
         gradient_KD = torch.zeros_like(documents_KD)
         gradient_KD[kept] = context_KD.grad / processes.count

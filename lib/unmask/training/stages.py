@@ -37,7 +37,7 @@ from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
 from unmask.store import fingerprint, visible
 from unmask.training.cache import cached_backward
-from unmask.training.distributed import ALONE, Processes
+from unmask.training.distributed import Processes
 
 
 class Stage:
@@ -385,13 +385,13 @@ class Contrastive(Stage):
         batch, guess = self.batch(step), 0.0
         for part in batch if isinstance(batch, list) else [batch]:
             alike_R1 = torch.ones(sum(text.rows for text in part.sequences), 1)
-            guess += float(self.part_of_loss(part, ALONE, alike_R1))
+            few = min(part.count, 1024)  # queries of a large batch, which pay as the others do
+            guess += float(self.part_of_loss(part, slice(few), alike_R1)) * part.count / few
         return batch, {"guess": guess}
 
-    def part_of_loss(self, batch: Batch, processes: Processes, rows_RD: Tensor) -> Tensor:
-        """This process's part of a batch's loss."""
-        shared = {"temperature": self.config.temperature, "queries": processes.slice(batch.count)}
-        return batch.weight * self.loss(rows_RD, batch, **shared)
+    def part_of_loss(self, batch: Batch, queries: slice, rows_RD: Tensor) -> Tensor:
+        """What some of the queries pay of a batch's loss."""
+        return batch.weight * self.loss(rows_RD, batch, temperature=self.config.temperature, queries=queries)
 
     def backward(self, module: nn.Module, batch: Any, processes: Processes) -> dict[str, Any]:
         config, parts = self.config, batch if isinstance(batch, list) else [batch]
@@ -399,7 +399,7 @@ class Contrastive(Stage):
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
         for part in parts:
-            loss = partial(self.part_of_loss, part, processes)
+            loss = partial(self.part_of_loss, part, processes.slice(part.count))
             total += cached_backward(module, part.sequences, loss, last=part is parts[-1], **options)
         tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
         pairs = sum(part.count for part in parts)
