@@ -73,9 +73,9 @@ for ending, layers in LAYERS.items():
     case, title = f"contrastive-equal{ending}", f"cached step, {layers}memory to spare"
     SUBJECTS[f"contrastive-kept{ending}"] = partial(compare, case, title, limited=False)
 SUBJECTS |= {"scaling": scaling, "diffusion": partial(compare, "diffusion", "diffusion step")}
-# Kinder to the peer, whose logits would otherwise be faulted in anew at every step.
-kinder = {"memory": False, "environment": NOTHING_RETURNED}
-SUBJECTS["diffusion-all-kept"] = partial(compare, "diffusion", "diffusion step, no memory returned", **kinder)
+# Where the C library gives no memory back, no step faults it in anew.
+kept = {"memory": False, "environment": NOTHING_RETURNED}
+SUBJECTS["diffusion-all-kept"] = partial(compare, "diffusion", "diffusion step, no memory returned", **kept)
 for kind, lengths in LENGTHS.items():
     titles = {f"encode-{kind}-{p}": f"encode, {lengths}, {p}" for p in encode.PRECISIONS}
     SUBJECTS[f"encode-{kind}"] = partial(several, titles, memory=False)
