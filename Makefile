@@ -16,7 +16,7 @@ help:
 	@echo "make rehearse   the presets that read the Hub, on made-up data and small models, on one and two processes"
 	@echo "make test       ruff, then pytest"
 	@echo "make test-faults  kill trainings at random moments"
-	@echo "make lint       ruff, and which room of the library may import which"
+	@echo "make lint       ruff, and which part of the library may import which"
 	@echo "make lab        JupyterLab on the notebooks; LAB=… is handed on, for instance LAB='--no-browser --port=8890'"
 	@echo "make bench      speed and memory against peers, in about an hour: results/benchmarks"
 

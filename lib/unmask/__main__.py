@@ -3,14 +3,14 @@ when there is something to do, so that help is there at once.
 
 Diffusion-pretrained dense and contextual text embeddings, reproduced notebook by notebook.
 
-run: Executes the selected notebooks that are due. With --seeds K the run is repeated with the seeds 1 to
-K - 1, each as a run of its own, before it is executed itself: its report holds what all of them found, and
-what lies in results/NAME-seedN from other machines, where --seed N makes one of them alone. SIGTERM and
+run: Executes the selected notebooks that are due. --seeds K first repeats the run with the seeds 1 to K - 1,
+each as a run of its own, NAME-seedN; the run's report then pools them all, and those from other machines
+that lie in results/NAME-seedN. --seed N makes one repetition alone. SIGTERM and
 SIGINT let a training write a checkpoint before the run ends, with status 75 after SIGTERM;
 UNMASK_GRACE_SECONDS is the time that this may take, 120 by default.
 
-prepare: Reads and tokenises what a preset's trainings read, on a machine without GPUs. What texts are
-mined for, and look-alikes, need a trained model: their notebooks prepare them. Killed at any moment, the
+prepare: Reads and tokenises what a preset's trainings read, on a machine without GPUs. Hard
+negatives and look-alikes need a trained model: their notebooks prepare them. Killed at any moment, the
 same command goes on.
 
 status: The state of every notebook of a run, and of its repetitions with other seeds.
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     seeds = shared.add_mutually_exclusive_group().add_argument
     # Each gives the seeds of the repetitions that are meant, and None for the run itself.
     every, one = (lambda k: [*range(1, _positive(k)), None]), (lambda n: [_positive(n)])
-    seeds("--seeds", type=every, default=[None], metavar="K", help="and K - 1 repetitions, which it pools")
+    seeds("--seeds", type=every, default=[None], metavar="K", help="the run and K - 1 repetitions, pooled")
     seeds("--seed", dest="seeds", type=one, metavar="N", help="only its repetition NAME-seedN")
 
     def command(name: str, about: str, *parents: argparse.ArgumentParser, of=commands):
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--from", dest="start", default="", metavar="NN", help="leave out the notebooks before this one")
     add("--to", dest="stop", default="", metavar="NN", help="leave out the notebooks after this one")
     add("--only", default="", metavar="NN,…", help="these notebooks only")
-    add("--force", action="store_true", help="also what is up to date; train anew what other code trained")
+    add("--force", action="store_true", help="run what is up to date, too; retrain what other code made")
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
     add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")
     add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
