@@ -19,12 +19,12 @@ encode: Embeds the texts of a file with a trained model, on all GPUs of this mac
 NumPy array with a row for each text, in their order. The same command goes on with what was interrupted.
 
 pull: Fetches the models and the data that a preset reads, on a host with internet. The files are laid out
-as on the Hub, DIR/<organisation>/<name>/..., and their checksums noted for `check`; of a text source only
-as much is fetched as data.max_text_mb needs. The same command goes on with what was interrupted.
+as on the Hub, DIR/<organisation>/<name>/..., and their checksums are kept for `check`. Of a text source only
+what data.max_text_mb needs is fetched. The same command resumes an interrupted download.
 UNMASK_MIRROR=DIR then serves hosts without internet.
 
-check: Says what of a preset's models and data UNMASK_MIRROR lacks, and whether the checksums of the rest
-are right. Exit status 1 if anything is missing or wrong.
+check: Lists a preset's models and data that UNMASK_MIRROR lacks, and verifies the checksums of the rest.
+Exit status 1 if anything is missing or wrong.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--jobs", type=_positive, default=1, metavar="J", help="up to J independent notebooks side by side")
     add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
 
-    command("prepare", "read and tokenise for trainings, where no GPU waits", named)
+    command("prepare", "read and tokenise training data, without a GPU", named)
     command("status", "what is done, and what is due", shared)
 
     add = command("encode", "embed a file of texts")

@@ -56,9 +56,9 @@ def die_with(parent: int) -> None:
 
 
 def collect_rarely() -> None:
-    """Has Python look for circles among its objects seldom, and not at its end. The 440,000 that come with
-    torch and transformers are there to stay; looking through them takes a quarter of the time of importing
-    them, and a second and a half at the end."""
+    """Makes cyclic garbage collection rare, and skips it at exit. The 440,000 objects of torch and
+    transformers stay anyway; going through them takes a quarter of their import time, and a second and a
+    half at exit."""
     gc.set_threshold(20_000)
     atexit.register(gc.freeze)
 

@@ -17,7 +17,7 @@ from unmask.run import Folders, Run, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import Marks, PipelineError, Stage, clock
 
-# Values of --set that may name something here, and what that would be; kernels run in notebooks/.
+# Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
 PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
 
 
@@ -82,7 +82,7 @@ def _open(
     """A run as the command line names it: preset, overrides, folders, stages and what these depend on.
 
     Args:
-        sure: it is about to begin, so its data must be there; a question does not wait for the Hub.
+        sure: the run is about to start, so its data must exist; otherwise the Hub is not asked.
     """
     overrides = _overrides(options.set) | (seeded(seed) if seed else {})
     if getattr(options, "gpus", None) is not None:
@@ -94,7 +94,7 @@ def _open(
     if sure or not hub.data_on_hub(preset):
         data = identity(preset.data)
     else:
-        print("note: the data are on the Hub, and taken to be as they were")
+        print("note: the data are on the Hub, and assumed to be unchanged")
         known = (done.get("depends_on", {}).get("data") for one in stages if (done := folders.done(one.name)))
         data = next(filter(None, known), "")
     return preset, overrides, folders, stages, pipeline.expected(stages, resolved(preset), folders, data)

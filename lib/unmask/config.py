@@ -89,7 +89,7 @@ class BackboneConfig(Section):
 
 
 class ComputeConfig(Section):
-    """How a training is computed, not what comes of it, rounding aside: it may change on the way."""
+    """How a training is computed. It may change midway: results stay the same, rounding aside."""
 
     token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `budget`
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
@@ -102,7 +102,7 @@ class ComputeConfig(Section):
         return self.token_budget or (2_048 if device == "cpu" else 16_384)
 
 
-# The same, and what a step on one GPU may keep: keys that change no training.
+# These keys, and `keep_tokens`: they do not change what a training learns.
 COMPUTED = {"keep_tokens", *(field.name for field in dataclasses.fields(ComputeConfig))}
 
 
@@ -280,7 +280,7 @@ class EvaluationConfig(Section):
     max_documents: Count  # per task
     precision: Literal["bf16", "fp32"] = "bf16"
     bootstrap: Count = 2000  # resamples of a confidence interval
-    denoising: float = 0.5  # nats at t = 1 minus nats at the fewest masks that notebook 01 asks for
+    denoising: float = 0.5  # notebook 01's gate: least rise in nats from the fewest masks to t = 1
     dev_queries: Whole = 0  # per task of the development split; 0: as many as of the test split
     dev_documents: Whole = 0  # likewise
     squad_paragraphs: Whole = 0  # of SQuAD, where a mirror holds it; 0: all
@@ -475,8 +475,8 @@ def resolved(config: Any) -> Any:
 
 
 def comparable(preset: Mapping[str, Any]) -> dict[str, Any]:
-    """What runs must share to be compared, of a resolved preset: "pair.lr" → value, all but the seeds of
-    trainings and how these are computed."""
+    """The values of a resolved preset ("pair.lr" → value) that runs must share to be comparable: all but
+    training seeds and compute settings."""
     sections = {name: row for name, row in preset.items() if isinstance(row, dict)}
     values = {(name, key): value for name, row in sections.items() for key, value in row.items()}
     own = {(name, key) for name in TRAINED for key in COMPUTED | {"seed"}}

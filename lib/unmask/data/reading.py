@@ -67,7 +67,7 @@ def root() -> Path | None:
 
 
 def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
-    """The files of a source in the order in which they are read; none of kind files if they are not there.
+    """The files of a source in the order in which they are read; of kind files, only those that exist.
 
     Args:
         source: of kind files, hub or mirror. Kind hub is read from UNMASK_MIRROR, if it is set.
@@ -218,7 +218,7 @@ def _commit(repo: str, revision: str) -> str:
 
 def _resolved(source: Source, config: str, base: str) -> list[str]:
     """The files of a configuration's split, by the README of the repository in `base` (a folder, or an hf://
-    URL), or else by their names. A folder may hold as many of them as are needed."""
+    URL), or else by their names. A mirror may hold only those that are needed."""
     where, configs = f"Source {source.name}: {source.repo}", _configurations(base)
     name = config or configs.get_default_config_name() or "default"
     if configs and name not in configs:

@@ -124,7 +124,7 @@ def _made_elsewhere(path: Path, config: DataConfig) -> Path:
 
     Raises: ValueError if there is none, or the preset asks for another one.
     """
-    # The name says which rows it holds, also to what is made of them.
+    # The name identifies the rows, also for data made from them.
     card = read_json(path / "card.json") if path.name.startswith("environment-") else {}
     made, asked = card.get("parameters", {}), environment.parameters(config)
     if differing := [key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])]:
@@ -144,8 +144,8 @@ def _registry(config: DataConfig) -> tuple[Path, list[Source]]:
 
 
 def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[str, Any]:
-    """The card of a corpus that refers to its sources' own folders, so that a changed source is read anew
-    alone. Of the installed packages it has only what the source's role is."""
+    """The card of a corpus that refers to its sources' own folders, so that only changed sources are read
+    again. Of the installed packages it has only rows of its source's role."""
     sizes, folders = ({kind: {} for kind in SCHEMAS} for _ in range(2))
     text, named, dropped = [], [], {}
     jobs = min(cpu_count(), len(sources) // 8 + 1)  # for few, a process takes longer to start than it saves

@@ -70,8 +70,8 @@ class Prepared:
 
     @classmethod
     def read(cls, folder: Path) -> "Prepared":
-        """Of files that are short or not there (after a power cut the journal may be there before them)
-        nothing counts."""
+        """Reads the journal. Nothing counts if a file is short or missing: after a power cut the journal may
+        be ahead."""
         found = cls(**read_json(folder / JOURNAL) | {"folder": folder})
         files = {folder / f"{name}.bin": size for name, size in found.sizes.items()}
         whole = all(file.is_file() and file.stat().st_size >= size for file, size in files.items())
@@ -82,7 +82,7 @@ class Prepared:
         return self.counters.get("tokens", 0) >= wanted
 
     def extended(self, result: Tokenised) -> "Prepared":
-        """With the result of one unit more."""
+        """Appends the result of a unit."""
         sizes = {}
         for name, array in result[0].items():
             with (self.folder / f"{name}.bin").open("ab") as file:

@@ -22,9 +22,9 @@ BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty t
 class Limit(NamedTuple):
     """How a text is read: whole or cut to so many tokens, with what is put around it."""
 
-    length: int | None = None  # tokens at most, those of what is put around it among them
-    # What is put before and after each text and tokenised with it, since tokens may reach across: an
-    # instruction, or a token of the end. What is too long loses the end of the text, never what stands after.
+    length: int | None = None  # tokens at most, those of `around` included
+    # What is put before and after each text and tokenised with it, since tokens may span both: an
+    # instruction, or an end token. Texts that are too long lose their own end, never what stands after.
     around: tuple[str, str] = ("", "")
 
 
@@ -90,7 +90,7 @@ def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     backend, end = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), end_token(tokenizer)
     special = [(end, backend.token_to_id(end))]
     backend.post_processor = processors.TemplateProcessing(f"$A {end}", f"$A $B {end}", special)
-    # The class of a tokenizer may know better than its file what to add; the general one does not.
+    # Some tokenizer classes override what their file says to add; the general one does not.
     return PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
 
 
@@ -176,8 +176,8 @@ def encode(
 ) -> Iterator[np.ndarray]:
     """Token ids of each text without special tokens, in bounded memory.
 
-    A text is tokenised to its end also where it is cut: where a token ends may depend on what follows.
-    The library's own tokenizer is several times faster than through the wrapper of transformers.
+    A text is tokenised to its end even if it is cut: where a token ends may depend on what follows.
+    `tokenizers` itself is several times faster than the wrapper of transformers around it.
     """
     before, after = limit.around
     tokenizer.no_truncation()  # both may be set in its file, and by whoever used it before

@@ -67,8 +67,8 @@ def squad(paragraphs: int = 0) -> Task | None:
     chunks embedded alone this is plain retrieval of paragraphs. XQuAD is a part of it.
 
     Args:
-        paragraphs: take whole articles while they fit into so many, one at least; 0: all, 2,067. Of their
-            questions 2,000 are asked at most, drawn by their hash; of all there are 10,570.
+        paragraphs: take whole articles up to this many paragraphs, one article at least; 0: all 2,067.
+            At most 2,000 of their questions (10,570 in all) are asked, chosen by hash.
     Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
     """
     return _articles("SQuAD", SQUAD, "plain_text", paragraphs)

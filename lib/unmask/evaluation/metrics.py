@@ -132,7 +132,7 @@ class Bm25:
     """A BM25 index (Lucene's variant, k1 = 1.5, b = 0.75): the lexical baseline.
 
     Texts are lower-cased and cut into words of any script, without stemming or stop words; Chinese, Japanese,
-    Thai, Lao, Khmer and Burmese signs count one by one.
+    Thai, Lao, Khmer and Burmese characters are words.
 
     Args:
         documents: texts.

@@ -29,7 +29,7 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
 
     - int8 codes: the dot product is exact, so equal codes always tie;
     - uint8: packed binary, most significant bit first, compared as ±1 (cosine = 1 − 2 · Hamming / D);
-    - floats: in float32, or float64 if both are.
+    - floats: in float32, or float64 if one is.
 
     The two sides may differ in precision. A zero vector has similarity 0 to everything.
 
@@ -38,7 +38,7 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
         documents: (M, D), or (M, D/8) if uint8; on the queries' device.
 
     Returns:
-        (N, M), float32 (float64 for two float64 inputs).
+        (N, M), float32 (float64 for any float64 input).
 
     Example:
         >>> codes = torch.tensor([[3, 4], [6, 8], [-4, 3]], dtype=torch.int8)

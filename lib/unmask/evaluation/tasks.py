@@ -73,7 +73,7 @@ class Task:
 
     @property
     def identity(self) -> str:
-        """Hash of what is asked, searched and right."""
+        """Hash of queries, documents and answers."""
         relevant = [sorted(chunks) for chunks in self.relevant]
         return fingerprint(self.family, self.queries, self.documents, relevant, self.chunk_ids)
 

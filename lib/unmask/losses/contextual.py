@@ -317,7 +317,7 @@ def insent_loss(
 def _to_chunks(
     q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None
 ) -> Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Checks what the chunk-level losses take, and returns what computes a tile's similarities with chunks.
+    """Checks the chunk-level losses' arguments; returns the function from a tile to its similarities.
 
     Given a slice of the N queries, and their embeddings, these are: with the gold chunk (T,), with the chunks
     of the own document, the gold one among them (T, C), and with all chunks (T, M, C); −inf for padding.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unmask.losses.shapes import check_settings, check_shapes
 
-# So many similarities exist at a time, so that their memory does not grow with the square of the batch: 2^23
+# At most this many similarities at a time: their memory must not grow with the square of the batch. 2^23
 # are 32 MiB in float32, enough for 2,048 pairs (with their query–query similarities) in one piece. With twice
 # as many in a tile, beyond a CPU's cache, 4,096 pairs took 1.3 times as long and 8,192 pairs 1.6 times.
 TILE_SCORES = 2**23
@@ -49,7 +49,7 @@ def pair_loss(
         margin: how much better than the positive a negative may be; 0 or more.
         query_query: whether the last sum is there; the paper's loss has it.
         negatives_NN: False where the document of pair j is known to be no negative of query i (CDE, section
-            4.1); query j then is none either, which is our choice, CDE has no query–query term. The diagonal
+            4.1); then query j is none either: our choice, as CDE has no query–query term. The diagonal
             does not matter. Default: whatever the margin leaves.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up to the
             whole loss, which is how several processes share it. Default: all.
@@ -150,8 +150,8 @@ def qwen3_loss(
     negatives_NN: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
-    """InfoNCE of each query against its document, its hard negatives, and the batch's queries and documents,
-    which its document is compared with as well.
+    """InfoNCE of each query against its document, its hard negatives, and the other queries and documents;
+    documents are compared with each other, too.
 
     With cosine similarity s, temperature τ and hard negatives h_ik of query i:
 

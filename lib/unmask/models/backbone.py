@@ -34,7 +34,7 @@ CARD = Path(__file__).with_name("smollm2.md").read_text(encoding="utf8").strip()
 disable_progress_bar()  # a bar for every load would bury what a notebook shows
 
 
-# That an embedder leaves out a language model's head is no news.
+# No warning if an embedder drops a language model's head.
 PreTrainedModel._keys_to_ignore_on_load_unexpected = [r"^lm_head\.weight$"]
 
 
@@ -143,8 +143,8 @@ def layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 
 
 def positions(model: torch.nn.Module) -> int:
-    """Tokens that a model has positions for; 0: as many as come. Families after RoBERTa begin to count behind
-    the number of their padding token."""
+    """The number of positions of a model; 0: no limit. Families after RoBERTa count positions from the id of
+    their padding token plus one."""
     known = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
@@ -252,7 +252,7 @@ def facts(path: str | Path) -> dict:
 
 
 def inherited(path: str | Path) -> dict:
-    """What a model keeps of the checkpoint that it was made from: all facts but what names that one."""
+    """The facts that a model inherits from the checkpoint it was made from: all but the fingerprint."""
     return {key: value for key, value in facts(path).items() if key != "fingerprint"}
 
 

@@ -83,7 +83,7 @@ class Embedder:
         max_length: tokens of one text at most; what is longer is cut. Default: the model's positions.
         window: tokens of a document that are read at once, see `encode_documents`. Default: the same.
         mixed_precision: bf16 autocast; faster, and about one INT8 code in ten differs, by one. The matrices
-            of `model` become bfloat16, in place, so it is no more to be saved. Default: on a GPU that has
+            of `model` become bfloat16, in place, so it can no longer be saved. Default: on a GPU that has
             it, not on a CPU.
         token_budget: tokens of one forward pass, padding included; bounds memory. Default: 1,024 on a CPU,
             where they stay in its cache, otherwise 32,768.
@@ -147,8 +147,8 @@ class Embedder:
         return interchange.save(self, path)
 
     def close(self) -> None:
-        """Gives back the memory of the model, which is of no use any more: on a GPU another one, or a
-        training, may need it."""
+        """Frees the model's memory, which another model or a training may need. The embedder cannot be
+        used afterwards."""
         for name in ("model", "encoder", "_replicas"):  # the second: of a ContextEmbedder
             vars(self).pop(name, None)
         gc.collect()
@@ -188,8 +188,7 @@ class Embedder:
         *,
         chunk_length: int | None = None,
     ) -> list[np.ndarray]:
-        """Embeds the chunks of documents in the light of their document: late chunking (pplx-embed, section
-        2.4).
+        """Embeds chunks in the context of their document: late chunking (pplx-embed, section 2.4).
 
         A document beyond `window` (what the model was trained on, for instance) is read in overlapping
         windows of whole chunks, of 10,000 tokens at most, and each chunk has the vector of the window where
@@ -308,10 +307,10 @@ class Embedder:
     def rows(
         self, reading: Reading, coded: Callable[[np.ndarray], np.ndarray] = np.asarray, **inputs: Tensor
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Embeds what is read: the numbers of what the rows belong to, in order, and the rows, coded.
+        """Embeds what is read; returns each row's text or chunk number, sorted, and the coded rows.
 
         Args:
-            coded: makes what is kept of pooled vectors, (R, D).
+            coded: turns pooled vectors (R, D) into what is kept.
             inputs: what else the model takes.
         Raises: ValueError where the model returns NaN or infinity.
         """
@@ -393,7 +392,7 @@ def _list(texts: Iterable[Any], right: str) -> list[Any]:
 
 
 def check(texts: Iterable[str], name: Name, *, empty: bool = False) -> None:
-    """Refuses what cannot be read, by the name of its number; empty texts, unless `empty` allows them."""
+    """Refuses what cannot be read, naming it with `name`; empty texts too, unless `empty` is true."""
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"{name(number)} is no string but of type {type(text).__name__}: {text!r}")

@@ -184,8 +184,8 @@ def only_chunks(sequence: TokenSequence, chunks: np.ndarray) -> TokenSequence:
 
 
 def after_context(sequence: TokenSequence, slots: int) -> TokenSequence:
-    """The sequence with room in front of it for so many vectors: tokens that are not read and belong to no
-    row, but count for its length. It then has no pooling but the mean."""
+    """The sequence with room for `slots` vectors in front: tokens that are not read and belong to no row, but
+    count towards its length. It can then only be mean-pooled."""
     own_L = np.zeros(len(sequence), np.int32) if sequence.chunk_L is None else sequence.chunk_L
     tokens_L = np.concatenate([np.zeros(slots, sequence.tokens_L.dtype), sequence.tokens_L])
     return TokenSequence(tokens_L, np.concatenate([np.full(slots, -1, np.int32), own_L]), sequence.rows)

@@ -190,7 +190,7 @@ def export_onnx(embedder: "Embedder", path: str | Path) -> Path:
 
     Binary embeddings are the signs of `sentence_embedding`. The extra `onnx` has to be installed.
 
-    On a GPU, of an embedder that was loaded with `mixed_precision=False`.
+    On a GPU, load the embedder with `mixed_precision=False` first.
 
     Source: pplx-embed, section 2.2.
     """

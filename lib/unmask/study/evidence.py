@@ -1,7 +1,7 @@
 """Claims and what they rest on: effects with intervals over queries and seeds, gates of trainings, verdicts.
 
-An effect is a number with the values that it takes when the queries are drawn anew, those that one document
-answers together. Every run asks the same queries, and one fixed stream draws them: resample b holds the same
+An effect is a number with its bootstrap resamples over queries, in which those that one document answers stay
+together. Every run asks the same queries, and one random stream draws them: resample b holds the same
 queries for every system and every seed. So effects of the same queries can be subtracted, divided and
 compared resample by resample, and averaged over seeds.
 
@@ -44,7 +44,7 @@ Scores = Mapping[str, np.ndarray]  # task → a metric per query
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """A number that was computed from queries, and the same of each resample of the queries.
+    """A number computed from queries, and its value in each bootstrap resample of them.
 
     Effects of the same queries can be combined: their difference and their share are computed in every
     resample. The lowest of several keeps the resamples of each, (F, B): see `lowest`.
@@ -68,14 +68,14 @@ class Effect:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 %: the 2.5 % and the 97.5 % quantile of the resamples."""
+        """95 %, from the resamples; for a minimum see `lowest`."""
         low, high = np.quantile(self.replicates_B, [0.025, 1 - 0.025 / len(self.centres)], axis=-1)
         return float(np.min(low)), float(np.min(high))
 
     def chance(self, bar: float) -> float:
-        """Two-sided p of an effect that is really at the bar: twice the smaller share of resamples on either
-        side of it. Of several seeds the share is computed, not drawn: in the tails it would depend on the
-        draw, and verdicts on it."""
+        """Two-sided p-value for an effect at the bar: twice the smaller share of resamples on either side
+        of it. For several seeds the share is computed, not sampled: sampled tails would vary, and
+        verdicts with them."""
         if self.pooled:
             queries_FB, sem_F1, free = self.pooled
             sides = [of((bar - queries_FB) / sem_F1, free).mean(axis=1) for of in (stats.t.cdf, stats.t.sf)]
@@ -98,10 +98,10 @@ class Effect:
 
 
 def bootstrap(values_N: Values, samples: int, cluster_N: Values | None = None, *, block: int = 1) -> Effect:
-    """The mean over queries, by resampling clusters of queries: of those drawn, the sum of all values by the
-    number of queries.
+    """The mean over queries, by resampling clusters of queries: the sum of the values drawn, divided by the
+    number of queries drawn.
 
-    Resamples of few clusters lie too close together, and know nothing of how uncertain that is. So they are
+    Resamples of few clusters spread too little, and their spread itself is uncertain. So they are
     stretched about the mean by √(C / (C − 1)) · t / z, with t and z the 97.5 % quantiles of Student's
     distribution with C − 1 degrees of freedom and of the normal one: by 1.87 for eight steps in pairs, 1.22
     for ten clusters, 1.006 for 300.
@@ -142,13 +142,13 @@ def compare(ours: Scores, other: Scores, tasks: Sequence[Task], config: Evaluati
 
 
 def lowest(effects: Sequence[Effect]) -> Effect:
-    """The least of several effects; F of them, with those that are such a least themselves taken apart.
+    """The minimum of several effects. F is their number, with effects that are minima themselves split up.
 
-    The least of each resample would lie below the least truth, the more effects are alike. So each keeps its
-    own resamples, and each its own interval: all truths lie above a bar if all intervals do (an intersection-
-    union test, which needs no correction), so the least of the lower ends is the lower end. One of them lies
-    below a bar if its interval does, at a level of 2.5 % / F (Bonferroni): the least of the upper ends is the
-    upper end.
+    The minimum within each resample would be biased low, most of all for effects that are alike. So each
+    keeps its own resamples and its own interval. All true values lie above a bar if all intervals do (an
+    intersection-union test, which needs no correction): the lower end is the minimum of the lower ends. One
+    lies below a bar if its interval does, at a level of 2.5 % / F (Bonferroni): the upper end is the minimum
+    of the upper ends.
     """
     return Effect(min(one.value for one in effects), np.vstack([one.replicates_B for one in effects]))
 
@@ -193,12 +193,12 @@ def in_unit(number: float, unit: str) -> str:
 
 
 def at_least(name: str, value: float, bar: float) -> Gate:
-    """A gate that a value passes from the bar on."""
+    """A gate that passes if value >= bar."""
     return {"name": name, "value": float(value), "bar": f">= {bar:.6g}", "passed": bool(value >= bar)}
 
 
 def at_most(name: str, value: float, bar: float) -> Gate:
-    """A gate that a value passes up to the bar."""
+    """A gate that passes if value <= bar."""
     return {"name": name, "value": float(value), "bar": f"<= {bar:.6g}", "passed": bool(value <= bar)}
 
 
@@ -214,7 +214,7 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | Non
 
     Args:
         name: of the training; curve: its logged steps, with "loss" and perhaps "dataset".
-        base_rate: nats of whoever knows only how many answers there are, or how frequent each is. Default:
+        base_rate: nats of a guess from the number of answers, or from their frequencies, alone. Default:
             what the steps log as "guess".
     """
     of_S = np.array([row.get("dataset", "") for row in curve])
@@ -247,13 +247,13 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | Non
 def denoises(
     trained: Mapping[str, float], untrained: Mapping[str, float], causal: float, slope: float, *, beats: bool
 ) -> list[Gate]:
-    """Whether a diffusion backbone uses the text that is left, and was taught to: nats per masked token must
-    rise with the share of masks, and with the fewest lie below those of the base made bidirectional.
+    """Whether a diffusion backbone uses the unmasked text, and learnt to: nats per masked token must rise
+    with the share of masks, and at the fewest masks lie below those of the base made bidirectional.
 
     Args:
         trained, untrained: share of masks → nats per masked token, from the fewest masks to 1.
-        causal: nats per token of the causal parent; slope: nats that the right end must lie above the left.
-        beats: whether the left end must come down to the parent's, as a pretrained parent allows.
+        causal: nats per token of the causal parent; slope: least rise in nats, fewest masks to all.
+        beats: whether nats at the fewest masks must not exceed the parent's; for pretrained parents.
     """
     few, most = min(trained, key=float), max(trained, key=float)
     least = trained[few]
@@ -460,11 +460,11 @@ def pooled(study: Run) -> list[Line]:
 
 
 def corrected(claims: Sequence[Line]) -> list[Line]:
-    """The claims, of whose headline ones so many are tested that one or another would hold by chance: Holm's
-    correction.
+    """The claims after Holm's correction: of so many headline claims tested, one or another would hold by
+    chance.
 
-    In the order of their p, the k-th of m must have p ≤ 0.05 / (m − k + 1); from the first on that has not,
-    they are "undecided". What is invalid is no test.
+    In ascending order of p, the k-th of m must have p ≤ 0.05 / (m − k + 1); from the first that fails on, all
+    are "undecided". Invalid claims do not count.
     """
     valid = [one for one in claims if one["p"] is not None and one["verdict"] != "invalid"]
     tested = sorted((one for one in valid if one["headline"]), key=lambda one: one["p"])

@@ -68,7 +68,7 @@ def execute(stage: str, parameters: dict[str, Any]) -> str:
             reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
         except Exception as error:
             # A RuntimeError: the kernel died.
-            why = ", most often for want of memory" if isinstance(error, RuntimeError) else ""
+            why = ", usually for lack of memory" if isinstance(error, RuntimeError) else ""
             reason = f"\n  {error}{why}"
     try:
         _clean(executed, folders)

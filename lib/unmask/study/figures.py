@@ -98,8 +98,8 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
     value the legend tells.
 
     Args:
-        alpha: weight of a step in the average; that of the one before is 1 − alpha times as much. Short runs
-            are averaged over a third of their steps at most, 6 / steps.
+        alpha: weight of a step in the average; that of the one before is 1 − alpha times as much. At least
+            6 / steps, so over a third of the steps at most.
         runs: name → logged rows with "step" and "loss".
         about: ylabel, title, and reference, for instance the loss of a uniform guess; see `_finished`.
     """

@@ -93,16 +93,16 @@ def discover(notebooks: Path) -> list[Stage]:
 def select(
     stages: Sequence[Stage], start: str = "", only: str = "", stop: str = "", *, again: int | None = None
 ) -> list[Stage]:
-    """The stages from `start` on and up to `stop`, or `only` some, given as numbers ("03") or names
-    ("03_contextual") with commas between; those alone that are repeated where a run is done `again` with
-    another seed.
+    """The stages from `start` to `stop`, or `only` some, given as numbers ("03") or names ("03_contextual")
+    with commas between; where a run is repeated with another seed, `again`, only those that each seed
+    runs.
 
     Raises: PipelineError if there is no notebook of that name, or none between the two.
     """
     first = _find(stages, start) if start else 0
     last = _find(stages, stop) if stop else len(stages) - 1
     if last < first or (only and (start or stop)):
-        raise PipelineError("no notebook is left: --to comes before --from, or stands beside --only")
+        raise PipelineError("no notebook is left: give --from before --to, or --only alone")
     wanted = {_find(stages, name) for name in only.split(",")} if only else range(first, last + 1)
     return [stages[i] for i in sorted(wanted) if stages[i].seeds == "each" or not again]
 
@@ -340,7 +340,7 @@ def _say(stage: Stage, due: Sequence[Stage], text: str) -> None:
 
 
 def _stop(running: list[_Child], signals: list[signal.Signals], grace: float, deadline: float) -> float:
-    """Hands on the first signal that came, and ends what has not ended at the deadline; returns that."""
+    """Passes on the first signal, and kills what still runs at the deadline; returns the deadline."""
     number = None
     if signals and deadline == math.inf:
         print(f"{signals[0].name}: trainings save themselves, in {grace:.0f} s at most", flush=True)
@@ -428,7 +428,7 @@ def recorded(folders: Folders) -> dict[str, Any]:
 
 def _record(one: _Child, mark: dict[str, Any], about: dict[str, Any], folders: Folders) -> None:
     """Writes what one stage did beside what holds for the whole run. Other stages' records stay, and keep
-    what of the preset was otherwise when they ran."""
+    the preset values that differed when they ran."""
     earlier, now = read_json(folders.results / "provenance.json"), comparable(about["preset"])
     before, stages = comparable(earlier.get("preset", {})), earlier.get("stages", {})
     for record in stages.values():

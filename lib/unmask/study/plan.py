@@ -85,8 +85,8 @@ def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory:
         stage, budget = worst.stage, getattr(preset, worst.stage).budget("cuda") // 2
         raise ValueError(
             f"preset {preset.name} does not fit: {stage} needs {worst.memory_gb:.0f} GB per GPU on {gpus} "
-            f"under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Less take, together "
-            f"or alone: --set {stage}.gradient_checkpointing=true; --set {stage}.token_budget={budget}; "
+            f"under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Any of these "
+            f"helps: --set {stage}.gradient_checkpointing=true; --set {stage}.token_budget={budget}; "
             f"--gpus {2 * gpus} --set parallel.strategy=fsdp2"
         )
     flops, hours = sum(one.flops for one in planned), sum(one.gpu_hours for one in planned)

@@ -85,7 +85,7 @@ class Chat:
             EndpointError: the endpoint refuses everything, or is gone.
         """
         key = fingerprint(self.config.model, self.config.temperature, self.config.max_tokens, messages)
-        # What was not by the schema is asked for again: the server may have been mended, or answer otherwise.
+        # What did not fit the schema is asked for again: the server may be fixed, or answer differently.
         with suppress(KeyError, ValidationError):
             return form.model_validate_json(self._known[key])
         self._known[key] = self._answer(key, messages, form)

@@ -9,7 +9,7 @@ With several processes each embeds its share of the micro-batches, all see all e
 the loss terms of its share of the queries.
 
 Two models of which one reads the other's rows are cached one after the other (two-stage gradient caching,
-CDE, section 4.2): the gradient of those rows, which the second model's pushes leave, is pushed through the
+CDE, section 4.2): the gradient that the second model's passes leave in those rows is pushed through the
 first.
 """
 

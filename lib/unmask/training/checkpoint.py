@@ -24,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Those of one training. Of another fingerprint's, in the same folder, none is taken or touched."""
+    """All of one training. Those of another fingerprint in the same folder are not read or removed."""
 
     folder: Path
     fingerprint: str
@@ -70,7 +70,7 @@ class Checkpoints:
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     """Puts weights and moments back in place and returns the number of steps done.
 
-    The processes may be another number than those that wrote the checkpoint.
+    The number of processes may differ from that at the time of writing.
     """
     step = int(path.name.split("-")[1])
     for parameter in model.parameters():  # the state that AdamW makes itself at its first step

@@ -64,7 +64,7 @@ class Processes:
         return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
 
     def ship(self, x: Tensor) -> Tensor:
-        """A tensor of the CPU on this process's device; nobody waits for its way there."""
+        """Copies a CPU tensor to this process's device without waiting for the copy."""
         return (x.pin_memory() if self.device.type == "cuda" else x).to(self.device, non_blocking=True)
 
     def wait(self) -> None:
@@ -116,7 +116,7 @@ class Processes:
         return module.no_sync() if hasattr(module, "no_sync") and not last else nullcontext()
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Adds this process's part of the gradient: the parts add up, while DDP and FSDP2 average them."""
+        """Adds this process's part of the gradient, scaled so that DDP's and FSDP2's average is a sum."""
         (output * self.count).backward(gradient)
 
 

@@ -60,9 +60,9 @@ def launch_all(run: Run, trainings: Mapping[str, tuple[str, Mapping[str, Any]]])
     """Trains one after the other, all in the same child processes.
 
     A training that already finished with the same configuration, data, code and starting point is not run
-    again; one that finished with others is put aside, in NAME-FINGERPRINT, until it is asked for; where the
-    code alone differs, this is asked first. SIGTERM and an interrupted cell are passed on to the training
-    under way, which saves itself. None may start from another one of the same call.
+    again; one that finished with others is put aside, in NAME-FINGERPRINT, until asked for; if only the code
+    differs, an error asks what to do. SIGTERM and an interrupted cell are passed on to the training under
+    way, which saves itself. None may start from another one of the same call.
 
     Args:
         trainings: name → stage and job, each as for `launch`.
@@ -131,8 +131,8 @@ def _changed(folder: Path, made: Mapping[str, Any]) -> list[str]:
 
 
 def _bring_back(folder: Path, made: Mapping[str, Any]) -> None:
-    """Puts a training that waits aside back in its place if it differs in nothing, or in nothing but code;
-    what is finished there waits instead. Where unfinished work lies, `_identity` refuses."""
+    """Moves a training that was put aside back into its folder if it matches, or differs in code alone; one
+    finished there is put aside instead. Over unfinished work, `_identity` refuses."""
     places = [folder, *folder.parent.glob(f"{folder.name}-{'[0-9a-f]' * 16}")]
     like = {place: keys for place in places if (keys := _changed(place, made)) in ([], ["code"])}
     nearest = min(like, key=lambda place: len(like[place]), default=folder)
@@ -279,7 +279,7 @@ def main(paths: Sequence[str]) -> None:
 
 
 def _die_with_torchrun() -> None:
-    """In a worker, which torchrun starts as a session of its own, and which took seconds to come so far."""
+    """Makes a worker die with torchrun, which started it as a session of its own and may be dead by now."""
     parent = psutil.Process().parent()
     if parent is None or "torch" not in " ".join(parent.cmdline()):
         os._exit(1)

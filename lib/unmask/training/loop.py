@@ -125,10 +125,10 @@ def train(
 ) -> nn.Module:
     """Trains `model` in place for the steps that the stage's config says, and returns it.
 
-    Every step draws its samples and random numbers from (seed, step) alone. Killed at any moment, the next
-    call with the same fingerprint continues from the last checkpoint and ends with the same weights as an
-    uninterrupted one; on a GPU, and on another number of processes, with the same samples in the same order,
-    and weights that differ by the rounding of sums.
+    Every step draws its samples and random numbers from (seed, step) alone. After a kill, the next call with
+    the same fingerprint continues from the last checkpoint and ends with the same weights as an uninterrupted
+    one. On a GPU, or with another number of processes, samples and their order are the same, and weights
+    differ by the rounding of sums.
 
     Args:
         folder: holds metrics.jsonl (one line per step) and checkpoints/.

@@ -1,4 +1,4 @@
-"""The stages of the neighbours: CDE's contextual encoder, Qwen3-Embedding, and a reranker.
+"""The stages of other recipes: CDE's contextual encoder, Qwen3-Embedding, and a reranker.
 
 Shape suffixes: N queries · K context documents, or hard negatives per query · R rows (texts) · D dimensions ·
 B prompts · L tokens.
@@ -30,9 +30,9 @@ from unmask.training.stages import Batch, Pair, Stage, accumulate, numbered, par
 class Cde(Pair):
     """Contrastive pair training in which queries and documents are read in the context of other documents.
 
-    The context are J documents of the batch, drawn without replacement, or all that there are: CDE shares it
-    within a batch, which its clusters make one corpus. Sequence dropout is drawn for the batch too, as the
-    context is. The loss is that of `Pair`.
+    The context is J documents of the batch, drawn without replacement, or all if there are fewer: CDE shares
+    it within a batch, since its clusters make each batch one corpus. Sequence dropout, too, is
+    drawn per batch. The loss is that of `Pair`.
 
     Both stages are gradient-cached: the first embeds the context, the second embeds the pairs around the
     context vectors, and their gradient, summed over the second's micro-batches and over the processes, is

@@ -63,7 +63,7 @@ class Stage:
     head = False  # whether the model keeps its output matrix, and so ends in its loss
     bidirectional = False  # whether a causal start is made to read both sides
     same_length = False  # whether all that it reads has one length
-    ends = False  # whether an end is put after each text: a last token to pool at that means the same for all
+    ends = False  # whether each text gets an end token, so that the last token to pool is always the same
     save = staticmethod(backbone.save)  # how its checkpoint is written
 
     def __init__(self, asked: Mapping[str, Any], **made: Any):
@@ -369,8 +369,8 @@ class ContextualBatch(Batch):
 
 class Contrastive(Stage):
     """What the contrastive stages share: single-dataset batches, and a model that is run as it is. A batch,
-    or each of several, has one loss: `loss(rows_RD, batch, temperature=…, queries=…)` is the part of it that
-    some queries pay, given the vectors of its texts.
+    or each of several, has one loss: `loss(rows_RD, batch, temperature=…, queries=…)` is the sum of some
+    queries' terms in it, given its texts' vectors.
     """
 
     def texts(self, name: str, rows: np.ndarray) -> Batch:
