@@ -16,20 +16,20 @@ STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipyn
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    environment = os.environ | {"UNMASK_ARTIFACTS": str(tmp_path_factory.mktemp("artifacts"))}
+    artifacts = tmp_path_factory.mktemp("artifacts")
+    environment = os.environ | {"UNMASK_ARTIFACTS": str(artifacts)}
     command = [sys.executable, "-m", "unmask", "run", "--preset", "smoke", "--jobs", "2"]  # as `make smoke`
 
     def run(*more: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [*command, *more], cwd=repository(), env=environment, capture_output=True, text=True, timeout=900
-        )
+        options = {"env": environment, "capture_output": True, "text": True, "timeout": 900}
+        return subprocess.run([*command, *more], cwd=repository(), **options)
 
-    return run, run()
+    return run, run(), artifacts
 
 
 @pytest.mark.slow
 def test_the_whole_pipeline_runs_and_reports(smoke):
-    _, first = smoke
+    _, first, _ = smoke
     assert first.returncode == 0, first.stdout + first.stderr
     results = repository() / "results" / "smoke"
     claims = json.loads((results / "claims.json").read_text())
@@ -46,10 +46,18 @@ def test_the_whole_pipeline_runs_and_reports(smoke):
 
 @pytest.mark.slow
 def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on_it(smoke):
-    run, first = smoke
+    run, first, _ = smoke
     assert first.returncode == 0
     assert "nothing to do" in run().stdout
     plan = run("--set", "contextual.steps=9", "--dry-run").stdout
     due = [stage for stage in STAGES if stage in plan]
     later = ["04_triplet", "05_merge", "06_quantization", "08_conteb", "09_retrieval", "11_qwen3_embedding"]
     assert due == ["03_contextual", *later, "12_report", "12a_page"], plan
+
+
+@pytest.mark.slow
+def test_a_ready_checkpoint_takes_the_place_of_notebook_00s(smoke):
+    run, _, artifacts = smoke
+    ready = f"backbone.checkpoint={artifacts}/smoke/00_backbone/ar/model"
+    done = run("--run", "smoke-ready", "--set", ready, "--only", "00,01,07")
+    assert done.returncode == 0, done.stderr
