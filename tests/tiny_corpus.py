@@ -11,7 +11,6 @@ from unmask.data.corpus import SCHEMAS, SPLITS, write_tables
 from unmask.data.registry import Source
 
 OF_PAIRS = dict.fromkeys(("dataset", "task"), "docs") | {"group": "english"}
-OF_DOCUMENTS = dict.fromkeys(("dataset", "task"), "counting")
 EVERYWHERE = {"language": "en", "package": "numbers"}
 PAIRS = [
     {"query": f"How is number {i} written?", "key": str(i), **OF_PAIRS, **EVERYWHERE}
@@ -21,7 +20,7 @@ PAIRS = [
 SUMS = [f"{i} and {i + 1} make {2 * i + 1}. " * 8 for i in range(60)]
 TEXTS = [{"text": text, "kind": "prose", **EVERYWHERE} for text in SUMS]
 DOCUMENTS = [
-    {"document_id": str(i), "key": str(i), **OF_DOCUMENTS, **EVERYWHERE}
+    {"document_id": str(i), "key": str(i), **dict.fromkeys(("dataset", "task"), "counting"), **EVERYWHERE}
     | {"chunks": [f"Number {i} comes first.", f"Then comes {i + 1}.", f"The last one is {i + 2}."]}
     | {"queries": [f"What comes after {i}?", f"Where does {i} end?"], "golds": [1, 2]}
     for i in range(30)

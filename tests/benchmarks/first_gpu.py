@@ -35,8 +35,6 @@ from unmask.store import artifacts_root, repository
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-STOP_AFTER = 150, 380  # seconds until SIGTERM, the first time and the second
 Row = dict[str, Any]
 
 
@@ -70,7 +68,7 @@ def kernels(small: bool) -> Iterator[Row]:
     q, k, v = (torch.randn(texts, heads, length, width, device=DEVICE).bfloat16() for _ in range(3))
     work = 3.5 * 4 * texts * heads * length**2 * width  # 3.5: two products forward, five backward
     exact = partial(F.scaled_dot_product_attention, enable_gqa=True)
-    for backend in BACKENDS:
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
 
         def attention(*values: Tensor, backend: SDPBackend = backend) -> Tensor:
             with sdpa_kernel(backend):
@@ -169,7 +167,7 @@ def sharded(small: bool) -> Iterator[Row]:
 def recipe(small: bool) -> Iterator[Row]:
     """A preset, stopped once and gone on with; the same command goes on with what ten minutes do not do."""
     preset, arguments = ("smoke", ["--to", "00"]) if small else ("smollm2", ["--jobs", "3"])
-    for stop_after in (2, None) if small else STOP_AFTER:
+    for stop_after in (2, None) if small else (150, 380):  # seconds until SIGTERM
         started = time.monotonic()
         status = unmask(f"gpu-{preset}", preset, *arguments, stop_after=stop_after)
         yield {"name": preset, "status": status, "seconds": time.monotonic() - started}

@@ -22,14 +22,13 @@ from unmask.data.tokenized import Prepared, prepare_text
 from unmask.data.tokens import StoredTokenizer, train_tokenizer
 
 FILES, TEXTS, VOCABULARY = 16, 250, 8_192  # files of so many texts
-LARGEST = 200_000  # bytes of a text that is taken
 
 
 def texts() -> Iterator[str]:
     """Source code of the standard library and of the installed packages."""
     for folder in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
         for file in sorted(Path(folder).rglob("*.py")):
-            if 500 < file.stat().st_size < LARGEST:
+            if 500 < file.stat().st_size < 200_000:  # bytes
                 yield file.read_text(encoding="utf8", errors="replace")
 
 

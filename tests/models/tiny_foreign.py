@@ -2,7 +2,7 @@
 Qwen3-Embedding ones."""
 
 import json
-import string
+from string import ascii_lowercase as LETTERS
 
 import torch
 from sentence_transformers import SentenceTransformer
@@ -15,7 +15,6 @@ import tiny
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 OWN = {"sentence_transformers.models.Transformer": "", "sentence_transformers.models.Pooling": "1_Pooling"}
-LETTERS = [*string.ascii_lowercase, *("##" + letter for letter in string.ascii_lowercase)]
 
 
 def edit(file, **changes):
@@ -30,7 +29,7 @@ def write_modules(folder, kinds):
 def bert(folder):
     """A BERT whose tokenizer puts [CLS] and [SEP] around a text."""
     torch.manual_seed(0)
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *("##" + one for one in LETTERS)]
     tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)}, model_max_length=64)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     shape = BertConfig(vocab_size=len(words), max_position_embeddings=64, **sizes)

@@ -19,8 +19,6 @@ from unmask.training import loop
 from unmask.training.checkpoint import Checkpoints
 from unmask.training.loop import STOP, Preempted, finish, lr_factor, parameter_groups, train
 
-SHARD = "shard-00001-model-00001-of-00001.safetensors"
-
 
 def fit(folder, name="pair", fingerprint="a", backward=None, report=lambda row: None, signals=(), **changes):
     stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
@@ -78,7 +76,7 @@ def test_another_training_is_not_continued_and_its_checkpoints_stay(tmp_path):
     with pytest.raises(Interrupted):
         fit(tmp_path, fingerprint="other", report=stop_at(5))
     (paid,) = (tmp_path / "checkpoints").iterdir()
-    assert [path.name for path in paid.iterdir()] == [SHARD]
+    assert [path.name for path in paid.iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
     shutil.copytree(paid, paid.with_name(".step-0000007-a.tmp"))
     seen = []
     fresh = fit(tmp_path, report=seen.append)

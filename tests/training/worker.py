@@ -19,7 +19,6 @@ import tiny_stages  # noqa: E402
 from unmask.training.distributed import ALONE, Processes  # noqa: E402
 from unmask.training.loop import train  # noqa: E402
 
-STEP = 3
 # Odd numbers, so that nothing divides evenly; budgets that give every process more than two micro-batches.
 CASES = {
     "ar": {"batch": 11, "token_budget": 16},
@@ -45,7 +44,7 @@ def compute(case, processes=ALONE):
     name = settings.pop("stage", case)
     stage, model = tiny_stages.stage(name, **settings), tiny_stages.model(name)
     module = processes.parallel(stage.module(model))
-    row = stage.backward(module, stage.batch(STEP), processes)
+    row = stage.backward(module, stage.batch(3), processes)
     gradients = {}
     for key, parameter in model.named_parameters():
         gradient = parameter.grad

@@ -66,10 +66,8 @@ class Corpus:
 
     def text_sources(self) -> list[Source]:
         """What pretraining reads: text, too much of it perhaps for a table."""
-        return [
-            Source(**values | {"files": tuple(str(self.path / file) for file in values["files"])})
-            for values in self.card["text_sources"]
-        ]
+        held = [(one, tuple(str(self.path / f) for f in one["files"])) for one in self.card["text_sources"]]
+        return [Source(**one | {"files": files}) for one, files in held]
 
     def datasets(self, kind: str, split: str) -> list[str]:
         """Names of the data sets that have rows of a kind in a split."""

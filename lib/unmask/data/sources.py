@@ -122,14 +122,16 @@ def _folder(source: Source, config: DataConfig) -> Path:
 def _made_elsewhere(path: Path, config: DataConfig) -> Path:
     """The environment's corpus of another machine, whose packages may be others.
 
-    Raises: ValueError if there is none, or the preset asks for another one.
+    Raises: ValueError if there is none, the preset asks for another one, or other code made it.
     """
     # The name identifies the rows, also for data made from them.
     card = read_json(path / "card.json") if path.name.startswith("environment-") else {}
     made, asked = card.get("parameters", {}), environment.parameters(config)
-    if differing := [key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])]:
-        there = f"differs from the preset in data.{differing[0]}" if made else "is no environment-… corpus"
-        raise ValueError(f"UNMASK_CORPUS={path} {there}: name another folder, or none")
+    strange = not made or any(one.keys() - asdict(_ENVIRONMENT) for one in card["text_sources"])
+    differing = [key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])]
+    if strange or differing:
+        why = "is no environment-… corpus of this version" if strange else f"differs in data.{differing[0]}"
+        raise ValueError(f"UNMASK_CORPUS={path} {why}: name another folder, or none")
     return path
 
 
