@@ -80,8 +80,7 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
     offline = {"UNMASK_MIRROR": "", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     question = two.start(*asked, "data.source=hub.yaml", **offline)
     output, errors = question.communicate(timeout=600)
-    assert question.returncode == 0 and errors == ""
-    assert "note: the data are on the Hub" in output
+    assert question.returncode == 0 and errors == "" and "note: the data are on the Hub" in output
     gone = two.unmask(*asked, "data.source=nowhere")
     assert gone.returncode == 2 and "nowhere" in gone.stderr
 
@@ -123,9 +122,8 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
     slurm = {f"SLURM_{key}": value for key, value in slurm.items()}
     environment = os.environ | slurm | {"PATH": path, "LOG": str(log), "UNMASK_ARTIFACTS": "/shared"}
     arguments = ["--preset", "paper-0.6b", "--set", "pair.lr=1e-3"]
-    result = subprocess.run(
-        ["bash", template, *arguments], env=environment, capture_output=True, text=True, timeout=60
-    )
+    command = ["bash", template, *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == status and result.stderr == ""
     assert (log.read_text() if log.exists() else "") == "requeue 7\n" * requeued
     head, *command = log.with_name("log.unmask").read_text().splitlines()

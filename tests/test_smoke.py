@@ -59,5 +59,4 @@ def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on
 def test_a_ready_checkpoint_takes_the_place_of_notebook_00s(smoke):
     run, _, artifacts = smoke
     ready = f"backbone.checkpoint={artifacts}/smoke/00_backbone/ar/model"
-    done = run("--run", "smoke-ready", "--set", ready, "--only", "00,01,07")
-    assert done.returncode == 0, done.stderr
+    assert run("--run", "smoke-ready", "--set", ready, "--only", "00,01,07").returncode == 0

@@ -100,8 +100,7 @@ class Run:
             path.mkdir(parents=True, exist_ok=True)
         elif not any(path.rglob("config.json")):
             command = f"unmask run --preset {self.config.name} --run {self.name} --to {stage[:2]}"
-            needs = f"{self.stage} needs the output of {stage}"
-            raise FileNotFoundError(f"{needs}; make it with `{command}` and the --set of this run")
+            raise FileNotFoundError(f"{self.stage} needs {stage}: make it with `{command}` and your --set")
         return path
 
     def base(self) -> str:

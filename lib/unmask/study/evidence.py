@@ -418,7 +418,8 @@ def _outdated(study: Run, run: Run) -> dict[str, str]:
         made = comparable(about["preset"]) | one.get("otherwise", {})
         read = {key for key in made.keys() & asked.keys() if key.partition(".")[0] in one.get("reads", ())}
         changed = sorted(key for key in read if made[key] != asked[key])
-        changed += ["corpus"] * (one.get("data", "") not in ("", stages.get("00_backbone", one).get("data")))
+        read_of = {row.get("data") for row in (one, stages.get("00_backbone", one))} - {"", None}
+        changed += ["corpus"] * (len(read_of) > 1)
         if changed:
             reasons[name] = f"differs in {', '.join(changed[:5])}"
         elif one["exit_status"]:
@@ -442,16 +443,16 @@ def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
 
 
 def pooled(study: Run) -> list[Line]:
-    """The claims of this run's notebooks, in their order, each over all seeds at hand (see `metrics`).
+    """The claims of all notebooks, in their order, each over the seeds at hand that have it (see `metrics`).
 
     An effect is averaged over the seeds that tested it and judged anew (see `pool`).
 
     Raises: FileNotFoundError if the resamples of a notebook are missing.
     """
     every, by_seed, claims = runs(study), metrics(study), []
-    for stage, own in by_seed[study.config.pair.seed].items():
-        rows = {seed: saved[stage]["claims"] for seed, saved in by_seed.items() if stage in saved}
-        for one in own.get("claims", ()):
+    for stage in sorted({stage for saved in by_seed.values() for stage in saved}):
+        rows = {seed: saved[stage].get("claims", ()) for seed, saved in by_seed.items() if stage in saved}
+        for one in next(iter(rows.values())):
             same = {seed: line for seed, row in rows.items() for line in row if line["claim"] == one["claim"]}
             tested = {seed: line for seed, line in same.items() if line["value"] is not None}
             at = {seed: replace(every[seed], stage=stage) for seed in tested}
@@ -473,7 +474,7 @@ def corrected(claims: Sequence[Line]) -> list[Line]:
         held = held and one["p"] * (len(tested) - number) <= 0.05
         if not held and one["verdict"] != "undecided":
             why = f"p = {one['p']:.3f}, too large for Holm's correction over {len(tested)} headline claims"
-            lost[one["claim"]] = {"verdict": "undecided", "ours": f"{one['ours']}; {why}"}
+            lost[one["claim"]] = {"verdict": "undecided", "lost_to": "Holm", "ours": f"{one['ours']}; {why}"}
     return [one | lost.get(one["claim"], {}) for one in claims]
 
 

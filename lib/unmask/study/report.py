@@ -148,7 +148,7 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".", s
     for claim in claims:
         row = {"claim": claim["claim"], "paper": f"{claim['paper']} ({claim['source']})"}
         row["ours"] = (short and claim["effect"]) or claim["ours"]
-        why, mark = failed(claim["gates"]), MARKS.get(claim["verdict"], "")
+        why, mark = failed(claim["gates"]) or claim.get("lost_to", ""), MARKS.get(claim["verdict"], "")
         row["verdict"] = f"**{mark}{claim['verdict']}**" + (f" ({why})" if why else "")
         row |= {"seeds": len(claim["seeds"]) or "–", "notebook": link(notebooks, claim["notebook"])}
         rows.append(row)
