@@ -36,8 +36,7 @@ def test_every_format_gives_what_encode_gives(embedder, model, name, tmp_path):
         write_as(path, [{"id": number, "body": text} for number, text in enumerate(TEXTS)])
     command = ["encode", str(model), str(path), str(tmp_path / "out.npy"), "--column", "body"]
     assert main([*command, "--precision", "ubinary", "--dimensions", "16"]) == 0
-    found = np.load(tmp_path / "out.npy")
-    np.testing.assert_array_equal(found, embedder.encode(TEXTS, "ubinary", 16))
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npy"), embedder.encode(TEXTS, "ubinary", 16))
     assert {path.name for path in tmp_path.iterdir()} == {name, "out.npy"}
 
 

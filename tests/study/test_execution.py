@@ -84,10 +84,11 @@ def test_a_run_from_start_to_nothing_to_do(checkout):
     assert row[2:].lstrip().startswith("preset section pair changed\n") and "00_backbone" not in due + row
 
 
-def test_a_failed_cell_stops_the_run_and_is_reported(checkout):
+def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
     checkout.notebook("00_good", ["1"])
     checkout.notebook("01_bad", ["print('so far')", "# setting out\n1 / 0"], needs=["00_good"])
     checkout.notebook("02_never", ["1"], needs=["01_bad"])
+    checkout.notebook("03_apart", ["1"], needs=["00_good"])
     result = checkout.unmask("run", "--preset", "smoke")
     assert result.returncode == 1
     assert result.stderr == (
@@ -95,13 +96,14 @@ def test_a_failed_cell_stops_the_run_and_is_reported(checkout):
         "  ZeroDivisionError: division by zero\n"
         f"  log: {checkout.folders.logs}/01_bad.log\n"
         f"  as far as it got: {checkout.folders.executed}/01_bad.ipynb\n"
+        "unmask: not done: 01_bad, 02_never\n"
     )
     log = (checkout.folders.logs / "01_bad.log").read_text()
     assert "so far\n" in log and "ZeroDivisionError: division by zero" in log
     assert "so far" in json.dumps(checkout.executed("01_bad"))
     states = checkout.unmask("status", "--preset", "smoke").stdout
     found = [(line.split()[0], line.split()[-1]) for line in states.splitlines()[2:]]
-    assert found == [("00_good", "done"), ("01_bad", "yet"), ("02_never", "yet")]
+    assert found == [("00_good", "done"), ("01_bad", "yet"), ("02_never", "yet"), ("03_apart", "done")]
     checkout.notebook("01_bad", ["import os; os._exit(9)"], needs=["00_good"])
     died = checkout.unmask("run", "--preset", "smoke")
     assert died.returncode == 1 and "[1/2] 01_bad · failed" in died.stdout

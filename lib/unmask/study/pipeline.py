@@ -251,7 +251,8 @@ def run_stages(
         about: from `describe`; holds the notebooks' parameters (preset, overrides, run), and so the folders.
         environment: variables for the notebooks, beside this process's own.
     Raises:
-        RuntimeError: a notebook failed; those that ran beside it were finished, no other one was started.
+        RuntimeError: notebooks failed, for the reasons that were printed when they did; those that need
+            nothing of them were done.
         KeyboardInterrupt: SIGINT or SIGTERM came, or a training got SIGTERM; the kernels and what they
             started have ended. Its argument is the signal.
     """
@@ -264,11 +265,11 @@ def run_stages(
     parameters = {"preset": about["preset"]["name"]} | {key: about[key] for key in ("overrides", "run")}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
-    ready, running, failures, signals, grace, deadline = [], [], [], [], grace_seconds(), math.inf
+    ready, running, left, signals, grace, deadline = [], [], [*stages], [], grace_seconds(), math.inf
     with on_signal(signals.append):
         while sorter.is_active():
             ready = sorted([*ready, *sorter.get_ready()])
-            while ready and len(running) < jobs and not (failures or signals):
+            while ready and len(running) < jobs and not signals:
                 stage = stages[ready.pop(0)]
                 alone = not (ready or running)
                 running.append(_start(stage, folders, parameters, environment if alone else share))
@@ -279,19 +280,18 @@ def run_stages(
             deadline = _stop(running, signals, grace, deadline)
             for one in [one for one in running if one.ended()]:
                 running.remove(one)
-                word = _end(one, signals, failures)
+                word = _end(one, signals)
                 _say(one.stage, due, f"{word} after {clock(one.seconds)}")
                 if word == "done":
                     _finish(one, marks[one.stage.name], folders)
                     sorter.done(one.stage.name)
+                    left.remove(one.stage.name)
                 if word != "stopped":
                     _record(one, marks[one.stage.name], about, folders)
     if signals:  # if they came at the very end, another seed may be next
-        for failure in failures:
-            print(failure, file=sys.stderr)
         raise KeyboardInterrupt(signals[0])
-    if failures:
-        raise RuntimeError("\n".join(failures))
+    if left:
+        raise RuntimeError(f"not done: {', '.join(left)}")
 
 
 @dataclass
@@ -325,13 +325,14 @@ def _start(stage: Stage, folders: Folders, parameters: dict[str, Any], environme
     return _Child(stage, process, time.time())
 
 
-def _end(one: _Child, signals: list[signal.Signals], failures: list[str]) -> str:
+def _end(one: _Child, signals: list[signal.Signals]) -> str:
     """How a notebook ended: done, failed, or stopped because the run, or its training alone, was told to."""
     status, said = one.process.returncode, one.process.stderr.read().strip()
     if status == PREEMPTED and not signals:
         signals.append(signal.SIGTERM)
     if status and not signals:
-        failures.append(said or f"notebook {one.stage.name} was killed, exit status {status}")
+        why = said or f"notebook {one.stage.name} was killed, exit status {status}"
+        print(f"unmask: {why}", file=sys.stderr, flush=True)
     return "done" if status == 0 else "stopped" if signals else "failed"
 
 
