@@ -11,6 +11,8 @@ set -eu
 cd "$(dirname "$0")/.."
 [ -x .venv/bin/python ] && PYTHON="${PYTHON:-.venv/bin/python}"
 PYTHON="${PYTHON:-python3}"
+unset PYTHONDONTWRITEBYTECODE  # an image may hold no compiled files: the first process makes them for the others
+export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-/tmp/pycache}"
 export PYTORCH_ALLOC_CONF=expandable_segments:True  # as trainings have it
 export PYTHONPATH="lib:tests:tests/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 [ "${1:-}" = tests ] && exec "$PYTHON" -m pytest -q -m gpu tests/models tests/evaluation tests/training
