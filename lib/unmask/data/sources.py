@@ -127,7 +127,7 @@ def _made_elsewhere(path: Path, config: DataConfig) -> Path:
     # The name identifies the rows, also for data made from them.
     card = read_json(path / "card.json") if path.name.startswith("environment-") else {}
     made, asked = card.get("parameters", {}), environment.parameters(config)
-    strange = not made or any(one.keys() - asdict(_ENVIRONMENT) for one in card["text_sources"])
+    strange = not made or any(one.keys() - asdict(_ENVIRONMENT) for one in card.get("text_sources", ()))
     differing = [key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])]
     if strange or differing:
         why = "is no environment-… corpus of this version" if strange else f"differs in data.{differing[0]}"
