@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 DECLARED = [*PROJECT["dependencies"], *chain.from_iterable(EXTRAS.values())]
-PINS = (line.split("==") for line in (ROOT / "requirements.lock").read_text().split("\n") if "==" in line)
+LINES = (ROOT / "requirements.lock").read_text(encoding="utf8").splitlines()
+PINS = (line.split("==") for line in LINES if not line.startswith("#"))
 LOCKED = {canonicalize_name(name): version for name, version in PINS}
 
 

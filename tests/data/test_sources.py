@@ -138,7 +138,7 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path))
     monkeypatch.setattr(sources, "FileLock", None)  # its place may allow no lock
     assert (identity(make_config()), open_corpus(make_config())) == (environment.path.name, environment)
-    with pytest.raises(ValueError, match=r"differs in data\.test_packages"):
+    with pytest.raises(ValueError, match=r"differs from the preset in data\.test_packages"):
         open_corpus(make_config(test_packages=("delta",)))
     card = environment.path / "card.json"
     card.write_text(card.read_text().replace('"bad_rows"', '"worse_rows"'))

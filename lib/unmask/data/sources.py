@@ -127,11 +127,11 @@ def _made_elsewhere(path: Path, config: DataConfig) -> Path:
     # The name identifies the rows, also for data made from them.
     card = read_json(path / "card.json") if path.name.startswith("environment-") else {}
     made, asked = card.get("parameters", {}), environment.parameters(config)
-    strange = not made or any(one.keys() - asdict(_ENVIRONMENT) for one in card.get("text_sources", ()))
-    differing = [key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])]
-    if strange or differing:
-        why = "is no environment-… corpus of this version" if strange else f"differs in data.{differing[0]}"
-        raise ValueError(f"UNMASK_CORPUS={path} {why}: name another folder, or none")
+    named = f"UNMASK_CORPUS={path}"
+    if not made or any(one.keys() - asdict(_ENVIRONMENT) for one in card.get("text_sources", ())):
+        raise ValueError(f"{named} is no environment-… corpus of this version: name another folder, or none")
+    if other := next((key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])), ""):
+        raise ValueError(f"{named} differs from the preset in data.{other}: name another folder, or none")
     return path
 
 

@@ -265,7 +265,7 @@ def run_stages(
     parameters = {"preset": about["preset"]["name"]} | {key: about[key] for key in ("overrides", "run")}
     sorter = TopologicalSorter({name: stages.keys() & stage.inputs for name, stage in stages.items()})
     sorter.prepare()
-    ready, running, left, signals, grace, deadline = [], [], [*stages], [], grace_seconds(), math.inf
+    ready, running, signals, grace, deadline = [], [], [], grace_seconds(), math.inf
     with on_signal(signals.append):
         while sorter.is_active():
             ready = sorted([*ready, *sorter.get_ready()])
@@ -285,13 +285,13 @@ def run_stages(
                 if word == "done":
                     _finish(one, marks[one.stage.name], folders)
                     sorter.done(one.stage.name)
-                    left.remove(one.stage.name)
+                    del stages[one.stage.name]
                 if word != "stopped":
                     _record(one, marks[one.stage.name], about, folders)
     if signals:  # if they came at the very end, another seed may be next
         raise KeyboardInterrupt(signals[0])
-    if left:
-        raise RuntimeError(f"not done: {', '.join(left)}")
+    if stages:
+        raise RuntimeError(f"not done: {', '.join(stages)}")
 
 
 @dataclass
