@@ -91,6 +91,8 @@ REFUSED = {
     "--set pair.lr=[1": "--set pair.lr=[1: the value is no YAML",
     "--set backbone.checkpoint=/none": "backbone.checkpoint: /none is no directory here",
     "--only 2_pair": "no notebook '2_pair'; did you mean '02_pair'?",
+    "--only ": "no notebook ''; ",
+    "--seed 1 --only 12": "repetitions leave these notebooks out: give the command without --seed",
     "--run ../elsewhere": "--run ../elsewhere: a run's name is its folders'",
     "--gpus 0": "parallel.num_processes must be greater than or equal to 1, got 0",
     "--gpus 99": "99 GPUs are needed on this machine, and it has ",
@@ -99,7 +101,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.items())
 def test_a_request_that_cannot_work_is_one_message(capsys, tmp_path, options, message):
-    assert main(["run", "--preset", "smoke", *options.split()]) == 2
+    assert main(["run", "--preset", "smoke", *options.split(" ")]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("unmask: ") and message in errors and errors.count("\n") == 1
     assert not any(tmp_path.iterdir())
@@ -133,6 +135,12 @@ def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emp
     assert parallel.num_machines == 2
     assert parallel.launcher.startswith("srun ") and "--nnodes=2 --nproc-per-node=8" in parallel.launcher
     assert parallel.launcher.endswith("--rdzv-backend=c10d --rdzv-endpoint=node-a:29500")
+
+
+def test_it_ends_quietly_when_its_reader_has_left(two: Checkout) -> None:
+    process = two.start("status", "--preset", "smoke")
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait() == 141
 
 
 def test_sigterm_is_answered_with_75_before_any_notebook_runs(monkeypatch) -> None:

@@ -34,6 +34,8 @@ def test_a_seed_is_that_of_every_training_and_not_of_the_corpus():
         ({"pair.steps": "many"}, "pair.steps must be a valid integer, got 'many'"),
         ({"pair.steps": 0}, "pair.steps must be greater than or equal to 1, got 0"),
         ({"cde.batch": 1}, "cde.batch must be greater than or equal to 2, got 1"),
+        ({"cde.batch_sizes": [1, 8]}, "cde.batch_sizes.0 must be greater than or equal to 2, got 1"),
+        ({"ablation.batch": 1}, "ablation.batch.* must be "),
         ({"pair.lr": float("nan")}, "pair.lr must be a finite number"),
         ({"pair.pooling": "max"}, "pair.pooling must be 'mean' or 'last', got 'max'"),
         ({"pair.warmup": 10_000}, r"pair: warmup \+ decay exceed steps"),
@@ -52,6 +54,18 @@ def test_a_seed_is_that_of_every_training_and_not_of_the_corpus():
 def test_a_wrong_key_or_value_is_refused_with_the_remedy(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_preset("smoke", overrides)
+
+
+def test_a_schedule_without_a_plateau_needs_no_room_for_a_decay():
+    assert load_preset("smoke", {"pair.schedule": "cosine", "pair.decay": 10_000}).pair.decay == 10_000
+
+
+@pytest.mark.parametrize("text", ["- pair", "pair", "[]"])
+def test_a_preset_that_holds_no_sections_is_refused(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("unmask.config.PRESETS", tmp_path)
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="mine"):
+        load_preset("mine")
 
 
 def test_the_study_of_batches_crosses_sizes_and_filters_and_encoders():

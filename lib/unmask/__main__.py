@@ -28,6 +28,7 @@ Exit status 1 if anything is missing or wrong.
 """
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -48,8 +49,8 @@ MANUAL = dict(part.split(": ", 1) for part in __doc__.split("\n\n")[2:])
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Returns: exit status: 0 done, 1 a notebook failed, 2 the request is wrong, 75 pre-empted by SIGTERM, 130
-        stopped by SIGINT.
+    Returns: exit status: 0 done, 1 a notebook failed, a file could not be read or written, or a mirror lacks
+        something, 2 the request is wrong, 75 pre-empted by SIGTERM, 130 stopped by SIGINT.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
@@ -62,10 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with on_signal(stop, signal.SIGTERM):
             from unmask import cli  # noqa: PLC0415 (seconds, with datasets; help need not wait for it)
 
-            return getattr(cli, options.command)(options) or 0
+            status = getattr(cli, options.command)(options) or 0
+            sys.stdout.flush()  # here, where an error can be answered
+            return status
     except Timeout:
         print("unmask: another process executes this run: wait, or use --run", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who read this has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     # A wrong request; a preset that is no YAML; a failed notebook; a full disk.
     except (ValueError, yaml.YAMLError, RuntimeError, OSError) as error:
         print(f"unmask: {error}", file=sys.stderr)
@@ -105,9 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         return added.add_argument
 
     add = command("run", "execute the notebooks that are due", shared)
-    add("--from", dest="start", default="", metavar="NN", help="leave out the notebooks before this one")
-    add("--to", dest="stop", default="", metavar="NN", help="leave out the notebooks after this one")
-    add("--only", default="", metavar="NN,…", help="these notebooks only")
+    add("--from", dest="start", metavar="NN", help="leave out the notebooks before this one")
+    add("--to", dest="stop", metavar="NN", help="leave out the notebooks after this one")
+    add("--only", metavar="NN,…", help="these notebooks only")
     add("--force", action="store_true", help="run what is up to date, too; retrain what other code made")
     add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
     add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")

@@ -26,6 +26,8 @@ def run(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         preset, overrides, folders, stages, marks = _open(options, seed, sure=not options.dry_run)
         selected = pipeline.select(stages, options.start, options.only, options.stop, again=seed)
+        if not selected and None not in options.seeds:
+            raise PipelineError("repetitions leave these notebooks out: give the command without --seed")
         due = pipeline.plan(stages, selected, marks, folders, force=options.force)
         _print_due(due, preset, folders)
         if due and options.dry_run:

@@ -94,7 +94,7 @@ class ComputeConfig(Section):
     token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `budget`
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
     compile: bool = False  # torch.compile of every layer; pays in long trainings of one shape
-    checkpoint_seconds: Whole = 120  # between two: what a kill costs; longer where one takes over 4 s
+    checkpoint_seconds: Whole = 120  # between two: all that a kill costs; more where one takes over 4 s
     keep_checkpoints: Count = 1  # the newest so many
 
     def budget(self, device: str) -> int:
@@ -102,7 +102,7 @@ class ComputeConfig(Section):
         return self.token_budget or (2_048 if device == "cpu" else 16_384)
 
 
-# These keys, and `keep_tokens`: they do not change what a training learns.
+# `ComputeConfig`'s keys and `keep_tokens` do not change what a training learns.
 COMPUTED = {"keep_tokens", *(field.name for field in dataclasses.fields(ComputeConfig))}
 
 
@@ -319,7 +319,7 @@ class ContebConfig(Section):
     chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
     chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
     corpus_documents: Sizes  # among which a query looks for its document
-    late_documents: Count = 100  # whose token vectors, fifteen times as large, are compared, at most
+    late_documents: Count = 100  # at most, compared by late interaction: vectors fifteen times as large
     # InSeNT's weight of the in-sequence term, one training each.
     lambdas: Annotated[tuple[Share, ...], Field(min_length=1)] = (0.0, 0.3, 1.0)
     lam: Share = 0.3  # for one training of full length; between the ends, which ConTEB finds worst
@@ -335,7 +335,7 @@ class CdeConfig(PairConfig):
     context: Whole  # context documents, shared by a batch; a training may set it to 0: a plain encoder
     sequence_dropout: Share = 0.005  # of context documents, for the null vector
     max_pairs: Whole = 0  # training pairs that are read, and so embedded and clustered; 0: all
-    batch_sizes: Sizes  # of the study of batches
+    batch_sizes: Annotated[tuple[Several, ...], Field(min_length=1), Ascending]  # of the study of batches
     cluster_sizes: Sizes  # of the study of batches, beside random ones
     # context documents at inference, `context` at most
     context_sizes: Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
@@ -388,7 +388,7 @@ class AblationConfig(Section):
     steps: Count
     groups: tuple[Group, ...] = ("english",)  # of the pairs to train on
     ema: Share = 0.02  # smoothing of the loss curve; the paper's, figure 2
-    batch: Whole = 0  # pairs of a step; 0: the pair stage's
+    batch: Literal[0] | Several = 0  # pairs of a step; 0: the pair stage's
     controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
     parts: bool = False  # also leave out each part of the pair loss and its curriculum
     benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones
@@ -439,12 +439,15 @@ def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
     for key, value in (overrides or {}).items():
         section, _, field = key.partition(".")
         if section not in SECTIONS or not field:
-            raise ConfigError(f"unknown key {key!r}: write section.key{nearest(section, SECTIONS)}")
+            known = "" if section in SECTIONS else nearest(section, SECTIONS)
+            raise ConfigError(f"unknown key {key!r}: write section.key{known}")
         values[section] = (values.get(section) or {}) | {field: value}
     preset = preset_from(values | {"name": name})
-    for stage, config in ((stage, getattr(preset, stage)) for stage in TRAINED):
-        if config.warmup + config.decay > config.steps:  # a study's shorter trainings may
-            how = f"{config.warmup} + {config.decay} > {config.steps}"
+    for stage in TRAINED:
+        config = getattr(preset, stage)
+        decay = config.decay if config.schedule == "wsd" else 0
+        if config.warmup + decay > config.steps:  # a study's shorter trainings may
+            how = f"{config.warmup} + {decay} > {config.steps}"
             raise ConfigError(f"preset {name}: {stage}: warmup + decay exceed steps ({how})")
         lengths = [getattr(config, key, 0) for key in ("length", "query_length", "document_length")]
         length = sum(lengths) if stage == "reranker" else max(lengths)
@@ -489,9 +492,11 @@ def _read(name: str) -> dict[str, Any]:
         raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
     with path.open(encoding="utf8") as file:  # YAML's own errors name it
         values = yaml.load(file, Strict) or {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: write sections of keys and values, as in cpu.yaml")
     merged = _read(values.pop("extends")) if "extends" in values else {}
     for key, value in values.items():
-        merged[key] = merged.get(key, {}) | value if isinstance(value, dict) else value
+        merged[key] = (merged.get(key) or {}) | value if isinstance(value, dict) else value
     return merged
 
 

@@ -20,7 +20,10 @@ PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: 
 
 def grace_seconds() -> float:
     """Seconds that a training which is told to stop gets to finish its step and to write a checkpoint."""
-    return float(os.environ.get("UNMASK_GRACE_SECONDS") or 120)
+    said = os.environ.get("UNMASK_GRACE_SECONDS") or "120"
+    if not said.replace(".", "", 1).isdecimal():
+        raise ValueError(f"UNMASK_GRACE_SECONDS={said}: give a number of seconds")
+    return float(said)
 
 
 def seed_run(run: str, seed: int) -> str:

@@ -46,6 +46,7 @@ ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "children.py"
 ASIDE += ("__main__.py",)
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12a_page"  # the notebook that is published as the report
+Name = str | None  # of a notebook, or its number
 Marks = dict[str, dict[str, Any]]  # stage → what its done.json says, or would say, see `seal`
 
 
@@ -91,7 +92,7 @@ def discover(notebooks: Path) -> list[Stage]:
 
 
 def select(
-    stages: Sequence[Stage], start: str = "", only: str = "", stop: str = "", *, again: int | None = None
+    stages: list[Stage], start: Name = None, only: Name = None, stop: Name = None, *, again: int | None = None
 ) -> list[Stage]:
     """The stages from `start` to `stop`, or `only` some, given as numbers ("03") or names ("03_contextual")
     with commas between; where a run is repeated with another seed, `again`, only those that each seed
@@ -99,11 +100,11 @@ def select(
 
     Raises: PipelineError if there is no notebook of that name, or none between the two.
     """
-    first = _find(stages, start) if start else 0
-    last = _find(stages, stop) if stop else len(stages) - 1
-    if last < first or (only and (start or stop)):
+    first = 0 if start is None else _find(stages, start)
+    last = len(stages) - 1 if stop is None else _find(stages, stop)
+    if last < first or (only is not None and (start or stop)):
         raise PipelineError("no notebook is left: give --from before --to, or --only alone")
-    wanted = {_find(stages, name) for name in only.split(",")} if only else range(first, last + 1)
+    wanted = range(first, last + 1) if only is None else {_find(stages, name) for name in only.split(",")}
     return [stages[i] for i in sorted(wanted) if stages[i].seeds == "each" or not again]
 
 
