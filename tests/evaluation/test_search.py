@@ -122,6 +122,8 @@ def test_two_steps_rescore_the_candidates():
         two_step(q_ND, d_MD, q_NB, d_MB[1:], 2, candidates=3)
     with pytest.raises(ValueError, match="k is 0"):
         two_step(q_ND, d_MD, q_NB, d_MB, 0, candidates=3)
+    with pytest.raises(ValueError, match="give both kinds"):
+        two_step(q_ND, d_MD[0], q_NB, d_MB, 2, candidates=3)
     with pytest.raises(ValueError, match="row 3 of the queries contains NaN"):
         two_step(np.where(np.arange(10)[:, None] == 3, np.nan, q_ND), d_MD + 0.0, q_NB, d_MB, 2, candidates=3)
     with pytest.raises(ValueError, match="scores of the candidates contains NaN"):

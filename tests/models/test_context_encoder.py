@@ -11,6 +11,7 @@ from unmask.models import context_encoder as cde
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence, after_context, encode_rows
+from unmask.store import write_json
 
 J = 4
 CORPUS = ["Open a file.", "Close the stream.", "Mean of an array."]
@@ -174,6 +175,9 @@ def test_an_embedder_is_saved_with_its_options(tmp_path):
     loaded = ContextEmbedder.from_pretrained(path, device="cpu")
     options = {"pooling": "mean", "max_length": 9, "window": 99, "special_tokens": False, "normalize": True}
     assert backbone.facts(path) == options | {"context": J}
+    write_json(path / "unmask.json", backbone.facts(path) | {"source": "org/model", "fingerprint": "x"})
+    again = ContextEmbedder.from_pretrained(path, device="cpu").save_pretrained(tmp_path / "again")
+    assert backbone.facts(again) == options | {"context": J, "source": "org/model"}
     for one, two in ((ready, loaded), (ready.with_context(CORPUS), loaded.with_context(CORPUS))):
         np.testing.assert_array_equal(encoded(two), encoded(one))
 

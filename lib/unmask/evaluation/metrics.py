@@ -154,7 +154,8 @@ class Bm25:
 
     @property
     def nbytes(self) -> int:
-        """Size of the postings: a weight and a document number for each different word of each document."""
+        """Size of the index: a weight and a document number for each different word of each document, and
+        where each word's begin."""
         return sum(part.nbytes for part in self._engine.scores.values() if isinstance(part, np.ndarray))
 
     def scores(self, queries: Sequence[str]) -> np.ndarray:

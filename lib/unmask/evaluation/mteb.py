@@ -43,7 +43,7 @@ class MtebEncoder(AbsEncoder):
     are equal to one another: small noise, a function of the document's position alone, breaks the symmetry.
 
     Args:
-        config: `query_length` and `document_length` are tokens at most, up to the model's window.
+        config: `query_length` and `document_length` are tokens at most, up to the model's positions.
         precision: "int8", "binary", "ubinary" or "float32".
     Source: appendix C.
     """
@@ -62,7 +62,8 @@ class MtebEncoder(AbsEncoder):
     def encode(
         self, inputs: Iterable[Mapping], *, task_metadata: TaskMetadata, prompt_type: PromptType, **_: Any
     ) -> np.ndarray:
-        """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space."""
+        """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space, for
+        which the tokenizer must have a token."""
         name, query = task_metadata.name, prompt_type == PromptType.query
         length = LENGTHS.get(name, self.config.query_length if query else self.config.document_length)
         if query:

@@ -109,9 +109,9 @@ def two_step(
     Raises: ValueError as `top_k`, if the two kinds of embeddings do not match, and for fewer candidates than
         k.
     """
-    _check_request(q_ND, d_MD, k)
-    if len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB) or d_MB.dtype != np.uint8:
+    if d_MD.ndim != 2 or len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB) or d_MB.dtype != np.uint8:
         raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
+    _check_request(q_ND, d_MD, k)
     if candidates < k:
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them: raise it")
     ids_NC = np.sort(top_k(q_NB, d_MB, candidates)[1], axis=1)

@@ -158,8 +158,10 @@ class ContextEmbedder(Embedder):
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` loads, without the context."""
-        options = {key: getattr(self, key) for key in OPTIONS}
-        return save(self.encoder, self.tokenizer, Path(path), **options)
+        origin = Path(self.encoder.first.name_or_path)  # …/first, of one that was loaded
+        facts = backbone.inherited(origin.parent) if origin.name == "first" else {}
+        facts |= {key: getattr(self, key) for key in OPTIONS}
+        return save(self.encoder, self.tokenizer, Path(path), **facts)
 
     def with_context(self, texts: Sequence[str], *, max_length: int | None = None) -> "ContextEmbedder":
         """The same encoder, sharing its weights, in the context of these documents of the corpus.

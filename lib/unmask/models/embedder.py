@@ -80,8 +80,10 @@ class Embedder:
 
     Args:
         pooling: "mean", or "last" for the ablation.
-        max_length: tokens of one text at most; what is longer is cut. Default: the model's positions.
-        window: tokens of a document that are read at once, see `encode_documents`. Default: the same.
+        max_length: tokens of one text at most; what is longer is cut. Default: the model's positions, or
+            10,000 where it has no limit.
+        window: tokens of a document that are read at once, see `encode_documents`. Default: the positions,
+            too, whatever `max_length` is.
         mixed_precision: bf16 autocast; faster, and about one INT8 code in ten differs, by one. The matrices
             of `model` become bfloat16, in place, so it can no longer be saved. Default: on a GPU that has
             it, not on a CPU.
@@ -120,6 +122,7 @@ class Embedder:
         self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
         self.positions = backbone.positions(model) or WINDOW
         self.window = min(window or self.positions, self.positions)
+        tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an embedder pads by itself
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
         self.max_length = self._limit(self.positions if max_length is None else max_length)
         half = on_gpu and backbone.computes_in_bf16("bf16")
@@ -370,7 +373,7 @@ def quantized(rows_BD: np.ndarray, precision: str, dimensions: int | None = None
         raise ValueError(f"dimensions must be between 1 and {rows_BD.shape[1]}, got {dimensions}")
     mean_BD = torch.from_numpy(np.ascontiguousarray(rows_BD[:, :dimensions]))
     if precision == "int8":
-        return int8(mean_BD).round().to(torch.int8).numpy()
+        return int8(mean_BD).to(torch.int8).numpy()
     if precision == "binary":
         return binary(mean_BD).to(torch.int8).numpy()
     return pack_binary(mean_BD) if precision == "ubinary" else mean_BD.numpy()

@@ -244,8 +244,8 @@ def encode_rows(
     Args:
         model: the backbone, possibly wrapped by DDP or FSDP2.
         pooling: "mean" or "last".
-        packed: lay sequences of different lengths one after the other instead of padding them, where that is
-            possible and fast (`unmask.models.attention.unpadded`).
+        packed: lay sequences of different lengths one after the other instead of padding them; only for a
+            model that `unmask.models.attention.unpadded` says yes to.
         inputs: what else the model takes.
 
     Raises:
@@ -262,7 +262,7 @@ def encode_rows(
     if packed and (different or (device.type == "cpu" and torch.is_autocast_enabled("cpu"))):
         tokens_1T = tokens_T[None].to(device, non_blocking=True)
         inputs |= unpadded_inputs(model, lengths, device)
-        segment_T = _segments(sequences, lengths).to(device, non_blocking=True)
+        segment_T = _segments(sequences).to(device, non_blocking=True)
         hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
         if pooling == "last":
             return hidden_TD[inputs["cu_seq_lens_q"][1:].long() - 1].float()
@@ -278,13 +278,13 @@ def encode_rows(
     hidden_BLD = output.last_hidden_state
     if not chunked:
         return POOLS[pooling](hidden_BLD, mask_BL).float()
-    segment_BL = padded(_segments(sequences, lengths), -1)
+    segment_BL = padded(_segments(sequences), -1)
     return segment_mean(hidden_BLD.flatten(0, 1), segment_BL.flatten(), rows).float()
 
 
-def _segments(sequences: Sequence[TokenSequence], lengths: list[int]) -> Tensor:
+def _segments(sequences: Sequence[TokenSequence]) -> Tensor:
     """For each token of all sequences (T,) the row that it is averaged into, -1 for none."""
-    row_T = np.repeat(row_offsets(sequences)[:-1], lengths)
+    row_T = np.repeat(row_offsets(sequences)[:-1], [len(s) for s in sequences])
     own = [np.zeros(len(s), np.int32) if s.chunk_L is None else s.chunk_L for s in sequences]
     chunk_T = np.concatenate(own)
     return torch.from_numpy(np.where(chunk_T < 0, -1, row_T + chunk_T))

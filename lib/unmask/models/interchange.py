@@ -52,7 +52,6 @@ def load(path: str | Path) -> Loaded:
         unknown = f"{path}: the architecture {kind!r} is unknown to the installed transformers, and code that"
         raise ValueError(f"{unknown} comes with it is not run: update transformers, or convert it")
     tokenizer = backbone.load_tokenizer(folder)
-    tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an `Embedder` pads by itself
     facts = backbone.facts(folder)
     options = {key: facts[key] for key in OPTIONS if key in facts}
     if not facts and (folder / "modules.json").is_file():

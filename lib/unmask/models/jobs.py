@@ -41,9 +41,9 @@ def encode_file(
     """
     if output.suffix != ".npy" or not output.parent.is_dir():
         raise ValueError(f"{output}: the embeddings go into an .npy file in a folder that exists")
-    count = sum(1 for _ in tqdm(_texts(texts, column), unit="text", desc="reading"))
     embedder = Embedder.from_pretrained(model)
     none = embedder.encode([], precision, dimensions)
+    count = sum(1 for _ in tqdm(_texts(texts, column), unit="text", desc="reading"))
     partial, state = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "json"))
     files = [texts, *sorted(visible(Path(embedder.model.name_or_path)))]
     facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -57,7 +57,10 @@ def encode_file(
         os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
     size = BATCH if embedder.devices[0].type == "cpu" else 16 * BATCH * len(embedder.devices)
     for start in tqdm(range(done, count, size), unit="batch", desc="embedding"):
-        rows_ND[start : start + size] = embedder.encode(list(islice(left, size)), precision, dimensions)
+        try:
+            rows_ND[start : start + size] = embedder.encode(list(islice(left, size)), precision, dimensions)
+        except ValueError as error:
+            raise ValueError(f"{texts}, after its first {start:,} texts: {error}") from None
         rows_ND.flush()
         write_json(state, {"job": job, "rows": start + size})
     os.replace(partial, output)
