@@ -1,5 +1,6 @@
 """The multilingual part of the embedded corpus."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -49,13 +50,21 @@ def test_cross_lingual_pairs_have_two_languages_and_multilingual_ones_one(rows):
 
 
 def test_only_the_heading_of_a_statistics_document_names_its_entity(rows):
-    locale = cldr.Locale.parse("en")
+    """And each query asks for the section of its topic."""
+    locale, wording = cldr.Locale.parse("en"), {}
+    for table in cldr._TABLES["sections"].values():
+        for topic, sentences in table.items():
+            wording.setdefault(topic, []).extend(re.sub(r"\{.*?\}", "\0", one) for one in sentences)
     english = {"territory": locale.territories, "language": locale.languages, "currency": locale.currencies}
     for row in rows["documents"]:
         _, kind, code, language = row["document_id"].split("/")
         assert row["key"] == f"cldr/{kind}/{code}"  # whatever the language
         heading, *sections = row["chunks"]
         assert row["golds"] == list(range(1, len(sections) + 1)) and len(row["queries"]) == len(sections) >= 4
+        for query, section in zip(row["queries"], sections, strict=True):
+            topic = max((topic for topic in wording if topic in query), key=len)
+            told = [re.escape(one).replace("\0", ".+") for one in wording[topic]]
+            assert any(re.fullmatch(one, section) for one in told)
         if language == "en":
             name = english[kind][code]
             assert name in heading and all(name in query for query in row["queries"])

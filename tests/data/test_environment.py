@@ -1,5 +1,6 @@
 """The embedded corpus on three made-up packages: what is read, what is kept apart, what is refused."""
 
+import math
 import os
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +22,7 @@ import os
 os.environ["UNMASK_IMPORTED"] = "{name}"
 
 
+\f
 class {cls}:
     """{cls} keeps the {topic} of a {name} in order."""
 
@@ -88,6 +90,18 @@ def test_every_split_has_rows_of_every_kind(corpus):
             assert 2 <= len(row["chunks"]) <= 10 and all(len(chunk.split()) <= 80 for chunk in row["chunks"])
     with pytest.raises(ValueError, match="train, dev, test"):
         corpus.pairs("validation")
+
+
+@pytest.mark.parametrize("count", [9, 20])  # of which a document holds nine
+def test_a_query_asks_for_the_chunk_of_its_member(count):
+    members = [(f"part{i}", f"part{i}(self)", f"Number{i} of all things.") for i in range(count)]
+    owner = environment.Owner("class", "Whole", "alpha.tools", "alpha", "All parts.", members)
+    rows = [*environment.documents_of([owner], 0)]
+    assert len(rows) == math.ceil(count / 9) and sum(len(row["chunks"]) - 1 for row in rows) == count
+    for row in rows:
+        for query, gold in zip(row["queries"], row["golds"], strict=True):
+            topic = re.search(r"number\d+ of all", query)[0]
+            assert topic in row["chunks"][gold].lower() and "whole" in query.lower()
 
 
 def test_pairs_say_what_they_should(corpus):

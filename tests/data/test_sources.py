@@ -90,8 +90,9 @@ def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):
     assert second.identity("documents", "manuals") == first.identity("documents", "manuals")
     assert second.identity("pairs", "questions") != first.identity("pairs", "questions")
     assert len(first.pairs("train")) > len(second.pairs("train"))
-    change(config, "{text: body}", "{text: body}, share: 100")
-    assert open_corpus(config).hash != second.hash
+    for new in ("share: 100", "licence: mit, optional: true"):
+        change(config, "{text: body}", f"{{text: body}}, {new}")
+        assert open_corpus(config).path not in (first.path, second.path)
 
 
 def test_an_optional_source_joins_once_it_is_there(config):

@@ -49,7 +49,7 @@ def parts(count: int, size: int) -> list[slice]:
 
 def shuffled(items: Sequence[Any]) -> list[Any]:
     """The items in a random order, always the same one for as many."""
-    return [items[i] for i in permuted(np.arange(len(items)), max(len(items), 1), 0)]
+    return [items[i] for i in permuted(np.arange(len(items)), len(items), 0)]
 
 
 def _feistel(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:

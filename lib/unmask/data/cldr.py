@@ -49,7 +49,7 @@ def split_of(entity: str, seed: int) -> str:
     return {8: "dev", 9: "test"}.get(bucket, "train")
 
 
-def harvest(seed: int, languages: Sequence[str] = LANGUAGES) -> dict[str, list[dict]]:
+def harvest(seed: int, languages: Sequence[str]) -> dict[str, list[dict]]:
     """Texts, pairs and documents, every row with its split under "split".
 
     Args:

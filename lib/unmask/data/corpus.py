@@ -79,7 +79,7 @@ class Corpus:
         return [name for name in names if self._rows(kind, split, [name])[0]["group"] in self.families]
 
     def texts(self, split: str) -> Dataset:
-        """Text for pretraining. Of a source that is larger than a table should be, a sample."""
+        """Text for pretraining; of a large source a sample (`sources.SAMPLE_BYTES`)."""
         return self._read("texts", split, None)
 
     def pairs(self, split: str, dataset: str | None = None) -> Dataset:

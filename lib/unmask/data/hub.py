@@ -161,8 +161,9 @@ def _why(need: Need) -> str:
             return "*.safetensors not there"
     except ValueError as error:
         return str(error)
-    held = manifest(folder).get("text_bytes", {}).get(need.part, ALL)
-    return f"{need.part} was pulled for less text" if held < need.text_bytes else ""
+    held = manifest(folder).get("text_bytes") or {need.part: ALL}
+    short = held.get(need.part, 0) < need.text_bytes
+    return f"{need.part} was not pulled, or for less text" if short else ""
 
 
 def pull(preset: Preset, folder: Path) -> None:

@@ -38,7 +38,7 @@ FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 _NO_CONTENT = ["files", "share", "licence", "rows", "documented", "optional", "known_as"]
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups, or of an Arrow file
 _QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
-_LABELS = ("id", "key", "held_by", "chunk_id", "query_chunk_id")  # of which a number becomes text
+_LABELS = ("id", "key", "held_by", "chunk_id", "query_chunk_id")  # whose values become text
 _LISTS = ("negatives", "chunks", "queries")
 _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides its split, unless held_by does
 

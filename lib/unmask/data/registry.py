@@ -66,7 +66,7 @@ class Source:
     rows: int | None = None  # documented size
     documented: str = ""  # URL of the page that its columns were checked against
     bad_rows: Literal["drop", "stop"] = "drop"  # count them, or the first one is an error, as in own files
-    optional: bool = False  # left out, and said so, where its files do not exist
+    optional: bool = False  # kind files: left out while its files do not exist
     known_as: str = ""  # in a corpus: its identity when that was made, see `reading.identity`
 
 

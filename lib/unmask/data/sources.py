@@ -34,8 +34,8 @@ def open_corpus(config: DataConfig) -> Corpus:
     """The corpus that the preset's `data` section asks for, built on first use, then kept.
 
     Args:
-        config: `source` is "environment" or a registry of sources (`registry.load_registry`); the other keys
-            are the environment's.
+        config: `source` is "environment" or a registry of sources (`registry.load_registry`); `families`
+            counts for both; the other keys are the environment's.
     Returns: the corpus; its hash is the same wherever the same packages and files are.
     Raises: ValueError for an unknown source, an unknown held-out package, bad rows or an empty corpus; the
         message says where and what to do.
@@ -137,11 +137,13 @@ def _made_elsewhere(path: Path, config: DataConfig) -> Path:
 
 def _registry(config: DataConfig) -> tuple[Path, list[Source]]:
     """Where a registry's corpus is kept, and its sources without those whose files are not there (yet)."""
-    sources = [one for one in load_registry(config.source) if not one.optional or own_files(one)]
+    every = load_registry(config.source)
+    sources = [one for one in every if not one.optional or one.kind != "files" or own_files(one)]
     own = [one for one in sources if one.kind == "files" and one.group]
     if lost := [one.name for one in own if config.families and one.group not in config.families]:
         raise ValueError(f"data.families leaves out {', '.join(lost)}: --set data.families=[] reads all")
-    key = fingerprint([(_folder(one, config).name, one.share) for one in sources], code_fingerprint(__file__))
+    told = [(_folder(s, config).name, s.name, s.role, s.language, s.licence, s.share) for s in sources]
+    key = fingerprint(told, code_fingerprint(__file__))
     return artifacts_root() / "data" / f"{Path(config.source).stem}-{key}", sources
 
 
@@ -186,7 +188,8 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
 
 def _kept(source: Source, dropped: Counter[str]) -> Rows:
     """The good rows of a source up to what its table holds: SAMPLE_BYTES of training text, `max_rows` of all
-    else for training, from pieces in a random order: what comes first in a file may be alike."""
+    else for training. Where `max_rows` is set, pieces come in a random order: what comes first in a file may
+    be alike."""
     left, pieces = SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf, units(source)
     pieces = shuffled(pieces) if source.max_rows else pieces
     for row in chain.from_iterable(read(source, unit, dropped) for unit in pieces):
@@ -239,9 +242,7 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with all columns of its table, and some more."""
     told = {"dataset": source.name, "task": source.task or source.name, "group": source.group, "kind": "text"}
     told |= {"language": source.language, "package": source.repo or source.name}
-    thing = row.get("key", row.get("chunks"))
-    if thing is not None:
-        told["key"] = fingerprint(thing)
+    told["key"] = fingerprint(row.get("key", row.get("chunks")))  # a table of text has no column for it
     if "chunks" in row:
         told["document_id"] = f"{source.name}/{row.get('id') or told['key']}"
     return {**row, **told}

@@ -126,7 +126,7 @@ def build(
     Raises: what `work` raises; what was appended before is kept.
     """
     done = Prepared.read(folder)
-    if done.sizes and (done.units == len(units) or done.suffices(wanted)):
+    if done.units == len(units) or done.suffices(wanted):
         return done  # nothing is locked or touched
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -181,8 +181,8 @@ def open_blocks(sources: Sequence[Source], stored: StoredTokenizer, config: Pret
     """Blocks of the sources' training texts, tokenised on first use and no further than is wanted.
 
     Where the sources have shares, there are exactly as many blocks as the training reads, divided by largest
-    remainder. Where they have none, every source is tokenised to its end and gives blocks in proportion to
-    what it has, as many as the training reads or all there are.
+    remainder. Several sources without shares are each tokenised to their end and give blocks in proportion to
+    what they have, as many as the training reads or all there are.
 
     Args:
         config: its `length` is that of a block, its steps and batch are the training's, and its seed is that

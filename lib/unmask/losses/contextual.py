@@ -306,9 +306,9 @@ def insent_loss(
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         gold_T, own_TC, all_TMC = similarities(rows, q_TD)
-        others_TR = all_TMC.masked_fill(own_NM[rows, :, None], -torch.inf).flatten(1)
+        others_TX = all_TMC.masked_fill(own_NM[rows, :, None], -torch.inf).flatten(1)
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
-        batch_T = info_nce(gold_T, gold_T[:, None], others_TR, temperature=temperature)
+        batch_T = info_nce(gold_T, gold_T[:, None], others_TX, temperature=temperature)
         return share_N[rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())

@@ -12,7 +12,7 @@ from torch import Tensor
 def matryoshka(loss: Callable[..., Tensor], vectors: Sequence[Tensor], dimensions: Sequence[int]) -> Tensor:
     """The mean of a loss over prefixes of the embeddings, all weighted equally.
 
-        L = mean over the dimensions p < D, and D, of loss(x[..., :p] for every x in embeddings)
+        L = mean over the dimensions p < D, and D, of loss(x[..., :p] for every x in vectors)
 
     Dimensions larger than D are left out, so that the paper's list [128, 256, 512, 1024, 2048, 2560] serves
     every model size; D itself is always trained. Cutting INT8 codes is the same as quantising

@@ -85,9 +85,8 @@ def diffusion_loss(
     rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
     weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
     size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
-    options = size, torch.is_grad_enabled()
     with torch.autocast(device.type, enabled=False):
-        nats = _WeightedNats.apply(rows_RD, unembedding_VD, target_R, weight_R, *options)
+        nats = _WeightedNats.apply(rows_RD, unembedding_VD, target_R, weight_R, size, torch.is_grad_enabled())
     return nats / (predictable_BL.sum() if normalizer is None else normalizer)
 
 
