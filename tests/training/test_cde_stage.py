@@ -22,11 +22,11 @@ def test_two_stage_caching_equals_plain_backpropagation(context, dropout, quanti
     changes = {"context": context, "sequence_dropout": dropout, "quantize": quantize}
     stage = tiny_stages.stage("cde", {"one": tiny_stages.pairs(12)}, batch=9, token_budget=30, **changes)
     model = ContextualEncoder(tiny.model(seed=1), tiny.model(seed=2), context)
-    config, batch = stage.config, stage.batch(0)
+    config, [batch] = stage.config, stage.batch(0)
     assert (len(batch.kept) < len(batch.context)) == (dropout > 0)
     for sequences in (batch.context, batch.sequences):
         assert len(micro_batches([len(s) for s in sequences], config.token_budget)) >= 3
-    found_loss, found = step(stage, model, batch)
+    found_loss, found = step(stage, model, [batch])
     # Through both stages at once: no micro-batch, no cache.
     context_KD = encode_rows(model.first, batch.context)[batch.kept]
     rows_RD = encode_rows(model.second, batch.sequences, context_KD=context_KD)
@@ -43,7 +43,7 @@ def test_two_stage_caching_equals_plain_backpropagation(context, dropout, quanti
 def test_the_context_are_documents_of_the_batch_each_once(context, expected):
     stage, drawn = tiny_stages.stage("cde", batch=9, context=context, sequence_dropout=0.0), []
     for number in range(8):
-        batch = stage.batch(number)
+        [batch] = stage.batch(number)
         documents = [s.tokens_L[context:].tolist() for s in batch.sequences[9:]]
         where = [documents.index(c.tokens_L.tolist()) for c in batch.context]
         assert len(set(where)) == expected and batch.kept.tolist() == list(range(expected))

@@ -15,7 +15,8 @@ DOCUMENTS = [
 def batch(limit):
     """One of all of them, and in which order they came."""
     stage = tiny_stages.stage("contextual", {"one": tiny.Distinct(DOCUMENTS)}, queries_per_document=limit)
-    return stage.batch(0), [DOCUMENTS[i] for i in stage.plan(0)[1]]
+    [found] = stage.batch(0)
+    return found, [DOCUMENTS[i] for i in stage.plan(0)[1]]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 10])

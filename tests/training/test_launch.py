@@ -100,7 +100,7 @@ def test_stopped_with_its_notebook_a_training_goes_on_and_ends_as_if_uninterrupt
 
 @pytest.mark.slow
 def test_a_failure_stops_the_list_and_names_its_training(start, tmp_path, capsys, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):  # of a job that this one is part of
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):  # of a job that this one is part of
         monkeypatch.setenv(name, "2")
     trainings = {"one": few_steps(start), "two": few_steps(start, lr=1e30), "three": few_steps(start, seed=1)}
     with pytest.raises(RuntimeError, match=r"training two failed: FloatingPointError: .* at step") as error:

@@ -23,14 +23,15 @@ from unmask.training.stages import numbered
 
 @pytest.mark.parametrize("changes", [{}, {"negatives": 0}, {"quantize": True}])
 def test_a_step_is_the_mean_of_the_loss_over_the_prefixes(changes):
-    stage, model = tiny_stages.stage("qwen3", batch=6, **changes), tiny_stages.model("qwen3")
-    config, batch = stage.config, stage.batch(0)
+    stage = tiny_stages.stage("qwen3", batch=6, margin=0.03, **changes)
+    model = tiny_stages.model("qwen3")
+    config, [batch] = stage.config, stage.batch(0)
     rows = torch.cat([encode_rows(model, [s], pooling="last") for s in batch.sequences])
     rows = int8(rows) if config.quantize else rows
     q, d, hard = rows[:6], rows[6:12], rows[12:].unflatten(0, (6, config.negatives))
     options = {"temperature": config.temperature, "margin": config.margin}
     loss = sum(qwen3_loss(q[:, :p], d[:, :p], hard[..., :p], **options) for p in (16, 32)) / 2
-    assert_same(step(stage, model, batch), backpropagated(loss, model))
+    assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 
 def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers():
@@ -39,7 +40,7 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
     queries = [np.append(q, np.uint16(i)) for i in range(3)]
     data = TokenPairs(queries, [a, b, a], list(hard), list(hard.values()))
     stage = tiny_stages.stage("qwen3", {"one": data}, batch=3)
-    batch = stage.batch(0)
+    [batch] = stage.batch(0)
     texts = [s.tokens_L.tolist() for s in batch.sequences]
     numbers = numbered(batch.sequences[3:]).tolist()
     assert len(set(zip(numbers, map(str, texts[3:])))) == len(set(numbers)) == 3

@@ -43,6 +43,8 @@ def test_a_bidirectional_start_is_refused_before_it_is_paid_for(start, job):
 
 def test_training_and_inference_read_the_same_tokens(job):
     """Cut ones too: the loss of a batch follows from the reranker's own scores."""
+    for stage in (stage_of(job), stage_of(job | {"stage": "qwen3"})):  # another group has another instruction
+        assert INSTRUCTIONS["code"] in stage.reading("code")[0].around[0]
     pairs = stage_of(job).data["docs"]
     assert pairs.counters["texts cut"] > 0
     reranker = Reranker.from_pretrained(job["start"], token_budget=10**6)

@@ -116,6 +116,7 @@ DIFFERENT = [
     ({"negatives": "none.parquet"}, {"negatives"}),
     ({"milestones": [3]}, {"milestones"}),
     ({"bidirectional": True}, {"bidirectional"}),
+    ({"late_chunking": False}, {"late_chunking"}),
 ]
 
 

@@ -1,6 +1,7 @@
 import math
 from dataclasses import fields, is_dataclass
 from statistics import fmean
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import tiny_stages
 import torch
 from tiny_stages import assert_same, backpropagated, step
 
+from unmask import losses
 from unmask.data.tokens import TokenSequence
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
@@ -97,6 +99,18 @@ def test_a_stage_follows_its_curriculum():
     assert set(names[:20]) == {"one"} and "two" in names[20:]
 
 
+def test_a_job_reads_the_groups_that_it_names():
+    stage, groups = tiny_stages.stage("pair"), {"one": "english", "two": "code"}
+    asked = {
+        "datasets": lambda kind, split: [*groups],
+        "pairs": lambda split, name: [{"group": groups[name]}],
+    }
+    stage.corpus = SimpleNamespace(**asked)
+    for wanted, names in ((None, ["one", "two"]), (["code"], ["two"])):
+        stage.asked["groups"] = wanted
+        assert [*stage.groups()] == names
+
+
 def test_one_t_is_drawn_from_each_part_of_its_interval():
     """So a batch covers it evenly, in no order, and over many steps each sequence meets every part."""
     tokens, settings = np.full((8, 2), 5, np.int32), tiny_stages.config("diffusion", t_min=0.2, t_max=0.8)
@@ -120,11 +134,11 @@ def test_a_share_of_the_sequences_is_cut_and_nothing_is_masked_beyond():
 def test_a_pair_step_computes_what_is_configured(quantize, query_query):
     options = {"temperature": 0.05, "margin": 0.03, "query_query": query_query}
     stage, model = tiny_stages.stage("pair", quantize=quantize, **options), tiny_stages.model("pair")
-    batch = stage.batch(0)
+    [batch] = stage.batch(0)
     rows_RD = encode_rows(model, batch.sequences)
     rows_RD = int8(rows_RD) if quantize else rows_RD
     loss = pair_loss(rows_RD[:4], rows_RD[4:], **options)
-    assert_same(step(stage, model, batch), backpropagated(loss, model))
+    assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
@@ -164,6 +178,18 @@ def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
         assert sum(found[size, 0.0][1]) < sum(found[size, -1.0][1])
 
 
+def test_a_contextual_step_weighs_its_terms_as_configured():
+    options = {"temperature": 0.05, "alpha": 0.6, "margin": 0.01}
+    stage, model = tiny_stages.stage("contextual", **options), tiny_stages.model("contextual")
+    [batch] = stage.batch(0)
+    q, *parts, mask = batch.split(torch.cat([encode_rows(model, [s]) for s in batch.sequences]))
+    where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}
+    options |= where | {"beta": stage.config.beta_start}
+    prefixes = [[int8(x)[..., :d] for x in (q, *parts)] for d in stage.config.dimensions]
+    loss = sum(losses.contextual_loss(*vectors, **options) for vectors in prefixes) / len(prefixes)
+    assert_same(step(stage, model, [batch]), backpropagated(loss, model))
+
+
 @pytest.mark.parametrize("late_chunking", [True, False])
 def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chunking):
     """InSeNT on the codes, at each Matryoshka prefix, without the document-level term; on chunks read in
@@ -171,16 +197,16 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chu
     stage = tiny_stages.stage("contextual", objective="insent", alpha=0.3, temperature=0.05)
     stage.asked["late_chunking"] = late_chunking
     model = tiny_stages.model("contextual")
-    batch = stage.batch(0)
+    [batch] = stage.batch(0)
     alone = [TokenSequence(chunk) for i in stage.plan(0)[1] for chunk in stage.data["one"][i].chunks]
     texts = batch.sequences if late_chunking else batch.sequences[: len(batch.document_N)] + alone
     q, chunks, _, mask = batch.split(torch.cat([encode_rows(model, [s]) for s in texts]))
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}
     where |= {"lam": 0.3, "temperature": 0.05}
     losses = [insent_loss(int8(q)[:, :d], int8(chunks)[..., :d], **where) for d in stage.config.dimensions]
-    insent = step(stage, model, batch)
+    insent = step(stage, model, [batch])
     assert_same(insent, backpropagated(sum(losses) / len(losses), model))
-    assert step(tiny_stages.stage("contextual"), model, batch)[0] != insent[0]
+    assert step(tiny_stages.stage("contextual"), model, [batch])[0] != insent[0]
 
 
 def test_a_step_logs_what_a_guess_among_its_candidates_pays():
@@ -189,7 +215,7 @@ def test_a_step_logs_what_a_guess_among_its_candidates_pays():
     for name, counts in {"pair": [9], "triplet": 3 * [12] + 2 * [8], "qwen3": [15]}.items():
         _, logged = tiny_stages.stage(name, batch=5).drawn(0)
         assert logged["guess"] == pytest.approx(fmean(map(math.log, counts)), rel=1e-5)
-    batch, logged = tiny_stages.stage("cde", batch=5, filter_margin=0.0).drawn(0)
+    [batch], logged = tiny_stages.stage("cde", batch=5, filter_margin=0.0).drawn(0)
     left_N = batch.negatives.fill_diagonal_(False).sum(1)
     assert left_N.sum() < 20 and logged["guess"] == pytest.approx(float((1 + 2 * left_N).log().mean()), 1e-5)
     _, logged = tiny_stages.stage("pair", {"one": tiny_stages.pairs(1100)}, batch=1100).drawn(0)
@@ -197,7 +223,7 @@ def test_a_step_logs_what_a_guess_among_its_candidates_pays():
 
 
 def test_a_contextual_step_logs_what_a_guess_among_its_candidates_pays():
-    (batch, logged), nats = tiny_stages.stage("contextual", alpha=0.2, beta_start=0.3).drawn(0), []
+    ([batch], logged), nats = tiny_stages.stage("contextual", alpha=0.2, beta_start=0.3).drawn(0), []
     chunks = (batch.chunk_tokens_MC > 0).sum(1).tolist()
     for own in batch.document_N.tolist():
         local = 0.2 * math.log(chunks[own]) + 0.8 * math.log(sum(chunks))

@@ -4,8 +4,8 @@
 
 One child works through all trainings of a `launch_all`, since starting one takes seconds. With several
 processes torchrun stands in between; on several machines, what the preset's `parallel.launcher` says. The
-main process prints one JSON line per step, from which the notebook draws its progress bars; everything else
-goes to the log files of each training.
+main process prints a JSON line per step, and every process one when a training starts, stops or fails; from
+these the notebook draws its progress bars. Everything else goes to the log files of each training.
 """
 
 import gc
@@ -34,7 +34,8 @@ from unmask.run import Run, grace_seconds
 from unmask.store import fingerprint, read_json, replace_directory, write_json
 from unmask.training.loop import MILESTONES, STOP, Preempted, finish, job_identity, run_job, stage_of
 
-RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE"  # what torchrun sets, and accelerate believes
+# What torchrun sets, and accelerate and torch believe.
+RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
 LOG = "train.log"  # of a training's main process, in its folder; rank-<n>.log: of its others
 
 

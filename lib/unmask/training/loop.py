@@ -81,7 +81,7 @@ def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) 
         save(folder / "model", mark)
         if processes.main:
             finish(folder)
-    told = torch.tensor(float(bool(signals) or (processes.main and _asked_to_stop())))
+    told = torch.tensor(float(_told_to_stop(signals, processes)))
     if processes.sum(processes.ship(told)):  # too late to stop this training, but not the next one
         raise Preempted(PREEMPTED)
     return folder / "model"
@@ -138,7 +138,7 @@ def train(
             displays; on the main process only.
         save: writes the model to a path, with a fingerprint, after the steps that the job's "milestones" say;
             before the checkpoint of such a step, so after a restart perhaps again.
-        processes: this process and its peers; default: alone.
+        processes: this process and its peers; default: `Processes.start`.
         signals: grows when this process is told to stop; once any process was, the step is finished, a
             checkpoint written and the training stopped.
     Raises:
@@ -167,7 +167,7 @@ def train(
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
             # FSDP2 leaves it in parts.
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            told = bool(signals) or (processes.main and _asked_to_stop())
+            told = _told_to_stop(signals, processes)
             due = processes.main and monotonic() - saved >= pause
             both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
             facts = torch.stack([row["loss"].float(), norm.float(), *both])
@@ -202,10 +202,11 @@ def train(
     return model.eval()
 
 
-def _asked_to_stop() -> bool:
-    """Whether the file STOP is there; a listing finds it on a shared file system that remembers misses."""
+def _told_to_stop(signals: Sequence[int], processes: Processes) -> bool:
+    """Whether a signal came, or the file STOP is there, for which the main process looks; a listing finds it
+    on a shared file system that remembers misses."""
     folder, name = os.path.split(os.environ.get(STOP, ""))
-    return bool(name) and name in os.listdir(folder)
+    return bool(signals) or (processes.main and bool(name) and name in os.listdir(folder))
 
 
 def _prepared(stage: Stage, model: nn.Module, processes: Processes) -> tuple[nn.Module, Optimizer]:
@@ -251,7 +252,7 @@ def lr_factor(config: TrainConfig, step: int) -> float:
         return (step + 1) / config.warmup
     decay = config.decay if config.schedule == "wsd" else config.steps - config.warmup
     start = config.steps - decay
-    if decay == 0 or step < start:
+    if step < start:
         return 1.0
     share = (step - start) / decay
     return 1 - share if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))

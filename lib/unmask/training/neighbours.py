@@ -46,20 +46,20 @@ class Cde(Pair):
         first, second = (backbone.load(self.asked["start"]) for _ in range(2))
         return ContextualEncoder(first, second, self.config.context)
 
-    def batch(self, step: int) -> Batch:
-        pairs, config = super().batch(step), self.config
+    def batch(self, step: int) -> list[Batch]:
+        [pairs], config = super().batch(step), self.config
         documents = pairs.sequences[pairs.count :]
         rng = np.random.default_rng([config.seed, 4, step])
         context = [documents[i] for i in rng.permutation(len(documents))[: config.context]]
         kept = np.flatnonzero(rng.random(len(context)) >= config.sequence_dropout)
         sequences = [after_context(sequence, config.context) for sequence in pairs.sequences]
-        return replace(pairs, sequences=sequences, context=context, kept=kept)
+        return [replace(pairs, sequences=sequences, context=context, kept=kept)]
 
     def module(self, model: ContextualEncoder) -> nn.ModuleList:
         return nn.ModuleList([model.first, model.second])
 
-    def backward(self, module: nn.ModuleList, batch: Batch, processes: Processes) -> dict[str, Any]:
-        first, second = module
+    def backward(self, module: nn.ModuleList, parts: list[Batch], processes: Processes) -> dict[str, Any]:
+        (first, second), [batch] = module, parts
         options = {"token_budget": self.config.budget(processes.device.type), "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
         options["keep_tokens"] = self.config.keep_tokens

@@ -1,8 +1,8 @@
 """The training stages: each is one class, which owns what it reads, the model it trains, its batches as pure
 functions of (seed, step), and its loss.
 
-To add one, write a class here or in `neighbours`, put its name into `loop.STAGES`, and a section of that name
-into `config.Preset` and the presets.
+To add one, write a class here or in `neighbours`, put it into `loop.STAGES`, its name into `config.TRAINED`,
+and a section of that name into `config.Preset` and the presets.
 
 Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L tokens.
 """
@@ -43,7 +43,7 @@ from unmask.training.distributed import Processes
 class Stage:
     """One training objective, from its data to its gradient.
 
-    A subclass has `data`, what it reads, `plan`, which rows a step takes, and
+    A subclass has `data`, what it reads, and
         batch(step): the global batch of a step, the same on every process, from seed and step alone;
         backward(module, batch, processes): adds this process's share of the batch's gradient to the
             parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them.
@@ -222,8 +222,7 @@ class Pretraining(Stage):
     def micro_batches(self, order_B: Tensor, processes: Processes) -> Sequence[Tensor]:
         """The rows of `order_B` in groups under the token budget."""
         rows = max(1, self.config.budget(processes.device.type) // self.config.length)
-        # Every process runs as many passes as the others.
-        passes = math.ceil(math.ceil(len(order_B) / rows) / processes.count)
+        passes = math.ceil(len(order_B) / (rows * processes.count))  # of every process, equally many
         return order_B.tensor_split(passes * processes.count)
 
 
@@ -233,7 +232,7 @@ def accumulate(
     """Sums the gradients of a loss that is a sum over micro-batches, and returns the loss.
 
     Args:
-        groups: rows of each micro-batch, as many for each process, the longest groups first.
+        groups: rows of each micro-batch; equally many groups for each process, empty ones last.
         forward: the part of the loss that some rows pay.
     """
     own = processes.share(groups)
@@ -305,8 +304,8 @@ class Diffusion(Pretraining):
 
 
 def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generator) -> Noised:
-    """The forward process: t ~ U(t_min, t_max) per sequence, every token masked with probability t, 1 % of
-    sequences cut.
+    """The forward process: t ~ U(t_min, t_max) per sequence, every token masked with probability t, a share
+    `cut_fraction` of the sequences cut.
 
     The interval is divided into as many equal parts as there are sequences, and each gets its t from one of
     them, in a random order: for a sequence by itself any t is as likely as any other, while the mean over the
@@ -326,7 +325,7 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     masked_BL = rng.random((b, length)) < t_B[:, None]
     cut_B = np.where(rng.random(b) < config.cut_fraction, rng.integers(2, length + 1, b), length)
     valid_BL = np.arange(length) < cut_B[:, None]
-    drawn = tokens_BL.astype(np.int64), masked_BL & valid_BL, divisor_B.astype(np.float32), valid_BL
+    drawn = tokens_BL, masked_BL & valid_BL, divisor_B.astype(np.float32), valid_BL
     return Noised(*map(torch.from_numpy, drawn))
 
 
@@ -368,9 +367,9 @@ class ContextualBatch(Batch):
 
 
 class Contrastive(Stage):
-    """What the contrastive stages share: single-dataset batches, and a model that is run as it is. A batch,
-    or each of several, has one loss: `loss(rows_RD, batch, temperature=…, queries=…)` is the sum of some
-    queries' terms in it, given its texts' vectors.
+    """What the contrastive stages share: single-dataset batches, and a model that is run as it is. A batch is
+    a list of parts, each with one loss: `loss(rows_RD, part, temperature=…, queries=…)` is the sum of some
+    queries' terms in it, given its texts' vectors. Only `Triplet` has several.
     """
 
     def texts(self, name: str, rows: np.ndarray) -> Batch:
@@ -380,21 +379,21 @@ class Contrastive(Stage):
         texts += [negative for i in rows for negative in pairs.negatives[i]] if pairs.negatives else []
         return Batch(dataset=name, sequences=list(map(TokenSequence, texts)), count=len(rows))
 
-    def drawn(self, step: int) -> tuple[Any, dict[str, float]]:
+    def drawn(self, step: int) -> tuple[list[Batch], dict[str, float]]:
         """With "guess", the loss of a model to which all texts are alike."""
-        batch, guess = self.batch(step), 0.0
-        for part in batch if isinstance(batch, list) else [batch]:
+        parts, guess = self.batch(step), 0.0
+        for part in parts:
             alike_R1 = torch.ones(sum(text.rows for text in part.sequences), 1)
             few = min(part.count, 1024)  # queries of a large batch, which pay as the others do
             guess += float(self.part_of_loss(part, slice(few), alike_R1)) * part.count / few
-        return batch, {"guess": guess}
+        return parts, {"guess": guess}
 
-    def part_of_loss(self, batch: Batch, queries: slice, rows_RD: Tensor) -> Tensor:
-        """What some of the queries pay of a batch's loss."""
-        return batch.weight * self.loss(rows_RD, batch, temperature=self.config.temperature, queries=queries)
+    def part_of_loss(self, part: Batch, queries: slice, rows_RD: Tensor) -> Tensor:
+        """What some of the queries pay of a part's loss."""
+        return part.weight * self.loss(rows_RD, part, temperature=self.config.temperature, queries=queries)
 
-    def backward(self, module: nn.Module, batch: Any, processes: Processes) -> dict[str, Any]:
-        config, parts = self.config, batch if isinstance(batch, list) else [batch]
+    def backward(self, module: nn.Module, parts: list[Batch], processes: Processes) -> dict[str, Any]:
+        config = self.config
         options = {"token_budget": config.budget(processes.device.type), "keep_tokens": config.keep_tokens}
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
@@ -461,12 +460,12 @@ class Pair(Contrastive):
         near = self.neighbours.items() if self.config.cluster_size else ()
         return {"allowed": self.allowed(), "packings": {name: own.packing for name, own in near}}
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> list[Batch]:
         name, rows = self.plan(step)
         batch, margin = self.texts(name, rows), self.config.filter_margin
         if margin < 0:
-            return batch
-        return replace(batch, negatives=torch.from_numpy(self.neighbours[name].negatives(rows, margin)))
+            return [batch]
+        return [replace(batch, negatives=torch.from_numpy(self.neighbours[name].negatives(rows, margin)))]
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = int8(rows_RD) if self.config.quantize else rows_RD
@@ -494,7 +493,7 @@ class Contextual(Contrastive):
             data[name] = tokenized.single_chunks(Table(rows, name, file, self.stored), config)
         return data
 
-    def batch(self, step: int) -> ContextualBatch:
+    def batch(self, step: int) -> list[ContextualBatch]:
         """Up to `queries_per_document` queries of each document, and the documents, each to be read whole, or
         each of its chunks alone."""
         config, (name, rows) = self.config, self.plan(step)
@@ -511,7 +510,7 @@ class Contextual(Contrastive):
         else:
             texts += [TokenSequence(chunk) for document in documents for chunk in document.chunks]
         lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
-        return ContextualBatch(
+        batch = ContextualBatch(
             dataset=name,
             sequences=texts,
             count=len(drawn),
@@ -520,6 +519,7 @@ class Contextual(Contrastive):
             chunk_tokens_MC=nn.utils.rnn.pad_sequence(lengths, batch_first=True),
             beta=cosine_ramp(config.beta_start, config.beta_end, step, config.steps),
         )
+        return [batch]
 
     def loss(self, rows_RD: Tensor, batch: ContextualBatch, **shared: Any) -> Tensor:
         config = self.config
@@ -551,8 +551,7 @@ class Triplet(Contrastive):
 
 def parted(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """The vectors of n queries, of their documents and of their hard negatives: (q_ND, d_ND, hard_NKD)."""
-    hard_RD = rows_RD[2 * n :]
-    return rows_RD[:n], rows_RD[n : 2 * n], hard_RD.unflatten(0, (n, len(hard_RD) // n))
+    return rows_RD[:n], rows_RD[n : 2 * n], rows_RD[2 * n :].unflatten(0, (n, -1))
 
 
 def numbered(sequences: Sequence[TokenSequence]) -> Tensor:
