@@ -83,7 +83,8 @@ class Strict(yaml.SafeLoader):
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary directory to fill; it then replaces `path`, which after an error is as it was.
+    """A temporary name for a directory, which the block makes and fills; it then replaces `path`, which
+    after an error is as it was.
 
     Raises: ValueError if `path` is a file, or holds what the new one does not, weights in other pieces aside.
     """
@@ -132,7 +133,7 @@ def code_fingerprint(*paths: str | Path) -> str:
 
 
 def visible(folder: Path, pattern: str = "*") -> list[Path]:
-    """The files of a folder that nobody hides: without an editor's copies, and what Python compiled."""
+    """The files of a folder, without hidden ones, an editor's copies and what Python compiled."""
     every = ((one, f"/{one.relative_to(folder)}") for one in folder.rglob(pattern) if one.is_file())
     return [one for one, name in every if not re.search(r"/\.|/__pycache__/|~$", name)]
 

@@ -182,8 +182,9 @@ def synthesize_pairs(
     drafts, rows = _drafts(chat, prompts.plan_pairs(passages, embedder, config), embedder), []
     for draft in drafts:
         if draft.outcome == "kept":
-            row = {"id": draft.task.id, "query": draft.query, "document": draft.task.passage}
-            row |= {"language": draft.task.language} | draft.choice._asdict()
+            passage, language = draft.task.passage, draft.task.language
+            row = {"id": fingerprint(passage, language), "query": draft.query, "document": passage}
+            row |= {"language": language} | draft.choice._asdict()
             rows.append(row | {"similarity": round(draft.similarity, 4)})
     return _written(folder / "pairs.jsonl", rows, drafts, chat)
 

@@ -49,7 +49,6 @@ def choice_form(personas: int) -> type[BaseModel]:
 class Task(NamedTuple):
     """One query that is wanted: for a passage, or for one chunk among the chunks around it."""
 
-    id: str
     passage: str
     language: str  # of the query
     length: int  # words, about
@@ -133,13 +132,12 @@ def _tasks(
         # In a larger sample documents have other numbers, and the same is asked about the same passage.
         draw = random.Random(f"{config.seed} {json.dumps([text, place | {'document': 0}])}")
         language, length = draw.choice(config.languages), draw.choice(LENGTHS)
-        digest = sha256(json.dumps([text, language, place]).encode()).hexdigest()[:16]
-        tasks.append(Task(digest, text, language, length, tuple(names[n] for n in order), **place))
+        tasks.append(Task(text, language, length, tuple(names[n] for n in order), **place))
     return tasks
 
 
 def estimate(tasks: Sequence[Task], tokenizer: Any, config: SynthesisConfig) -> dict[str, float]:
-    """What the tasks take, chat templates aside; what a journal answers costs nothing.
+    """What the tasks take if a journal answers none of them, chat templates aside.
 
     Args:
         tokenizer: counts the prompts' tokens; another one than the model's, so this is an estimate.
