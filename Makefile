@@ -49,13 +49,17 @@ lint: $(READY)
 	@$(BIN)/lint-imports --no-cache
 
 # Progress bars are plain text, as in the executed notebooks. The versions are pinned: no question about news of others.
+# Kernels run in notebooks/, so that paths in the environment have to be absolute.
 lab: $(READY)
 	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (unmask)" \
 	  --env PYTHONWARNINGS "ignore:IProgress not found" --env TOKENIZERS_PARALLELISM false >/dev/null
 	@mkdir -p $(VENV)/share/jupyter/lab/settings
 	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}' \
 	  >$(VENV)/share/jupyter/lab/settings/overrides.json
-	@$(BIN)/jupyter lab --preferred-dir=notebooks $(LAB)
+	@UNMASK_ARTIFACTS="$${UNMASK_ARTIFACTS:+$$(realpath -m "$$UNMASK_ARTIFACTS")}" \
+	  UNMASK_MIRROR="$${UNMASK_MIRROR:+$$(realpath -m "$$UNMASK_MIRROR")}" \
+	  UNMASK_CORPUS="$${UNMASK_CORPUS:+$$(realpath -m "$$UNMASK_CORPUS")}" \
+	  $(BIN)/jupyter lab --preferred-dir=notebooks $(LAB)
 
 # GradCache stands outside of .venv: the training text is made of the installed packages. Offline it is left out.
 bench: $(READY)

@@ -53,7 +53,11 @@ def test_the_resamples_are_those_of_a_loop_and_the_same_for_all():
 def test_queries_of_one_document_are_drawn_together():
     """Drawn alone, they make intervals that miss the truth, which is 0, in more than three of ten trials."""
     task = Task("t", "contextual", [*"abcd"], [["a", "b"], ["c", "d"]], [{3}, {0, 1}, {2}, {1, 2}])
-    assert evidence.documents_asked([task, task]) == ["t 1", "t 0", "t 1", "t 0"] * 2
+    asked = evidence.documents_asked([task])
+    assert asked == ["t 1", "t 0", "t 1", "t 0"] and evidence.documents_asked([task, task]) == asked * 2
+    ours, other = {"t": np.arange(4.0)}, {"t": np.ones(4)}
+    found = evidence.compare(ours, other, [task], SimpleNamespace(bootstrap=99))
+    assert found.interval == evidence.bootstrap(ours["t"] - 1, 99, asked).interval
     rng, cluster_N = np.random.default_rng(0), np.repeat(np.arange(40), 5)
     trials = rng.standard_normal((200, 40))[:, cluster_N] + rng.standard_normal((200, 200)) / 2
     ends = [[evidence.bootstrap(x_N, 200, drawn).interval for x_N in trials] for drawn in (None, cluster_N)]
@@ -350,8 +354,10 @@ def test_what_of_a_run_was_made_otherwise_or_failed_is_left_out(study):
     assert not evidence.left_out(study)
     first |= {"exit_status": 1}
     replace(study, stage="provenance").save(about | {"stages": about["stages"] | {"00_backbone": first}})
-    with pytest.raises(ValueError, match="which failed when it last ran: `unmask run --preset smoke"):
+    with pytest.raises(ValueError, match="smoke' failed when it last ran: `unmask run --preset smoke"):
         evidence.metrics(study)
+    with pytest.raises(ValueError, match="12_report of run 'smoke' was not run"):
+        evidence.metrics(study, "12_report")
 
 
 def test_a_repetition_counts_by_the_notebooks_that_saved_something(study):

@@ -427,19 +427,26 @@ def _outdated(study: Run, run: Run) -> dict[str, str]:
     return reasons
 
 
-def metrics(study: Run) -> dict[int, dict[str, dict[str, Any]]]:
+def metrics(study: Run, needed: str = "00_backbone") -> dict[int, dict[str, dict[str, Any]]]:
     """What the notebooks of all `runs` saved, which each does when it ends: seed → notebook → metrics.
 
-    Raises: ValueError if this run has none of the preset's values and corpus.
+    Raises: ValueError if this run's notebook `needed` was not run, failed, or was made with other values or
+        another corpus.
     """
-    if why := _outdated(study, study).get("00_backbone"):
-        command = f"unmask run --preset {study.config.name} --run {study.name}"
-        raise ValueError(f"the results of run {study.name!r} are of another one, which {why}: `{command}`")
     found = {}
     for seed, run in runs(study).items():
         names = {path.stem for path in run.results.glob("[0-9]*.json")} - {run.stage, *_outdated(study, run)}
         found[seed] = {name: run.load(name) for name in sorted(names)}
+    if needed not in found[study.config.pair.seed]:
+        why = _outdated(study, study).get(needed, "was not run")
+        command = f"unmask run --preset {study.config.name} --run {study.name}"
+        raise ValueError(f"notebook {needed} of run {study.name!r} {why}: `{command}`, with your --set")
     return found
+
+
+def first_seeds(by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
+    """The first seed that has each notebook, in the notebooks' order."""
+    return dict(sorted({name: seed for seed in reversed(by_seed) for name in by_seed[seed]}.items()))
 
 
 def pooled(study: Run) -> list[Line]:
