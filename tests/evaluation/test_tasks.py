@@ -82,6 +82,9 @@ def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     assert all((again[name] == found[True][name]).all() for name in again)
     with pytest.raises(pytest.fail.Exception):
         assess(path, built, replace(CONFIG, query_length=3))  # other lengths are other scores
+    with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception):
+        patch.setattr(tasks, "code_hash", lambda: "another")
+        assess(path, built, CONFIG)
     # Trained anew:
     other = backbone.save(tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="one")
     with pytest.raises(pytest.fail.Exception):
@@ -170,7 +173,7 @@ def test_means_weigh_tasks_not_queries():
 CHUNKS = [f"Number {i}, {'and more ' * (i % 5)}that is all." for i in range(30)]
 IDS = [f"{(7 * i) % 30:02}" for i in range(30)]
 ASKED = {f"Which is number {i}?": {i, 29 - i} for i in range(8)}
-NUMBERS = Task("numbers", "english", [*ASKED], [[text] for text in CHUNKS], [*ASKED.values()], IDS)
+NUMBERS = Task("numbers", "code", [*ASKED], [[text] for text in CHUNKS], [*ASKED.values()], IDS)
 SCORES_NM = torch.from_numpy(np.random.default_rng(0).integers(0, 6, (8, 30)) / 6)  # with ties
 
 
@@ -190,7 +193,7 @@ def test_the_best_are_reordered_by_the_reranker_and_the_others_stay(candidates):
         order = ordered(SCORES_NM[query], range(30))
         best, rest = order[:candidates], order[candidates:]
         texts, asked = [CHUNKS[i] for i in best], NUMBERS.queries[query]
-        odds = one.log_odds(asked, texts, instruction=INSTRUCTIONS["english"], **lengths)
+        odds = one.log_odds(asked, texts, instruction=INSTRUCTIONS["code"], **lengths)
         reordered = ordered(dict(zip(best, odds, strict=True)), best)
         for ranking, found in ((best + rest, before_N), (reordered + rest, after_N)):
             place_1M = -np.argsort(ranking)[None].astype(float)

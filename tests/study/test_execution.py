@@ -19,6 +19,7 @@ import json, os, sys
 import ipykernel, unmask
 print(json.dumps({"python": sys.executable, "folder": os.getcwd(), "library": unmask.__file__,
                   "hub": os.environ.get("HF_HUB_OFFLINE"), "hash": os.environ["PYTHONHASHSEED"],
+                  "anew": [os.environ.get(f"UNMASK_{name}") for name in ("TRAIN_ANEW", "ACCEPT_CODE")],
                   "transport": ipykernel.get_connection_info(unpack=True)["transport"]}))
 """
 BAR = """
@@ -36,7 +37,8 @@ def record(checkout):
     return json.loads((checkout.folders.results / "provenance.json").read_text())
 
 
-def test_a_run_from_start_to_nothing_to_do(checkout):
+def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     checkout.notebook("00_backbone", [LOOK, BAR])
     checkout.notebook("01_pair", ["print(overrides)"], needs=["00_backbone"], reads=["pair"])
     checkout.notebook("12a_page", prose="# The report", needs=["01_pair"], reads=[])
@@ -59,7 +61,8 @@ def test_a_run_from_start_to_nothing_to_do(checkout):
     assert parameters == '# Parameters\npreset = "smoke"\noverrides = {"pair.steps": 13}\nrun = "smoke"\n'
     seen = json.loads(text_of(ran, 3))
     assert (seen["folder"], seen["library"]) == ("notebooks", "lib/unmask/__init__.py")
-    assert (seen["hub"], seen["hash"]) == ("1", "0") and Path(seen["python"]) == Path(sys.executable)
+    assert (seen["hub"], seen["hash"], seen["anew"]) == ("1", "0", [None, None])
+    assert Path(seen["python"]) == Path(sys.executable)
     assert seen["transport"] == "ipc"  # kernels that start at once cannot take each other's ports
     assert text_of(ran, 4) == "step 2\n"
     assert text_of(checkout.executed("01_pair"), 3) == "{'pair.steps': 13}\n"
@@ -82,6 +85,8 @@ def test_a_run_from_start_to_nothing_to_do(checkout):
     assert again.returncode == 0 and "nothing to do" in again.stdout and "report.md" in again.stdout
     due, _, row = checkout.unmask("run", "--preset", "smoke", "--dry-run").stdout.partition("01_pair   0:00:")
     assert row[2:].lstrip().startswith("preset section pair changed\n") and "00_backbone" not in due + row
+    assert checkout.unmask(*command, "--only", "00", "--force", "--accept-code").returncode == 0
+    assert json.loads(text_of(checkout.executed("00_backbone"), 3))["anew"] == ["1", "1"]
 
 
 def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):

@@ -36,8 +36,8 @@ def finish(names, marks, folders):
         write_atomic(folders.artifacts / name / "done.json", json.dumps(marks[name] | {"saved": True}))
 
 
-def marks_of(checkout, preset=PRESET):
-    return expected(discover(checkout.folders.notebooks), preset, checkout.folders)
+def marks_of(checkout, preset=PRESET, data=""):
+    return expected(discover(checkout.folders.notebooks), preset, checkout.folders, data)
 
 
 def reasons(checkout, preset=PRESET):
@@ -50,6 +50,13 @@ def all_done(checkout):
     marks = marks_of(checkout)
     finish(list(marks), marks, checkout.folders)
     assert reasons(checkout) == {}
+
+
+def test_other_data_are_due_where_they_are_read(diamond):
+    one, two = (marks_of(diamond, data=data) for data in ("one", "another"))
+    assert [name for name in one if one[name]["depends_on"]["data"] != two[name]["depends_on"]["data"]] == [
+        *("00_backbone", "02_right", "03_join", "04_apart")
+    ]
 
 
 def test_what_is_taken_is_not_missed(diamond):
