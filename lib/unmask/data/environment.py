@@ -169,7 +169,7 @@ def harvest_file(package: str, root: Path, file: str) -> Harvest | None:
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, OSError):
         return None
-    lines = source.split("\n")  # as ast counts them; splitlines() breaks at form feeds, too
+    lines = source.removesuffix("\n").split("\n")  # as ast counts; splitlines() breaks at form feeds, too
     _walk(harvested, tree, harvested.module, lines)
     harvested.code = list(_pieces(tree, lines))
     return harvested
