@@ -100,12 +100,8 @@ def test_a_stage_follows_its_curriculum():
 
 
 def test_a_job_reads_the_groups_that_it_names():
-    stage, groups = tiny_stages.stage("pair"), {"one": "english", "two": "code"}
-    asked = {
-        "datasets": lambda kind, split: [*groups],
-        "pairs": lambda split, name: [{"group": groups[name]}],
-    }
-    stage.corpus = SimpleNamespace(**asked)
+    stage, rows = tiny_stages.stage("pair"), {"one": [{"group": "english"}], "two": [{"group": "code"}]}
+    stage.corpus = SimpleNamespace(datasets=lambda *_: [*rows], pairs=lambda split, name: rows[name])
     for wanted, names in ((None, ["one", "two"]), (["code"], ["two"])):
         stage.asked["groups"] = wanted
         assert [*stage.groups()] == names

@@ -242,7 +242,9 @@ def _stored(source: Source, row: Mapping[str, Any]) -> dict[str, Any]:
     """A row with all columns of its table, and some more."""
     told = {"dataset": source.name, "task": source.task or source.name, "group": source.group, "kind": "text"}
     told |= {"language": source.language, "package": source.repo or source.name}
-    told["key"] = fingerprint(row.get("key", row.get("chunks")))  # a table of text has no column for it
+    thing = row.get("key", row.get("chunks"))
+    if thing is not None:
+        told["key"] = fingerprint(thing)
     if "chunks" in row:
         told["document_id"] = f"{source.name}/{row.get('id') or told['key']}"
     return {**row, **told}
