@@ -41,6 +41,17 @@ ENVIRONMENT = {
 }
 
 
+def settle() -> None:
+    """What `ENVIRONMENT` asks of memory, as far as a process can that has started without it."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # some are read when they are first needed
+    if sys.platform == "linux":
+        options = {-1: "MALLOC_TRIM_THRESHOLD_", -2: "MALLOC_TOP_PAD_", -3: "MALLOC_MMAP_THRESHOLD_"}
+        for number, name in options.items():  # glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD
+            with contextlib.suppress(AttributeError):  # another C library
+                ctypes.CDLL(None).mallopt(number, min(int(ENVIRONMENT[name]), 2**31 - 1))
+
+
 def bound(command: Sequence[str]) -> list[str]:
     """A command whose process Linux kills when this one dies; `python -m …` begins in the process that sees
     to it."""

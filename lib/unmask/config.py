@@ -472,6 +472,20 @@ def preset_from(values: dict[str, Any]) -> Preset:
         raise ConfigError(f"preset {values.get('name')}: {explained(error, Preset)}") from None
 
 
+def changed(config: Any, values: Mapping[str, Any], section: str) -> Any:
+    """A section with other values for some of its keys.
+
+    Raises: ConfigError, as `load_preset`.
+    """
+    known = config.__dataclass_fields__
+    if unknown := values.keys() - known.keys():
+        raise ConfigError(f"{section}: unknown key {min(unknown)!r}{nearest(min(unknown), known)}")
+    try:
+        return dataclasses.replace(config, **values)
+    except ValidationError as error:
+        raise ConfigError(f"{section}.{explained(error, type(config))}") from None
+
+
 def resolved(config: Any) -> Any:
     """A preset or a section of one as plain JSON values (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(config)))

@@ -1,6 +1,6 @@
 """Where things live on disk, and a notebook's view of its run.
 
-artifacts/<run>/<stage>/     checkpoints and logs (large, not committed; UNMASK_ARTIFACTS moves the folder)
+artifacts/<run>/<notebook>/  checkpoints and logs (large, not committed; UNMASK_ARTIFACTS moves the folder)
 papermill_runs/<run>/        executed notebooks
 results/<run>/               metrics as JSON, figures, report
 """
@@ -15,6 +15,7 @@ from typing import Any
 from unmask.config import Preset, load_preset
 from unmask.store import artifacts_root, fingerprint, read_json, repository, write_json
 
+LAB = "lab"  # the run of notebooks that are opened by hand; a folder for each preset
 PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
 
 
@@ -50,21 +51,21 @@ class Folders:
         artifacts = root / "artifacts" if root else artifacts_root()
         self.root = root = root or repository()
         self.notebooks = root / "notebooks"
-        self.library = root / "lib" / "unmask"  # the package, whose code is an input of every stage
+        self.library = root / "lib" / "unmask"  # the package, whose code is an input of every notebook
         self.artifacts = artifacts / run  # checkpoints and logs of this run
         self.logs = self.artifacts / "logs"
         self.executed = root / "papermill_runs" / run  # its executed notebooks
         self.results = root / "results" / run  # its metrics, figures and report
 
-    def done(self, stage: str) -> dict[str, Any]:
-        """What was recorded when `stage` finished; nothing where it did not finish."""
-        return read_json(self.artifacts / stage / "done.json")
+    def done(self, notebook: str) -> dict[str, Any]:
+        """What was recorded when a notebook finished; nothing where it did not finish."""
+        return read_json(self.artifacts / notebook / "done.json")
 
-    def repetitions(self, stages: Iterable[str]) -> dict[str, str]:
+    def repetitions(self, notebooks: Iterable[str]) -> dict[str, str]:
         """For each run that repeats this one with another seed, a hash of its preset and of
-        some stages' results."""
+        some notebooks' results."""
         folders = seed_runs(self.results).values()
-        names = [f"{stage}.json" for stage in ("provenance", *stages)]
+        names = [f"{name}.json" for name in ("provenance", *notebooks)]
         saved = {one.name: [read_json(one / name) for name in names] for one in folders}
         made = {name: (about.get("preset"), *rows) for name, (about, *rows) in saved.items() if any(rows)}
         return {name: fingerprint(*rows) for name, rows in made.items()}
@@ -72,39 +73,68 @@ class Folders:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the recipe as a notebook sees it: its parameters and its folders."""
+    """One run of the recipe as a notebook sees it: its parameters and its folders.
 
-    stage: str
+    A notebook that is opened by hand works in the run "lab", of its preset. It reads what it needs from there
+    if it is there, otherwise from the preset's own run, and writes to folders of its own only.
+    """
+
+    notebook: str
     name: str
     config: Preset
 
     @classmethod
-    def open(cls, stage: str, preset: str, overrides: dict[str, Any] | None = None, run: str = "") -> "Run":
-        """Opens the run `run` (default: the preset's name) for the notebook `stage`, for instance "02_pair",
-        and says where its outputs go.
+    def open(
+        cls, notebook: str, preset: str, overrides: dict[str, Any] | None = None, run: str = ""
+    ) -> "Run":
+        """Opens a run for a notebook, for instance "02_pair", and says where its outputs go.
 
-        The notebook counts as due until `unmask run` executes it: changes made by hand are recorded
-        nowhere.
+        Args:
+            run: its name; empty: the lab. In a run that has a name the notebook counts as due until
+                `unmask run` executes it.
         """
-        opened = cls(stage, run or preset, load_preset(preset, overrides))
-        folder = artifacts_root() / opened.name / stage
+        opened = cls(notebook, run or f"{LAB}/{preset}", load_preset(preset, overrides))
+        folder = opened.root / notebook
         (folder / "done.json").unlink(missing_ok=True)
         changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
         print(f"run {opened.name!r}{changed}\ncheckpoints: {folder}\nmetrics and figures: {opened.results}")
         return opened
 
-    def artifacts(self, stage: str | None = None) -> Path:
-        """Folder of this stage's checkpoints, or of an earlier stage's, which must exist.
+    @property
+    def root(self) -> Path:
+        """Of everything large."""
+        return artifacts_root() / self.name
+
+    def folder(self, name: str) -> Path:
+        """Where this notebook's trainings of a name lie."""
+        return self.artifacts() / name
+
+    def artifacts(self, notebook: str | None = None) -> Path:
+        """Folder of what this notebook makes, or of what an earlier one has made, which must be there.
 
         Raises: FileNotFoundError with the command that makes it.
         """
-        path = artifacts_root() / self.name / (stage or self.stage)
-        if stage is None:
+        if notebook is None:
+            path = self.root / self.notebook
             path.mkdir(parents=True, exist_ok=True)
-        elif not any(path.rglob("config.json")):
-            command = f"unmask run --preset {self.config.name} --run {self.name} --to {stage[:2]}"
-            raise FileNotFoundError(f"{self.stage} needs {stage}: make it with `{command}` and your --set")
-        return path
+            return path
+        for name in self._sources():
+            path = artifacts_root() / name / notebook
+            if any(path.rglob("config.json")):
+                if name != self.name:
+                    print(f"{notebook}: taken from run {name!r}")
+                return path
+        preset = self.config.name
+        run = preset if self.name.startswith(f"{LAB}/") else self.name
+        command = f"unmask run --preset {preset}{f' --run {run}' * (run != preset)} --to {notebook[:2]}"
+        raise FileNotFoundError(
+            f"{self.notebook} needs {notebook}: make it with `{command}` and your --set; --dry-run "
+            "says how long that takes"
+        )
+
+    def _sources(self) -> list[str]:
+        """Runs in which this one looks for what it needs, the nearest first."""
+        return [self.name, self.config.name] if self.name.startswith(f"{LAB}/") else [self.name]
 
     def base(self) -> str:
         """The causal backbone that everything starts from: a ready checkpoint, or notebook 00's own."""
@@ -115,14 +145,15 @@ class Run:
         return repository() / "results" / self.name
 
     def save(self, metrics: dict[str, Any]) -> Path:
-        """Writes the metrics of this stage to results/<run>/<stage>.json."""
-        return write_json(self.results / f"{self.stage}.json", metrics)
+        """Writes the metrics of this notebook to results/<run>/<notebook>.json."""
+        return write_json(self.results / f"{self.notebook}.json", metrics)
 
-    def load(self, stage: str) -> dict[str, Any]:
-        """Metrics that another stage saved; nothing where it did not run."""
-        return read_json(self.results / f"{stage}.json")
+    def load(self, notebook: str) -> dict[str, Any]:
+        """Metrics that another notebook saved; nothing where it did not run."""
+        saved = (read_json(repository() / "results" / name / f"{notebook}.json") for name in self._sources())
+        return next(filter(None, saved), {})
 
     def figure(self, figure: Any, name: str) -> None:
-        """Lets a figure of `unmask.study.figures` save itself: results/<run>/figures/<stage>-<name>.png and,
-        for dark pages, as <stage>-<name>-dark.png; it stays open for the notebook to show."""
-        figure.save(self.results / "figures" / f"{self.stage}-{name}.png")
+        """Lets a figure of `unmask.study.figures` save itself: results/<run>/figures/<notebook>-<name>.png
+        and, for dark pages, as <notebook>-<name>-dark.png; it stays open for the notebook to show."""
+        figure.save(self.results / "figures" / f"{self.notebook}-{name}.png")

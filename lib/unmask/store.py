@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,12 @@ def code_fingerprint(*paths: str | Path) -> str:
     """Short hash of the code in files, and in all Python files of folders. Comments, docstrings and layout do
     not count."""
     files = [one for path in map(Path, paths) for one in (visible(path, "*.py") if path.is_dir() else [path])]
-    return fingerprint([[file.name, bare(file.read_bytes())] for file in sorted(files)])
+    return source_fingerprint({file: file.read_bytes() for file in files})
+
+
+def source_fingerprint(sources: Mapping[Path, bytes]) -> str:
+    """The same of files that were read before."""
+    return fingerprint([[file.name, bare(source)] for file, source in sorted(sources.items())])
 
 
 def visible(folder: Path, pattern: str = "*") -> list[Path]:

@@ -1,11 +1,21 @@
 """Checkpoints to start from, in a workspace whose corpus, a few sentences, is already there."""
 
+from itertools import count
+
 import pytest
 
 import tiny
 import tiny_corpus
 from unmask.models import backbone
 from unmask.store import repository
+from unmask.training import loop
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """A step takes a second, so that every other one leaves a checkpoint where `checkpoint_seconds` is 2."""
+    monkeypatch.setattr(loop, "monotonic", count().__next__)
+    monkeypatch.setattr(loop, "RARE", 0)
 
 
 @pytest.fixture

@@ -12,8 +12,7 @@ from unmask.models import backbone
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.encoding import encode_rows, micro_batches
 from unmask.models.quantize import int8
-from unmask.training.loop import run_job, stage_of
-from unmask.training.neighbours import Cde
+from unmask.training import Pair, train
 
 
 @pytest.mark.parametrize("quantize", [True, False])
@@ -51,38 +50,37 @@ def test_the_context_are_documents_of_the_batch_each_once(context, expected):
     assert len(set(drawn)) > 4 or expected == 9
 
 
-@pytest.fixture
-def job(start, tmp_path):
+def made(start, **more):
     values = {"query_length": 6, "document_length": 16, "cluster_size": 0, "filter_margin": -1.0}
-    return tiny_stages.job("cde", start, tmp_path / "cde", values, {"groups": ["english"]})
+    return tiny_stages.on_the_corpus("cde", start, only_groups=["english"], **values | more)
 
 
-def test_a_job_starts_both_stages_from_one_checkpoint_and_saves_what_the_embedder_loads(job):
-    path = run_job(job, lambda row: None)
-    assert backbone.facts(path) == {"stage": "cde", "pooling": "mean", "fingerprint": "x", "context": 4}
+def test_both_encoders_start_from_one_checkpoint(start, tmp_path):
+    stage = made(start)
+    path = train(stage, model := stage.model(start), tmp_path / "cde")
+    facts = {"stage": "cde", "pooling": "mean", "fingerprint": path.parent.name, "context": 4}
+    assert backbone.facts(path) == facts
     embedder = ContextEmbedder.from_pretrained(path, device="cpu")
-    before = backbone.load(job["start"]).state_dict()
-    for model in (embedder.encoder.first, embedder.encoder.second.backbone):
-        after = model.state_dict()
+    before = backbone.load(start).state_dict()
+    for one in (embedder.encoder.first, embedder.encoder.second.backbone):
+        after = one.state_dict()
         assert any(not torch.equal(after[key], before[key]) for key in before)
         assert all(torch.allclose(after[key], before[key], atol=0.05) for key in before)
     found = embedder.with_context(["Number 7 is written with 1 digits."]).encode(["How is number 7 written?"])
     assert found.shape == (1, 32)
+    train(stage, again := stage.model(start), tmp_path / "cde")  # nothing is due
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
 
 
-def test_without_context_a_job_trains_the_plain_encoder(job):
-    plain = stage_of(job | {"changes": {"context": 0}})
-    assert isinstance(stage_of(job), Cde) and not isinstance(plain, Cde)
-
-
-def test_a_cap_on_the_pairs_holds_with_and_without_context(job, monkeypatch):
+def test_a_cap_on_pairs_holds_with_and_without_context(start, monkeypatch):
     monkeypatch.setattr(mining, "FEWEST", 5)
 
-    def drawn(**changes):
-        rows = stage_of(job | {"changes": changes}).data["docs"]
+    def drawn(**more):
+        rows = made(start, **more).data["docs"]
         return len(rows.queries), rows.identity
 
     everything, capped = drawn(), drawn(max_pairs=20)
     assert (everything[0], capped[0]) == (60, 20) and everything[1] != capped[1]
     assert drawn(max_pairs=10**6) == everything  # the same files of tokens
-    assert drawn(max_pairs=20, context=0) == capped
+    assert drawn(max_pairs=20, context=0, kind=Pair) == capped

@@ -81,6 +81,6 @@ def test_a_training_begun_by_two_processes_is_finished_by_one(by_two, tmp_path):
 def test_the_gpu_gives_the_loss_and_gradient_of_the_cpu(case, precision, tolerance):
     """In bf16 with its own kernels: sequences without padding, fused cross-entropy."""
     expected, gradients = worker.compute(case)
-    facts, found = worker.compute(case, Processes.start(precision))
+    facts, found = worker.compute(case, Processes.alone(precision))
     assert facts["loss"] == pytest.approx(expected["loss"], rel=tolerance)
     assert difference(found, gradients) <= tolerance

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tiny_stages
 import torch
-from tiny_stages import Interrupted, assert_same, backpropagated, step, stop_at
+from tiny_stages import Interrupted, Reported, assert_same, backpropagated, step
 
 import tiny
 import tiny_corpus
@@ -16,8 +16,7 @@ from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS, instructed
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
-from unmask.training.launch import milestones
-from unmask.training.loop import data_report, run_job
+from unmask.training import data_report, milestones, train
 from unmask.training.stages import numbered
 
 
@@ -48,18 +47,19 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
         assert texts[6 + 2 * place : 8 + 2 * place] == [text.tolist() for text in data.negatives[row]]
 
 
-@pytest.fixture
-def job(causal, tmp_path):
-    """The second phase, from a causal checkpoint."""
+def second_phase(causal, tmp_path, **more):
+    """From a causal checkpoint, on mined triplets."""
     values = {"steps": 6, "query_length": 90, "document_length": 9, "negatives": 2, "dimensions": [16, 32]}
-    more = tiny_stages.mined(tmp_path) | {"milestones": [3, 6], "groups": ["english"]}
-    return tiny_stages.job("qwen3", causal, tmp_path / "full", values | {"checkpoint_seconds": 2}, more)
+    told = {"mined": tiny_stages.mined(tmp_path), "milestones": [3, 6], "only_groups": ["english"]}
+    values |= {"checkpoint_seconds": 2}
+    return tiny_stages.on_the_corpus("qwen3", causal, **values | told | more)
 
 
-def test_both_phases_train_and_leave_an_embedder_with_instructions(job, tmp_path):
-    changes = {"negatives": 0, "steps": 2}
-    weak = run_job(job | {"folder": str(tmp_path / "weak"), "changes": changes}, lambda row: None)
-    full = run_job(job | {"start": str(weak)}, lambda row: None)
+def test_both_phases_train_and_leave_an_embedder_with_instructions(causal, tmp_path):
+    first = second_phase(causal, tmp_path, negatives=0, mined="", steps=2, milestones=[])
+    weak = train(first, first.model(causal), tmp_path / "weak")
+    stage = second_phase(weak, tmp_path)
+    full = train(stage, stage.model(weak), tmp_path / "full")
     for path in (weak, full):
         assert [(row["data set"], row["rows"]) for row in data_report(path)] == [("docs", 60)]
     embedder = Embedder.from_pretrained(full, device="cpu")
@@ -79,16 +79,16 @@ def weights(path):
     return (path / "model.safetensors").read_bytes()
 
 
-def test_milestones_are_kept_also_where_the_training_was_interrupted(job, tmp_path):
-    whole = run_job(job, lambda row: None)
+def test_milestones_survive_an_interruption(causal, tmp_path):
+    stage = second_phase(causal, tmp_path)
+    whole = train(stage, stage.model(causal), tmp_path / "full")
     first, last = milestones(whole)
     assert [path.name for path in (first, last)] == ["step-0000003", "step-0000006"]
     assert weights(last) == weights(whole) != weights(first)
-    assert backbone.facts(first) == backbone.facts(whole) | {"fingerprint": "x-3"}
+    assert backbone.facts(first) == backbone.facts(whole) | {"fingerprint": f"{whole.parent.name}-3"}
 
-    parts = job | {"folder": str(tmp_path / "parts")}
     for number in (2, 4):  # before the milestone, which the checkpoint of step 2 comes before; after it
         with pytest.raises(Interrupted):
-            run_job(parts, stop_at(number))
-    found = milestones(run_job(parts, lambda row: None))
+            train(stage, stage.model(causal), tmp_path / "parts", watch=Reported(number))
+    found = milestones(train(stage, stage.model(causal), tmp_path / "parts"))
     assert [weights(path) for path in found] == [weights(first), weights(last)]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from unmask.losses import answer_loss
 from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
-from unmask.training.loop import run_job, stage_of
+from unmask.training import history, train
 
 
 def test_a_step_is_the_mean_over_prompts_that_are_read_alone():
@@ -21,34 +21,34 @@ def test_a_step_is_the_mean_over_prompts_that_are_read_alone():
     assert_same(step(stage, model, batch), backpropagated(torch.stack(losses).mean(), model))
 
 
-@pytest.fixture
-def job(causal, tmp_path):
-    """A reranker's training on mined triplets of a tiny corpus."""
+def made(causal, tmp_path, section="reranker"):
+    """A training on mined triplets of a tiny corpus."""
     values = {"query_length": 5, "document_length": 9, "negatives": 2}
-    return tiny_stages.job("reranker", causal, tmp_path / "reranker", values, tiny_stages.mined(tmp_path))
+    return tiny_stages.on_the_corpus(section, causal, mined=tiny_stages.mined(tmp_path), **values)
 
 
-def test_a_trained_checkpoint_is_a_causal_language_model_that_reranks(job):
-    rows = []
-    path = run_job(job, rows.append)
-    assert [row["prompts"] for row in rows if "loss" in row] == [12, 12]
+def test_a_trained_checkpoint_reranks(causal, tmp_path):
+    stage = made(causal, tmp_path)
+    path = train(stage, stage.model(causal), tmp_path / "reranker")
+    assert [row["prompts"] for row in history(path)] == [12, 12]
     assert AutoModelForCausalLM.from_pretrained(path).config.is_causal
     assert len(Reranker.from_pretrained(path).rerank("How is number 3 written?", ["Number 3", "4"])) == 2
 
 
-def test_a_bidirectional_start_is_refused_before_it_is_paid_for(start, job):
+def test_a_bidirectional_start_is_refused(start, causal, tmp_path):
     with pytest.raises(ValueError, match="is bidirectional: a reranker starts from a causal model"):
-        run_job(job | {"start": str(start)}, lambda row: None)
+        made(causal, tmp_path).model(start)
 
 
-def test_training_and_inference_read_the_same_tokens(job):
+def test_training_and_inference_read_the_same_tokens(causal, tmp_path):
     """Cut ones too: the loss of a batch follows from the reranker's own scores."""
-    for stage in (stage_of(job), stage_of(job | {"stage": "qwen3"})):  # another group has another instruction
-        assert INSTRUCTIONS["code"] in stage.reading("code")[0].around[0]
-    pairs = stage_of(job).data["docs"]
+    for section in ("reranker", "qwen3"):  # another group has another instruction
+        assert INSTRUCTIONS["code"] in made(causal, tmp_path, section).reading("code")[0].around[0]
+    stage = made(causal, tmp_path)
+    pairs = stage.data["docs"]
     assert pairs.counters["texts cut"] > 0
-    reranker = Reranker.from_pretrained(job["start"], token_budget=10**6)
-    table = Dataset.from_parquet(job["negatives"])
+    reranker = Reranker.from_pretrained(causal, token_budget=10**6)
+    table = Dataset.from_parquet(stage.job.mined)
     for row in (0, 31):
         texts = [table[row]["document"], *table[row]["negatives"][:2]]
         options = {"instruction": INSTRUCTIONS["english"], "query_length": 5, "document_length": 9}

@@ -1,5 +1,5 @@
 import math
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -94,7 +94,7 @@ def test_low_t_drawn_more_often_is_the_same_loss_in_expectation_with_equal_weigh
 
 def test_a_stage_follows_its_curriculum():
     stage = tiny_stages.stage("pair", steps=40, curriculum=(0.5, 0.0, 0.5))
-    stage.asked["groups"], stage.groups = None, lambda: {"one": "english", "two": "code"}
+    stage.job, stage.groups = replace(stage.job, only_groups=()), lambda: {"one": "english", "two": "code"}
     names = [stage.plan(step)[0] for step in range(40)]
     assert set(names[:20]) == {"one"} and "two" in names[20:]
 
@@ -102,8 +102,8 @@ def test_a_stage_follows_its_curriculum():
 def test_a_job_reads_the_groups_that_it_names():
     stage, rows = tiny_stages.stage("pair"), {"one": [{"group": "english"}], "two": [{"group": "code"}]}
     stage.corpus = SimpleNamespace(datasets=lambda *_: [*rows], pairs=lambda split, name: rows[name])
-    for wanted, names in ((None, ["one", "two"]), (["code"], ["two"])):
-        stage.asked["groups"] = wanted
+    for wanted, names in (((), ["one", "two"]), (("code",), ["two"])):
+        stage.job = replace(stage.job, only_groups=wanted)
         assert [*stage.groups()] == names
 
 
@@ -191,7 +191,7 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chu
     """InSeNT on the codes, at each Matryoshka prefix, without the document-level term; on chunks read in
     their document, or alone."""
     stage = tiny_stages.stage("contextual", objective="insent", alpha=0.3, temperature=0.05)
-    stage.asked["late_chunking"] = late_chunking
+    stage.job = replace(stage.job, late_chunking=late_chunking)
     model = tiny_stages.model("contextual")
     [batch] = stage.batch(0)
     alone = [TokenSequence(chunk) for i in stage.plan(0)[1] for chunk in stage.data["one"][i].chunks]

@@ -1,7 +1,6 @@
 """Every training stage on a few random tokens, for the tests of the stages and of the loop."""
 
 from dataclasses import replace
-from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,16 +10,17 @@ from datasets import Dataset
 
 import tiny
 import tiny_corpus
-from unmask.config import load_preset, resolved
+from unmask.config import load_preset
 from unmask.data.mining import Neighbours, clusters, pack, unit
+from unmask.data.sources import open_corpus
 from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.models import backbone
 from unmask.models.context_encoder import ContextualEncoder
-from unmask.training import loop
+from unmask.training import STAGES as KINDS
+from unmask.training import Stage, Watch
 from unmask.training.distributed import ALONE
 
-# A step takes a second, so every other one leaves a checkpoint, see _COMMON.
-loop.monotonic, loop.RARE = count().__next__, 0
-STAGES = tuple(loop.STAGES)
+STAGES = tuple(KINDS)
 HEADS = ("ar", "diffusion", "reranker")
 MASK_ID = 3
 ANSWERS = (20, 21)  # yes, no
@@ -85,10 +85,11 @@ def stage(name, data=None, **changes):
     made |= {"data": data} if data else {}
     if getattr(settings, "looks_around", False):
         made["neighbours"] = {key: neighbours(rows, settings) for key, rows in made["data"].items()}
-    preset = resolved(replace(_PRESET, **{name: settings}))
+    preset = replace(_PRESET, **{name: settings})
     # Groups that are named have no curriculum.
-    asked = {"values": preset, "stage": name, "groups": ["english"]}
-    return loop.STAGES[name](asked, mask_token_id=MASK_ID, answers=ANSWERS, **made)
+    own = KINDS[name](preset, None, tiny.tokenizer(), only_groups=["english"])
+    vars(own).update(mask_token_id=MASK_ID, answers=ANSWERS, **made)
+    return own
 
 
 def step(stage, model, batch):
@@ -131,16 +132,30 @@ def stop_at(step):
     return report
 
 
+class Reported(Watch):
+    """Keeps what is reported; ends a training once a step is reported, if it is told to."""
+
+    def __init__(self, stop=None):
+        super().__init__(curve=False)
+        self.rows, self.stop = [], stop
+
+    def __call__(self, row):
+        super().__call__(row)
+        self.rows.append(row)
+        if self.stop is not None and row.get("step") == self.stop:
+            raise Interrupted
+
+
 def mined(folder, count=3):
-    """The pairs with so many negatives, in a file: a part of a job."""
+    """A file of the pairs with so many negatives."""
     path, negatives = folder / "negatives.parquet", ["Number 7?", "Number 8", "Number 9"][:count]
     Dataset.from_list([row | {"negatives": negatives} for row in tiny_corpus.PAIRS]).to_parquet(path)
-    return {"negatives": str(path)}
+    return path
 
 
-def job(stage, start, folder, values, more):
-    """A training of a few steps of four rows, with some of the stage's values, and more parts of a job."""
+def on_the_corpus(section: str, start, *, kind: type[Stage] | None = None, **more) -> Stage:
+    """A stage of a few steps of four rows, which reads the corpus of a few sentences."""
     short = {"steps": 2, "batch": 4, "warmup": 0, "decay": 0, "precision": "fp32", "checkpoint_seconds": 10}
-    preset = load_preset("smoke", {f"{stage}.{key}": value for key, value in (short | values).items()})
-    asked = {"values": resolved(preset), "stage": stage, "folder": str(folder), "fingerprint": "x"}
-    return asked | {"start": str(start)} | more
+    tokenizer = backbone.load_tokenizer(start)
+    make = kind or KINDS[section]
+    return make(_PRESET, open_corpus(_PRESET.data), tokenizer, section=section, **short | more)

@@ -7,6 +7,7 @@ begin a training in OUT and are killed after its last checkpoint.
 import json
 import os
 import sys
+from itertools import count
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -16,8 +17,8 @@ sys.path[:0] = [str(TESTS.parent / "lib"), str(TESTS), str(TESTS / "training")]
 
 import tiny_stages  # noqa: E402
 
+from unmask.training import loop  # noqa: E402
 from unmask.training.distributed import ALONE, Processes  # noqa: E402
-from unmask.training.loop import train  # noqa: E402
 
 # Odd numbers, so that nothing divides evenly; budgets that give every process more than two micro-batches.
 CASES = {
@@ -62,12 +63,13 @@ def train_stage(name, folder, processes=ALONE, stop_after=-1):
             os._exit(1)
 
     stage, model = tiny_stages.stage(name, **CASES[name]), tiny_stages.model(name)
-    train(stage, model, folder, fingerprint="a", report=report, processes=processes)
+    loop.steps(stage, model, folder, fingerprint="a", report=report, processes=processes)
     return model, seen[0]
 
 
 def main(strategy, out):
-    processes = Processes.start("fp32", strategy)
+    processes = Processes.join("fp32", strategy)
+    loop.monotonic, loop.RARE = count().__next__, 0  # as in conftest.py
     for case in CASES:
         facts, gradients = compute(case, processes)
         name = f"{case}-{processes.rank}"

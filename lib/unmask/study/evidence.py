@@ -370,7 +370,7 @@ def keep(study: Run, claims: Sequence[Line]) -> list[Line]:
 
 
 def _replicates(study: Run) -> Path:
-    return study.results / "replicates" / f"{study.stage}.npz"
+    return study.results / "replicates" / f"{study.notebook}.npz"
 
 
 def _effect(study: Run, line: Line) -> Effect:
@@ -435,7 +435,8 @@ def metrics(study: Run, needed: str = "00_backbone") -> dict[int, dict[str, dict
     """
     found = {}
     for seed, run in runs(study).items():
-        names = {path.stem for path in run.results.glob("[0-9]*.json")} - {run.stage, *_outdated(study, run)}
+        left_out = {run.notebook, *_outdated(study, run)}
+        names = {path.stem for path in run.results.glob("[0-9]*.json")} - left_out
         found[seed] = {name: run.load(name) for name in sorted(names)}
     if needed not in found[study.config.pair.seed]:
         why = _outdated(study, study).get(needed, "was not run")

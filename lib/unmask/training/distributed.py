@@ -47,8 +47,14 @@ class Processes:
     device: torch.device = CPU
 
     @classmethod
-    def start(cls, precision: str, strategy: str = "ddp") -> "Processes":
-        """Joins the other processes that torchrun started, if there are any."""
+    def alone(cls, precision: str) -> "Processes":
+        """This process by itself, whatever others it was started with; on a GPU if there is one."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+        return cls(half=backbone.computes_in_bf16(precision), device=device)
+
+    @classmethod
+    def join(cls, precision: str, strategy: str = "ddp") -> "Processes":
+        """Joins the other processes that torchrun started."""
         patience = InitProcessGroupKwargs(timeout=PATIENCE)
         cpu = not torch.cuda.is_available()  # accelerate joins CPU processes only where the CPU was asked for
         peers = Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[patience])

@@ -1,124 +1,223 @@
-"""From a job (preset, stage, starting checkpoint, files) to a trained checkpoint: what a training child
-process does, and the one training loop for all stages, on one process or many."""
+"""One training loop for all stages, in this process or in several.
 
+train(stage, model, folder)  →  this process: run(job, stage, model)
+                             →  several: launch(job)  →  torchrun  →  worker  →  run(job, stage, model)
+"""
+
+import gc
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import nn
 from torch.optim import AdamW, Optimizer
+from transformers import PreTrainedModel
 
-from unmask.children import on_signal
-from unmask.config import COMPUTED, TrainConfig, resolved
+from unmask.children import on_signal, settle
+from unmask.config import TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import compile_layers, fast_attention, plain_attention
-from unmask.run import PREEMPTED
-from unmask.store import code_fingerprint, replace_directory, write_atomic, write_json
+from unmask.store import fingerprint, read_json, replace_directory, write_atomic, write_json
 from unmask.training.checkpoint import Checkpoints, load_checkpoint
 from unmask.training.distributed import Processes, full_weights
-from unmask.training.neighbours import Cde, Qwen3, Reranking
-from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, Triplet, identity
+from unmask.training.identity import identity
+from unmask.training.job import JOB, Job
+from unmask.training.launch import STOP, TrainingStopped, launch, several
+from unmask.training.stages import Stage
+from unmask.training.watch import Watch, history
 
-STAGES: dict[str, type[Stage]] = {"ar": NextToken, "diffusion": Diffusion}
-STAGES |= {"pair": Pair, "contextual": Contextual, "triplet": Triplet}
-STAGES |= {"cde": Cde, "qwen3": Qwen3, "reranker": Reranking}  # of the neighbours
-CODE = ("losses", "data", "models", "training")  # what a checkpoint depends on
-# Keys that change no training: how it is computed, and what notebooks alone read.
-APART = COMPUTED | {"batch_sizes", "cluster_sizes", "context_sizes", "weak_steps", "weak_lr", "scratch"}
-APART |= {"checkpoints", "candidates", "max_queries"}
-MILESTONES = "milestones"  # beside a checkpoint: what it was on its way, in a folder per training
-STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
-RARE = 30  # times what a checkpoint takes: the least between two of them, on a slow disk
+MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
+RARE = 30  # times what a checkpoint takes: the least between two of them, on a slow disk
+Report = Callable[[dict[str, Any]], None]
 
 
-class Preempted(SystemExit):
-    """SIGTERM or SIGINT came: the step was finished, a checkpoint written, and the next start goes on."""
+def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | None = None) -> Path:
+    """Trains `model` in place, with a bar and the curve of its loss, and saves it.
 
-
-def stage_of(asked: Mapping[str, Any]) -> Stage:
-    """The stage of a job, see `Stage`. CDE's without context is a pair training on CDE's batches."""
-    stage = STAGES[asked["stage"]](asked)
-    return Pair(asked) if isinstance(stage, Cde) and not stage.config.context else stage
-
-
-def run_job(asked: Mapping[str, Any], report: Callable[[dict[str, Any]], None]) -> Path:
-    """Trains what a job says, together with the processes that run the same job, and returns the checkpoint
-    directory.
+    Interrupted, it finishes its step and writes a checkpoint; the same call goes on from there and ends with
+    the same weights. What is trained already is not trained again: the same training has the same values,
+    data, starting weights and code (`job.identity`). Each training has a folder of its own,
+    FOLDER/FINGERPRINT, in which nothing else is ever written, and FOLDER/model is a link to the last one's
+    model. With several processes (`parallel`) torchrun starts them, and this one waits.
 
     Args:
-        asked: see `Stage`.
-        report: see `train`.
+        model: from `stage.model`; holds the finished weights in the end, whoever trained them.
+        folder: of the trainings of this name.
+        watch: what is shown meanwhile.
+    Returns: the checkpoint directory.
+    Raises:
+        TrainingStopped: it was told to stop, by SIGINT or SIGTERM; it is saved.
+        RuntimeError: another process trains in this folder. A file of the library has changed since it was
+            imported. In a run of `unmask run`, the same training is there with other code.
+        FloatingPointError, CheckpointException: as `steps`.
     """
-    stage, folder, mark, signals = stage_of(asked), Path(asked["folder"]), asked["fingerprint"], []
-    processes = Processes.start(stage.config.precision, stage.preset.parallel.strategy)
+    folder, made_of = Path(folder), identity(stage, model)
+    home = _home(folder, made_of)
+    watch = watch or Watch()
+    with alone_in(home):
+        if (home / "model").is_dir():
+            _finish(home)  # a kill may have come in between
+            stage.restore(model, home / "model")
+            print(f"{folder.parent.name}/{folder.name}: already trained")
+        else:
+            stage.prepare()  # here, where its progress shows and no GPU waits for it
+            job = stage.begun(model, home)
+            write_json(home / JOB, {"made_of": made_of} | read_json(home / JOB) | {"job": resolved(job)})
+            watch.open(f"{folder.parent.name}/{folder.name}", home, _before(folder, home))
+            with watch:
+                if several(job.parallel):
+                    if made_of["own code"]:
+                        raise RuntimeError(
+                            f"{', '.join(made_of['own code'])}: code of a notebook cannot be run in several "
+                            "processes; put it into a module, or train in one process"
+                        )
+                    launch(job, watch)
+                    stage.restore(model, home / "model")
+                else:
+                    settle()
+                    run(job, stage, model, Processes.alone(stage.config.precision), watch)
+    link(folder / "model", home / "model")
+    return home / "model"
+
+
+def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, report: Report) -> None:
+    """Trains a model for the steps of its job, together with the processes that run the same job, and saves
+    it."""
+    folder, signals = Path(job.folder), []
     read = stage.prepare()
     if processes.main:
         write_json(folder / DATA_REPORT, read)
-    model = stage.model()
     # What lies beside the weights is made now: where it cannot be, no step is taken in vain.
-    tokenizer, facts = ending(stage.tokenizer) if stage.ends else stage.tokenizer, stage.facts()
+    tokenizer, facts = ending(stage.tokenizer) if stage.ends else stage.tokenizer, stage.facts(job.start)
 
-    def save(path: Path, fingerprint: str) -> None:
-        """Takes an earlier model's place, whatever files that had; every process must call it."""
+    def save(path: Path, mark: str) -> None:
+        """Every process must call it."""
         weights, new = full_weights(model), path.with_name(f".{path.name}.new")
         if processes.main:
-            stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=fingerprint)
+            stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=mark)
             replace_directory(new, path)
         processes.wait()
 
     options = {"report": report, "save": save, "processes": processes, "signals": signals}
-    with on_signal(signals.append):  # until the model is saved
-        train(stage, model, folder, fingerprint=mark, **options)
-        save(folder / "model", mark)
+    main_thread = threading.current_thread() is threading.main_thread()
+    with on_signal(signals.append) if main_thread else nullcontext():  # until the model is saved
+        with _released():
+            steps(stage, model, folder, fingerprint=job.fingerprint, **options)
+        save(folder / "model", job.fingerprint)
         if processes.main:
-            finish(folder)
-    told = torch.tensor(float(_told_to_stop(signals, processes)))
-    if processes.sum(processes.ship(told)):  # too late to stop this training, but not the next one
-        raise Preempted(PREEMPTED)
-    return folder / "model"
+            _finish(folder)
+        told = torch.tensor(float(_told_to_stop(signals, processes)))
+        if processes.sum(processes.ship(told)):  # too late to stop this training, but not what comes next
+            raise TrainingStopped("told to stop; the training had just ended, and is saved")
 
 
 def data_report(checkpoint: Path) -> list[dict[str, Any]]:
     """What the training that made a checkpoint read: a row per data set or text source with what was cut,
     left out and repeated."""
-    return json.loads((checkpoint.parent / DATA_REPORT).read_text(encoding="utf8"))
+    return json.loads((checkpoint.resolve().parent / DATA_REPORT).read_text(encoding="utf8"))
 
 
-def job_identity(stage: Stage) -> dict[str, Any]:
-    """Everything that the result of a stage's job depends on, by name, so that a message can say what
-    differs: values of the preset and of the job, the corpus ("data"), files, the starting point, and "code".
-    A training that ran out of memory goes on with a smaller token_budget."""
-    asked, told = stage.asked, ("stage", "groups", "milestones", "bidirectional", "late_chunking")
-    sections = {asked["stage"]: resolved(stage.config)}
-    if "start" not in asked:
-        sections["backbone"] = resolved(stage.preset.backbone)
-    return {
-        **{f"{name}.{key}": one[key] for name, one in sections.items() for key in one.keys() - APART},
-        "backbone.mask_token": stage.preset.backbone.mask_token,
-        **{key: asked.get(key) for key in told},
-        **{key: identity(Path(asked[key])) for key in ("start", "tokenizer", "negatives") if key in asked},
-        **stage.inputs(),
-        "data": stage.corpus.hash,
-        "code": code_fingerprint(*(Path(__file__).parents[1] / name for name in CODE)),
-    }
+def milestones(checkpoint: Path) -> list[Path]:
+    """What the training that made a checkpoint kept on its way (`Job.milestones`), in order."""
+    return sorted((checkpoint.resolve().parent / MILESTONES).glob("step-*"))
 
 
-def train(
+@contextmanager
+def alone_in(home: Path) -> Iterator[None]:
+    """Keeps other processes out of a training's folder.
+
+    Raises: RuntimeError if one is there.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(home / ".lock", blocking=False)
+    try:
+        lock.acquire()
+    except TimeoutError:
+        raise RuntimeError(f"another process trains in {home}: wait until it has ended") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def link(path: Path, target: Path) -> None:
+    """Makes `path` a link to a folder beside or below it, at once."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
+    os.replace(new, path)
+
+
+def _home(folder: Path, made_of: dict[str, Any]) -> Path:
+    """The folder of a training: its fingerprint's, or that of one which differs in the library's code alone
+    and was accepted (`unmask run --accept-code`).
+
+    Raises: RuntimeError in a run of `unmask run` if there is such a one and nobody has said what to do about
+        it: somebody paid for it.
+    """
+    home, mode = folder / fingerprint(made_of), os.environ.get("UNMASK_CODE")
+    if home.is_dir():
+        return home
+    like = [path.parent for path in folder.glob(f"*/{JOB}") if _differ(path, made_of) == ["code"]]
+    paid = [one for one in like if (one / "model").is_dir() or any(one.glob("checkpoints/step-*"))]
+    for one in sorted(paid, key=lambda one: one.stat().st_mtime, reverse=True):
+        about = read_json(one / JOB)
+        accepted = about.get("accepted", [])
+        if mode == "accept":
+            accepted = [*accepted, made_of["code"]]
+            write_json(one / JOB, about | {"accepted": accepted})
+        if made_of["code"] in accepted:
+            return one
+        if mode == "ask":
+            raise RuntimeError(
+                f"{one} holds this training, made by other code ({about['made_of']['code']} → "
+                f"{made_of['code']}). Go on from it: `unmask run --accept-code`. Train anew: `--force`."
+            )
+    return home
+
+
+def _differ(path: Path, made_of: dict[str, Any]) -> list[str]:
+    earlier = read_json(path).get("made_of", {})
+    return [key for key in sorted(earlier | made_of) if earlier.get(key) != made_of.get(key)]
+
+
+def _before(folder: Path, home: Path) -> list[dict[str, Any]]:
+    """The curve of the last training of this name, for whoever tries something by hand."""
+    last = (folder / "model").resolve()
+    by_hand, there = "UNMASK_CODE" not in os.environ, (last.parent / "metrics.jsonl").is_file()
+    return history(last) if by_hand and there and last.parent != home else []
+
+
+@contextmanager
+def _released() -> Iterator[None]:
+    """What a training holds is given back in the end, for whatever this process does next: memory, compiled
+    layers, the state of random numbers."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        yield
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def steps(
     stage: Stage,
     model: nn.Module,
     folder: Path,
     *,
     fingerprint: str,
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
+    report: Report = lambda row: None,
     save: Callable[[Path, str], None] = lambda path, fingerprint: None,
     processes: Processes | None = None,
     signals: Sequence[int] = (),
@@ -136,70 +235,72 @@ def train(
             continued.
         report: called once with "total" and "done" steps, then with each step's metrics, for progress
             displays; on the main process only.
-        save: writes the model to a path, with a fingerprint, after the steps that the job's "milestones" say;
+        save: writes the model to a path, with a fingerprint, after the steps that `Job.milestones` says;
             before the checkpoint of such a step, so after a restart perhaps again.
-        processes: this process and its peers; default: `Processes.start`.
+        processes: this process and its peers; default: this one alone.
         signals: grows when this process is told to stop; once any process was, the step is finished, a
             checkpoint written and the training stopped.
     Raises:
         FloatingPointError: the loss or the gradient is not finite.
         CheckpointException: a checkpoint cannot be written, for instance to a full disk.
-        Preempted: a signal came.
+        TrainingStopped: a signal came.
     """
     config, log = stage.config, folder / "metrics.jsonl"
     checkpoints = Checkpoints(folder / "checkpoints", fingerprint, config.keep_checkpoints)
-    processes = processes or Processes.start(config.precision)
-    module, optimizer = _prepared(stage, model, processes)
-    last = processes.agreed(next(reversed(checkpoints.all()), None))
-    done = load_checkpoint(last, model, optimizer) if last else 0
-    if processes.main:
-        kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
-        write_atomic(log, "".join(kept))  # what comes after is trained again
-        report({"total": config.steps, "done": done})
-    processes.wait()
-    whole = getattr(config, "length", 0) % 128 == 0  # else cuDNN's backward pass may give NaN (torch 2.11)
-    with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
-        started, saved, pause = perf_counter(), monotonic(), config.checkpoint_seconds
-        for step, (batch, logged) in _ahead(stage.drawn, range(done, config.steps)):
-            lr = config.lr * lr_factor(config, step)
-            torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
-            row = stage.backward(module, batch, processes)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
-            # FSDP2 leaves it in parts.
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            told = _told_to_stop(signals, processes)
-            due = processes.main and monotonic() - saved >= pause
-            both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
-            facts = torch.stack([row["loss"].float(), norm.float(), *both])
-            row["loss"], norm, told, due = facts.tolist()
-            if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
-                dataset, rows = stage.plan(step)
-                raise FloatingPointError(
-                    f"the loss is {row['loss']}, the norm of its gradient {norm} at step {step}: lower lr or "
-                    f"clip in another run, or look at the rows {rows[:8].tolist()} … of data set "
-                    f"{dataset!r}; last good checkpoint: {last or 'none'}"
-                )
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            optimizer.zero_grad()
-            row = {"step": step, **logged, **row, "lr": lr, "grad_norm": norm}
-            row["seconds"] = perf_counter() - started
-            if processes.main:
-                report(row)
-                lines.write(json.dumps(row) + "\n")
-            if step + 1 in stage.asked.get("milestones", ()):
-                save(folder / MILESTONES / fingerprint / f"step-{step + 1:07d}", f"{fingerprint}-{step + 1}")
-            if step + 1 < config.steps and (told or due):
-                lines.flush()
-                began = monotonic()
-                last = checkpoints.save(model, optimizer, step + 1, processes)
-                if told:  # one process at least
-                    raise Preempted(PREEMPTED)
-                saved = monotonic()
-                pause = config.checkpoint_seconds and max(config.checkpoint_seconds, RARE * (saved - began))
-            started = perf_counter()
-    return model.eval()
+    processes = processes or Processes.alone(config.precision)
+    with _equipped(stage, model, processes) as (module, optimizer):
+        last = processes.agreed(next(reversed(checkpoints.all()), None))
+        done = load_checkpoint(last, model, optimizer) if last else 0
+        if processes.main:
+            kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
+            write_atomic(log, "".join(kept))  # what comes after is trained again
+            report({"total": config.steps, "done": done})
+        processes.wait()
+        # Else cuDNN's backward pass may give NaN (torch 2.11).
+        whole = getattr(config, "length", 0) % 128 == 0
+        with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
+            started, saved, pause = perf_counter(), monotonic(), config.checkpoint_seconds
+            for step, (batch, logged) in _ahead(stage.drawn, range(done, config.steps)):
+                lr = config.lr * lr_factor(config, step)
+                torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
+                row = stage.backward(module, batch, processes)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
+                # FSDP2 leaves it in parts.
+                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                told = _told_to_stop(signals, processes)
+                due = processes.main and monotonic() - saved >= pause
+                both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
+                facts = torch.stack([row["loss"].float(), norm.float(), *both])
+                row["loss"], norm, told, due = facts.tolist()
+                if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
+                    dataset, rows = stage.plan(step)
+                    raise FloatingPointError(
+                        f"the loss is {row['loss']}, the norm of its gradient {norm} at step {step}: lower "
+                        f"lr or clip, or look at the rows {rows[:8].tolist()} … of data set {dataset!r}; "
+                        f"last good checkpoint: {last or 'none'}"
+                    )
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+                optimizer.zero_grad()
+                row = {"step": step, **logged, **row, "lr": lr, "grad_norm": norm}
+                row["seconds"] = perf_counter() - started
+                if processes.main:
+                    lines.write(json.dumps(row) + "\n")
+                    lines.flush()
+                    report(row)
+                if step + 1 in stage.job.milestones:
+                    save(folder / MILESTONES / f"step-{step + 1:07d}", f"{fingerprint}-{step + 1}")
+                if step + 1 < config.steps and (told or due):
+                    began = monotonic()
+                    last = checkpoints.save(model, optimizer, step + 1, processes)
+                    if told:  # one process at least
+                        raise TrainingStopped(f"told to stop: {step + 1} steps are saved, run it again")
+                    saved = monotonic()
+                    rare = max(config.checkpoint_seconds, RARE * (saved - began))
+                    pause = config.checkpoint_seconds and rare
+                started = perf_counter()
+    return model
 
 
 def _told_to_stop(signals: Sequence[int], processes: Processes) -> bool:
@@ -209,9 +310,13 @@ def _told_to_stop(signals: Sequence[int], processes: Processes) -> bool:
     return bool(signals) or (processes.main and bool(name) and name in os.listdir(folder))
 
 
-def _prepared(stage: Stage, model: nn.Module, processes: Processes) -> tuple[nn.Module, Optimizer]:
-    """What is run forward, on all processes, and the optimiser."""
-    config = stage.config
+@contextmanager
+def _equipped(stage: Stage, model: nn.Module, processes: Processes) -> Iterator[tuple[nn.Module, Optimizer]]:
+    """What is run forward, on all processes, and the optimiser; in the end the model is as it was, on the
+    CPU."""
+    config, device = stage.config, next(model.parameters()).device
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    kernels = [part.config._attn_implementation for part in parts]
     if config.gradient_checkpointing:
         backbone.checkpoint_activations(model)
     if processes.half and processes.device.type == "cpu":
@@ -220,7 +325,16 @@ def _prepared(stage: Stage, model: nn.Module, processes: Processes) -> tuple[nn.
         compile_layers(model)
     module = processes.parallel(stage.module(model.train()))
     betas, groups = (config.beta1, config.beta2), parameter_groups(model, config.weight_decay)
-    return module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
+    try:
+        yield module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
+    finally:
+        model.eval().zero_grad()
+        if processes.accelerator is None:  # else this process ends with the training
+            model.to(device)
+            for part, kernel in zip(parts, kernels):
+                part.set_attn_implementation(kernel)
+            for layer in backbone.layers(model):
+                layer._compiled_call_impl, layer.gradient_checkpointing = None, False
 
 
 def _ahead(make: Callable[[int], Any], steps: range) -> Iterator[tuple[int, Any]]:
@@ -233,11 +347,9 @@ def _ahead(make: Callable[[int], Any], steps: range) -> Iterator[tuple[int, Any]
             yield step, batch
 
 
-def finish(folder: Path) -> None:
-    """Removes what the training whose model lies in a folder needs no more. Another one's checkpoints stay:
-    somebody paid for them."""
-    Checkpoints(folder / "checkpoints", backbone.facts(folder / "model").get("fingerprint")).remove()
-    for name in ("torchrun", "cache"):
+def _finish(folder: Path) -> None:
+    """Removes what a training whose model is saved needs no more."""
+    for name in ("checkpoints", "torchrun"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 

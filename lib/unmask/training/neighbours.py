@@ -4,9 +4,10 @@ Shape suffixes: N queries · K context documents, or hard negatives per query ·
 B prompts · L tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,8 @@ from transformers import PreTrainedModel
 
 from unmask.data.tokens import Limit
 from unmask.losses import answer_loss, matryoshka, qwen3_loss
-from unmask.models import backbone, context_encoder
-from unmask.models.context_encoder import ContextualEncoder
+from unmask.models import context_encoder
+from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
 from unmask.models.encoding import after_context, micro_batches
 from unmask.models.quantize import int8
@@ -39,12 +40,19 @@ class Cde(Pair):
     pushed through the first. Each stage reduces its own gradients once.
     """
 
+    section = "cde"
     save = staticmethod(context_encoder.save)
 
-    def model(self) -> ContextualEncoder:
+    def model(self, start: str | Path = "") -> ContextualEncoder:
         """Both of its stages start from one checkpoint (CDE, section 5)."""
-        first, second = (backbone.load(self.asked["start"]) for _ in range(2))
-        return ContextualEncoder(first, second, self.config.context)
+        first, second = (super(Cde, self).model(start) for _ in range(2))
+        model = ContextualEncoder(first, second, self.config.context)
+        model.start = str(start)
+        return model
+
+    def restore(self, model: ContextualEncoder, path: Path) -> None:
+        saved = ContextEmbedder.from_pretrained(path, device="cpu", mixed_precision=False)
+        model.load_state_dict(saved.encoder.state_dict())
 
     def batch(self, step: int) -> list[Batch]:
         [pairs], config = super().batch(step), self.config
@@ -81,6 +89,7 @@ class Qwen3(Pair):
     Without quantiser, unless `config.quantize` asks for one.
     """
 
+    section = "qwen3"
     ends = True  # whatever the pooling
     data = cached_property(lambda self: self.triplets() if self.config.negatives else self.pairs())
 
@@ -91,9 +100,9 @@ class Qwen3(Pair):
     def allowed(self) -> Callable[[int], set[str]] | None:
         return None if self.config.negatives else super().allowed()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, start: str) -> dict[str, Any]:
         """With prompts for sentence-transformers."""
-        return super().facts() | {"prompts": {"query": prompt(INSTRUCTIONS["english"]), "document": ""}}
+        return super().facts(start) | {"prompts": {"query": prompt(INSTRUCTIONS["english"]), "document": ""}}
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = int8(rows_RD) if self.config.quantize else rows_RD
@@ -118,15 +127,22 @@ class Reranking(Stage):
     A query and a document of `data`, one after the other, are a prompt (`unmask.models.reranker`).
     """
 
+    section = "reranker"
     head = True
     data = cached_property(Stage.triplets)
     answers = cached_property(lambda self: answers(self.tokenizer.backend_tokenizer))
 
-    def model(self) -> PreTrainedModel:
-        model = super().model()
+    def model(self, start: str | Path = "") -> PreTrainedModel:
+        model = super().model(start)
         if not getattr(model.config, "is_causal", True):
-            raise ValueError(f"{self.asked['start']} is bidirectional: a reranker starts from a causal model")
+            raise ValueError(f"{start} is bidirectional: a reranker starts from a causal model")
         return model
+
+    def shown(self, step: int) -> Iterator[list[str]]:
+        """The end of each prompt, and its answer."""
+        batch = self.batch(step)
+        for prompt_L, answer in zip(batch.prompts, batch.answer_B):
+            yield [f"{self.tokenizer.decode(prompt_L)}{self.tokenizer.decode(answer)}"]
 
     def keys(self) -> dict[str, np.ndarray]:
         return {name: np.arange(len(pairs.queries)) for name, pairs in self.data.items()}
@@ -147,8 +163,8 @@ class Reranking(Stage):
             said += [yes] + [no] * (len(documents) - 1)
         return Prompts(name, prompts, torch.tensor(said))
 
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | {"instruction": INSTRUCTIONS["english"]}  # until one is named
+    def facts(self, start: str) -> dict[str, Any]:
+        return super().facts(start) | {"instruction": INSTRUCTIONS["english"]}  # until one is named
 
     def backward(self, module: nn.Module, batch: Prompts, processes: Processes) -> dict[str, Any]:
         lengths = [len(prompt_L) for prompt_L in batch.prompts]

@@ -1,14 +1,14 @@
 """The training stages: each is one class, which owns what it reads, the model it trains, its batches as pure
 functions of (seed, step), and its loss.
 
-To add one, write a class here or in `neighbours`, put it into `loop.STAGES`, its name into `config.TRAINED`,
-and a section of that name into `config.Preset` and the presets.
+To add one, write a class here, in `neighbours` or anywhere else, and give its values a section in
+`config.Preset` and the presets.
 
 Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L tokens.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,63 +22,113 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask import losses
-from unmask.config import GROUPS, DiffusionConfig, preset_from
+from unmask.config import GROUPS, DiffusionConfig, changed
 from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
 from unmask.data.reading import sha256
-from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
-from unmask.store import fingerprint, visible
+from unmask.store import artifacts_root, fingerprint, visible
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import Processes
+from unmask.training.job import TOLD, Job
+
+WIDTH = 100  # characters of a text that `Stage.show` prints
 
 
 class Stage:
     """One training objective, from its data to its gradient.
 
+        stage = Pair(preset, corpus, tokenizer, lr=1e-3)
+        stage.show(0)  # its first batch, as text
+        model = stage.model(start)
+        checkpoint = train(stage, model, folder)
+
     A subclass has `data`, what it reads, and
         batch(step): the global batch of a step, the same on every process, from seed and step alone;
         backward(module, batch, processes): adds this process's share of the batch's gradient to the
-            parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them.
+            parameters and returns metrics of the global batch, "loss" (a tensor) and "tokens" among them;
+        shown(step): the lines of `show`.
 
     Args:
-        asked: the job: "values" (the preset), "stage", "folder", "fingerprint"; and as the stage needs,
-            "start" (checkpoint directory), "tokenizer" (for a model from scratch), "corpus" (its folder, once
-            it is made), "changes" (values of the stage's section to replace), "groups" (of pair data sets to
-            use), "negatives" (file of mined triplets), "surrogate" (directory or Hub name of an embedder,
-            instead of `clusters.surrogate`),
-            "milestones" (numbers of steps after which the model is kept as well, see `launch.milestones`),
-            "bidirectional" (a causal start reads both sides from the first step on, without pretraining),
-            "late_chunking" (false: contextual training on the same batches, each chunk read alone).
-        made: parts that are there already, by name; the others are made from the job when first used.
+        preset: has the stage's section, `backbone`, `clusters` and `parallel`.
+        corpus: what it reads.
+        tokenizer: of the model that it trains.
+        section: of the preset; default: the stage's own.
+        more: values of the section to replace, and what `Job` lists beside them ("only_groups", "mined", …).
+    Raises: ConfigError for an unknown key or a value that cannot be.
     """
 
+    section = ""  # of the preset
     head = False  # whether the model keeps its output matrix, and so ends in its loss
     bidirectional = False  # whether a causal start is made to read both sides
     same_length = False  # whether all that it reads has one length
     ends = False  # whether each text gets an end token, so that the last token to pool is always the same
     save = staticmethod(backbone.save)  # how its checkpoint is written
 
-    def __init__(self, asked: Mapping[str, Any], **made: Any):
-        self.asked, self.preset = asked, preset_from(asked["values"])
-        self.config = replace(getattr(self.preset, asked["stage"]), **asked.get("changes", {}))
-        vars(self).update(made)
+    def __init__(
+        self,
+        preset: Any,
+        corpus: Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        section: str = "",
+        **more: Any,
+    ):
+        section, kind = section or self.section, type(self)
+        values = {key: value for key, value in more.items() if key not in TOLD}
+        told = {key: more[key] for key in more.keys() & TOLD}
+        self._take(
+            Job(
+                stage=f"{kind.__module__}:{kind.__qualname__}",
+                section=section,
+                config=changed(getattr(preset, section), values, section),
+                backbone=preset.backbone,
+                clusters=preset.clusters,
+                parallel=preset.parallel,
+                **told,
+            ),
+            corpus,
+            tokenizer,
+        )
 
-    @cached_property
-    def corpus(self) -> Corpus:
-        data, known = self.preset.data, self.asked.get("corpus")
-        return Corpus(Path(known), data.families) if known else open_corpus(data)
+    @classmethod
+    def of(cls, job: Job, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> "Stage":
+        """The stage that a job describes."""
+        stage = cls.__new__(cls)
+        stage._take(job, corpus, tokenizer)
+        return stage
 
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return backbone.load_tokenizer(self.asked.get("start") or self.asked["tokenizer"])
+    def _take(self, job: Job, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.job, self.config, self.corpus, self.tokenizer = job, job.config, corpus, tokenizer
+
+    def begun(self, model: nn.Module, folder: Path) -> Job:
+        """The whole job, as it is known when it begins."""
+        return replace(
+            self.job,
+            corpus=str(self.corpus.path),
+            families=self.corpus.families,
+            tokenizer=self.tokenizer.name_or_path,
+            start=getattr(model, "start", ""),
+            folder=str(folder),
+            fingerprint=folder.name,
+        )
+
+    def show(self, step: int = 0, rows: int = 3) -> None:
+        """Prints the first rows of a step's batch as text."""
+        for number, lines in zip(range(rows), self.shown(step)):
+            print(*([""] if number else []), *lines, sep="\n")
+
+    def text(self, tokens_L: np.ndarray) -> str:
+        """Tokens as text, in one line."""
+        text = " ".join(self.tokenizer.decode(tokens_L).split())
+        return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
 
     @cached_property
     def stored(self) -> StoredTokenizer:
@@ -105,28 +155,34 @@ class Stage:
         return self.batch(step), {}
 
     def inputs(self) -> dict[str, str]:
-        """The identities of what the result depends on, beside the job's own and the corpus."""
-        return {}
+        """The identities of files that the result depends on, beside the corpus."""
+        return {"mined": content(Path(self.job.mined))} if self.job.mined else {}
 
-    def model(self) -> nn.Module:
-        """The model to train, as it is before the first step."""
-        if start := self.asked.get("start"):
+    def model(self, start: str | Path = "") -> nn.Module:
+        """The model to train, as it is before the first step: a checkpoint's, or a new one in the shape of
+        the preset's `backbone`."""
+        if start:
             model = backbone.load(start, head=self.head)
         else:
-            model = backbone.build(self.preset.backbone, self.tokenizer, seed=self.config.seed)
-        if self.bidirectional or self.asked.get("bidirectional"):
-            backbone.make_bidirectional(model, self.tokenizer, self.preset.backbone.mask_token)
+            model = backbone.build(self.job.backbone, self.tokenizer, seed=self.config.seed)
+        if self.bidirectional or self.job.bidirectional:
+            backbone.make_bidirectional(model, self.tokenizer, self.job.backbone.mask_token)
+        model.start = str(start)
         return model
+
+    def restore(self, model: nn.Module, path: Path) -> None:
+        """Gives the model the weights of a checkpoint that the stage has trained."""
+        model.load_state_dict(backbone.load(path, head=self.head).state_dict())
 
     def module(self, model: nn.Module) -> nn.Module:
         """What is run forward: all parameters must be used inside of it, where FSDP2 gathers them. Several
         modules that are run each on its own are an nn.ModuleList."""
         return LanguageModel(model) if self.head else model
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, start: str) -> dict[str, Any]:
         """How the checkpoint is to be used, and which ready backbone it descends from."""
-        facts = {"stage": self.asked["stage"], "pooling": getattr(self.config, "pooling", "mean")}
-        if source := backbone.facts(self.asked.get("start") or "").get("source"):
+        facts = {"stage": self.job.section, "pooling": getattr(self.config, "pooling", "mean")}
+        if source := backbone.facts(start).get("source"):
             facts["source"] = source
         return facts | ({"special_tokens": True} if self.ends else {})
 
@@ -137,7 +193,7 @@ class Stage:
 
     def groups(self) -> dict[str, str]:
         """Data sets of pairs to train on → their groups."""
-        names, wanted = self.corpus.datasets("pairs", "train"), self.asked.get("groups") or GROUPS
+        names, wanted = self.corpus.datasets("pairs", "train"), self.job.only_groups or GROUPS
         found = {name: self.corpus.pairs("train", name)[0]["group"] for name in names}
         return {name: group for name, group in found.items() if group in wanted}
 
@@ -157,9 +213,9 @@ class Stage:
         corpus, sources, data = self.corpus, {}, {}
         for name in corpus.datasets("triplets", "train"):
             sources[name] = corpus.triplets("train", name), corpus.identity("triplets", name)
-        if path := self.asked.get("negatives"):
-            rows = Dataset.from_parquet(path, cache_dir=str(Path(self.asked["folder"]) / "cache"))
-            names, file = np.asarray(rows["dataset"][:]), identity(Path(path))
+        if path := self.job.mined:
+            rows = Dataset.from_parquet(path, cache_dir=str(artifacts_root() / "data" / "datasets"))
+            names, file = np.asarray(rows["dataset"][:]), content(Path(path))
             for name in np.unique(names):
                 sources[str(name)] = rows.select(np.flatnonzero(names == name)), file
         for name, (rows, file) in sources.items():
@@ -172,11 +228,6 @@ class Stage:
     def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
         table = Table(rows, name, file, self.stored)
         return tokenized.token_pairs(table, *self.reading(rows[0]["group"]), negatives)
-
-
-def identity(path: Path) -> str:
-    """Identity of an input: a checkpoint of ours by its fingerprint, anything else by its content."""
-    return backbone.facts(path).get("fingerprint") or content(path)
 
 
 def content(path: Path) -> str:
@@ -250,6 +301,11 @@ def accumulate(
 class NextToken(Pretraining):
     """Autoregressive pretraining on packed blocks: the stand-in for a ready base model."""
 
+    section = "ar"
+
+    def shown(self, step: int) -> Iterator[list[str]]:
+        return ([self.text(tokens_L)] for tokens_L in self.blocks(step))
+
     def batch(self, step: int) -> Tensor:
         return torch.from_numpy(self.blocks(step))
 
@@ -277,11 +333,23 @@ class Noised(NamedTuple):
 class Diffusion(Pretraining):
     """Masked-diffusion continued pretraining (pplx-embed, section 2.1)."""
 
+    section = "diffusion"
     bidirectional = True
+
+    def shown(self, step: int) -> Iterator[list[str]]:
+        """A block with ▒ for each masked token, and the share that is masked."""
+        batch = self.batch(step)
+        for tokens_L, masked_L, valid_L in zip(batch.tokens_BL, batch.masked_BL, batch.valid_BL):
+            tokens_L, masked_L = tokens_L[valid_L], masked_L[valid_L]
+            borders = (masked_L.diff().nonzero().flatten() + 1).tolist()
+            runs = zip(tokens_L.tensor_split(borders), masked_L.tensor_split(borders))
+            told = ["▒" * len(run) if masked[0] else self.tokenizer.decode(run) for run, masked in runs]
+            text = " ".join("".join(told).split())
+            yield [f"{masked_L.double().mean():4.0%} masked  {text[: 3 * WIDTH]}"]
 
     @cached_property
     def mask_token_id(self) -> int:
-        return self.tokenizer.convert_tokens_to_ids(self.preset.backbone.mask_token)
+        return self.tokenizer.convert_tokens_to_ids(self.job.backbone.mask_token)
 
     def batch(self, step: int) -> Noised:
         return noise(self.blocks(step), self.config, np.random.default_rng([self.config.seed, 2, step]))
@@ -372,6 +440,16 @@ class Contrastive(Stage):
     queries' terms in it, given its texts' vectors. Only `Triplet` has several.
     """
 
+    def shown(self, step: int) -> Iterator[list[str]]:
+        """Each query with its document, and with its hard negatives, if any."""
+        for part in self.batch(step):
+            count, texts = part.count, [self.text(text.tokens_L) for text in part.sequences]
+            hard = len(texts) // count - 2
+            for i in range(count):
+                negatives = texts[2 * count + i * hard : 2 * count + (i + 1) * hard]
+                own = [f"query     {texts[i]}", f"document  {texts[count + i]}"]
+                yield own + [f"negative  {negative}" for negative in negatives]
+
     def texts(self, name: str, rows: np.ndarray) -> Batch:
         """The pairs in some rows: queries, then documents, then the hard negatives of each query, if any."""
         pairs = self.data[name]
@@ -409,12 +487,13 @@ class Pair(Contrastive):
     """Contrastive pair training, with INT8 from the first step unless `config.quantize` is false
     (pplx-embed, section 2.3)."""
 
+    section = "pair"
     ends = property(lambda self: self.config.pooling == "last")
     data = cached_property(Stage.pairs)
 
     def allowed(self) -> Callable[[int], set[str]] | None:
         """Data sets that may be drawn at a step; None: all, always, as groups that are named."""
-        if self.asked.get("groups"):
+        if self.job.only_groups:
             return None
         return curriculum(self.groups(), self.config.curriculum, self.config.steps)
 
@@ -424,7 +503,7 @@ class Pair(Contrastive):
 
         Raises: ValueError where none is named.
         """
-        name = self.asked.get("surrogate") or self.preset.clusters.surrogate
+        name = self.job.surrogate or self.job.clusters.surrogate
         if not name:
             raise ValueError("cluster_size and filter_margin need an embedder: set clusters.surrogate")
         path = backbone.require_checkpoint(name)
@@ -437,7 +516,7 @@ class Pair(Contrastive):
 
             return SentenceTransformer(path)
 
-        return Surrogate(content(Path(path)), load, self.preset.clusters)
+        return Surrogate(content(Path(path)), load, self.job.clusters)
 
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
@@ -452,9 +531,9 @@ class Pair(Contrastive):
 
     def inputs(self) -> dict[str, str]:
         if not self.config.looks_around:
-            return {}
-        clusters = fingerprint(replace(self.preset.clusters, surrogate=""))
-        return {"surrogate": self.surrogate.identity, "clusters": clusters}
+            return super().inputs()
+        clusters = fingerprint(replace(self.job.clusters, surrogate=""))
+        return super().inputs() | {"surrogate": self.surrogate.identity, "clusters": clusters}
 
     def drawing(self) -> dict[str, Any]:
         near = self.neighbours.items() if self.config.cluster_size else ()
@@ -482,6 +561,21 @@ class Contextual(Contrastive):
     quantiser and without Matryoshka; both stay here, so that the objective is all that differs.
     """
 
+    section = "contextual"
+
+    def shown(self, step: int) -> Iterator[list[str]]:
+        """Each document with a line for each chunk, and with the queries at the chunks that answer them."""
+        [batch] = self.batch(step)
+        name, rows = self.plan(step)
+        for index, row in enumerate(rows):
+            document, lines = self.data[name][row], []
+            asked = (batch.document_N == index).nonzero().flatten().tolist()
+            for number, chunk in enumerate(document.chunks):
+                lines.append(f"{'document' if not number else '':9} │ {self.text(chunk)}")
+                own = [i for i in asked if batch.gold_N[i] == number]
+                lines += [f"{'':9} └ query: {self.text(batch.sequences[i].tokens_L)}" for i in own]
+            yield lines
+
     @cached_property
     def data(self) -> dict[str, TokenDocuments]:
         corpus, config, data = self.corpus, self.config, {}
@@ -505,7 +599,7 @@ class Contextual(Contrastive):
             for number in sorted(rng.permutation(len(document.queries))[: config.queries_per_document])
         ]
         texts = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
-        if self.asked.get("late_chunking", True):
+        if self.job.late_chunking:
             texts += [join_chunks(document.chunks, self.stored.end) for document in documents]
         else:
             texts += [TokenSequence(chunk) for document in documents for chunk in document.chunks]
@@ -535,6 +629,8 @@ class Contextual(Contrastive):
 
 class Triplet(Contrastive):
     """Contrastive training with mined hard negatives (pplx-embed, section 2.5)."""
+
+    section = "triplet"
 
     data = cached_property(Stage.triplets)
 

@@ -1,0 +1,54 @@
+"""A training, written down: the job that processes of their own can be given."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from unmask.config import (
+    TRAINED,
+    BackboneConfig,
+    ClustersConfig,
+    ParallelConfig,
+    Preset,
+    Section,
+    TrainConfig,
+)
+
+JOB = "job.json"  # in a training's folder: the job, and what it is made of
+Location = Annotated[str, BeforeValidator(str)]  # a path or a name
+SECTIONS = {name: Preset.__dataclass_fields__[name].type for name in TRAINED}
+
+
+class Job(Section):
+    """One training, without the objects that it works with: another process makes the same stage of it."""
+
+    stage: str  # its class, as "module:name"
+    section: str  # of the preset, whose values it has
+    config: TrainConfig  # these values
+    backbone: BackboneConfig  # what is built where it starts from nothing; [MASK] in any case
+    clusters: ClustersConfig = Field(default_factory=ClustersConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+
+    only_groups: tuple[str, ...] = ()  # of pair data sets to train on; none: all, by the curriculum
+    mined: Location = ""  # file of mined triplets
+    surrogate: Location = ""  # an embedder, directory or Hub name, instead of `clusters.surrogate`
+    milestones: tuple[int, ...] = ()  # steps after which the model is kept as well, see `milestones`
+    bidirectional: bool = False  # a causal start reads both sides from the first step on, without pretraining
+    late_chunking: bool = True  # false: contextual training on the same batches, each chunk read alone
+
+    # Known when it begins.
+    corpus: str = ""  # folder
+    families: tuple[str, ...] = ()  # of the corpus that are read
+    tokenizer: str = ""  # folder or Hub name
+    start: str = ""  # checkpoint directory or Hub name; empty: the backbone is built
+    folder: str = ""  # of its outputs
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "Job":
+        """From plain values (`config.resolved`)."""
+        return cls(**row | {"config": SECTIONS[row["section"]](**row["config"])})
+
+
+# What is said of a training beside the values of its section.
+TOLD = ("only_groups", "mined", "surrogate", "milestones", "bidirectional", "late_chunking")

@@ -1,0 +1,110 @@
+"""What is seen of a training while it runs: a bar, and in a notebook the curve of its loss, which grows."""
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from tqdm import tqdm
+
+LOG = "metrics.jsonl"  # of a training, in its folder: a line for each step
+RARE = 30  # times what drawing takes: the least between two curves
+
+
+def history(checkpoint: Path) -> list[dict[str, Any]]:
+    """The logged metrics of the training that made a checkpoint."""
+    lines = (checkpoint.resolve().parent / LOG).read_text(encoding="utf8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+class Watch:
+    """Called with "total" and "done" steps, then with each step's metrics, see `loop.steps`.
+
+    Args:
+        curve: whether a notebook shows the curve, too.
+    """
+
+    def __init__(self, *, curve: bool = True):
+        self.curve = curve and "ipykernel" in sys.modules
+        self.bar = tqdm(disable=True)
+
+    def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
+        """Says what is trained.
+
+        Args:
+            folder: of the training.
+            before: the steps of another training, whose curve is drawn beneath.
+        """
+        self.title, self.folder = title, folder
+        self.loss, self.before = [], [row["loss"] for row in before]
+        self.handle, self.next = None, 0.0
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.curve and self.loss:
+            self.draw()
+        self.bar.close()
+
+    def read(self) -> None:
+        """Shows what other processes have logged since the last look."""
+        log = self.folder / LOG
+        lines = log.read_bytes().splitlines(keepends=True) if log.is_file() else []
+        for line in lines[len(self.loss) :]:
+            if line.endswith(b"\n"):  # else half of it is written
+                self(json.loads(line))
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        if "total" in row:
+            log = self.folder / LOG
+            lines = log.read_text(encoding="utf8").splitlines()[: row["done"]] if row["done"] else []
+            self.loss = [json.loads(line)["loss"] for line in lines]
+            self.bar.close()
+            about = {"total": row["total"], "initial": row["done"], "unit": "step"}
+            self.bar = tqdm(desc=self.title, mininterval=1, file=sys.stdout, **about)
+            return
+        self.loss.append(row["loss"])
+        self.bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
+        self.bar.update()
+        if self.curve and monotonic() >= self.next:
+            began = monotonic()
+            self.draw()
+            self.next = monotonic() + max(1.0, RARE * (monotonic() - began))
+
+    def draw(self) -> None:
+        """Shows the curve, in the place of the one before."""
+        # Of the extra `study`, which whoever has a notebook has; and a second to import.
+        from IPython.display import Image, display  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+
+        figure = Figure(figsize=(6, 2.2), layout="constrained")
+        axes = figure.subplots()
+        if self.before:
+            axes.plot(smoothed(self.before), color="0.75", label="the last training")
+        axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
+        axes.plot(smoothed(self.loss), color="C0", label="this one" if self.before else None)
+        steps = max(self.bar.total or 0, len(self.before), 2)
+        axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, steps - 1))
+        axes.spines[["top", "right"]].set_visible(False)
+        if self.before:
+            axes.legend(frameon=False)
+        file = io.BytesIO()
+        figure.savefig(file, dpi=100)
+        picture = Image(file.getvalue(), alt=f"loss of {self.title}")
+        if self.handle:
+            self.handle.update(picture)
+        else:
+            self.handle = display(picture, display_id=True)
+
+
+def smoothed(values: Sequence[float], share: float = 0.1) -> list[float]:
+    """Exponential moving average, each value of which counts only what came before: no start is zero."""
+    found, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = (1 - share) * total + value, (1 - share) * weight + 1
+        found.append(total / weight)
+    return found

@@ -1,0 +1,82 @@
+"""One of the processes of a training: `torchrun … -m unmask.training.worker job.json`."""
+
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import psutil
+import torch
+
+from unmask.children import die_with
+from unmask.data.corpus import Corpus
+from unmask.models import backbone
+from unmask.run import PREEMPTED
+from unmask.store import read_json, replacing
+from unmask.training.distributed import Processes
+from unmask.training.identity import weights_hash
+from unmask.training.job import Job
+from unmask.training.launch import ERROR, LOG, TrainingStopped
+from unmask.training.loop import run
+from unmask.training.stages import Stage
+
+
+def stage_of(job: Job) -> Stage:
+    """The stage that a job describes."""
+    module, _, name = job.stage.partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    return kind.of(job, Corpus(Path(job.corpus), job.families), backbone.load_tokenizer(job.tokenizer))
+
+
+def main(path: Path) -> None:
+    """Reads the job, trains, saves; whatever goes wrong is written where the notebook looks."""
+    rank, folder = os.environ.get("RANK", "0"), path.parent
+    if torch.distributed.is_torchelastic_launched():
+        _die_with_torchrun()
+    _log_to(folder / (LOG if rank == "0" else f"rank-{rank}.log"))
+    try:
+        about = read_json(path)
+        job = Job.of(about["job"])
+        processes = Processes.join(job.config.precision, job.parallel.strategy)
+        stage = stage_of(job)
+        model = stage.model(job.start)
+        if weights_hash(model) != about["made_of"]["weights"]:
+            raise ValueError("the notebook's model is not what its start gives: save it, and start from that")
+        run(job, stage, model, processes, lambda row: None)
+    except TrainingStopped:
+        _say(folder, "TrainingStopped")
+        raise SystemExit(PREEMPTED) from None
+    except Exception as error:
+        traceback.print_exc()
+        _say(folder, f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+    torch.distributed.destroy_process_group()
+
+
+def _say(folder: Path, text: str) -> None:
+    """The first process that fails says why: the others fail because it did."""
+    if not (folder / ERROR).exists():
+        with replacing(folder / ERROR) as unfinished:
+            unfinished.write_text(text, encoding="utf8")
+
+
+def _die_with_torchrun() -> None:
+    """Makes a worker die with torchrun, which started it as a session of its own and may be dead by now."""
+    parent = psutil.Process().parent()
+    if parent is None or "torch" not in " ".join(parent.cmdline()):
+        os._exit(1)
+    die_with(parent.pid)
+
+
+def _log_to(path: Path) -> None:
+    """From here on, whatever this process writes goes into a log, what native code writes too."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with path.open("a", encoding="utf8") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

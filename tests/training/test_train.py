@@ -1,0 +1,291 @@
+"""Trainings in this process: what a stage reads of a few sentences, and which training is which."""
+
+import gc
+import os
+import re
+import signal
+
+import numpy as np
+import psutil
+import pytest
+import tiny_stages
+import torch
+from sentence_transformers import SentenceTransformer
+from tiny_stages import Interrupted, Reported
+
+import tiny
+import tiny_corpus
+from unmask import losses
+from unmask.data.mining import negative_similarity
+from unmask.models import backbone
+from unmask.models.embedder import Embedder
+from unmask.store import write_atomic
+from unmask.training import Pair, TrainingStopped, data_report, history, train
+from unmask.training import identity as same
+from unmask.training.identity import identity
+
+OWN = {
+    "diffusion": {"length": 16},
+    "pair": {"query_length": 6, "document_length": 16, "curriculum": [1.0, 0.0, 0.0]},
+    "contextual": {"query_length": 6, "chunk_length": 8, "chunks": 2, "single": 5},
+    "triplet": {"query_length": 6, "document_length": 16, "negatives": 2, "accumulation": 1},
+}
+
+
+def made(section, start, **more):
+    return tiny_stages.on_the_corpus(section, start, **OWN[section] | more)
+
+
+def trained(stage, start, folder, **options):
+    return train(stage, stage.model(start), folder, **options)
+
+
+READ = [
+    ("diffusion", 0, {"environment": {"blocks": 8, "texts": len(tiny_corpus.TEXTS)}}),
+    ("pair", 0, {"docs": {"rows": 60, "texts cut": 120}}),
+    # Every document has three chunks, in windows of two.
+    ("contextual", 0, {"docs": {"rows": 5}, "counting": {"rows": 60}}),
+    ("triplet", 3, {"docs": {"rows": 60}}),
+    ("triplet", 1, {"docs": {"rows": 60}}),  # fewer than the two that are wanted
+]
+
+
+@pytest.mark.parametrize(("section", "negatives", "read"), READ)
+def test_a_stage_trains_and_says_what_it_read(start, tmp_path, section, negatives, read):
+    more = {"mined": tiny_stages.mined(tmp_path, negatives)} if negatives else {}
+    path = trained(made(section, start, **more), start, tmp_path / section)
+    assert [row["step"] for row in history(path)] == [0, 1]
+    found = {row.get("data set", row.get("source")): row for row in data_report(path)}
+    assert found.keys() == read.keys()
+    for name, counts in read.items():
+        assert found[name].items() >= counts.items()
+
+
+SHOWN = {
+    "diffusion": r"^ *\d+% masked  .*▒",
+    "pair": r"query     How is number .*written\?\ndocument  Number",
+    "contextual": r"document  │ Number .*\n +│ Then comes .*\n +└ query: What comes after",
+    "triplet": r"document  Number .*\nnegative  Number 7\?\nnegative  Number 8",
+}
+
+
+@pytest.mark.parametrize("section", SHOWN)
+def test_a_stage_shows_its_batch(start, tmp_path, capsys, section):
+    long = {"query_length": 60, "document_length": 60, "chunk_length": 40, "single": 0, "length": 64}
+    mined = {"mined": tiny_stages.mined(tmp_path)} if section == "triplet" else {}
+    own = OWN[section].keys() & long.keys()
+    made(section, start, **mined | {key: long[key] for key in own}).show(0)
+    assert re.search(SHOWN[section], capsys.readouterr().out, re.MULTILINE)
+
+
+def test_look_alikes_are_prepared_before_the_training(start, tmp_path):
+    alike = {"cluster_size": 8, "filter_margin": 0.0}
+    with pytest.raises(ValueError, match=r"set clusters\.surrogate"):
+        made("pair", start, **alike).prepare()
+    stage = made("pair", start, surrogate=start, **alike)
+    report = stage.prepare()
+    assert data_report(trained(stage, start, tmp_path / "pair")) == report
+
+
+def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
+    path = tmp_path / "embedder"
+    Embedder.from_pretrained(start).save_pretrained(path)
+    (path / "unmask.json").unlink()  # no longer one of ours
+    peer = SentenceTransformer(str(path))
+    whole = {"query_length": 99, "document_length": 200, "cluster_size": 8}
+    stage = made("pair", start, surrogate=path, **whole)
+    for name, drawn in map(stage.plan, range(2)):
+        rows = [tiny_corpus.PAIRS[row] for row in drawn]
+        sides = ([row[side] for row in rows] for side in ("query", "document"))
+        q_ND, d_ND = (peer.encode(texts, normalize_embeddings=True) for texts in sides)
+        others = (q_ND @ d_ND.T)[~np.eye(len(rows), dtype=bool)]
+        found = negative_similarity(stage.neighbours[name], drawn)
+        assert found == pytest.approx(others.mean(), abs=1e-3)
+
+
+def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
+    last = made("pair", start, pooling="last", query_length=8, document_length=16)
+    embedder = Embedder.from_pretrained(trained(last, start, tmp_path / "last"))
+    assert (embedder.pooling, embedder.special_tokens) == ("last", True)
+    for text in (*tiny.TEXTS[:3], " ".join(tiny.TEXTS)):  # a text that is cut keeps its end, too
+        (unit,) = embedder._texts([text], 16).units
+        assert unit.sequence.tokens_L[-1] == tiny.tokenizer().eos_token_id
+    by_mean = trained(made("pair", start), start, tmp_path / "mean")
+    assert not Embedder.from_pretrained(by_mean).special_tokens
+
+
+def test_a_stage_knows_its_special_tokens(start):
+    assert made("diffusion", start).mask_token_id == tiny_stages.MASK_ID
+    assert made("contextual", start).stored.end == tiny.tokenizer().eos_token_id
+
+
+def test_a_causal_start_reads_both_sides_if_told(causal):
+    for told in (False, True):
+        assert backbone.sees_both_sides(made("pair", causal, bidirectional=told).model(causal)) == told
+
+
+DIFFERENT = [
+    ({}, set()),
+    ({"lr": 1.0}, {"pair.lr"}),
+    ({"token_budget": 7}, set()),  # how it is computed
+    ({"only_groups": ["code"]}, {"only_groups"}),
+    ({"surrogate": "org/model"}, set()),  # not asked
+    ({"cluster_size": 8}, {"pair.cluster_size", "surrogate", "clusters"}),
+    ({"mined": "none.parquet"}, {"mined"}),
+    ({"milestones": [3]}, {"milestones"}),
+    ({"bidirectional": True}, {"bidirectional", "weights"}),
+    ({"late_chunking": False}, {"late_chunking"}),
+]
+
+
+@pytest.mark.parametrize(("more", "names"), DIFFERENT)
+def test_what_differs_between_two_trainings_is_named(start, causal, more, names):
+    stages = [made("pair", start, **{"surrogate": start} | one) for one in ({}, more)]
+    one, two = (identity(stage, stage.model(causal)) for stage in stages)
+    assert {name for name in one | two if one.get(name) != two.get(name)} == names
+
+
+def test_other_weights_make_another_training(start):
+    stage = made("pair", start)
+    model = stage.model(start)
+    before = identity(stage, model)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    assert identity(stage, model) | {"weights": before["weights"]} == before != identity(stage, model)
+
+
+class Mine(Pair):
+    """A stage of one's own, as a notebook defines it."""
+
+    scale = 2
+
+    def loss(self, rows_RD, batch, **shared):
+        return halved(super().loss(rows_RD, batch, **shared))
+
+
+def halved(loss):
+    return loss / 2
+
+
+def test_code_of_ones_own_counts_by_its_source(start, monkeypatch):
+    def own(stage):
+        return identity(stage, stage.model(start))["own code"]
+
+    assert own(made("pair", start)) == {}
+    mine = own(made("pair", start, kind=Mine))
+    assert {name.split(".", 1)[1] for name in mine} == {"Mine.loss", "halved"} and "/ 2" in str(mine)
+    monkeypatch.setattr(losses, "pair_loss", halved)
+    assert [name.split(".", 1)[1] for name in own(made("pair", start))] == ["halved"]
+
+
+def test_another_value_trains_beside_and_the_first_is_found_again(start, tmp_path, capsys):
+    first = trained(made("pair", start), start, tmp_path / "pair")
+    other = trained(made("pair", start, lr=0.5), start, tmp_path / "pair")
+    assert first != other and (tmp_path / "pair" / "model").resolve() == other
+    stage = made("pair", start)
+    model = stage.model(start)
+    assert train(stage, model, tmp_path / "pair") == first
+    assert capsys.readouterr().out.count("already trained") == 1
+    assert (tmp_path / "pair" / "model").resolve() == first
+    saved = backbone.load(first).state_dict()
+    assert all(torch.equal(saved[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_changed_file_of_the_library_asks_for_a_new_kernel(start, tmp_path, monkeypatch):
+    file = write_atomic(tmp_path / "unmask" / "losses" / "mine.py", "rate = 1\n")
+    monkeypatch.setattr(same, "LIBRARY", tmp_path / "unmask")
+    monkeypatch.setattr(same, "IMPORTED", {file: file.read_bytes()})
+    file.write_text("rate = 1  # a remark is no code\n")
+    same.library_code()
+    file.write_text("rate = 2\n")
+    with pytest.raises(RuntimeError, match=r"unmask/losses/mine.py has changed .*: restart the kernel"):
+        trained(made("pair", start), start, tmp_path / "pair")
+
+
+def test_a_run_asks_before_it_pays_again_for_other_code(start, tmp_path, monkeypatch):
+    def again():
+        return trained(made("pair", start), start, tmp_path / "pair")
+
+    first = again()
+    monkeypatch.setattr(same, "library_code", lambda: "other")
+    monkeypatch.setenv("UNMASK_CODE", "ask")
+    with pytest.raises(RuntimeError, match=r"made by other code \(\w+ → other\)\. .*--accept-code.*--force"):
+        again()
+    monkeypatch.setenv("UNMASK_CODE", "accept")
+    assert again() == first
+    monkeypatch.setenv("UNMASK_CODE", "ask")
+    assert again() == first  # once is enough
+    monkeypatch.setattr(same, "library_code", lambda: "newer")
+    monkeypatch.setenv("UNMASK_CODE", "anew")
+    assert again() != first and first.is_dir()
+
+
+def test_by_hand_other_code_trains_anew(start, tmp_path, monkeypatch):
+    monkeypatch.delenv("UNMASK_CODE", raising=False)
+    first = trained(made("pair", start), start, tmp_path / "pair")
+    monkeypatch.setattr(same, "library_code", lambda: "other")
+    assert trained(made("pair", start), start, tmp_path / "pair") != first
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, number):
+    stage = made("pair", start, steps=6)
+
+    class Told(Reported):
+        def __call__(self, row):
+            super().__call__(row)
+            if row.get("step") == 2:
+                os.kill(os.getpid(), number)
+
+    with pytest.raises(TrainingStopped, match="4 steps are saved"):
+        trained(stage, start, tmp_path / "parts", watch=Told())
+    told = Reported()
+    parts = trained(stage, start, tmp_path / "parts", watch=told)
+    assert told.rows[0] == {"total": 6, "done": 4}
+    whole = trained(stage, start, tmp_path / "whole")
+    assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert not (parts.parent / "checkpoints").exists()
+
+
+def test_two_processes_never_train_in_one_folder(start, tmp_path):
+    stage = made("pair", start)
+
+    class Meanwhile(Reported):
+        def __call__(self, row):
+            with pytest.raises(RuntimeError, match="another process trains in"):
+                trained(made("pair", start), start, tmp_path / "pair")
+
+    trained(stage, start, tmp_path / "pair", watch=Meanwhile())
+
+
+def test_a_training_leaves_no_trace_in_its_process(start, tmp_path):
+    stage = made("pair", start, gradient_checkpointing=True)
+    model = stage.model(start)
+    before, kernel = torch.random.get_rng_state(), model.config._attn_implementation
+    train(stage, model, tmp_path / "pair")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert model.config._attn_implementation == kernel
+    assert not any(layer.gradient_checkpointing for layer in backbone.layers(model))
+    assert not model.training and all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_ten_trainings(start, tmp_path):
+    def memory():
+        gc.collect()
+        return psutil.Process().memory_info().rss
+
+    sizes = []
+    for number in range(10):
+        trained(made("pair", start, steps=4, seed=number), start, tmp_path / "pair")
+        sizes.append(memory())
+    assert sizes[-1] - sizes[2] < 20e6, sizes
+
+
+def test_stopped_inside_a_report_the_next_call_goes_on(start, tmp_path):
+    stage = made("pair", start, steps=6, checkpoint_seconds=2)
+    with pytest.raises(Interrupted):
+        trained(stage, start, tmp_path / "pair", watch=Reported(4))
+    told = Reported()
+    trained(stage, start, tmp_path / "pair", watch=told)
+    assert told.rows[0] == {"total": 6, "done": 4}
