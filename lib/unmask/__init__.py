@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Embedder", "__version__"]
+__all__ = ["Embedder", "__version__", "fit"]
 
 FLOORS = {"torch": (2, 11), "transformers": (5, 17)}  # tested; requirements.lock has what else was
 for name, floor in FLOORS.items():
@@ -22,4 +22,9 @@ def __getattr__(name: str) -> Any:
         from unmask.models.embedder import Embedder  # noqa: PLC0415
 
         return Embedder
+    if name == "fit":
+        # A module of that name would take the function's place once it is imported: hence `fitting`.
+        from unmask.fitting import fit  # noqa: PLC0415
+
+        return fit
     raise AttributeError(f"module 'unmask' has no attribute {name!r}")

@@ -25,10 +25,11 @@ class Watch:
 
     Args:
         curve: whether a notebook shows the curve, too.
+        title: of the bar; default: notebook and name of the training.
     """
 
-    def __init__(self, *, curve: bool = True):
-        self.curve = curve and "ipykernel" in sys.modules
+    def __init__(self, *, curve: bool = True, title: str = ""):
+        self.curve, self.title = curve and "ipykernel" in sys.modules, title
         self.bar = tqdm(disable=True)
 
     def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
@@ -38,7 +39,7 @@ class Watch:
             folder: of the training.
             before: the steps of another training, whose curve is drawn beneath.
         """
-        self.title, self.folder = title, folder
+        self.title, self.folder = self.title or title, folder
         self.loss, self.before = [], [row["loss"] for row in before]
         self.handle, self.next = None, 0.0
 
