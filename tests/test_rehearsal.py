@@ -8,12 +8,13 @@ from joblib.externals.loky import get_reusable_executor
 
 import rehearsal
 from unmask.__main__ import main
-from unmask.config import TRAINED, load_preset, resolved
+from unmask.config import TRAINED, load_preset
 from unmask.data import hub, reading, tokenized
 from unmask.data.sources import open_corpus
 from unmask.evaluation import conteb
 from unmask.evaluation.tasks import build_tasks
-from unmask.training.loop import stage_of
+from unmask.models.backbone import load_tokenizer
+from unmask.training import STAGES
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +33,16 @@ def preset(folder, monkeypatch):
     return load_preset("hub-0.6b", rehearsal.SMALL)
 
 
-def test_every_stage_and_every_task_finds_what_it_reads(preset, tmp_path):
+def test_every_stage_and_every_task_finds_what_it_reads(preset):
     hub.require(preset)
     corpus = open_corpus(preset.data)
     for split in ("dev", "test"):
         assert len(build_tasks(corpus, split, preset.evaluation)) > 9
     assert [len(conteb.load(task).queries) > 0 for task in preset.conteb.tasks] == [True] * 8
+    tokenizer = load_tokenizer(preset.backbone.checkpoint)
     for name in TRAINED[1:]:  # the backbone is a ready checkpoint
-        asked = {"values": resolved(preset), "stage": name, "folder": str(tmp_path), "fingerprint": "x"}
-        asked["start"] = preset.backbone.checkpoint
         # Every data set but for CDE, whose surrogate reads all texts.
-        stage = stage_of(asked | ({"groups": ["code"]} if name == "cde" else {}))
+        stage = STAGES[name](preset, corpus, tokenizer, only_groups=["code"] * (name == "cde"))
         report = stage.prepare()
         assert all(row.get("rows", 1) for row in report), name
         assert stage.batch(0)
@@ -51,13 +51,12 @@ def test_every_stage_and_every_task_finds_what_it_reads(preset, tmp_path):
             assert found == dict.fromkeys(found, 3) | {"all-nli": 1}
 
 
-def test_what_was_prepared_without_a_gpu_is_what_trainings_read(preset, tmp_path, monkeypatch, capfd):
+def test_what_was_prepared_without_a_gpu_is_what_trainings_read(preset, monkeypatch, capfd):
     assert main(["prepare", "--preset", "hub-0.6b", *rehearsal.told(rehearsal.SMALL)]) == 0
     assert re.search("pair: data set paq, .*rows 12", capfd.readouterr().out)
-    shared = {"corpus": str(open_corpus(preset.data).path), "folder": str(tmp_path), "fingerprint": "x"}
+    corpus, tokenizer = open_corpus(preset.data), load_tokenizer(preset.backbone.checkpoint)
     monkeypatch.setattr(tokenized, "encode", None)  # nothing is tokenised any more
     monkeypatch.setattr(reading, "data_files", None)  # and no process asks the Hub what there is
     for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
-        asked = shared | {"values": resolved(preset), "stage": name, "start": preset.backbone.checkpoint}
-        asked |= {"changes": {"negatives": 0}} if name == "qwen3" else {}
-        assert stage_of(asked).prepare()
+        more = {"negatives": 0} if name == "qwen3" else {}
+        assert STAGES[name](preset, corpus, tokenizer, **more).prepare()

@@ -34,23 +34,39 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert [p.name for p in path.parent.iterdir()] == ["a.json"]
 
 
-def test_a_notebook_that_is_opened_is_due_again_and_values_changed_by_hand_are_said(tmp_path, capsys):
+def test_a_notebook_opened_in_a_run_is_due_again(tmp_path, capsys):
     done = write_atomic(tmp_path / "smoke" / "02_pair" / "done.json", "{}")
-    Run.open("02_pair", "smoke", {"pair.steps": 7, "pair.lr": 0.5})
+    Run.open("02_pair", "smoke", {"pair.steps": 7, "pair.lr": 0.5}, run="smoke")
     assert not done.is_file()
     assert "run 'smoke', pair.steps = 7, pair.lr = 0.5\n" in capsys.readouterr().out
 
 
 def test_a_run_has_its_name_its_parameters_and_its_folders(run, tmp_path):
-    assert (run.stage, run.name, run.config.pair.steps) == ("02_pair", "mine", 7)
-    assert run.artifacts() == tmp_path / "mine" / "02_pair"
+    assert (run.notebook, run.name, run.config.pair.steps) == ("02_pair", "mine", 7)
+    assert run.folder("pair").parent == run.artifacts() == tmp_path / "mine" / "02_pair"
     assert run.artifacts().is_dir()
     assert run.results == tmp_path / "results" / "mine"
     with pytest.raises(FileNotFoundError, match="`unmask run --preset smoke --run mine --to 01`"):
         run.artifacts("01_diffusion_cpt")
 
 
-def test_metrics_are_saved_as_json_and_a_stage_that_did_not_run_has_none(run):
+def test_by_hand_a_run_of_its_own_reads_the_presets(tmp_path, monkeypatch, capsys):
+    done = write_atomic(tmp_path / "smoke" / "02_pair" / "done.json", "{}")
+    run = Run.open("02_pair", "smoke")
+    monkeypatch.setattr(workspace, "repository", lambda: tmp_path)
+    assert done.is_file() and run.artifacts() == tmp_path / "lab" / "smoke" / "02_pair"
+    with pytest.raises(FileNotFoundError, match=r"`unmask run --preset smoke --to 01`.*--dry-run says"):
+        run.artifacts("01_diffusion_cpt")
+    for name, told in (("smoke", True), ("lab/smoke", False)):
+        write_atomic(tmp_path / name / "01_diffusion_cpt" / "diffusion" / "config.json", "{}")
+        write_atomic(tmp_path / "results" / name / "01_diffusion_cpt.json", f'{{"of": "{name}"}}')
+        assert run.artifacts("01_diffusion_cpt") == tmp_path / name / "01_diffusion_cpt"
+        assert ("taken from run 'smoke'" in capsys.readouterr().out) == told
+        assert run.load("01_diffusion_cpt") == {"of": name}
+    assert run.save({}).parent == tmp_path / "results" / "lab" / "smoke"
+
+
+def test_metrics_are_saved_as_json_and_a_notebook_that_did_not_run_has_none(run):
     path = run.save({"ndcg": 0.5, "language": "日本語"})
     assert path == run.results / "02_pair.json"
     assert run.load("02_pair") == {"ndcg": 0.5, "language": "日本語"}

@@ -1,6 +1,6 @@
 """Training steps of the 0.6B model on one GPU, for `first_gpu`. Others report 0.36 to 0.46 of the peak.
 
-Whole steps of `unmask.training.loop.train`: batch, forward, backward, clipping, optimiser, log. Weights are
+Whole steps of `unmask.training.loop.steps`: batch, forward, backward, clipping, optimiser, log. Weights are
 untrained and tokens random; texts of pairs have an eighth of the length that the preset allows up to all of
 it, even in their logarithm, all others the whole.
 
@@ -26,11 +26,11 @@ import torch._dynamo.utils
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import tiny
-from unmask.config import ParallelConfig, Preset, load_preset, resolved
+from unmask.config import ParallelConfig, Preset, load_preset
 from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.study.plan import PEAK, forward, memory_bytes, parameters
-from unmask.training.loop import train
-from unmask.training.stages import Contextual, Diffusion, Pair, Stage
+from unmask.training import Contextual, Diffusion, Pair, Stage
+from unmask.training.loop import steps as run_steps
 
 WARM_UP, STEPS = 3, 8
 BATCH = {"diffusion": 16, "pair": 512, "contextual": 16}  # of a step; several micro-batches each
@@ -43,21 +43,26 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
     def ids(*shape: int) -> np.ndarray:
         return rng.integers(4, preset.data.vocab_size, shape, np.int32)
 
-    n, asked = config.batch, {"values": resolved(preset), "stage": name, "groups": ["english"]}
+    def on(kind: type[Stage], **made: Any) -> Stage:
+        stage = kind(preset, None, None, only_groups=["english"])
+        vars(stage).update(made)
+        return stage
+
+    n = config.batch
     if name == "diffusion":
-        stage = Diffusion(asked, data=ids(2 * n, config.length), mask_token_id=3)
+        stage = on(Diffusion, data=ids(2 * n, config.length), mask_token_id=3)
         return stage, [(n, config.length)]
     if name == "pair":
         shares = np.exp(rng.uniform(np.log(1 / 8), 0, (2, n)))
         limits = np.array([[config.query_length], [config.document_length]])
         columns = [[ids(int(length)) for length in row] for row in np.ceil(shares * limits)]
         pairs = TokenPairs(*columns, [str(i) for i in range(n)])
-        return Pair(asked, data={"random": pairs}), [(1, len(text)) for row in columns for text in row]
+        return on(Pair, data={"random": pairs}), [(1, len(text)) for row in columns for text in row]
     documents = [
         TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
         for _ in range(n)
     ]
-    stage = Contextual(asked, data={"random": tiny.Distinct(documents)}, stored=SimpleNamespace(end=0))
+    stage = on(Contextual, data={"random": tiny.Distinct(documents)}, stored=SimpleNamespace(end=0))
     return stage, [(n, config.query_length), (n, config.document_length)]
 
 
@@ -95,7 +100,7 @@ def measure(
         warnings.simplefilter("always")
         trained = model if name == "diffusion" else model.model
         try:
-            train(stage, trained, Path(folder), fingerprint="benchmark", report=report)
+            run_steps(stage, trained, Path(folder), fingerprint="benchmark", report=report)
         finally:
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")

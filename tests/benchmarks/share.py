@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny
 from unmask import Embedder
-from unmask.config import load_preset, resolved
+from unmask.config import load_preset
 from unmask.losses import pair_loss
 from unmask.models.attention import plain_attention
 from unmask.models.encoding import TokenSequence, micro_batches
@@ -84,8 +84,8 @@ def diffusion_case() -> Case:
     model, config, processes = build(), PRESET.diffusion, Processes.start("bf16")
     size = (config.batch, config.length)
     blocks = np.random.default_rng(0).integers(4, PRESET.data.vocab_size, size, np.int32)
-    asked = {"values": resolved(PRESET), "stage": "diffusion"}
-    stage = Diffusion(asked, data=blocks, mask_token_id=3)
+    stage = Diffusion(PRESET, None, None)
+    stage.data, stage.mask_token_id = blocks, 3
     batch, module = stage.batch(0), stage.module(model)
     paid = int(batch.masked_BL[:, 1:].sum())
     logits = 2 * model.config.vocab_size * model.config.hidden_size * paid

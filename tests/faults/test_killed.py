@@ -23,7 +23,7 @@ from unmask.config import load_preset
 from unmask.data import sources
 from unmask.models import backbone
 from unmask.store import repository
-from unmask.training.launch import history
+from unmask.training import history
 from waiting import live_in, wait_for
 
 linux = {"condition": sys.platform != "linux", "reason": "only Linux tells a child that its parent died"}
@@ -38,13 +38,17 @@ STRATEGIES = {
     "ddp": {"parallel.num_processes": 2},
     "fsdp2": {"parallel.num_processes": 2, "parallel.strategy": "fsdp2"},
 }
-# What a notebook's kernel does: launches, and waits.
+# What a notebook's kernel does.
 NOTEBOOK = """
 import json, sys
+from unmask.data.sources import open_corpus
+from unmask.models.backbone import load_tokenizer
 from unmask.run import Run
-from unmask.training.launch import launch
+from unmask.training import Pair, train
 overrides, name, start = json.loads(sys.argv[1]), *sys.argv[2:]
-launch(Run.open("02_pair", "smoke", overrides, run=name), "pair", {"start": start})
+study = Run.open("02_pair", "smoke", overrides, run=name)
+stage = Pair(study.config, open_corpus(study.config.data), load_tokenizer(start))
+train(stage, stage.model(start), study.folder("pair"))
 """
 
 
@@ -104,7 +108,7 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(tmp_path, monkeypatch
     folder, expected = (tmp_path / name / "02_pair" / "pair" for name in ("hit", "whole"))
 
     def newest() -> str:
-        return max((path.name for path in folder.glob("checkpoints/step-*")), default="")
+        return max((path.name for path in folder.glob("*/checkpoints/step-*")), default="")
 
     def inject(at_the_start: bool) -> None:
         process, before = begin("hit"), newest()
@@ -119,4 +123,4 @@ def test_a_training_hit_six_times_ends_as_if_uninterrupted(tmp_path, monkeypatch
     assert timeless(history(folder / "model")) == timeless(history(expected / "model"))
     weights = [(path / "model" / "model.safetensors").read_bytes() for path in (folder, expected)]
     assert weights[0] == weights[1]
-    assert not (folder / "checkpoints").exists() and not [*folder.rglob(".*.tmp"), *folder.rglob(".*.old")]
+    assert not [*folder.rglob("checkpoints")] and not [*folder.rglob(".*.tmp"), *folder.rglob(".*.old")]
