@@ -109,12 +109,9 @@ def execute(
                     order.done(notebook.name)
                     del left[notebook.name]
                 if word != "stopped":
-                    ran = {
-                        "started": utc(began),
-                        "wall_seconds": seconds,
-                        "exit_status": int(error is not None),
-                    }
-                    pipeline.record(notebook, ran | {"peak_memory_bytes": memory[notebook.name]}, about)
+                    ran = {"started": utc(began), "wall_seconds": seconds}
+                    ran |= {"peak_memory_bytes": memory[notebook.name], "exit_status": int(word == "failed")}
+                    pipeline.record(notebook, ran, about)
     if signals:  # if they came at the very end, another seed may be next
         raise KeyboardInterrupt(signals[0])
     if left:
