@@ -66,8 +66,7 @@ def execute(
     order = TopologicalSorter({name: left.keys() & one.inputs for name, one in left.items()})
     order.prepare()
     ready, running, signals, grace, deadline = [], {}, [], grace_seconds(), math.inf
-    kernels: Kernels = {}
-    memory, told = Counter(), set()
+    kernels, memory, told = {}, Counter(), set()  # told: whose kernel got SIGTERM
 
     def say(notebook: Notebook, text: str) -> None:
         print(f"[{due.index(notebook) + 1}/{len(due)}] {notebook.name} · {text}", flush=True)
@@ -149,8 +148,8 @@ def _run(notebook: Notebook, pipeline: Pipeline, environment: dict[str, str], ke
         transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
         options = {"kernel_name": "python3", "language": "python", "kernel_manager_class": Kernel}
         options |= {"config": transport, "stdout_file": log, "stderr_file": log}
-        options |= {"progress_bar": False, "record_timing": False}
-        options["coalesce_streams"] = True  # of a progress bar its last state
+        # Of a progress bar its last state alone.
+        options |= {"progress_bar": False, "record_timing": False, "coalesce_streams": True}
         try:
             execute_notebook(notebook.path, executed, parameters, **options)
         except PapermillExecutionError as error:
