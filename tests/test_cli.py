@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from toy_checkout import Checkout
 from unmask import cli
-from unmask.__main__ import _parser, main
+from unmask.cli import _parser, main
 from unmask.config import TRAINED, load_preset
 from unmask.store import repository
 
@@ -24,12 +27,15 @@ def two(checkout: Checkout) -> Checkout:
 def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
     result = two.unmask("run", "--preset", "smoke", "--run", "mine", "--to", "00", "--dry-run", "--gpus", "8")
     assert result.returncode == 0 and result.stderr == ""
-    first = ["run 'mine': 1 to do", "  notebook     took, earlier trainings apart  why"]
-    assert result.stdout.splitlines()[:3] == [*first, f"  00_backbone  {'unknown':31}not done yet"]
+    head, titles, row = result.stdout.splitlines()[:3]
+    assert head == "run 'mine': 1 to do" and titles.endswith("took, earlier trainings apart  state")
+    assert row.split() == ["00_backbone", "unknown", "not", "done", "yet"]
     assert "plan of preset 'smoke' on 8 GPUs, ddp" in result.stdout
     assert not (two.root / "artifacts").exists() and not (two.root / "results").exists()
-    states = two.unmask("status", "--preset", "smoke").stdout.partition("  state\n")[2].split()
-    assert states == ["00_backbone", "not", "done", "yet", "01_pair", "not", "done", "yet"]
+    states = two.unmask("status", "--preset", "smoke").stdout.partition("  state\n")[2].splitlines()
+    assert [row.split()[::2] for row in states] == [
+        [name, "not", "yet"] for name in ("00_backbone", "01_pair")
+    ]
 
 
 def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout) -> None:
@@ -86,31 +92,106 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
 
 
 REFUSED = {
-    "--preset smok": "unknown preset 'smok'; did you mean 'smoke'?",
-    "--set pair.steps": "write key=value",
-    "--set pair.lr=[1": "--set pair.lr=[1: the value is no YAML",
-    "--set backbone.checkpoint=/none": "backbone.checkpoint: /none is no directory here",
-    "--only 2_pair": "no notebook '2_pair'; did you mean '02_pair'?",
-    "--only ": "no notebook ''; ",
-    "--seed 1 --only 12": "repetitions leave these notebooks out: give the command without --seed",
-    "--run ../elsewhere": "--run ../elsewhere: a run's name is its folders'",
-    "--gpus 0": "parallel.num_processes must be greater than or equal to 1, got 0",
-    "--gpus 99": "99 GPUs are needed on this machine, and it has ",
+    "unknown preset": ("--preset smok", "unknown preset 'smok'; did you mean 'smoke'?"),
+    "no value": ("--set pair.steps", "write key=value"),
+    "no YAML": ("--set pair.lr=[1", "--set pair.lr=[1: the value is no YAML"),
+    "no directory": ("--set backbone.checkpoint=/none", "backbone.checkpoint: /none is no directory here"),
+    "unknown notebook": ("--only 2_pair", "no notebook '2_pair'; did you mean '02_pair'?"),
+    "empty notebook": ("--only ", "no notebook ''; "),
+    "not of a seed": (
+        "--seed 1 --only 12",
+        "repetitions leave these notebooks out: give the command without",
+    ),
+    "path as run": ("--run ../elsewhere", "--run ../elsewhere: a run's name is its folders'"),
+    "run of the lab": ("--run lab", "--run lab: a run's name is its folders'"),
+    "no GPUs": ("--gpus 0", "parallel.num_processes must be greater than or equal to 1, got 0"),
+    "too many GPUs": ("--gpus 99", "99 GPUs are needed on this machine, and it has "),
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.items())
-def test_a_request_that_cannot_work_is_one_message(capsys, tmp_path, options, message):
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_request(capsys, tmp_path, options, message):
     assert main(["run", "--preset", "smoke", *options.split(" ")]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("unmask: ") and message in errors and errors.count("\n") == 1
     assert not any(tmp_path.iterdir())
 
 
+OLD, NEW, NEXT = "0" * 16, "a" * 16, "b" * 16  # fingerprints
+
+
+@pytest.fixture(params=["smoke", "lab/smoke"])
+def trained(request: pytest.FixtureRequest, checkout: Checkout) -> Path:
+    """A run, or that of notebooks opened by hand: an earlier training, the current one, and one that has just
+    begun; another notebook has half of one."""
+    artifacts = checkout.root / "artifacts" / request.param
+    pair = artifacts / "02_pair" / "pair"
+    for age, name in enumerate((NEXT, NEW, OLD)):
+        weights = pair / name / ("checkpoints/step-1" if name == NEXT else "model") / "model.safetensors"
+        weights.parent.mkdir(parents=True)
+        weights.write_bytes(bytes(1_000_000))
+        os.utime(pair / name, (time.time() - 1000 * age,) * 2)
+    (pair / "model").symlink_to(f"{NEW}/model")
+    (artifacts / "03_contextual" / "contextual" / OLD / "checkpoints" / "step-1").mkdir(parents=True)
+    return artifacts
+
+
+def cleaned(checkout: Checkout, trained: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    run = ["--run", "lab"] if "lab" in trained.parts else []
+    return checkout.unmask("clean", "--preset", "smoke", *run, *options)
+
+
+def kept(trained: Path) -> set[str]:
+    return {one.name for one in (trained / "02_pair" / "pair").iterdir() if not one.is_symlink()}
+
+
+def test_clean_lists_and_removes_only_when_told(checkout: Checkout, trained: Path, monkeypatch) -> None:
+    listed = cleaned(checkout, trained)
+    assert listed.returncode == 0
+    assert listed.stdout.splitlines()[0].endswith("1 to remove, 1.0 MB")
+    assert listed.stdout.splitlines()[1].split() == [f"02_pair/pair/{OLD}", "1.0", "MB"]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    cleaned(checkout, trained)
+    assert kept(trained) == {OLD, NEW, NEXT}
+    assert cleaned(checkout, trained, "--yes").returncode == 0
+    assert kept(trained) == {NEW, NEXT}
+    assert (trained / "02_pair" / "pair" / "model" / "model.safetensors").is_file()
+    assert (trained / "03_contextual" / "contextual" / OLD / "checkpoints" / "step-1").is_dir()
+    assert "nothing to remove" in cleaned(checkout, trained, "--yes").stdout
+
+
+def test_clean_asks_on_a_terminal(checkout: Checkout, trained: Path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: "yes")
+    assert cleaned(checkout, trained).returncode == 0
+    assert kept(trained) == {NEW, NEXT}
+
+
+def test_clean_keeps_what_goes_on(checkout: Checkout, trained: Path) -> None:
+    """What was interrupted and is not the latest is listed; of a killed `clean` the rest is."""
+    (trained / "02_pair" / "pair" / OLD).rename(trained / "02_pair" / "pair" / f".{OLD}.removed")
+    os.utime(trained / "02_pair" / "pair" / NEXT, (0, 0))
+    assert cleaned(checkout, trained, "--yes").returncode == 0
+    assert kept(trained) == {NEW}
+
+
+@pytest.mark.parametrize("lock", [".lock", "02_pair/training.lock"])
+def test_clean_waits_for_nobody(checkout: Checkout, trained: Path, lock: str) -> None:
+    with FileLock(trained / lock):
+        result = cleaned(checkout, trained, "--yes")
+    assert result.returncode == 2 and "another process works in this run" in result.stderr
+    assert kept(trained) == {OLD, NEW, NEXT}
+
+
+def test_clean_of_unknown_run(checkout: Checkout) -> None:
+    result = checkout.unmask("clean", "--preset", "smoke", "--run", "never")
+    assert result.returncode == 2 and "artifacts/never does not exist" in result.stderr
+
+
 @pytest.mark.parametrize(("status", "requeued"), [(0, False), (1, False), (75, True)])
-def test_the_slurm_template_runs_once_hands_on_sigterm_and_goes_on_after_pre_emption(
-    checkout: Checkout, status: int, requeued: bool
-) -> None:
+def test_slurm_template(checkout: Checkout, status: int, requeued: bool) -> None:
+    """It runs once, hands on SIGTERM, and goes on after pre-emption."""
     template = repository() / "papermill_runs" / "slurm.sbatch"
     (checkout.root / ".venv" / "bin").mkdir(parents=True)
     (checkout.root / ".venv" / "bin" / "activate").touch()
@@ -144,7 +225,7 @@ def test_it_ends_quietly_when_its_reader_has_left(two: Checkout) -> None:
 
 
 def test_sigterm_is_answered_with_75_before_any_notebook_runs(monkeypatch) -> None:
-    monkeypatch.setattr(cli, "status", lambda options: os.kill(os.getpid(), 15))
+    monkeypatch.setattr(cli, "_open", lambda *_, **__: os.kill(os.getpid(), 15))
     assert main(["status"]) == 75
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unmask.__main__ import main
+from unmask.cli import main
 from unmask.run import Folders
 
 PARAMETERS = 'preset: str = "smoke"  # which preset\noverrides: dict = {}\nrun: str = ""'

@@ -1,62 +1,185 @@
-"""What the commands of `unmask` do, each a function of the arguments that `__main__` has read. Those that
-need torch load it themselves: the others answer without waiting for it."""
+"""The command line: what `unmask` understands, and what each of its commands does. What is heavy is loaded by
+the command that needs it, so that help is there at once."""
 
 import argparse
+import inspect
 import os
-from collections.abc import Sequence
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from unmask.config import Preset, load_preset, resolved, seeded
-from unmask.data import hub
-from unmask.data.sources import identity
-from unmask.run import Folders, Run, seed_run
-from unmask.study import pipeline
-from unmask.study.pipeline import Marks, PipelineError, Stage, clock
+from unmask.children import on_signal
+from unmask.config import load_preset, preset_names, resolved, seeded
+from unmask.run import PREEMPTED, Folders, Run, seed_run
+from unmask.store import read_json
+from unmask.study.clean import outdated, remove
+from unmask.study.pipeline import PAGE, Pipeline, check_machine, clock, own_gpus, recorded
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
 PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
 
 
-def run(options: argparse.Namespace) -> None:
-    """`unmask run`: executes the selected notebooks that are due, of each seed."""
-    for seed in options.seeds:
-        preset, overrides, folders, stages, marks = _open(options, seed, sure=not options.dry_run)
-        selected = pipeline.select(stages, options.start, options.only, options.stop, again=seed)
-        if not selected and None not in options.seeds:
-            raise PipelineError("repetitions leave these notebooks out: give the command without --seed")
-        due = pipeline.plan(stages, selected, marks, folders, force=options.force)
-        _print_due(due, preset, folders)
-        if due and options.dry_run:
-            from unmask.study.plan import describe  # noqa: PLC0415
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
 
-            print(describe(preset, stages=[one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
+    Returns: exit status: 0 done, 1 a notebook failed, a file could not be read or written, or a mirror lacks
+        something, 2 the request is wrong, 75 pre-empted by SIGTERM, 130 stopped by SIGINT.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(arguments)
+    options.said = shlex.join(["unmask", *arguments])
+
+    def stop(number: signal.Signals) -> None:
+        raise KeyboardInterrupt(number)
+
+    try:
+        with on_signal(stop, signal.SIGTERM):
+            status = options.command(options) or 0
+            sys.stdout.flush()  # here, where an error can be answered
+            return status
+    except Timeout:
+        print("unmask: another process works in this run: wait, or use --run", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # who read this has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    # A wrong request; a preset that is no YAML; a failed notebook; a full disk.
+    except (ValueError, yaml.YAMLError, RuntimeError, OSError) as error:
+        print(f"unmask: {error}", file=sys.stderr)
+        return 1 if isinstance(error, RuntimeError | OSError) else 2
+    except KeyboardInterrupt as error:
+        number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
+        print(f"unmask: stopped by {number.name}; the same command goes on from here", file=sys.stderr)
+        return PREEMPTED if number == signal.SIGTERM else 128 + number
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "Diffusion-pretrained dense and contextual text embeddings, reproduced notebook by notebook."
+    parser = argparse.ArgumentParser(prog="unmask", description=about)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    preset, values, named, seeded = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+    known = f"one of {', '.join(preset_names())}; default cpu"
+    preset.add_argument("--preset", default="cpu", metavar="NAME", help=known)
+    add = values.add_argument
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="such as pair.steps=50; repeatable")
+    named.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
+    add = seeded.add_mutually_exclusive_group().add_argument
+    # Each gives the seeds of the repetitions that are meant, and None for the run itself.
+    every, one = (lambda k: [*range(1, _positive(k)), None]), (lambda n: [_positive(n)])
+    add("--seeds", type=every, default=[None], metavar="K", help="the run and K - 1 repetitions, pooled")
+    add("--seed", dest="seeds", type=one, metavar="N", help="only its repetition NAME-seedN")
+
+    def command(function: Callable, about: str, *parents: argparse.ArgumentParser, of=commands):
+        manual = inspect.getdoc(function)
+        added = of.add_parser(function.__name__, parents=parents, help=about, description=manual)
+        added.set_defaults(command=function)
+        return added.add_argument
+
+    add = command(run, "execute the notebooks that are due", preset, values, named, seeded)
+    add("--from", dest="start", metavar="NN", help="leave out the notebooks before this one")
+    add("--to", dest="stop", metavar="NN", help="leave out the notebooks after this one")
+    add("--only", metavar="NN,…", help="these notebooks only")
+    add("--force", action="store_true", help="run what is up to date, too; retrain what other code made")
+    add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
+    add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")
+    add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
+    add("--jobs", type=_positive, default=1, metavar="J", help="up to J independent notebooks side by side")
+    add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
+
+    command(status, "what is done, and what is due", preset, values, named, seeded)
+    command(prepare, "read and tokenise training data, without a GPU", preset, values, named)
+    add = command(clean, "list trained models that are not the current ones, and remove them", preset, named)
+    add("--yes", action="store_true", help="remove them without a question")
+
+    add = command(encode, "embed a file of texts")
+    add("model", help="a checkpoint directory, or a name on the Hub")
+    add("input", type=Path, help=".parquet, .jsonl, .csv and the like, or .txt with a text in each line")
+    add("output", type=Path, help="the array, an .npy file")
+    add("--precision", default="int8", help="float32, int8 (default), binary or ubinary")
+    add("--dimensions", type=_positive, metavar="N", help="keep only the first N; default: all")
+    add("--column", default="text", metavar="NAME", help="where the texts are, default text")
+
+    mirrors = commands.add_parser("mirror", help="models and data for hosts without internet")
+    actions = mirrors.add_subparsers(required=True, metavar="action")
+    add = command(pull, "fetch what a preset reads, or go on with that", preset, values, of=actions)
+    add("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
+    command(check, "say what UNMASK_MIRROR lacks, and verify the rest", preset, values, of=actions)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Executes the selected notebooks that are due.
+
+    --seeds K first repeats the run with the seeds 1 to K - 1, each as a run of its own, NAME-seedN; the run's
+    report then pools them all, and those from other machines that lie in results/NAME-seedN. --seed N makes
+    one repetition alone. SIGTERM and SIGINT let a training write a checkpoint before the run ends, with
+    status 75 after SIGTERM; UNMASK_GRACE_SECONDS is the time that this may take, 120 by default.
+    """
+    from unmask.data import hub
+
+    for seed in options.seeds:
+        pipeline = _open(options, seed, sure=not options.dry_run)
+        preset, folders = pipeline.preset, pipeline.folders
+        selected = pipeline.select(options.start, options.stop, options.only, again=seed)
+        if not selected and None not in options.seeds:
+            raise ValueError("repetitions leave these notebooks out: give the command without --seed")
+        due = pipeline.plan(selected, force=options.force)
+        print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")
+        _print_states(pipeline, {one.name: why for one, why in due.items()})
+        if due and options.dry_run:
+            from unmask.study.plan import describe
+
+            print(describe(preset, [one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
-            pipeline.check_machine(preset, options.gpus, options.jobs)
-            about = pipeline.describe(folders, preset, overrides, options.said)
+            from unmask.study.execute import execute
+
+            check_machine(preset, options.gpus, options.jobs)
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
-            environment |= pipeline.own_gpus(preset.parallel)
-            environment |= {"UNMASK_ACCEPT_CODE": "1"} if options.accept_code else {}
-            environment |= {"UNMASK_TRAIN_ANEW": "1"} if options.force else {}
+            code = "anew" if options.force else "accept" if options.accept_code else "ask"
+            environment |= own_gpus(preset.parallel) | {"UNMASK_CODE": code}
             with FileLock(folders.artifacts / ".lock", timeout=0):
-                pipeline.run_stages(list(due), marks, about, environment, options.jobs)
-        whole = pipeline.PAGE in {stage.name for stage in selected}
+                execute(pipeline, [*due], options.said, environment, options.jobs)
+        whole = PAGE in {one.name for one in selected}
         name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
         if shown.exists():
             print(f"{name}: {os.path.relpath(shown)}")
 
 
+def status(options: argparse.Namespace) -> None:
+    """The state of every notebook of a run, and of its repetitions with other seeds."""
+    for seed in options.seeds:
+        pipeline = _open(options, seed, sure=False)
+        print(f"run {pipeline.folders.artifacts.name!r}, preset {options.preset!r}")
+        states = {one.name: pipeline.why_due(one) or "done" for one in pipeline.select(again=seed)}
+        _print_states(pipeline, states)
+
+
 def prepare(options: argparse.Namespace) -> None:
-    """`unmask prepare`: reads and tokenises what a preset's trainings read."""
-    from unmask.training.loop import stage_of  # noqa: PLC0415
+    """Reads and tokenises what a preset's trainings read, on a machine without GPUs.
+
+    Hard negatives and look-alikes need a trained model: their notebooks prepare them. Killed at any moment,
+    the same command goes on.
+    """
+    from unmask.data import hub
+    from unmask.training.loop import stage_of
 
     preset = load_preset(options.preset, _overrides(options.set))
     hub.require(preset)
-    start = Run("prepare", _run_name(options, None), preset).base()
+    start = Run("prepare", _run_name(options), preset).base()
     for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
         asked = {"values": resolved(preset), "stage": name, "start": start}
         asked |= {"changes": {"negatives": 0}} if name == "qwen3" else {}  # its first phase
@@ -64,59 +187,60 @@ def prepare(options: argparse.Namespace) -> None:
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
 
 
-def status(options: argparse.Namespace) -> None:
-    """`unmask status`: the state of every stage of a run, and of its repetitions with other seeds."""
-    for seed in options.seeds:
-        _, _, folders, stages, marks = _open(options, seed, sure=False)
-        rows = [("stage", "finished (UTC)", "took", "state")]
-        for stage in pipeline.select(stages, again=seed):
-            row = [stage.name, "", "", pipeline.why_due(stage, marks[stage.name], folders) or "done"]
-            if done := folders.done(stage.name):
-                row[1:3] = done["finished"][:19].replace("T", " "), clock(done["wall_seconds"])
-            rows.append(row)
-        print(f"run {folders.artifacts.name!r}, preset {options.preset!r}")
-        _print_table(rows)
+def clean(options: argparse.Namespace) -> None:
+    """Lists trained models and checkpoints that are not the current ones, and removes them after a question.
 
-
-def _open(
-    options: argparse.Namespace, seed: int | None, *, sure: bool
-) -> tuple[Preset, dict[str, Any], Folders, list[Stage], Marks]:
-    """A run as the command line names it: preset, overrides, folders, stages and what these depend on.
-
-    Args:
-        sure: the run is about to start, so its data must exist; otherwise the Hub is not asked.
+    They are of earlier values, data or code. --run lab: of notebooks opened by hand with this preset.
     """
-    overrides = _overrides(options.set) | (seeded(seed) if seed else {})
-    if getattr(options, "gpus", None) is not None:
-        overrides["parallel.num_processes"] = options.gpus
-    preset, folders = load_preset(options.preset, overrides), Folders(_run_name(options, seed))
-    stages = pipeline.discover(folders.notebooks)
-    if sure:
-        hub.require(preset)
-    if sure or not hub.data_on_hub(preset):
-        data = identity(preset.data)
-    else:
-        print("note: the data are on the Hub, and assumed to be unchanged")
-        known = (done.get("depends_on", {}).get("data") for one in stages if (done := folders.done(one.name)))
-        data = next(filter(None, known), "")
-    return preset, overrides, folders, stages, pipeline.expected(stages, resolved(preset), folders, data)
+    lab = options.run == "lab"
+    folder = Folders(f"lab/{options.preset}" if lab else _run_name(options)).artifacts
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} does not exist: name a run that trained something, with --run or --preset"
+        )
+    with ExitStack() as held:
+        for lock in {folder / ".lock", *folder.rglob("*.lock")}:
+            held.enter_context(FileLock(lock, timeout=0))
+        found = outdated(folder)
+        print(f"{folder}: {len(found) or 'nothing'} to remove, {sum(found.values()) / 1e6:,.1f} MB")
+        _print_table([(str(one.relative_to(folder)), f"{size / 1e6:,.1f} MB") for one, size in found.items()])
+        if found and not options.yes:
+            options.yes = sys.stdin.isatty() and input("remove them? (yes or no) ").strip() == "yes"
+        for one in found if options.yes else ():
+            remove(one)
 
 
 def encode(options: argparse.Namespace) -> None:
-    """`unmask encode`: embeds the texts of a file with a trained model."""
-    from unmask.models.jobs import encode_file  # noqa: PLC0415
+    """Embeds the texts of a file with a trained model, on all GPUs of this machine.
+
+    The embeddings are a NumPy array with a row for each text, in their order. The same command goes on with
+    what was interrupted.
+    """
+    from unmask.models.jobs import encode_file
 
     named = {key: getattr(options, key) for key in ("column", "precision", "dimensions")}
     encode_file(options.model, options.input, options.output, **named)
 
 
 def pull(options: argparse.Namespace) -> None:
-    """`unmask mirror pull`: fetches the models and the data that a preset reads."""
+    """Fetches the models and the data that a preset reads, on a host with internet.
+
+    The files are laid out as on the Hub, DIR/<organisation>/<name>/..., and their checksums are kept for
+    `check`. Of a text source only what data.max_text_mb needs is fetched. The same command resumes an
+    interrupted download. UNMASK_MIRROR=DIR then serves hosts without internet.
+    """
+    from unmask.data import hub
+
     hub.pull(load_preset(options.preset, _overrides(options.set)), options.to)
 
 
 def check(options: argparse.Namespace) -> int | None:
-    """`unmask mirror check`: says what of a preset's models and data UNMASK_MIRROR lacks, 1 if anything."""
+    """Lists a preset's models and data that UNMASK_MIRROR lacks, and verifies the checksums of the rest.
+
+    Exit status 1 if anything is missing or wrong.
+    """
+    from unmask.data import hub
+
     preset = load_preset(options.preset, _overrides(options.set))
     if wrong := hub.check(preset):
         _print_table([("missing or wrong", "why"), *wrong])
@@ -125,13 +249,39 @@ def check(options: argparse.Namespace) -> int | None:
     print(f"all that preset {preset.name!r} needs is there, and whole")
 
 
-def _print_due(due: dict[Stage, str], preset: Preset, folders: Folders) -> None:
-    """What will run, why, and how long it took last time: in this run, or else in its preset's."""
-    known = pipeline.recorded(Folders(preset.name)) | pipeline.recorded(folders)
-    times = {name: clock(one["wall_seconds"]) for name, one in known.items() if not one["exit_status"]}
-    rows = [(stage.name, times.get(stage.name, "unknown"), why) for stage, why in due.items()]
-    print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")
-    _print_table([("notebook", "took, earlier trainings apart", "why"), *rows] if due else [])
+def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipeline:
+    """The pipeline that the command line names, of one seed.
+
+    Args:
+        sure: it is about to run, so its data must exist; otherwise the Hub is not asked.
+    """
+    from unmask.data import hub
+    from unmask.data.sources import identity
+
+    overrides = _overrides(options.set) | (seeded(seed) if seed else {})
+    if getattr(options, "gpus", None) is not None:
+        overrides["parallel.num_processes"] = options.gpus
+    preset, folders = load_preset(options.preset, overrides), Folders(_run_name(options, seed))
+    if sure:
+        hub.require(preset)
+    if sure or not hub.data_on_hub(preset):
+        data = identity(preset.data)
+    else:
+        print("note: the data are on the Hub, and assumed to be unchanged")
+        known = (read_json(path)["depends_on"]["data"] for path in folders.artifacts.glob("*/done.json"))
+        data = next(filter(None, known), "")
+    return Pipeline(folders, preset, overrides, data)
+
+
+def _print_states(pipeline: Pipeline, states: dict[str, str]) -> None:
+    """Of some notebooks when they last finished, how long they took, in this run or else in its preset's, and
+    why they are due."""
+    known = recorded(Folders(pipeline.preset.name)) | recorded(pipeline.folders)
+    took = {name: clock(one["wall_seconds"]) for name, one in known.items() if not one["exit_status"]}
+    when = {name: pipeline.folders.done(name).get("finished", "")[:19].replace("T", " ") for name in states}
+    rows = [(name, when[name], took.get(name, "unknown"), why) for name, why in states.items()]
+    header = ("notebook", "finished (UTC)", "took, earlier trainings apart", "state")
+    _print_table([header, *rows] if rows else [])
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -145,18 +295,18 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator:
-            raise PipelineError(f"--set {setting}: write key=value, for instance --set pair.steps=50")
+            raise ValueError(f"--set {setting}: write key=value, for instance --set pair.steps=50")
         try:
             overrides[key] = yaml.safe_load(value) if value else ""
         except yaml.YAMLError:
-            raise PipelineError(f"--set {setting}: the value is no YAML") from None
+            raise ValueError(f"--set {setting}: the value is no YAML") from None
         if value and key in PATHS and PATHS[key](Path(value)):
             overrides[key] = str(Path(value).resolve())
     return overrides
 
 
-def _run_name(options: argparse.Namespace, seed: int | None) -> str:
+def _run_name(options: argparse.Namespace, seed: int | None = None) -> str:
     name = options.run or options.preset
-    if name in (".", "..", "presets", "sources", "data", "seeds", "benchmarks") or "/" in name:
-        raise PipelineError(f"--run {name}: a run's name is its folders', and this one cannot be taken")
+    if name in (".", "..", "lab", "presets", "sources", "data", "seeds", "benchmarks") or "/" in name:
+        raise ValueError(f"--run {name}: a run's name is its folders', and this one cannot be taken")
     return seed_run(name, seed) if seed else name

@@ -11,7 +11,7 @@ import pytest
 
 from unmask.config import load_preset
 from unmask.models.backbone import computes_in_bf16
-from unmask.study.pipeline import describe
+from unmask.study.pipeline import Pipeline
 from waiting import live, wait_for
 
 LOOK = """
@@ -19,7 +19,7 @@ import json, os, sys
 import ipykernel, unmask
 print(json.dumps({"python": sys.executable, "folder": os.getcwd(), "library": unmask.__file__,
                   "hub": os.environ.get("HF_HUB_OFFLINE"), "hash": os.environ["PYTHONHASHSEED"],
-                  "anew": [os.environ.get(f"UNMASK_{name}") for name in ("TRAIN_ANEW", "ACCEPT_CODE")],
+                  "code": os.environ.get("UNMASK_CODE"),
                   "transport": ipykernel.get_connection_info(unpack=True)["transport"]}))
 """
 BAR = """
@@ -61,7 +61,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     assert parameters == '# Parameters\npreset = "smoke"\noverrides = {"pair.steps": 13}\nrun = "smoke"\n'
     seen = json.loads(text_of(ran, 3))
     assert (seen["folder"], seen["library"]) == ("notebooks", "lib/unmask/__init__.py")
-    assert (seen["hub"], seen["hash"], seen["anew"]) == ("1", "0", [None, None])
+    assert (seen["hub"], seen["hash"], seen["code"]) == ("1", "0", "ask")
     assert Path(seen["python"]) == Path(sys.executable)
     assert seen["transport"] == "ipc"  # kernels that start at once cannot take each other's ports
     assert text_of(ran, 4) == "step 2\n"
@@ -73,7 +73,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     assert about["command"] == "unmask run --preset smoke --set pair.steps=13"
     assert len(about["commit"]) == 40 and about["dirty"] is False  # what runs have made does not count
     (checkout.folders.notebooks / "new").touch()
-    assert describe(checkout.folders, load_preset("smoke"), {}, "")["dirty"] is True
+    assert Pipeline(checkout.folders, load_preset("smoke"), {}).describe("")["dirty"] is True
     assert about["overrides"] == {"pair.steps": 13} and about["preset"]["pair"]["steps"] == 13
     assert about["versions"]["torch"].startswith("2.") and about["hardware"]["cores"] >= 1
     assert about["hardware"]["gpus"] or about["hardware"]["bf16"] is computes_in_bf16("bf16")
@@ -83,10 +83,16 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
 
     again = checkout.unmask(*command)
     assert again.returncode == 0 and "nothing to do" in again.stdout and "report.md" in again.stdout
-    due, _, row = checkout.unmask("run", "--preset", "smoke", "--dry-run").stdout.partition("01_pair   0:00:")
-    assert row[2:].lstrip().startswith("preset section pair changed\n") and "00_backbone" not in due + row
-    assert checkout.unmask(*command, "--only", "00", "--force", "--accept-code").returncode == 0
-    assert json.loads(text_of(checkout.executed("00_backbone"), 3))["anew"] == ["1", "1"]
+    rows = checkout.unmask("run", "--preset", "smoke", "--dry-run").stdout.splitlines()[2:]
+    assert rows[0].split()[0] == "01_pair" and rows[0].endswith("preset section pair changed")
+    assert rows[0].split()[-5].startswith("0:00:") and not any("00_backbone" in row for row in rows)
+
+
+@pytest.mark.parametrize(("option", "code"), [("--accept-code", "accept"), ("--force", "anew")])
+def test_what_becomes_of_trainings_by_other_code(checkout, option, code):
+    checkout.notebook("00_backbone", ["import os; print(os.environ['UNMASK_CODE'])"])
+    assert checkout.unmask("run", "--preset", "smoke", option).returncode == 0
+    assert text_of(checkout.executed("00_backbone"), 3) == f"{code}\n"
 
 
 def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
@@ -115,42 +121,34 @@ def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
     assert "01_bad.ipynb failed\n  Kernel died" in died.stderr
 
 
-# What a training does at SIGTERM, with its number of SIGTERMs as the checkpoint.
+# As a training does at SIGTERM; its checkpoint tells how many came.
 TRAINING = """
 import pathlib, signal, time
-count = []
-signal.signal(signal.SIGTERM, lambda *_: count.append(1))
+class TrainingStopped(RuntimeError): pass
+came = []
+signal.signal(signal.SIGTERM, lambda *_: came.append(1))
 pathlib.Path("../started").touch()
-while not count:
+while not came:
     time.sleep(0.05)
 time.sleep(0.5)
-pathlib.Path("../checkpoint").write_text(str(len(count)))
+pathlib.Path("../checkpoint").write_text(str(len(came)))
+raise TrainingStopped("after 3 steps")
 """
-START = f"""
-import subprocess, sys
-from unmask.children import bound, ended_together
-child = subprocess.Popen(bound([sys.executable, "-c", {TRAINING!r}]), start_new_session=True)
-with ended_together(child, 60):
-    child.wait()
-raise RuntimeError("the training was told to stop")
-"""
-
-
-DEAF = """
-import signal, subprocess, time
+# Evaluates, say, with a process of its own.
+IDLE = """
+import subprocess, time
 from pathlib import Path
 from unmask.children import bound
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the child inherits this
 subprocess.Popen(bound(["sleep", "300"]), start_new_session=True)
 Path("../started").touch()
 time.sleep(300)
 """
-
-
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + IDLE
 STOPS = {
-    "SIGTERM": (START, 120, signal.SIGTERM, 75),
-    "SIGINT": (START, 120, signal.SIGINT, 130),
-    "SIGKILL": (START, 120, signal.SIGKILL, -signal.SIGKILL),
+    "SIGTERM": (TRAINING, 3000, signal.SIGTERM, 75),
+    "SIGINT": (TRAINING, 3000, signal.SIGINT, 130),
+    "SIGKILL": (TRAINING, 3000, signal.SIGKILL, -signal.SIGKILL),
+    "no training": (IDLE, 3000, signal.SIGTERM, 75),
     "deaf": (DEAF, 1.5, signal.SIGTERM, 75),
 }
 
@@ -163,10 +161,10 @@ def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(checkout
     try:
         wait_for(lambda: (checkout.root / "started").exists() or run.poll() is not None)
         started = psutil.Process(run.pid).children(recursive=True)
-        assert len(started) == 3  # papermill, kernel, training
+        assert len(started) == 1 + (cell != TRAINING)  # the kernel, and what it started
         if sent == signal.SIGINT:
             second = checkout.unmask("run", "--preset", "smoke")
-            assert second.returncode == 2 and "another process executes this run" in second.stderr
+            assert second.returncode == 2 and "another process works in this run" in second.stderr
         run.send_signal(sent)
         run.send_signal(sent)  # as `timeout` does: to the process, and to its group
         output, errors = run.communicate(timeout=300)
@@ -177,17 +175,37 @@ def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(checkout
     assert not (checkout.folders.artifacts / "00_train" / "done.json").exists()
     assert (checkout.folders.executed / "00_train.ipynb").exists()  # as far as it got
     saved = [path.read_text() for path in checkout.root.glob("checkpoint")]
-    assert saved == ([] if cell == DEAF or sent == signal.SIGKILL else ["1"])
+    assert saved == (["1"] if cell == TRAINING and sent != signal.SIGKILL else [])
     if sent != signal.SIGKILL:
         assert errors == f"unmask: stopped by {sent.name}; the same command goes on from here\n"
         assert "00_train · stopped after" in output
 
 
-def test_a_training_that_was_told_to_stop_ends_the_run_as_if_pre_empted(checkout):
-    stopped = "class TrainingStopped(RuntimeError): pass\nraise TrainingStopped('after 3 steps')"
-    checkout.notebook("00_train", [stopped])
+STOPPED = {
+    "training": "class TrainingStopped(RuntimeError): pass\nraise TrainingStopped('after 3 steps')",
+    "kernel": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("cell", STOPPED.values(), ids=STOPPED)
+def test_a_kernel_that_was_told_to_stop_ends_the_run_as_if_pre_empted(checkout, cell):
+    checkout.notebook("00_train", [cell])
     result = checkout.unmask("run", "--preset", "smoke")
     assert result.returncode == 75 and "00_train · stopped after" in result.stdout
+
+
+def test_full_disk_is_told(checkout, monkeypatch):
+    """Where the run writes, rather than the notebook."""
+    checkout.notebook("00_backbone", ["1"])
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device", "00_backbone.ipynb")
+
+    monkeypatch.setattr("unmask.study.execute._clean", full)
+    result = checkout.unmask("run", "--preset", "smoke")
+    assert result.returncode == 1
+    assert "unmask: [Errno 28] No space left on device: '00_backbone.ipynb'\n" in result.stderr
+    assert not (checkout.folders.artifacts / "00_backbone" / "done.json").exists()
 
 
 def meeting(me, other):

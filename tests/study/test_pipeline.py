@@ -1,20 +1,17 @@
-"""The graph of notebooks: selection, and what makes a stage due."""
+"""The graph of notebooks: selection, and what makes a notebook due."""
 
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from unmask.config import SECTIONS, ParallelConfig, load_preset, resolved
+from unmask.config import SECTIONS, ParallelConfig, load_preset
 from unmask.run import Folders
 from unmask.store import write_atomic
-from unmask.study import pipeline
-from unmask.study.pipeline import PipelineError, discover, expected, plan, select, why_due
-
-PRESET = {"data": {"seed": 0}, "pair": {"steps": 10}}
+from unmask.study import execute, pipeline
+from unmask.study.pipeline import Pipeline, discover
 
 
 @pytest.fixture
@@ -28,89 +25,109 @@ def diamond(checkout):
     return checkout
 
 
-def finish(names, marks, folders):
-    """Marks stages as done, as their execution would."""
-    for name in names:
-        write_atomic(folders.executed / f"{name}.ipynb", "")
-        write_atomic(folders.results / f"{name}.json", "{}")
-        write_atomic(folders.artifacts / name / "done.json", json.dumps(marks[name] | {"saved": True}))
+def opened(checkout, overrides=None, data=""):
+    return Pipeline(checkout.folders, load_preset("smoke", overrides), overrides or {}, data)
 
 
-def marks_of(checkout, preset=PRESET, data=""):
-    return expected(discover(checkout.folders.notebooks), preset, checkout.folders, data)
+def finish(checkout, *names):
+    """Marks notebooks as done, as their execution would; without names all."""
+    made = opened(checkout)
+    for one in made.notebooks:
+        if not names or one.name in names:
+            write_atomic(checkout.folders.executed / f"{one.name}.ipynb", "")
+            write_atomic(checkout.folders.results / f"{one.name}.json", "{}")
+            made.finish(one, 0.0)
 
 
-def reasons(checkout, preset=PRESET):
-    stages, marks = discover(checkout.folders.notebooks), marks_of(checkout, preset)
-    due = {stage.name: why_due(stage, marks[stage.name], checkout.folders) for stage in stages}
-    return {name: why for name, why in due.items() if why}
+def reasons(checkout, overrides=None):
+    """Why notebooks are due."""
+    made = opened(checkout, overrides)
+    return {one.name: why for one in made.notebooks if (why := made.why_due(one))}
 
 
-def all_done(checkout):
-    marks = marks_of(checkout)
-    finish(list(marks), marks, checkout.folders)
-    assert reasons(checkout) == {}
+def planned(checkout, only=None, **options):
+    made = opened(checkout)
+    return {one.name: why for one, why in made.plan(made.select(only=only), **options).items()}
+
+
+def names(notebooks):
+    return [one.name for one in notebooks]
 
 
 def test_other_data_are_due_where_they_are_read(diamond):
-    one, two = (marks_of(diamond, data=data) for data in ("one", "another"))
-    changed = [name for name in one if one[name]["depends_on"]["data"] != two[name]["depends_on"]["data"]]
+    one, two = (opened(diamond, data=data).depends_on for data in ("one", "another"))
+    changed = [name for name in one if one[name]["data"] != two[name]["data"]]
     assert changed == ["00_backbone", "02_right", "03_join", "04_apart"]
 
 
 def test_what_is_taken_is_not_missed(diamond):
     diamond.notebook("05_report", needs=["00_backbone"], takes=["03_join"])
-    stages = discover(diamond.folders.notebooks)
 
     def inputs():
-        return {key for key in marks_of(diamond)["05_report"]["depends_on"] if key.startswith("input")}
+        return {key for key in opened(diamond).depends_on["05_report"] if key.startswith("input")}
 
-    finish(["00_backbone"], marks_of(diamond), diamond.folders)
-    report = select(stages, only="05")
-    assert list(plan(stages, report, marks_of(diamond), diamond.folders)) == report
+    finish(diamond, "00_backbone")
+    assert list(planned(diamond, only="05")) == ["05_report"]
     assert inputs() == {"input 00_backbone"}
-    finish(["03_join"], marks_of(diamond), diamond.folders)
+    finish(diamond, "03_join")
     assert inputs() == {"input 00_backbone", "input 03_join"}
     # What the report could not have yet makes it due with what brings it.
     (diamond.folders.artifacts / "03_join" / "done.json").unlink()
-    finish(["01_left", "02_right", "04_apart", "05_report"], marks_of(diamond), diamond.folders)
-    due = plan(stages, stages, marks_of(diamond), diamond.folders)
-    told = {"03_join": "not done yet", "05_report": "input 03_join is new"}
-    assert {one.name: why for one, why in due.items()} == told
+    finish(diamond, "01_left", "02_right", "04_apart", "05_report")
+    assert planned(diamond) == {"03_join": "not done yet", "05_report": "input 03_join is new"}
 
 
-def test_what_is_no_notebook_of_ours_is_refused(checkout):
+def test_notebook_without_dependencies_is_refused(checkout):
     (checkout.folders.notebooks / "00_text.ipynb").write_text('{"cells": [], "metadata": {}}')
-    with pytest.raises(PipelineError, match=r'00_text\.ipynb: add "unmask"'):
+    with pytest.raises(ValueError, match=r'00_text\.ipynb: add "unmask"'):
         discover(checkout.folders.notebooks)
+
+
+def test_notebook_that_needs_later_is_refused(checkout):
     checkout.notebook("00_text", needs=["01_later"])
-    with pytest.raises(PipelineError, match=r"00_text\.ipynb needs 01_later: no notebook before it"):
+    checkout.notebook("01_later")
+    with pytest.raises(ValueError, match=r"00_text\.ipynb needs 01_later: no notebook before it"):
         discover(checkout.folders.notebooks)
 
 
-def test_selection(diamond):
+SELECTED = {
+    "number": ({"only": "03"}, ["03_join"]),
+    "name": ({"only": "03_join"}, ["03_join"]),
+    "name without number": ({"only": "join"}, ["03_join"]),
+    "file": ({"only": "03_join.ipynb"}, ["03_join"]),
+    "several, in running order": ({"only": "03,01"}, ["01_left", "03_join"]),
+    "from": ({"start": "02"}, ["02_right", "03_join", "04_apart"]),
+    "to": ({"stop": "right"}, ["00_backbone", "01_left", "02_right"]),
+    "from and to": ({"start": "02", "stop": "03"}, ["02_right", "03_join"]),
+}
+
+
+@pytest.mark.parametrize(("options", "found"), SELECTED.values(), ids=SELECTED)
+def test_selection(diamond, options, found):
     (diamond.folders.notebooks / "01_left-Copy1.ipynb").touch()
-    stages = discover(diamond.folders.notebooks)
-    assert [one.name for one in stages] == ["00_backbone", "01_left", "02_right", "03_join", "04_apart"]
-    for text in ("03", "03_join", "join", "03_join.ipynb"):
-        assert select(stages, only=text) == stages[3:4]
-    assert select(stages, only="03,01") == [stages[1], stages[3]]  # in running order
-    assert select(stages, start="02") == stages[2:]
-    assert select(stages, stop="right") == stages[:3]
-    assert select(stages, start="02", stop="03") == stages[2:4]
-    with pytest.raises(PipelineError, match="no notebook '03_joi'; did you mean '03_join'"):
-        select(stages, only="03_joi")
-    for none in ({"only": "01", "start": "00"}, {"start": "02", "stop": "01"}):
-        with pytest.raises(PipelineError, match="no notebook is left"):
-            select(stages, **none)
+    assert names(opened(diamond).select(**options)) == found
+
+
+NOT_SELECTED = {
+    "unknown": ({"only": "03_joi"}, "no notebook '03_joi'; did you mean '03_join'"),
+    "only and from": ({"only": "01", "start": "00"}, "no notebook is left"),
+    "to before from": ({"start": "02", "stop": "01"}, "no notebook is left"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), NOT_SELECTED.values(), ids=NOT_SELECTED)
+def test_refused_selection(diamond, options, message):
+    with pytest.raises(ValueError, match=message):
+        opened(diamond).select(**options)
 
 
 def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond):
     assert set(reasons(diamond).values()) == {"not done yet"}
-    all_done(diamond)
-    preset = PRESET | {"pair": {"steps": 11}, "merge": {"t": [0.5]}}
+    finish(diamond)
+    assert reasons(diamond) == {}
     after = {"03_join": "input 01_left changed"}
-    assert reasons(diamond, preset) == {"01_left": "preset section pair changed"} | after
+    changed = {"pair.steps": 11, "merge.t": [0.4]}
+    assert reasons(diamond, changed) == {"01_left": "preset section pair changed"} | after
     diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
     (diamond.folders.executed / "04_apart.ipynb").unlink()
     (diamond.folders.results / "02_right.json").unlink()
@@ -121,7 +138,8 @@ def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond)
 def test_code_of_the_library_counts_and_comments_and_layout_do_not(diamond):
     library = diamond.folders.library
     assert library.is_relative_to(diamond.root), "this test writes into it"
-    all_done(diamond)
+    assert all((library / name).is_file() for name in pipeline.ASIDE)
+    finish(diamond)
     module = library / "run.py"
     source = module.read_text()
     (library / "cli.py").write_text("")
@@ -134,7 +152,7 @@ def test_code_of_the_library_counts_and_comments_and_layout_do_not(diamond):
 
 
 def test_prose_and_what_a_reader_leaves_in_a_notebook_do_not_count(diamond):
-    all_done(diamond)
+    finish(diamond)
     diamond.notebook("04_apart", prose="# A better question")
     path = diamond.folders.notebooks / "01_left.ipynb"
     document = json.loads(path.read_text())
@@ -150,23 +168,20 @@ def test_prose_and_what_a_reader_leaves_in_a_notebook_do_not_count(diamond):
     assert reasons(diamond) == {}
 
 
-def test_a_stage_made_from_an_old_input_stays_due(diamond):
+def test_a_notebook_made_from_an_old_input_stays_due(diamond):
     """`--only 03` with 01 out of date: the record names the input as it was."""
-    all_done(diamond)
-    changed = PRESET | {"pair": {"steps": 11}}
-    stage = discover(diamond.folders.notebooks)[3]
-    mark = marks_of(diamond, changed)["03_join"]
-    pipeline._finish(pipeline._Child(stage, None, 0.0), mark, diamond.folders)
+    finish(diamond)
+    changed = {"pair.steps": 11}
+    made = opened(diamond, changed)
+    made.finish(made.select(only="03")[0], 0.0)
     assert reasons(diamond, changed)["03_join"] == "input 01_left changed"
 
 
 def test_a_record_keeps_what_of_the_preset_was_otherwise_when_its_notebook_ran(diamond):
-    about = {"commit": "abc", "dirty": False}
-    for stage, steps in zip(discover(diamond.folders.notebooks)[:4], (11, 12, 11, 11), strict=True):
-        preset = PRESET | {"pair": {"steps": steps, "seed": steps, "keep_tokens": steps}}
-        ended = pipeline._Child(stage, SimpleNamespace(returncode=0), 0.0)
-        mark = marks_of(diamond, preset)[stage.name]
-        pipeline._record(ended, mark, about | {"preset": preset}, diamond.folders)
+    notebooks = discover(diamond.folders.notebooks)
+    for notebook, steps in zip(notebooks[:4], (11, 12, 11, 11), strict=True):
+        made = opened(diamond, {f"pair.{key}": steps for key in ("steps", "seed", "keep_tokens")})
+        made.record(notebook, {"exit_status": 0}, made.describe("unmask run"))
     kept = {name: one["otherwise"] for name, one in pipeline.recorded(diamond.folders).items()}
     old = {"pair.steps": 12}  # what is made from it, too
     assert kept == {"00_backbone": {}, "01_left": old, "02_right": {}, "03_join": old}
@@ -175,51 +190,61 @@ def test_a_record_keeps_what_of_the_preset_was_otherwise_when_its_notebook_ran(d
 def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):
     diamond.notebook("05_report", needs=["01_left"], reads=[], seeds="pooled")
     diamond.notebook("06_aside", needs=["01_left"], reads=[], seeds="once")
-    stages = discover(diamond.folders.notebooks)
-    assert [stage.number for stage in select(stages, again=1)] == ["00", "01", "02", "03", "04"]
-    all_done(diamond)
+    assert [one.number for one in opened(diamond).select(again=1)] == ["00", "01", "02", "03", "04"]
+    finish(diamond)
     other = Folders("smoke-seed1", root=diamond.root).results
     write_atomic(other / "02_right.json", '{"irrelevant": 1}')
     assert reasons(diamond) == {}
     for value in (1, 2):
         write_atomic(other / "01_left.json", json.dumps({"found": value}))
         assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
-        all_done(diamond)
+        finish(diamond)
 
 
 def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond):
-    stages, marks, folders = discover(diamond.folders.notebooks), marks_of(diamond), diamond.folders
-    assert list(plan(stages, stages, marks, folders)) == stages
-    with pytest.raises(PipelineError, match="01_left needs the output of 00_backbone, which is not done"):
-        plan(stages, select(stages, only="01"), marks, folders)
-    finish(list(marks), marks, folders)
-    assert plan(stages, stages, marks, folders) == {}
-    assert plan(stages, stages[1:2], marks, folders, force=True) == {stages[1]: "forced"}
+    assert list(planned(diamond)) == names(opened(diamond).notebooks)
+    with pytest.raises(ValueError, match="01_left needs the output of 00_backbone, which is not done"):
+        planned(diamond, only="01")
+    finish(diamond)
+    assert planned(diamond) == {}
+    assert planned(diamond, only="01", force=True) == {"01_left": "forced"}
 
 
-MACHINES = [
-    (0, 2, 1, 2, r"2 GPUs are needed on this machine, and it has 0: .*parallel\.num_processes=2", 1),
-    (4, 8, 1, None, "8 GPUs are needed on this machine, and it has 4: --gpus 4", 1),
-    (8, 16, 2, None, "trainings on 2 machines need parallel.launcher", 1),
-    ("0,1", 4, 1, None, "4 GPUs are needed on this machine, and it has 2", 1),
-    (4, 2, 1, 2, "takes all of them: --jobs 1", 2),
-    (0, 2, 1, None, "", 2),
-    (0, 1, 1, 1, "", 2),
-    (4, 4, 1, 4, "", 1),
-]
+MACHINES = {
+    "no GPU": (
+        0,
+        2,
+        1,
+        2,
+        r"2 GPUs are needed on this machine, and it has 0: .*parallel\.num_processes=2",
+        1,
+    ),
+    "too few GPUs": (4, 8, 1, None, "8 GPUs are needed on this machine, and it has 4: --gpus 4", 1),
+    "no launcher": (8, 16, 2, None, "trainings on 2 machines need parallel.launcher", 1),
+    "too few visible": ("0,1", 4, 1, None, "4 GPUs are needed on this machine, and it has 2", 1),
+    "side by side": (4, 2, 1, 2, "takes all of them: --jobs 1", 2),
+}
 
 
-@pytest.mark.parametrize(("here", "processes", "machines", "gpus", "message", "jobs"), MACHINES)
-def test_a_machine_with_too_few_gpus_is_refused(monkeypatch, here, processes, machines, gpus, message, jobs):
+@pytest.mark.parametrize(
+    ("here", "processes", "machines", "gpus", "message", "jobs"), MACHINES.values(), ids=MACHINES
+)
+def test_refused_machine(monkeypatch, here, processes, machines, gpus, message, jobs):
+    with pytest.raises(ValueError, match=message):
+        check_machine(monkeypatch, here, processes, machines, gpus, jobs)
+
+
+@pytest.mark.parametrize(("here", "processes", "gpus", "jobs"), [(0, 2, None, 2), (0, 1, 1, 2), (4, 4, 4, 1)])
+def test_machine_that_does(monkeypatch, here, processes, gpus, jobs):
+    check_machine(monkeypatch, here, processes, 1, gpus, jobs)
+
+
+def check_machine(monkeypatch, here, processes, machines, gpus, jobs):
     visible = here if isinstance(here, str) else ",".join(map(str, range(here)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * 8)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
-    preset = replace(load_preset("smoke"), parallel=parallel)
-    if not message:
-        return pipeline.check_machine(preset, gpus, jobs)
-    with pytest.raises(PipelineError, match=message):
-        pipeline.check_machine(preset, gpus, jobs)
+    pipeline.check_machine(replace(load_preset("smoke"), parallel=parallel), gpus, jobs)
 
 
 def test_layers_are_compiled_only_where_something_compiles_c(monkeypatch):
@@ -230,7 +255,7 @@ def test_layers_are_compiled_only_where_something_compiles_c(monkeypatch):
     pipeline.check_machine(compiled, None, 1)
     monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"])
     pipeline.check_machine(load_preset("smoke"), None, 2)
-    with pytest.raises(PipelineError, match=r"a C compiler and .*Python\.h.* --set diffusion\.compile=false"):
+    with pytest.raises(ValueError, match=r"a C compiler and .*Python\.h.* --set diffusion\.compile=false"):
         pipeline.check_machine(compiled, None, 1)
 
 
@@ -254,17 +279,15 @@ def test_evaluation_sees_the_gpus_that_the_run_was_given(monkeypatch, known, her
 
 def test_notebooks_find_folders_that_are_named_from_here(monkeypatch, tmp_path):
     monkeypatch.setenv("UNMASK_MIRROR", "mirror")
-    assert pipeline._environment(Folders("smoke", tmp_path))["UNMASK_MIRROR"] == str(Path.cwd() / "mirror")
+    assert execute._environment(Folders("smoke", tmp_path))["UNMASK_MIRROR"] == str(Path.cwd() / "mirror")
 
 
 def test_our_notebooks_name_earlier_ones_and_sections_and_processes_make_none_due():
     folders = Folders("smoke")
-    stages = discover(folders.notebooks)
-    for index, stage in enumerate(stages):
-        assert {*stage.inputs} <= {one.name for one in stages[:index]} and {*stage.reads} <= {*SECTIONS}
-        assert stage.seeds in ("each", "once", "pooled")
-        assert stage.path.read_text(encoding="utf8").count('"parameters"') == 1
+    for index, one in enumerate(notebooks := discover(folders.notebooks)):
+        assert {*one.inputs} <= {*names(notebooks[:index])} and {*one.reads} <= {*SECTIONS}
+        assert one.seeds in ("each", "once", "pooled")
+        assert one.path.read_text(encoding="utf8").count('"parameters"') == 1
     several = {"parallel.num_processes": 8, "parallel.num_machines": 2, "parallel.launcher": "srun torchrun"}
-    presets = [resolved(load_preset("smoke", overrides)) for overrides in ({}, several)]
-    one, two = (expected(stages, preset, folders) for preset in presets)
+    one, two = (Pipeline(folders, load_preset("smoke", changed), {}).depends_on for changed in ({}, several))
     assert one == two

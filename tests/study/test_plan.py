@@ -156,11 +156,11 @@ def test_what_cannot_fit_is_refused_with_what_takes_less():
 
 
 def test_the_plan_of_the_paper_and_only_of_what_runs():
-    text = plan.describe(load_preset("paper-4b"), stages=["01_diffusion_cpt", "05_merge"])
+    text = plan.describe(load_preset("paper-4b"), ["01_diffusion_cpt", "05_merge"])
     assert "64 GPUs, fsdp2" in text and "02_pair" not in text
     numbers = r"1 × +60,000 steps +2\.52e\+11 tokens +1\.00e\+22 FLOP +8,057\.\d\d GPU-hours +34\.0 GB"
     assert re.search(rf"01_diffusion_cpt +diffusion +{numbers}", text)
-    assert plan.describe(load_preset("smoke"), stages=["05_merge"]) == "nothing to train"
+    assert plan.describe(load_preset("smoke"), ["05_merge"]) == "nothing to train"
 
 
 TOLD = re.compile(r"\| `([\w.-]+)` \|.*\| (\d+) GPUs?, ([\d.]+ \w+)")  # preset, GPUs, time

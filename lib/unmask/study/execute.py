@@ -1,85 +1,196 @@
-"""One notebook, executed in a process of its own: `python -m unmask.study.execute STAGE PARAMETERS`."""
+"""Executes the notebooks that are due, side by side where none needs another: papermill, a thread for each.
 
+    unmask run  →  a kernel for each notebook, which also trains  →  torchrun, where there are more processes
+
+A request to stop goes down this chain, as SIGTERM to the kernels. A training in one saves itself, which ends
+the notebook with TrainingStopped; a kernel that does not train ends at once.
+"""
+
+import contextlib
 import json
+import math
 import os
+import re
 import signal
+import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-sys.modules["rfc3987_syntax"] = None  # a check of IRIs that nbformat would load, in seconds, for nothing
-
-# ruff: noqa: E402
-import psutil
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
 from papermill import PapermillExecutionError, execute_notebook
 from papermill.exceptions import strip_color
+from papermill.log import logger
 from traitlets.config import Config
 
-from unmask.children import on_signal
-from unmask.run import PREEMPTED, Folders
+from unmask.children import ENVIRONMENT, on_signal
+from unmask.run import Folders, grace_seconds
 from unmask.store import read_json, write_atomic
 from unmask.study.page import publish
-from unmask.study.pipeline import PAGE
+from unmask.study.pipeline import PAGE, Notebook, Pipeline, clock, utc
+
+logger.disabled = True  # what it says of a kernel that died is in the error, too
+SELDOM = "--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"
+Kernels = dict[str, subprocess.Popen]  # notebook → its kernel, once that has started
 
 
-def execute(stage: str, parameters: dict[str, Any]) -> str:
-    """Executes a notebook with papermill, which writes it while it runs; what it prints goes to the log, too.
+def execute(
+    pipeline: Pipeline, due: Sequence[Notebook], command: str, environment: dict[str, str], jobs: int
+) -> None:
+    """Executes the notebooks that are due and records each when it has ended.
+
+    One starts as soon as what it needs is there and fewer than `jobs` others run.
 
     Args:
-        stage: name of the notebook.
-        parameters: its own: name → value.
-    Returns: why it failed, if it did.
-    Raises: SystemExit with status 75 if it was stopped.
+        due: from `Pipeline.plan`, in running order.
+        command: the command that was given, for the record.
+        environment: variables for the kernels, beside this process's own.
+    Raises:
+        RuntimeError: notebooks failed, for the reasons that were printed when they did; those that need
+            nothing of them were done.
+        KeyboardInterrupt: SIGINT or SIGTERM came, or a kernel got SIGTERM; all kernels have ended. Its
+            argument is the signal.
     """
-    stopped: list[signal.Signals] = []
+    about, environment = pipeline.describe(command), _environment(pipeline.folders) | environment
+    # Notebooks that run side by side share the cores.
+    share = {"OMP_NUM_THREADS": str(max(about["hardware"]["cores"] // jobs, 1))} | environment
+    left = {one.name: one for one in due}
+    order = TopologicalSorter({name: left.keys() & one.inputs for name, one in left.items()})
+    order.prepare()
+    ready, running, signals, grace, deadline = [], {}, [], grace_seconds(), math.inf
+    kernels, memory, told = {}, Counter(), set()  # told: whose kernel got SIGTERM
 
-    def stop(number: signal.Signals) -> None:
-        """The kernel hands this on to a training and waits for it; otherwise it ends at once."""
-        stopped.append(number)
-        kernels = psutil.Process().children()
-        for kernel in kernels:
-            kernel.terminate()
-        if not kernels:
-            os._exit(PREEMPTED)
+    def say(notebook: Notebook, text: str) -> None:
+        print(f"[{due.index(notebook) + 1}/{len(due)}] {notebook.name} · {text}", flush=True)
 
-    folders, reason = Folders(parameters["run"]), ""
-    executed, path = folders.executed / f"{stage}.ipynb", folders.logs / f"{stage}.log"
-    with (
-        path.open("w", encoding="utf8") as log,
-        tempfile.TemporaryDirectory() as sockets,
-        on_signal(stop, signal.SIGTERM),
-    ):
+    with on_signal(signals.append), ThreadPoolExecutor(jobs) as threads, contextlib.ExitStack() as last:
+        last.callback(lambda: [kernel.terminate() for kernel in kernels.values()])  # after an error here
+        while order.is_active():
+            ready = sorted([*ready, *order.get_ready()])
+            while ready and len(running) < jobs and not signals:
+                notebook = left[ready.pop(0)]
+                own = share if ready or running else environment
+                running[threads.submit(_run, notebook, pipeline, own, kernels)] = notebook, time.time()
+                say(notebook, "started")
+            if not running:
+                break
+            ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            if signals and deadline == math.inf:
+                print(f"{signals[0].name}: trainings save themselves, in {grace:.0f} s at most", flush=True)
+                deadline = time.monotonic() + grace
+            for name, kernel in [*kernels.items()]:
+                memory[name] = max(memory[name], _memory(kernel))
+                if time.monotonic() > deadline:
+                    kernel.kill()
+                elif signals and name not in told:
+                    kernel.terminate()
+                    told.add(name)
+            for one in ended:
+                (notebook, began), error = running.pop(one), one.exception()
+                kernels.pop(notebook.name, None)
+                if isinstance(error, KeyboardInterrupt) and not signals:
+                    signals.append(signal.SIGTERM)
+                word = "done" if error is None else "stopped" if signals else "failed"
+                seconds = round(time.time() - began, 1)
+                say(notebook, f"{word} after {clock(seconds)}")
+                if word == "failed":
+                    print(f"unmask: {error}", file=sys.stderr, flush=True)
+                if word == "done":
+                    pipeline.finish(notebook, seconds)
+                    order.done(notebook.name)
+                    del left[notebook.name]
+                if word != "stopped":
+                    ran = {"started": utc(began), "wall_seconds": seconds}
+                    ran |= {"peak_memory_bytes": memory[notebook.name], "exit_status": int(word == "failed")}
+                    pipeline.record(notebook, ran, about)
+    if signals:  # if they came at the very end, another seed may be next
+        raise KeyboardInterrupt(signals[0])
+    if left:
+        raise RuntimeError(f"not done: {', '.join(left)}")
+
+
+def _run(notebook: Notebook, pipeline: Pipeline, environment: dict[str, str], kernels: Kernels) -> None:
+    """Has papermill execute a notebook, which it writes while it runs; what is printed goes to a log, too.
+
+    Raises: RuntimeError that says why it failed; KeyboardInterrupt if its kernel was told to stop.
+    """
+    name, folders, reason, stopped = notebook.name, pipeline.folders, "", False
+    parameters = {"preset": pipeline.preset.name, "overrides": pipeline.overrides}
+    parameters["run"] = folders.artifacts.name
+    executed, path = folders.executed / notebook.path.name, folders.logs / f"{name}.log"
+    for folder in (folders.executed, folders.logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    # From here on the outputs are neither the old nor the new ones, and what is drawn no more must not stay.
+    (folders.artifacts / name / "done.json").unlink(missing_ok=True)
+    for figure in folders.results.glob(f"figures/{name}-*"):
+        figure.unlink()
+    with path.open("w", encoding="utf8") as log, tempfile.TemporaryDirectory() as sockets:
+
+        class Kernel(AsyncKernelManager):
+            """This interpreter's, whatever kernels its user has."""
+
+            kernel_spec = KernelSpec(**get_kernel_dict([SELDOM]))
+
+            async def start_kernel(self, **options: Any) -> None:
+                options |= {"cwd": folders.notebooks, "env": environment, "stdout": log, "stderr": log}
+                await super().start_kernel(**options)
+                kernels[name] = self.provisioner.process
+
         # Not ports: of two kernels that look for a free one at once, one may bind what the other chose.
         transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
-        for stream in (1, 2):  # the kernel inherits them
-            os.dup2(log.fileno(), stream)
+        options = {"kernel_name": "python3", "language": "python", "kernel_manager_class": Kernel}
+        options |= {"config": transport, "stdout_file": log, "stderr_file": log}
+        # Of a progress bar its last state alone.
+        options |= {"progress_bar": False, "record_timing": False, "coalesce_streams": True}
         try:
-            seldom = "--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"
-            options = {"kernel_name": "python3", "language": "python", "extra_arguments": [seldom]}
-            options |= {"config": transport, "stdout_file": log, "stderr_file": log}
-            options |= {"progress_bar": False, "record_timing": False}
-            options["coalesce_streams"] = True  # of a progress bar its last state
-            execute_notebook(folders.notebooks / executed.name, executed, parameters, **options)
+            execute_notebook(notebook.path, executed, parameters, **options)
         except PapermillExecutionError as error:
             print(error, file=log)
-            stopped += [signal.SIGTERM] * (error.ename == "TrainingStopped")
+            stopped = error.ename == "TrainingStopped"
             line = error.source.strip().partition("\n")[0]
             reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
-        except Exception as error:
-            # A RuntimeError: the kernel died.
-            why = ", usually for lack of memory" if isinstance(error, RuntimeError) else ""
-            reason = f"\n  {error}{why}"
+        except RuntimeError as error:  # the kernel died
+            stopped = kernels[name].returncode == -signal.SIGTERM
+            reason = f"\n  {error}, usually for lack of memory"
+    _clean(executed, folders)
+    if reason:
+        told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"
+        raise (KeyboardInterrupt if stopped else RuntimeError)(told)
+    if name == PAGE:
+        publish(executed, folders.results)
+
+
+def _memory(kernel: subprocess.Popen) -> int:
+    """Bytes that a kernel has used at most; 0 once it has ended."""
     try:
-        _clean(executed, folders)
-        if stage == PAGE and not reason:
-            publish(executed, folders.results)
-    except Exception as error:  # it may not have been written
-        reason = reason or f"\n  {error}"
-    if stopped and reason:
-        raise SystemExit(PREEMPTED)
-    told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"
-    return told if reason else ""
+        status = Path(f"/proc/{kernel.pid}/status").read_text()
+    except OSError:
+        return 0
+    return 1024 * int((re.findall(r"VmHWM:\s*(\d+)", status) or [0])[0])
+
+
+def _environment(folders: Folders) -> dict[str, str]:
+    """Of the kernels."""
+    paths = [str(folders.library.parent), os.environ.get("PYTHONPATH", "")]
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONHASHSEED": "0",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook
+        "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
+        "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
+    }
+    # Folders; notebooks run in another one than this process.
+    named = ("UNMASK_ARTIFACTS", "UNMASK_MIRROR", "UNMASK_CORPUS")
+    own |= {name: os.path.abspath(os.environ[name]) for name in named if os.environ.get(name)}
+    return ENVIRONMENT | os.environ | own
 
 
 def _clean(path: Path, folders: Folders) -> None:
@@ -92,10 +203,3 @@ def _clean(path: Path, folders: Folders) -> None:
     root, text = str(folders.root), json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
     text = text.replace(str(folders.artifacts.parent), "artifacts").replace(f"{root}/", "")
     write_atomic(path, text.replace(root, "."))
-
-
-if __name__ == "__main__":
-    with os.fdopen(os.dup(2), "w", encoding="utf8") as complaints:
-        failure = execute(sys.argv[1], json.loads(sys.argv[2]))
-        complaints.write(failure[:20_000])  # a pipe holds so much until it is read
-    sys.exit(bool(failure))

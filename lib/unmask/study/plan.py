@@ -68,16 +68,16 @@ class Training(NamedTuple):
     memory_gb: float  # of one GPU
 
 
-def describe(preset: Preset, *, stages: Sequence[str] | None = None, gpu_memory: float = 80e9) -> str:
+def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memory: float = 80e9) -> str:
     """The plan as text, for `unmask run --dry-run`.
 
     Args:
-        stages: names of the notebooks that will run; default: all.
+        notebooks: names of those that will run; default: all.
         gpu_memory: bytes of one GPU.
     Raises: ValueError if a training does not fit into the memory of a GPU; the message says what would fit.
     """
     gpus = preset.parallel.num_processes
-    planned = [one for one in trainings(preset, gpus) if stages is None or one.notebook in stages]
+    planned = [one for one in trainings(preset, gpus) if notebooks is None or one.notebook in notebooks]
     if not planned:
         return "nothing to train"
     worst = max(planned, key=lambda training: training.memory_gb)
