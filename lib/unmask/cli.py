@@ -175,15 +175,17 @@ def prepare(options: argparse.Namespace) -> None:
     the same command goes on.
     """
     from unmask.data import hub
-    from unmask.training.loop import stage_of
+    from unmask.data.sources import open_corpus
+    from unmask.models.backbone import load_tokenizer
+    from unmask.training import STAGES
 
     preset = load_preset(options.preset, _overrides(options.set))
     hub.require(preset)
-    start = Run("prepare", _run_name(options), preset).base()
+    corpus = open_corpus(preset.data)
+    tokenizer = load_tokenizer(Run("prepare", _run_name(options), preset).base())
     for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
-        asked = {"values": resolved(preset), "stage": name, "start": start}
-        asked |= {"changes": {"negatives": 0}} if name == "qwen3" else {}  # its first phase
-        for row in stage_of(asked).prepare():
+        more = {"negatives": 0} if name == "qwen3" else {}  # its first phase
+        for row in STAGES[name](preset, corpus, tokenizer, **more).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
 
 
