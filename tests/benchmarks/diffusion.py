@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from contrastive import backward, bidirectional, described
+from contrastive import BF16, backward, bidirectional, described
 from measure import Case
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def diffusion_case(
         torch.testing.assert_close(diffusion_loss(*corner), full_logits(*corner))
 
     def step(loss_of: Loss) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=BF16):
             loss = loss_of(hidden_states(), unembedding, tokens, masked, t)
         return backward(loss)
 

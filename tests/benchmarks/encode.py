@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from contrastive import MIXED_LENGTH, PRESET, bidirectional, described, docstrings
+from contrastive import BF16, MIXED_LENGTH, PRESET, bidirectional, described, docstrings
 from measure import Case
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +19,7 @@ from unmask import Embedder
 from unmask.data.mining import unit
 
 LAYERS, TEXTS, EQUAL_LENGTH = 4, 512, 64
-PRECISIONS = ("float32", "bf16")
+PRECISIONS = ("float32", "bf16")[: 1 + BF16]
 
 
 def embedders(tokenizer: PreTrainedTokenizerBase, layers: int, *, bf16: bool) -> tuple[Embedder, object]:

@@ -91,6 +91,14 @@ def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
         assess(other, built, CONFIG)
 
 
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_a_checkpoint_computes_in_bf16_where_the_processor_has_it(has_bf16, tmp_path, monkeypatch):
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: has_bf16)
+    path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m")
+    found = [tasks.load(path, replace(CONFIG, precision=one)).mixed_precision for one in ("bf16", "fp32")]
+    assert found == [has_bf16, False]
+
+
 def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(built):
     for task in built[: len(PLAIN)]:
         assert len(task.queries) == 15 and len(set(task.chunks)) == len(task.chunks) == 14

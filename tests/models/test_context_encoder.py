@@ -139,6 +139,12 @@ def test_a_causal_backbone_and_a_directory_that_holds_something_else_are_refused
         Embedder.from_pretrained(path)
 
 
+def test_emulated_bf16_is_refused(monkeypatch):
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: False)
+    with pytest.raises(ValueError, match="no bf16 instructions"):
+        embedder(mixed_precision=True)
+
+
 def test_an_embedder_gives_the_rows_of_the_two_stages():
     ready = embedder().with_context(CORPUS)
     plain = Embedder(ready.encoder.first, tiny.tokenizer(), device="cpu")

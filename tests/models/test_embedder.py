@@ -259,7 +259,15 @@ def test_normalised_vectors_have_unit_length(embedder):
     np.testing.assert_allclose(unit.encode(TEXTS, "float32", 8), expected[:, :8], atol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "options"), [("float32", {"mixed_precision": True}), ("bfloat16", {})])
+def test_emulated_bf16_is_refused(dtype, options, monkeypatch):
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: False)
+    with pytest.raises(ValueError, match=r"cpu has no bf16 .* leave mixed_precision out, .* float32"):
+        Embedder(tiny.model().to(getattr(torch, dtype)), tiny.tokenizer(), device="cpu", **options)
+
+
 def test_mixed_precision_is_close_and_halved_weights_are_what_autocast_reads(embedder, tmp_path, monkeypatch):
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: True)  # a tiny model may be emulated
     half, whole = make(mixed_precision=True), make(mixed_precision=False)
     one, two = (model.encode(TEXTS, "float32") for model in (embedder, half))
     assert two.dtype == np.float32
