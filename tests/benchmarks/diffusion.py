@@ -9,6 +9,7 @@ from contrastive import BF16, backward, bidirectional, described
 from measure import Case
 from torch import Tensor
 
+from closeness import assert_close
 from unmask.config import BackboneConfig, load_preset
 from unmask.losses import diffusion_loss
 
@@ -42,7 +43,7 @@ def diffusion_case(
     def check() -> None:
         with torch.no_grad():
             corner = hidden_states()[-2:, :32], unembedding, tokens[-2:, :32], masked[-2:, :32], t[-2:]
-        torch.testing.assert_close(diffusion_loss(*corner), full_logits(*corner))
+        assert_close(diffusion_loss(*corner), full_logits(*corner))
 
     def step(loss_of: Loss) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=BF16):

@@ -13,6 +13,7 @@ import search
 import torch
 
 import tiny
+from closeness import assert_close
 
 
 def columns(seed: int = 0) -> contrastive.Columns:
@@ -34,7 +35,7 @@ def test_the_diffusion_steps_compare_equal_losses():
     case = diffusion.diffusion_case(3, 40, 50, contrastive.PRESET.backbone)
     case.check()
     ours, full = (program[""]() for program in case.programs.values())
-    torch.testing.assert_close(ours, full, rtol=2e-2, atol=0)
+    assert_close(ours, full, 2e-2)
     assert case.work == 120
 
 

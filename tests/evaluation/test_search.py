@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from closeness import assert_close
 from unmask.evaluation import search
 from unmask.evaluation.search import index, similarity, top_k, two_step
 from unmask.models.quantize import binary, pack_binary
@@ -45,7 +46,7 @@ def signs(bits_XB):
 
 def same(found, expected):
     assert found[0].dtype == np.float32
-    np.testing.assert_allclose(found[0], expected[0], atol=2e-6)
+    assert_close(found[0], expected[0])
     np.testing.assert_array_equal(found[1], expected[1])
 
 
@@ -151,7 +152,7 @@ def test_similarity_of_floats_bits_and_mixtures():
         (binary(q), binary(d), similarity(pack_binary(q), pack_binary(d))),
         (q, binary(d), similarity(q, pack_binary(d))),
     ):
-        torch.testing.assert_close(ours, torch.nn.functional.cosine_similarity(x[:, None], y[None], dim=-1))
+        assert_close(ours, torch.nn.functional.cosine_similarity(x[:, None], y[None], dim=-1))
     assert similarity(q.double(), d.double()).dtype == torch.float64
 
 

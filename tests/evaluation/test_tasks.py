@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 
 import tiny
+from closeness import assert_close
 from unmask import Embedder
 from unmask.config import load_preset
 from unmask.data.mining import unit
@@ -247,5 +248,5 @@ def test_the_reference_is_the_model_that_sentence_transformers_loads():
     found = tasks.load_reference(EXACT)
     texts = [*TEXTS, "a very long text of many words " * 60]  # 256 tokens are read
     theirs = SentenceTransformer(found.model.config._name_or_path, device="cpu")
-    np.testing.assert_allclose(found.encode(texts, "float32"), theirs.encode(texts), atol=1e-5)
+    assert_close(found.encode(texts, "float32"), theirs.encode(texts))
     assert referred().tolist() == [1, 1] and tasks.missing_reference("model") == []

@@ -11,9 +11,9 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from closeness import assert_close
 from toy_checkout import write_script
 from unmask.models import backbone
 from unmask.run import Run
@@ -152,7 +152,7 @@ def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkey
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3)
     weights = load_file(two / "model.safetensors")
     for key, value in load_file(one / "model.safetensors").items():
-        torch.testing.assert_close(weights[key], value, rtol=1e-3, atol=1e-4)
+        assert_close(weights[key], value, 1e-3)
 
 
 def test_a_launcher_that_answers_sigterm_by_killing_is_asked_by_a_file(start, tmp_path, monkeypatch):

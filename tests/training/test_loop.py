@@ -13,6 +13,7 @@ from tiny_stages import Interrupted, stop_at
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tiny
+from closeness import assert_close
 from unmask.children import on_signal
 from unmask.models import backbone
 from unmask.training import loop
@@ -68,7 +69,7 @@ def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tm
         optimizer.step()
     assert found.is_gradient_checkpointing
     for one, two in zip(found.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one, two)
+        assert_close(one, two)
 
 
 def test_another_training_is_not_continued_and_its_checkpoints_stay(tmp_path):

@@ -58,7 +58,7 @@ def execute(stage: str, parameters: dict[str, Any]) -> str:
             seldom = "--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"
             options = {"kernel_name": "python3", "language": "python", "extra_arguments": [seldom]}
             options |= {"config": transport, "stdout_file": log, "stderr_file": log}
-            options |= {"progress_bar": False, "record_timing": False}
+            options |= {"progress_bar": False, "record_timing": False, "start_timeout": 600}
             options["coalesce_streams"] = True  # of a progress bar its last state
             execute_notebook(folders.notebooks / executed.name, executed, parameters, **options)
         except PapermillExecutionError as error:
