@@ -19,7 +19,8 @@ def assert_close(found: Any, expected: Any, rel: float = 1e-5) -> None:
         for pair in zip(found, expected, strict=True):
             assert_close(*pair, rel)
         return
-    assert not isinstance(expected, torch.Tensor) or found.dtype == expected.dtype
+    if torch.is_tensor(found) and torch.is_tensor(expected):
+        assert found.dtype == expected.dtype
     found, expected = (torch.as_tensor(x if torch.is_tensor(x) else np.asarray(x)) for x in (found, expected))
     assert found.shape == expected.shape
     found, expected = found.detach().double(), expected.detach().double()
