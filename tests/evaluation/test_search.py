@@ -16,8 +16,8 @@ def naive(q_ND, d_MD, k):
     q_ND, d_MD = q_ND.astype(np.float64), d_MD.astype(np.float64)
     norms = [np.linalg.norm(x, axis=1, keepdims=True) for x in (q_ND, d_MD)]
     q_ND, d_MD = (x / np.where(n == 0, 1, n) for x, n in zip((q_ND, d_MD), norms, strict=True))
-    scores_NM = (q_ND @ d_MD.T).round(6)
-    ids_NK = np.argsort(-scores_NM, axis=1, kind="stable")[:, :k]
+    scores_NM = q_ND @ d_MD.T
+    ids_NK = np.argsort(-scores_NM.round(6), axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores_NM, ids_NK, 1), ids_NK
 
 
