@@ -206,7 +206,7 @@ def test_slurm_template(checkout: Checkout, status: int, requeued: bool) -> None
     environment = os.environ | slurm | {"PATH": path, "LOG": str(log), "UNMASK_ARTIFACTS": "/shared"}
     arguments = ["--preset", "paper-0.6b", "--set", "pair.lr=1e-3"]
     command = ["bash", template, *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == status and result.stderr == ""
     assert (log.read_text() if log.exists() else "") == "requeue 7\n" * requeued
     head, *command = log.with_name("log.unmask").read_text().splitlines()

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 300) -> None:
-    """Returns once the condition holds."""
+def wait_for(condition: Callable[[], Any], seconds: float = 600) -> None:
+    """Returns once the condition holds; beside other work, even a kernel may take minutes to start."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} s in vain"

@@ -16,7 +16,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from unmask.children import on_signal
-from unmask.config import load_preset, preset_names, resolved, seeded
+from unmask.config import load_preset, preset_names, seeded
 from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.store import read_json
 from unmask.study.clean import outdated, remove

@@ -1,7 +1,8 @@
 """The cached contrastive step against sentence-transformers, GradCache and plain backpropagation.
 
-All programs share one model object, the tokens, the precision (bf16 autocast) and the threads, and compute
-the same loss: InfoNCE with query–query negatives, no margin, no quantisation. `agree` proves it in float32.
+All programs share one model object, the tokens, the precision (bf16 autocast where the processor has it) and
+the threads, and compute the same loss: InfoNCE with query–query negatives, no margin, no quantisation.
+`agree` proves it in float32.
 
 sentence-transformers and GradCache get each column padded to its longest text, as their collators do it. What
 is counted are true tokens, padding excluded.
@@ -25,11 +26,13 @@ from unmask.config import BackboneConfig, load_preset
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import train_tokenizer
 from unmask.losses import pair_loss
+from unmask.models.backbone import has_bf16
 from unmask.models.encoding import TokenSequence, mean_pool
 from unmask.store import artifacts_root
 from unmask.training.cache import cached_backward
 
 PRESET = load_preset("cpu")
+BF16 = has_bf16("cpu")  # where not, all is measured in float32
 TEMPERATURE = 0.05  # at 0.02 the loss of an untrained model is so large that relative differences hide
 PAIRS, EQUAL_LENGTH, MIXED_LENGTH = 128, 64, 256  # 256: the paper's texts
 ATTENTION = "sdpa", "eager"  # on a CPU in bf16 now one is faster, now the other; each takes its best
@@ -158,7 +161,7 @@ def uncached(model: nn.Module, columns: Columns) -> Callable[[], Tensor]:
     return lambda: backward(plain_loss(*(encoder(**column) for column in features)))
 
 
-def attended(model: nn.Module, implementation: str, step: Step, bf16: bool = True) -> Tensor:
+def attended(model: nn.Module, implementation: str, step: Step, bf16: bool = BF16) -> Tensor:
     """A step with one of transformers' ways to compute attention."""
     model.set_attn_implementation(implementation)
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -211,7 +214,7 @@ def agree(model: nn.Module, steps: Programs) -> None:
 def step_case(layers: int, columns_of: Callable[[int], Columns], lengths: str) -> Case:
     """All programs on one batch; whether they agree is checked on a few of its pairs."""
     model, columns = bidirectional(layers), columns_of(PAIRS)
-    found, missing = programs(model, columns, bf16=True)
+    found, missing = programs(model, columns, bf16=BF16)
     setting = f"{layers} layers, {PRESET.backbone.hidden_size}-d, {PAIRS} pairs {lengths}"
 
     def check() -> None:
@@ -234,7 +237,7 @@ def scaling_case(pairs: int) -> Case:
     return Case(setting, "true tokens/s", total(columns), {"unmask": {"": step}}, lambda: None)
 
 
-def described(setting: str, precision: str = "bf16") -> str:
+def described(setting: str, precision: str = "bf16" if BF16 else "float32") -> str:
     return f"{setting}; {precision}, {torch.get_num_threads()} threads"
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from contrastive import backward, bidirectional, described
+from contrastive import BF16, backward, bidirectional, described
 from measure import Case
 from torch import Tensor
 
+from closeness import assert_close
 from unmask.config import BackboneConfig, load_preset
 from unmask.losses import diffusion_loss
 
@@ -42,10 +43,10 @@ def diffusion_case(
     def check() -> None:
         with torch.no_grad():
             corner = hidden_states()[-2:, :32], unembedding, tokens[-2:, :32], masked[-2:, :32], t[-2:]
-        torch.testing.assert_close(diffusion_loss(*corner), full_logits(*corner))
+        assert_close(diffusion_loss(*corner), full_logits(*corner))
 
     def step(loss_of: Loss) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=BF16):
             loss = loss_of(hidden_states(), unembedding, tokens, masked, t)
         return backward(loss)
 

@@ -1,5 +1,6 @@
-"""What a 135 M Transformer costs against the machine's own bf16 matrix product: steps and encode, of a model
-with SmolLM2-135M's shape and random weights, against 4096 × 4096 matrices with as many operations.
+"""What a 135 M Transformer costs against the machine's own matrix product, in bf16 where it has it: steps and
+encode, of a model with SmolLM2-135M's shape and random weights, against 4096 × 4096 matrices with as many
+operations.
 
 Counted are the operations that the work needs: weights and attention for every true token, logits for every
 masked one, each three times in training (forward, and twice as much backward), the forward pass of gradient
@@ -10,7 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from contrastive import docstrings, real_lengths
+from contrastive import BF16, described, docstrings, real_lengths
 from measure import Case, Step
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,7 +51,7 @@ def forward_flops(model: nn.Module, lengths: list[int]) -> float:
 def product(flops: float) -> Step:
     """The same operations as products of square matrices, and one smaller product for what is left."""
     whole, left = divmod(flops, 2 * SIDE**3)
-    a, b = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(SIDE, SIDE, dtype=torch.bfloat16 if BF16 else torch.float32) for _ in range(2))
     inner = max(1, round(left / (2 * SIDE**2)))
 
     def step() -> None:
@@ -62,8 +63,8 @@ def product(flops: float) -> Step:
 
 
 def case(setting: str, flops: float, step: Step) -> Case:
-    programs = {"unmask": {"": step}, "bf16 matrix product": {"": product(flops)}}
-    setting = f"135 M parameters, 30 layers, {setting}; bf16, {torch.get_num_threads()} threads"
+    programs = {"unmask": {"": step}, "matrix product": {"": product(flops)}}
+    setting = described(f"135 M parameters, 30 layers, {setting}")
     return Case(setting, "GFLOP/s", flops / 1e9, programs, check=lambda: None)
 
 
@@ -118,7 +119,7 @@ def encode_case(count: int, length: int) -> Case:
     tokenizer, table, order = docstrings()
     documents = list(table.select(order[:TEXTS])["document"])
     texts = [" ".join(documents[i::count]) for i in range(count)]
-    embedder = Embedder(build().base_model, tokenizer, mixed_precision=True, max_length=length)
+    embedder = Embedder(build().base_model, tokenizer, mixed_precision=BF16, max_length=length)
     lengths = [min(length, len(ids)) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     setting = f"{count} texts of {sum(lengths):,} tokens"
     return case(setting, forward_flops(embedder.model, lengths), lambda: embedder.encode(texts))

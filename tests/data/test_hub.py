@@ -74,7 +74,7 @@ class Mirror:
         given = [*(f"{key}={value}" for key, value in self.settings.items()), *settings]
         command = [sys.executable, "-m", "unmask", "mirror", *arguments, "--preset", "smoke"]
         command += [part for setting in given for part in ("--set", setting)]
-        options = {"env": self.environment | environment, "cwd": repository(), "timeout": 120}
+        options = {"env": self.environment | environment, "cwd": repository(), "timeout": 600}
         done = subprocess.run(command, capture_output=True, text=True, **options)
         assert "Traceback" not in done.stderr
         return done.returncode, (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
+from closeness import assert_close
 from unmask.config import load_preset
 from unmask.data import mining
 from unmask.data.batches import BatchPlan, Packing
@@ -136,7 +137,7 @@ def test_every_distinct_text_is_embedded_once_and_kept(stored):
     own = find(data, stored, "letters", lambda: embedder)
     assert sorted(embedder.seen) == sorted({*queries, *documents})
     for x_ND, texts in zip(own.points(range(3)), (queries, documents), strict=True):
-        np.testing.assert_allclose(x_ND, unit(Letters().encode(texts)), atol=1e-3)
+        assert_close(x_ND, unit(Letters().encode(texts)), 1e-3)
     # For clusters nothing is embedded anew.
     with pytest.raises(pytest.fail.Exception):
         find(data, stored, "others", lambda: pytest.fail("loaded"))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from closeness import assert_close
 from unmask.config import load_preset
 from unmask.data import mining
 from unmask.data.mining import draw, mine
@@ -99,9 +100,9 @@ def test_statistics_and_lengths():
     embedder, pairs, scores = case()
     mined, found = mine(embedder, index, pairs, replace(CONFIG, query_length=7, document_length=9))
     assert embedder.lengths == [7, 9] and (found.documents, found.window) == (40, 10)
-    np.testing.assert_allclose(found.positive_similarity, np.diag(scores), rtol=1e-6)
+    assert_close(found.positive_similarity, np.diag(scores), 1e-6)
     expected = [[scores[i, j] for j in chosen] for i, chosen in enumerate(columns(mined))]
-    np.testing.assert_allclose(found.negative_similarity, expected, rtol=1e-6)
+    assert_close(found.negative_similarity, expected, 1e-6)
     above = [(np.delete(row, i) > row[i]).sum() for i, row in enumerate(scores)]
     assert found.positive_rank.tolist() == [min(count, 10) + 1 for count in above]
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from closeness import assert_close
 from unmask.evaluation import search
 from unmask.evaluation.search import index, similarity, top_k, two_step
 from unmask.models.quantize import binary, pack_binary
@@ -15,8 +16,8 @@ def naive(q_ND, d_MD, k):
     q_ND, d_MD = q_ND.astype(np.float64), d_MD.astype(np.float64)
     norms = [np.linalg.norm(x, axis=1, keepdims=True) for x in (q_ND, d_MD)]
     q_ND, d_MD = (x / np.where(n == 0, 1, n) for x, n in zip((q_ND, d_MD), norms, strict=True))
-    scores_NM = (q_ND @ d_MD.T).round(6)
-    ids_NK = np.argsort(-scores_NM, axis=1, kind="stable")[:, :k]
+    scores_NM = q_ND @ d_MD.T
+    ids_NK = np.argsort(-scores_NM.round(6), axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores_NM, ids_NK, 1), ids_NK
 
 
@@ -45,7 +46,7 @@ def signs(bits_XB):
 
 def same(found, expected):
     assert found[0].dtype == np.float32
-    np.testing.assert_allclose(found[0], expected[0], atol=2e-6)
+    assert_close(found[0], expected[0])
     np.testing.assert_array_equal(found[1], expected[1])
 
 
@@ -151,7 +152,7 @@ def test_similarity_of_floats_bits_and_mixtures():
         (binary(q), binary(d), similarity(pack_binary(q), pack_binary(d))),
         (q, binary(d), similarity(q, pack_binary(d))),
     ):
-        torch.testing.assert_close(ours, torch.nn.functional.cosine_similarity(x[:, None], y[None], dim=-1))
+        assert_close(ours, torch.nn.functional.cosine_similarity(x[:, None], y[None], dim=-1))
     assert similarity(q.double(), d.double()).dtype == torch.float64
 
 

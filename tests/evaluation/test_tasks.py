@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 
 import tiny
+from closeness import assert_close
 from unmask import Embedder
 from unmask.config import load_preset
 from unmask.data.mining import unit
@@ -89,6 +90,14 @@ def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     other = backbone.save(tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="one")
     with pytest.raises(pytest.fail.Exception):
         assess(other, built, CONFIG)
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_a_checkpoint_computes_in_bf16_where_the_processor_has_it(has_bf16, tmp_path, monkeypatch):
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: has_bf16)
+    path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m")
+    found = [tasks.load(path, replace(CONFIG, precision=one)).mixed_precision for one in ("bf16", "fp32")]
+    assert found == [has_bf16, False]
 
 
 def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(built):
@@ -239,5 +248,5 @@ def test_the_reference_is_the_model_that_sentence_transformers_loads():
     found = tasks.load_reference(EXACT)
     texts = [*TEXTS, "a very long text of many words " * 60]  # 256 tokens are read
     theirs = SentenceTransformer(found.model.config._name_or_path, device="cpu")
-    np.testing.assert_allclose(found.encode(texts, "float32"), theirs.encode(texts), atol=1e-5)
+    assert_close(found.encode(texts, "float32"), theirs.encode(texts))
     assert referred().tolist() == [1, 1] and tasks.missing_reference("model") == []

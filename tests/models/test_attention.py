@@ -9,6 +9,7 @@ from transformers import AutoModel
 
 import tiny
 import tiny_families
+from closeness import assert_close
 from unmask.models import attention, backbone
 from unmask.models.attention import VARLEN, compile_layers, plain_attention, unpadded, unpadded_inputs
 
@@ -31,8 +32,8 @@ def test_sequences_in_one_row_do_not_see_each_other(bidirectional, checkpointing
         model.train()
     results = [tiny.with_gradients(part, model) for part in rows(model, tiny.sequences(6, seed=1))]
     (together, found), (alone, expected) = results
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert_close(together, alone)
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -44,7 +45,7 @@ def test_in_bf16_a_row_of_sequences_is_what_each_is_in_float32(scores, bidirecti
         alone = rows(model, sequences)[1]
         with torch.autocast("cpu", torch.bfloat16):
             together = rows(model, sequences)[0]
-    torch.testing.assert_close(together, alone, atol=5e-2, rtol=5e-2)
+    assert_close(together, alone, 5e-2)
 
 
 def both_ways(model):
@@ -83,7 +84,7 @@ def test_plain_attention_computes_the_same(bidirectional, tmp_path):
     expected = tiny.with_gradients(torch.cat(both_ways(model)), model)
     plain_attention(model)
     found = tiny.with_gradients(torch.cat(both_ways(model)), model)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert_close(found, expected)
     model.save_pretrained(tmp_path)
     assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
@@ -104,7 +105,7 @@ def test_compiled_layers_compute_the_same_with_two_graphs():
             loss = network(tokens, use_cache=False).last_hidden_state.square()[..., 0].mean()
             loss.backward()
             results.append((loss.detach(), tiny.gradients(network)))
-        torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+        assert_close(*results)
     # One for the first length, one for all the others; none for the second layer.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
@@ -122,5 +123,5 @@ def test_the_gpus_kernel_equals_the_cpus_loop(bidirectional):
         inputs = unpadded_inputs(model, [len(s) for s in sequences], "cuda")
         found = model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state[0]
         found.sum().backward()
-    torch.testing.assert_close(found.float().cpu(), expected, atol=5e-2, rtol=5e-2)
+    assert_close(found.float().cpu(), expected, 5e-2)
     assert all(gradient.isfinite().all() for gradient in tiny.gradients(model).values())

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import tiny
+from closeness import assert_close
 from unmask.data.tokens import join_chunks
 from unmask.models import backbone
 from unmask.models import context_encoder as cde
@@ -48,7 +49,7 @@ def encoded(one, texts=TEXTS):
 
 
 def close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_close(found, expected)
 
 
 def naive(second, tokens_L, context_KD):
@@ -139,20 +140,26 @@ def test_a_causal_backbone_and_a_directory_that_holds_something_else_are_refused
         Embedder.from_pretrained(path)
 
 
+def test_emulated_bf16_is_refused(monkeypatch):
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: False)
+    with pytest.raises(ValueError, match="no bf16 instructions"):
+        embedder(mixed_precision=True)
+
+
 def test_an_embedder_gives_the_rows_of_the_two_stages():
     ready = embedder().with_context(CORPUS)
     plain = Embedder(ready.encoder.first, tiny.tokenizer(), device="cpu")
     context = torch.from_numpy(encoded(plain, CORPUS))
     tokens = [np.array(tiny.tokenizer()(t)["input_ids"], np.int32) for t in TEXTS]
     expected = rows(ready.encoder.second, context, [after_context(TokenSequence(t), J) for t in tokens])
-    np.testing.assert_allclose(encoded(ready), expected, atol=1e-5)
+    assert_close(encoded(ready), expected)
     documents = [join_chunks(tokens[:2], 0), join_chunks(tokens[2:], 0)]
     expected = rows(ready.encoder.second, context, [after_context(d, J) for d in documents])
     found = ready.encode_documents([TEXTS[:2], TEXTS[2:]], "float32")
-    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5)
+    assert_close(np.concatenate(found), expected)
     late = ready.encode_tokens(TEXTS)
     assert [len(t) for t in late] == [len(t) for t in tokens]
-    np.testing.assert_allclose([t.mean(0) for t in late], encoded(ready), atol=1e-5)
+    assert_close([t.mean(0) for t in late], encoded(ready))
 
 
 def test_the_context_is_a_set_of_at_most_j_documents():
@@ -160,7 +167,7 @@ def test_the_context_is_a_set_of_at_most_j_documents():
     full, other_order = (ready.with_context(texts) for texts in ([*CORPUS, TEXTS[2]], [TEXTS[2], *CORPUS]))
     assert full.encoder is ready.encoder
     found, none = encoded(full), encoded(ready)
-    np.testing.assert_allclose(encoded(other_order), found, atol=1e-5)
+    assert_close(encoded(other_order), found)
     np.testing.assert_array_equal(encoded(ready.with_context([])), none)
     assert np.linalg.norm(found - none) > 1e-2 * np.linalg.norm(none)
     with pytest.raises(ValueError, match=f"at most {J} context documents are read, got 5"):
@@ -185,6 +192,6 @@ def test_an_embedder_is_saved_with_its_options(tmp_path):
 @pytest.mark.gpu
 def test_the_gpu_gives_the_embeddings_of_the_cpu():
     expected = encoded(embedder().with_context(CORPUS))
-    for half, tolerance in ((False, {"atol": 1e-4}), (True, {"atol": 5e-2, "rtol": 5e-2})):
+    for half, rel in ((False, 1e-4), (True, 5e-2)):
         on_gpu = embedder(device="cuda", mixed_precision=half).with_context(CORPUS)
-        np.testing.assert_allclose(encoded(on_gpu), expected, **tolerance)
+        assert_close(encoded(on_gpu), expected, rel)

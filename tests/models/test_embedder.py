@@ -9,6 +9,7 @@ from tokenizers import normalizers, processors
 
 import tiny
 import tiny_families
+from closeness import assert_close
 from unmask import Embedder
 from unmask.data.tokens import SPECIAL_TOKENS
 from unmask.models import backbone
@@ -18,7 +19,6 @@ from unmask.models.quantize import BITS
 WORDS = " ".join(tiny.TEXTS[:5]).split()
 TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 1 + i * 5 % 23]) for i in range(64)]
 DOCUMENTS = [TEXTS[:3], TEXTS[3:4], TEXTS[4:9]]
-CLOSE = {"atol": 2e-6, "rtol": 1e-5}
 
 
 def make(**options):
@@ -34,19 +34,19 @@ def test_batched_equals_single_in_the_order_of_the_texts_and_a_document_of_one_c
     batched = embedder.encode(TEXTS, "float32")
     single = np.concatenate([embedder.encode([text], "float32") for text in TEXTS])
     assert batched.dtype == np.float32
-    np.testing.assert_allclose(batched, single, **CLOSE)
+    assert_close(batched, single)
     parts = embedder.encode_documents([[text] for text in TEXTS], "float32")
     assert [part.shape for part in parts] == [(1, 32)] * 64
-    np.testing.assert_allclose(np.concatenate(parts), batched, **CLOSE)
+    assert_close(np.concatenate(parts), batched)
 
 
 @pytest.mark.parametrize("options", [{"token_budget": 1}, {"token_budget": 10**6}, {"device": ["cpu"] * 2}])
 def test_neither_the_token_budget_nor_several_devices_change_a_vector(embedder, options):
     other = make(**options)
     expected = embedder.encode(TEXTS * 8, "float32")
-    np.testing.assert_allclose(other.encode(TEXTS * 8, "float32"), expected, **CLOSE)
+    assert_close(other.encode(TEXTS * 8, "float32"), expected)
     for one, two in zip(other.encode_tokens(TEXTS), embedder.encode_tokens(TEXTS), strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-5)
+        assert_close(one, two)
 
 
 def test_precisions_come_from_the_same_unquantised_mean(embedder):
@@ -139,8 +139,8 @@ def test_a_text_longer_than_the_limit_is_cut(embedder):
     tokens = tiny.tokenizer().backend_tokenizer.encode(" ".join(WORDS), add_special_tokens=False)
     text, length = " ".join(WORDS), tokens.offsets[9][1]
     expected = embedder.encode([text[:length]], "float32")
-    np.testing.assert_allclose(embedder.encode([text], "float32", max_length=10), expected, atol=1e-6)
-    np.testing.assert_allclose(make(max_length=10).encode([text], "float32"), expected, atol=1e-6)
+    assert_close(embedder.encode([text], "float32", max_length=10), expected)
+    assert_close(make(max_length=10).encode([text], "float32"), expected)
     assert make(max_length=10**6).max_length == 256
     roberta = Embedder(tiny_families.xlm_roberta(), tiny.tokenizer(), device="cpu")
     assert roberta.max_length == 255 and roberta.encode([text * 9]).shape == (1, 32)
@@ -152,7 +152,7 @@ def test_context_flows_between_the_chunks_of_a_document_and_not_between_document
     after = embedder.encode_documents(changed, "float32")
     assert (abs(before[0] - after[0]).max(axis=1) > 1e-4).all()
     for one, two in zip(before[1:], after[1:], strict=True):
-        np.testing.assert_allclose(one, two, **CLOSE)
+        assert_close(one, two)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_a_document_beyond_the_window_has_the_vectors_of_the_windows_with_most_c
     monkeypatch.setattr(module, "OVERLAP", overlap)
     found = embedder.encode_documents([["a"], chunks, chunks[:12]], "float32", chunk_length=20)
     assert [len(part) for part in found] == [1, 40, 12]
-    np.testing.assert_allclose(found[1], naive_windows(ids, min(whole, window), overlap), atol=1e-5)
-    np.testing.assert_allclose(found[2], naive_windows(ids[:12], whole, overlap), atol=1e-5)
+    assert_close(found[1], naive_windows(ids, min(whole, window), overlap))
+    assert_close(found[2], naive_windows(ids[:12], whole, overlap))
 
 
 def naive(model, ids):
@@ -223,11 +223,11 @@ def test_a_chunk_longer_than_the_window_is_refused_with_the_remedy(embedder):
 def test_the_mean_of_the_token_vectors_is_the_vector(embedder):
     tokens = embedder.encode_tokens(TEXTS)
     assert [len(part) for part in tokens] == [len(ids) for ids in tiny.tokenize(tiny.tokenizer(), TEXTS, 256)]
-    np.testing.assert_allclose([part.mean(0) for part in tokens], embedder.encode(TEXTS, "float32"), **CLOSE)
+    assert_close([part.mean(0) for part in tokens], embedder.encode(TEXTS, "float32"))
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=9)
     found = embedder.encode_document_tokens(DOCUMENTS, chunk_length=9)
     for chunks, rows in zip(found, expected, strict=True):
-        np.testing.assert_allclose([chunk.mean(0) for chunk in chunks], rows, **CLOSE)
+        assert_close([chunk.mean(0) for chunk in chunks], rows)
 
 
 def test_special_tokens_stand_around_texts_and_documents(embedder):
@@ -239,15 +239,15 @@ def test_special_tokens_stand_around_texts_and_documents(embedder):
     special = Embedder(tiny.model(), tokenizer, device="cpu", special_tokens=True, max_length=9)
     around = "<|im_start|>{}<|im_end|><|endoftext|>".format
     found = special.encode(TEXTS, "float32", max_length=200)
-    np.testing.assert_allclose(found, embedder.encode(map(around, TEXTS), "float32"), atol=1e-5)
+    assert_close(found, embedder.encode(map(around, TEXTS), "float32"))
     one = special.encode_tokens([TEXTS[4]])[0]  # cut to its limit, the last tokens kept
     ids = tokenizer(TEXTS[4])["input_ids"]
     cut = embedder.tokenizer.decode([*ids[:7], *ids[-2:]])
-    np.testing.assert_allclose(one, embedder.encode_tokens([cut])[0], atol=1e-5)
+    assert_close(one, embedder.encode_tokens([cut])[0])
     document = special.encode_documents([TEXTS[:2]], "float32")[0]
     joined = embedder.encode_tokens([around("<|endoftext|>".join(TEXTS[:2]))])[0]
     first = len(tokenizer(TEXTS[0])["input_ids"]) - 2
-    np.testing.assert_allclose(document, [joined[:first].mean(0), joined[first + 1 :].mean(0)], atol=1e-5)
+    assert_close(document, [joined[:first].mean(0), joined[first + 1 :].mean(0)])
     with pytest.raises(ValueError, match="at least 4, got 3: a text has 3 special tokens"):
         special.encode(TEXTS, max_length=3)
 
@@ -255,11 +255,19 @@ def test_special_tokens_stand_around_texts_and_documents(embedder):
 def test_normalised_vectors_have_unit_length(embedder):
     unit, rows = make(normalize=True), embedder.encode(TEXTS, "float32")
     expected = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    np.testing.assert_allclose(unit.encode(TEXTS, "float32"), expected, atol=1e-6)
-    np.testing.assert_allclose(unit.encode(TEXTS, "float32", 8), expected[:, :8], atol=1e-6)
+    assert_close(unit.encode(TEXTS, "float32"), expected)
+    assert_close(unit.encode(TEXTS, "float32", 8), expected[:, :8])
+
+
+@pytest.mark.parametrize(("dtype", "options"), [("float32", {"mixed_precision": True}), ("bfloat16", {})])
+def test_emulated_bf16_is_refused(dtype, options, monkeypatch):
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: False)
+    with pytest.raises(ValueError, match=r"cpu has no bf16 .* leave mixed_precision out, .* float32"):
+        Embedder(tiny.model().to(getattr(torch, dtype)), tiny.tokenizer(), device="cpu", **options)
 
 
 def test_mixed_precision_is_close_and_halved_weights_are_what_autocast_reads(embedder, tmp_path, monkeypatch):
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: True)  # a tiny model may be emulated
     half, whole = make(mixed_precision=True), make(mixed_precision=False)
     one, two = (model.encode(TEXTS, "float32") for model in (embedder, half))
     assert two.dtype == np.float32

@@ -5,6 +5,7 @@ import torch
 
 import tiny
 import tiny_families
+from closeness import assert_close
 from unmask.data.tokens import join_chunks
 from unmask.models import encoding
 from unmask.models.encoding import TokenSequence, encode_rows, last_token_pool, late_chunk_pool, mean_pool
@@ -21,21 +22,21 @@ POOLS = {mean_pool: lambda x: x.mean(0), last_token_pool: lambda x: x[-1]}
 @pytest.mark.parametrize("mask", [RIGHT, RIGHT.flip(1), GAPS, GAPS.long(), torch.ones(4, 7)])
 def test_mean_and_last_token_are_the_loops_and_padding_is_never_read(pool, mask):
     expected = torch.stack([POOLS[pool](hidden[keep.bool()]) for hidden, keep in zip(HIDDEN, mask)])
-    torch.testing.assert_close(pool(HIDDEN.masked_fill(mask[..., None] == 0, torch.nan), mask), expected)
+    assert_close(pool(HIDDEN.masked_fill(mask[..., None] == 0, torch.nan), mask), expected)
     if mask.all():
-        torch.testing.assert_close(pool(HIDDEN), expected)
+        assert_close(pool(HIDDEN), expected)
 
 
 def test_late_chunking_and_the_mean_of_segments_are_the_loop():
     pooled = late_chunk_pool(HIDDEN.masked_fill(CHUNKS[..., None] < 0, torch.nan), CHUNKS, 4)
     segments = torch.where(CHUNKS < 0, -1, CHUNKS + 4 * torch.arange(4)[:, None])
     means = encoding.segment_mean(HIDDEN.flatten(0, 1), segments.flatten(), 16)
-    torch.testing.assert_close(means.view(4, 4, 5), pooled)
+    assert_close(means.view(4, 4, 5), pooled)
     for b in range(4):
         for c in range(4):
             members = HIDDEN[b][CHUNKS[b] == c]
             expected = members.mean(0) if len(members) else torch.zeros(5)
-            torch.testing.assert_close(pooled[b, c], expected)
+            assert_close(pooled[b, c], expected)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -45,7 +46,7 @@ def test_sums_of_bfloat16_run_in_float32(autocast):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         means = mean_pool(hidden), mean_pool(hidden, chunk == 0), late_chunk_pool(hidden, chunk, 1)[:, 0]
     for pooled in means:
-        torch.testing.assert_close(pooled, hidden[:, 0].float(), rtol=1e-6, atol=0)
+        assert_close(pooled, hidden[:, 0].float(), 1e-6)
     assert last_token_pool(hidden).dtype == torch.float32
 
 
@@ -77,7 +78,7 @@ def test_packed_batches_give_the_rows_and_gradients_of_padded_ones(family, chunk
     expected, gradients = rows_and_gradients(model, sequences, pooling=pooling)
     found, packed_gradients = rows_and_gradients(model, sequences, pooling=pooling, packed=True)
     assert read[1].shape == (1, sum(map(len, sequences)))  # no padding
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert_close(found, expected)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     assert all((packed_gradients[name] - g).norm() <= 1e-5 * norm for name, g in gradients.items())
 

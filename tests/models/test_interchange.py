@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoTokenizer, Qwen3Model
 
 import tiny
 import tiny_families
+from closeness import assert_close
 from unmask import Embedder
 from unmask.data.tokenized import Table, token_pairs
 from unmask.data.tokens import END_OF_TEXT, Limit, StoredTokenizer, ending
@@ -37,20 +38,20 @@ def test_a_sentence_transformers_model_gives_the_same_vectors(tmp_path, make, no
     path = tiny_foreign.sentence_transformers(source, tmp_path / "b", pooling, normalize=normalize)
     theirs, embedder = loaded(path)
     expected = theirs.encode([*TEXTS, LONG])
-    np.testing.assert_allclose(embedder.encode([*TEXTS, LONG], "float32"), expected, atol=1e-5)
+    assert_close(embedder.encode([*TEXTS, LONG], "float32"), expected)
     assert (embedder.special_tokens, embedder.normalize) == (True, normalize)
     if pooling == "mean":
         alone = embedder.encode_documents([[text] for text in TEXTS[:3]], "float32")
-        np.testing.assert_allclose(np.concatenate(alone), expected[:3], atol=1e-5)
+        assert_close(np.concatenate(alone), expected[:3])
 
 
 def test_a_released_qwen3_embedding_gives_the_same_vectors(tmp_path):
     theirs, embedder = loaded(tiny_foreign.qwen3_embedding(tmp_path / "a"))
-    np.testing.assert_allclose(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS), atol=1e-5)
+    assert_close(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS))
     queries = embedder.encode([instructed(tiny_foreign.INSTRUCTION, text) for text in TEXTS], "float32")
-    np.testing.assert_allclose(queries, theirs.encode(TEXTS, prompt_name="query"), atol=1e-5)
+    assert_close(queries, theirs.encode(TEXTS, prompt_name="query"))
     saved = SentenceTransformer(str(embedder.save_pretrained(tmp_path / "saved")), device="cpu")
-    np.testing.assert_allclose(queries, saved.encode_query(TEXTS), atol=1e-5)
+    assert_close(queries, saved.encode_query(TEXTS))
 
 
 def test_lengths_and_padding_in_a_models_own_files(tmp_path):
@@ -63,7 +64,7 @@ def test_lengths_and_padding_in_a_models_own_files(tmp_path):
     (path / "sentence_bert_config.json").rename(path / "sentence_roberta_config.json")  # as older ones
     theirs, embedder = loaded(path)
     assert embedder.max_length == theirs.max_seq_length == 10
-    np.testing.assert_allclose(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS), atol=1e-5)
+    assert_close(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS))
 
 
 def test_what_an_embedder_cannot_do_is_refused(tmp_path):
@@ -100,12 +101,12 @@ def test_a_released_pplx_embed_checkpoint_loads_into_the_stock_class(tmp_path, m
     embedder = Embedder.from_pretrained("perplexity/pplx-embed", device="cpu")
     assert type(embedder.model) is Qwen3Model
     expected = np.concatenate([expected_of([text]) for text in TEXTS])
-    np.testing.assert_allclose(embedder.encode(TEXTS, "float32"), expected, atol=2e-6)
+    assert_close(embedder.encode(TEXTS, "float32"), expected)
     for ours, document in zip(embedder.encode_documents(DOCUMENTS, "float32"), DOCUMENTS, strict=True):
-        np.testing.assert_allclose(ours, expected_of(document), atol=2e-6)
+        assert_close(ours, expected_of(document))
     stock = SentenceTransformer(str(embedder.save_pretrained(tmp_path / "stock")), device="cpu")
     assert not hasattr(stock[0].config, "auto_map")
-    np.testing.assert_allclose(stock.encode(TEXTS), expected, atol=1e-5)
+    assert_close(stock.encode(TEXTS), expected)
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
@@ -150,7 +151,7 @@ def test_a_saved_embedder_comes_back_here_and_in_sentence_transformers(tmp_path,
     path = embedder.save_pretrained(tmp_path / "deep" / "model")
     expected = embedder.encode([*TEXTS, LONG], "float32")
     theirs = SentenceTransformer(str(path), device="cpu", trust_remote_code=False)
-    np.testing.assert_allclose(theirs.encode([*TEXTS, LONG]), expected, atol=1e-5)
+    assert_close(theirs.encode([*TEXTS, LONG]), expected)
     again = Embedder.from_pretrained(path, device="cpu")
     np.testing.assert_array_equal(again.encode([*TEXTS, LONG], "float32"), expected)
     assert [again.max_length, again.window] == [embedder.max_length, options.get("window", again.positions)]
@@ -160,7 +161,7 @@ def test_a_saved_embedder_comes_back_here_and_in_sentence_transformers(tmp_path,
         inputs = AutoTokenizer.from_pretrained(path)(TEXTS[5], return_tensors="pt")
         with torch.no_grad():
             hidden_1LD = AutoModel.from_pretrained(path).eval()(**inputs).last_hidden_state
-        np.testing.assert_allclose(hidden_1LD[0].mean(0), expected[5], atol=1e-5)
+        assert_close(hidden_1LD[0].mean(0), expected[5])
 
 
 # Letters, signs, digits and spaces follow the colon, which pre-tokenisation may join with some of them.
@@ -183,7 +184,7 @@ def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, lengths):
     assert [ids.tolist() for ids in [*trained.queries, *trained.documents]] == read
     theirs = SentenceTransformer(str(embedder.save_pretrained(tmp_path / "saved")), device="cpu")
     expected = embedder.encode([BEFORE + query for query in QUERIES], "float32")
-    np.testing.assert_allclose(theirs.encode(QUERIES, prompt_name="query"), expected, atol=1e-5)
+    assert_close(theirs.encode(QUERIES, prompt_name="query"), expected)
 
 
 EXPORTED = [("llama", {}), ("qwen3", {"pooling": "last", "normalize": True})]
@@ -206,8 +207,8 @@ def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options
         inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="np")
         fed = {name: inputs[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
         found = dict(zip(names, session.run(None, fed)))
-        np.testing.assert_allclose(found["sentence_embedding"], embedder.encode(texts, "float32"), atol=1e-4)
+        assert_close(found["sentence_embedding"], embedder.encode(texts, "float32"), 1e-4)
         assert found["int8"].dtype == np.int8
         assert abs(found["int8"].astype(int) - embedder.encode(texts)).max() <= 1
         for ours, theirs in zip(embedder.encode_tokens(texts), found["token_embeddings"], strict=True):
-            np.testing.assert_allclose(theirs[: len(ours)], ours, atol=1e-4)
+            assert_close(theirs[: len(ours)], ours, 1e-4)

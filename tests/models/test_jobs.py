@@ -1,6 +1,7 @@
 """A file of texts becomes a file of embeddings (`unmask encode`)."""
 
 import gzip
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -8,10 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
+from closeness import assert_close
 from tiny_sources import write_as
 from unmask import Embedder
 from unmask.__main__ import main
 from unmask.models import jobs
+from waiting import wait_for
 
 TEXTS = [f"{text} {number}" for number, text in enumerate(tiny.TEXTS * 3)]
 
@@ -97,7 +100,7 @@ def test_an_interrupted_job_goes_on_and_another_does_not(embedder, model, tmp_pa
     jobs.encode_file(model, path, output, "text", wanted, None)
     assert seen == (TEXTS[14:] if precision == "int8" else TEXTS)
     expected = real(embedder, TEXTS, wanted)
-    np.testing.assert_allclose(np.load(output), expected, atol=1e-5)
+    assert_close(np.load(output), expected, 1e-3)  # of other batches: a code may differ by one
     assert {path.name for path in tmp_path.iterdir()} == {"texts.txt", "out.npy"}
 
 
@@ -111,7 +114,26 @@ TABLE = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray", reason="no Ray here: install unmask[ray]")
+    from ray._private import services
+
+    get_node = services.get_node
+
+    def patiently(*node):
+        """Ray itself asks for half a minute, too little beside other work."""
+        found = []
+
+        def started():
+            with suppress(RuntimeError):
+                found.append(get_node(*node))
+            return found
+
+        wait_for(started)
+        return found[0]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(services, "get_node", patiently)
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "600")
+        patch.setenv("RAY_worker_register_timeout_seconds", "600")
         patch.setenv("RAY_worker_niceness", "0")  # 15 by default: beside other tests they would starve
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
@@ -135,6 +157,6 @@ def test_a_worker_embeds_the_chunks_of_documents_in_their_context(embedder, mode
     found = jobs.Worker(model, "chunks")(TABLE, precision="float32", chunk_length=6)
     expected = embedder.encode_documents(DOCUMENTS, "float32", chunk_length=6)
     for one, two in zip(found["embedding"].to_pylist(), expected, strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-5)
+        assert_close(one, two)
     none = jobs.Worker(model, "chunks")(TABLE[:0], dimensions=16)["embedding"]
     assert none.to_pylist() == [] and none.type == pa.list_(pa.list_(pa.int8(), 16))

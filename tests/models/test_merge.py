@@ -7,6 +7,7 @@ import torch
 
 import tiny
 import tiny_families
+from closeness import assert_close
 from unmask.models import backbone
 from unmask.models.merge import slerp, slerp_all
 
@@ -38,7 +39,7 @@ def check(merged, parents, formula, facts):
     models = [dict(backbone.load(parent).named_parameters()) for parent in parents]
     for name, parameter in model.named_parameters():
         expected = formula(*(one[name].data.double() for one in models)).float()
-        torch.testing.assert_close(parameter.data, expected, atol=1e-6, rtol=1e-5)
+        assert_close(parameter.data, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2"])

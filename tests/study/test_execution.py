@@ -167,7 +167,7 @@ def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(checkout
             assert second.returncode == 2 and "another process works in this run" in second.stderr
         run.send_signal(sent)
         run.send_signal(sent)  # as `timeout` does: to the process, and to its group
-        output, errors = run.communicate(timeout=300)
+        output, errors = run.communicate(timeout=600)
     finally:
         run.kill()
     assert run.returncode == status

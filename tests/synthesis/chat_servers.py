@@ -142,7 +142,7 @@ def config(server: ChatServer | str, **changes: Any) -> SynthesisConfig:
         "documents": 5,
         "queries_per_document": 3,
         "concurrency": 4,
-        "timeout": 20.0,
+        "timeout": 600.0,
         "retries": 2,
         "min_similarity": 0.1,
         "price_in": 1.0,

@@ -172,7 +172,7 @@ def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
     with ChatServer(delay=0.05) as server:
         child = multiprocessing.get_context("spawn").Process(target=many_pairs, args=(server.url, tmp_path))
         child.start()
-        wait_for(lambda: server.answered >= 20, 60)
+        wait_for(lambda: server.answered >= 20)
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         wait_for(lambda: not server.current)

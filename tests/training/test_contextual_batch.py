@@ -4,6 +4,7 @@ import tiny_stages
 import torch
 
 import tiny
+from closeness import assert_close
 from unmask.data.tokenized import TokenDocument
 
 DOCUMENTS = [
@@ -44,7 +45,7 @@ def test_rows_are_split_into_queries_chunks_and_documents():
         parts = rows[start : start + len(document.chunks)]
         weights = torch.tensor([len(chunk) for chunk in document.chunks], dtype=torch.float64)
         expected = (parts * weights[:, None]).sum(0) / weights.sum()
-        torch.testing.assert_close(documents_MD[m], expected, rtol=1e-6, atol=1e-7)
+        assert_close(documents_MD[m], expected, 1e-6)
         start += len(document.chunks)
     (chunks_MCD.sum() + q_ND.sum()).backward()
     assert torch.equal(rows.grad, torch.ones_like(rows))

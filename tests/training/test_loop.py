@@ -13,6 +13,7 @@ from tiny_stages import Interrupted, stop_at
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tiny
+from closeness import assert_close
 from unmask.children import on_signal
 from unmask.training import loop
 from unmask.training.checkpoint import Checkpoints
@@ -67,7 +68,7 @@ def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tm
             group["lr"] = factor * stage.config.lr
         optimizer.step()
     for one, two in zip(found.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one, two)
+        assert_close(one, two)
 
 
 def test_another_training_is_not_continued_and_its_checkpoints_stay(tmp_path):

@@ -94,7 +94,8 @@ class Embedder:
         special_tokens: the tokenizer's own special tokens ([CLS] and [SEP], for instance) are put around each
             text, or around each document. They count for `max_length`, and the pooling averages them too.
         normalize: vectors get unit length, before dimensions or codes are taken from them.
-    Raises: ValueError for an unknown pooling, and a `max_length` in which no token of a text has room.
+    Raises: ValueError for an unknown pooling, a `max_length` in which no token of a text has room, and bf16
+        (`mixed_precision`, or the model's own) where the device would emulate it.
     """
 
     def __init__(
@@ -114,7 +115,13 @@ class Embedder:
         several = [device] if isinstance(device, (str, torch.device)) else device
         every = several or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
         self.devices = [torch.device(one) for one in every]
-        on_gpu = self.devices[0].type == "cuda"
+        on_gpu, has_bf16 = self.devices[0].type == "cuda", backbone.has_bf16(self.devices[0].type)
+        rounded = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+        if (mixed_precision or rounded) and not has_bf16:
+            raise ValueError(
+                f"{self.devices[0]} has no bf16 instructions and emulates them, up to 200 times slower: "
+                "leave mixed_precision out, and give the model in float32 (model.float())"
+            )
         self.model = model.to(self.devices[0]).eval()
         self.tokenizer = tokenizer
         if pooling not in POOLS:
@@ -125,8 +132,7 @@ class Embedder:
         tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an embedder pads by itself
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
         self.max_length = self._limit(self.positions if max_length is None else max_length)
-        half = on_gpu and backbone.computes_in_bf16("bf16")
-        self.mixed_precision = half if mixed_precision is None else mixed_precision
+        self.mixed_precision = on_gpu and has_bf16 if mixed_precision is None else mixed_precision
         if self.mixed_precision:
             backbone.halve(self.model)
         self.token_budget = token_budget or (32_768 if on_gpu else 1_024)

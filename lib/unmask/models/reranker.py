@@ -46,8 +46,8 @@ class Reranker:
         instruction: what documents are wanted for, in a sentence.
         options: `max_length` (tokens of a prompt at most; the document is cut first, then the query, and
             nothing else), `device` (one), `mixed_precision` and `token_budget` of `Embedder`.
-    Raises: ValueError for a model that is not causal, and a `max_length` that leaves query and document no
-        room.
+    Raises: ValueError for a model that is not causal, a `max_length` that leaves query and document no room,
+        and bf16 as for `Embedder`.
     """
 
     def __init__(

@@ -148,8 +148,8 @@ def _run(notebook: Notebook, pipeline: Pipeline, environment: dict[str, str], ke
         transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
         options = {"kernel_name": "python3", "language": "python", "kernel_manager_class": Kernel}
         options |= {"config": transport, "stdout_file": log, "stderr_file": log}
-        # Of a progress bar its last state alone.
-        options |= {"progress_bar": False, "record_timing": False, "coalesce_streams": True}
+        options |= {"progress_bar": False, "record_timing": False, "start_timeout": 600}
+        options["coalesce_streams"] = True  # of a progress bar its last state alone
         try:
             execute_notebook(notebook.path, executed, parameters, **options)
         except PapermillExecutionError as error:
