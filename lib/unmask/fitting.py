@@ -8,41 +8,74 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field, ValidationError
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto import AutoConfig
 
-from unmask.config import BackboneConfig, ClustersConfig, ConfigError, EvaluationConfig, ParallelConfig
+from unmask.config import (
+    BackboneConfig,
+    ClustersConfig,
+    ConfigError,
+    EvaluationConfig,
+    ParallelConfig,
+    Section,
+)
 from unmask.data.batches import permuted
 from unmask.data.corpus import SCHEMAS, Corpus, write_tables
 from unmask.data.registry import Source
-from unmask.evaluation.tasks import Task, evaluate, evaluate_bm25
+from unmask.evaluation.tasks import Task, build_tasks, evaluate, evaluate_bm25
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.store import fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, Watch, train
 from unmask.training.job import SECTIONS
 
-COLUMNS: dict[str, dict[str, type]] = {
-    "pair": {"query": str, "document": str},
-    "triplet": {"query": str, "document": str, "negatives": list},
-    "contextual": {"chunks": list, "queries": list, "golds": list},
-    "diffusion": {"text": str},
-}
+Text = Annotated[str, Field(pattern=r"\S")]
+Texts = Annotated[list[Text], Field(min_length=1)]
+
+
+class PairRow(Section):
+    query: Text
+    document: Text
+
+
+class TripletRow(PairRow):
+    negatives: Texts
+
+
+class DocumentRow(Section):
+    chunks: Texts
+    queries: Texts
+    golds: list[int]
+
+
+class TextRow(Section):
+    text: Text
+
+
+ROWS = {"pair": PairRow, "triplet": TripletRow, "contextual": DocumentRow, "diffusion": TextRow}
 KIND = {"pair": "pairs", "triplet": "triplets", "contextual": "documents", "diffusion": "texts"}
+SMALL: dict[str, dict[str, Any]] = {  # values for small data
+    "pair": {"batch": 128, "lr": 2e-4, "query_length": 64, "document_length": 256, "curriculum": (1, 0, 0)},
+    "triplet": {"batch": 128, "lr": 5e-5, "query_length": 64, "document_length": 256, "accumulation": 1}
+    | {"groups": ("english",), "max_pairs": 1},  # of mining, which is done
+    "contextual": {"batch": 32, "lr": 1e-4, "query_length": 64, "chunk_length": 128, "chunks": 16},
+    "diffusion": {"batch": 16, "lr": 4e-4, "length": 256, "log_uniform": True, "t_min": 0.05},
+}
 MASKS = "<|fim_pad|>", "<empty_output>"  # rare tokens of Qwen3's and of SmolLM2's vocabulary
 EPOCHS = 3
 FEWEST = 20  # groups of which a part can be held out
-ASKED, AMONG = 1_000, 10_000  # held-out queries, and texts that they are asked of, at most
+ASKED, AMONG = 1_000, 10_000  # held-out queries, and rows whose texts they are asked of, at most
 
 
 @dataclass(frozen=True)
@@ -108,7 +141,9 @@ def fit(
     held_N = _held_out(group_N, hold_out, stage)
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
-        start = _start(model, place)
+        if isinstance(model, Embedder):
+            model = model.save_pretrained(place / "start")
+        start = backbone.require_checkpoint(model)
         tokenizer, shape = backbone.load_tokenizer(start), AutoConfig.from_pretrained(start).get_text_config()
         config = _config(stage, [row for row, held in zip(rows, held_N) if not held], shape, values)
         recipe = SimpleNamespace(
@@ -123,19 +158,28 @@ def fit(
         if not backbone.sees_both_sides(network):
             training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=True)
             network = training.model(start)
-        groups = len(np.unique(group_N[~held_N]))
+        kept = len(np.unique(group_N[~held_N]))
         print(
-            f"{stage}: {(~held_N).sum():,} rows in {groups:,} groups, {config.steps:,} steps of "
+            f"{stage}: {(~held_N).sum():,} rows in {kept:,} groups, {config.steps:,} steps of "
             f"{config.batch:,}; {held_N.sum():,} rows are held out"
         )
-        tasks, limits = _tasks(stage, rows, held_N), _limits(config)
-        before = _score(_embedder(network, tokenizer, config), tasks, limits)
+        lengths = {
+            key: getattr(config, key, 1) for key in ("query_length", "document_length", "chunk_length")
+        }
+        limits = EvaluationConfig(**lengths, max_queries=AMONG, max_documents=AMONG)
+
+        def ndcg(embedder: Embedder) -> float:
+            return float(evaluate(embedder, [task], limits, late_chunking=True)[stage].mean())
+
+        if held_N.any():
+            task, pooling = _task(corpus, rows, held_N, limits), getattr(config, "pooling", "mean")
+            before = ndcg(Embedder(network, tokenizer, pooling=pooling, mixed_precision=False))
         checkpoint = train(training, network, place / stage, watch=Watch(title=stage))
         embedder = Embedder.from_pretrained(checkpoint)
         embedder.checkpoint, embedder.helped = checkpoint if folder else None, None
-        if tasks:
-            after, bm25 = _score(embedder, tasks, limits), float(evaluate_bm25(tasks)[stage].mean())
-            embedder.helped = Helped(before, after, bm25, len(tasks[0].queries), len(tasks[0].chunks))
+        if held_N.any():
+            bm25, size = float(evaluate_bm25([task])[stage].mean()), (len(task.queries), len(task.chunks))
+            embedder.helped = Helped(before, ndcg(embedder), bm25, *size)
             print(embedder.helped)
     return embedder
 
@@ -145,79 +189,55 @@ def fit(
 
 def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     """The rows as dicts of the stage's columns, each checked."""
-    if stage not in COLUMNS:
-        raise ConfigError(f"unknown stage {stage!r}{nearest(stage, COLUMNS)}")
-    wanted, rows = COLUMNS[stage], []
+    if stage not in ROWS:
+        raise ConfigError(f"unknown stage {stage!r}{nearest(stage, ROWS)}")
+    kind, wanted, rows = ROWS[stage], [*ROWS[stage].__dataclass_fields__], []
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
-            if isinstance(row, str) and len(wanted) == 1:
-                row = (row,)
-            if isinstance(row, str) or not isinstance(row, Sequence) or len(row) != len(wanted):
-                raise ValueError(
-                    f"row {number} is {str(row)[:80]!r}: give ({', '.join(wanted)}), or a dict of them"
-                )
+            row = (row,) if isinstance(row, str) else row
+            if not isinstance(row, Sequence) or len(row) != len(wanted):
+                told = f"({', '.join(wanted)})"
+                raise ValueError(f"row {number} is {str(row)[:80]}: give {told}, or a dict of these")
             row = dict(zip(wanted, row))
         if lacking := [name for name in wanted if name not in row]:
-            raise ValueError(
-                f"row {number} has no {lacking[0]!r}{nearest(lacking[0], map(str, row))}: "
-                f"stage {stage!r} reads {', '.join(wanted)}"
+            near = nearest(lacking[0], map(str, row))
+            raise ValueError(f"row {number} has no {lacking[0]!r}{near}: {stage} reads {', '.join(wanted)}")
+        try:
+            rows.append(vars(kind(**{name: row[name] for name in wanted})))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where, what = ".".join(map(str, first["loc"])), "a text that is not empty"
+            what = (
+                what if first["type"].startswith("string") else first["msg"].removeprefix("Input should be ")
             )
-        rows.append({name: _checked(row[name], name, number, kind) for name, kind in wanted.items()})
-        if stage == "contextual":
-            _check_golds(rows[-1], number)
+            raise ValueError(f"row {number}: {where} must be {what}, got {first['input']!r:.80}") from None
+        golds, chunks = rows[-1].get("golds", ()), len(rows[-1].get("chunks", ()))
+        if len(golds) != len(rows[-1].get("queries", ())) or not all(0 <= gold < chunks for gold in golds):
+            each = f"the number of a chunk, 0 to {chunks - 1}, for each query"
+            raise ValueError(f"row {number}: golds must be {each}, got {golds}")
     if len(rows) < 2:
         raise ValueError(f"{len(rows)} rows: a training needs two at least")
     return rows
 
 
-def _checked(value: Any, name: str, number: int, kind: type) -> Any:
-    if kind is list and not isinstance(value, str) and isinstance(value, Iterable):
-        items = list(value)
-        whole = [int(one) for one in items] if name == "golds" else items
-        if items and (name == "golds" or all(isinstance(one, str) and one.strip() for one in items)):
-            return whole
-    elif kind is str and isinstance(value, str) and value.strip():
-        return value
-    texts = "a list of texts" if kind is list else "a text"
-    raise ValueError(f"row {number}: {name} must be {texts} that is not empty, got {str(value)[:80]!r}")
-
-
-def _check_golds(row: dict[str, Any], number: int) -> None:
-    wrong = [gold for gold in row["golds"] if not 0 <= gold < len(row["chunks"])]
-    if wrong or len(row["golds"]) != len(row["queries"]):
-        raise ValueError(
-            f"row {number}: golds must be the number of a chunk (0 to {len(row['chunks']) - 1}) for each "
-            f"of {len(row['queries'])} queries, got {row['golds']}"
-        )
-
-
 def _groups(stage: str, rows: list[dict[str, Any]]) -> np.ndarray:
     """The group of each row: rows that share a query or a text, directly or through others."""
-    if stage == "contextual":
-        marks = [["\0".join(row["chunks"])] for row in rows]
-    else:
-        marks = [
-            [f"{name} {row[name]}" for name in ("query", "document", "text") if name in row] for row in rows
-        ]
-    number = {text: i for i, text in enumerate(dict.fromkeys(chain(*marks)))}
+    named = ("chunks",) if stage == "contextual" else ("query", "document", "text")
+    marks = [[f"{name} {row[name]}" for name in named if name in row] for row in rows]
+    number = {text: len(rows) + i for i, text in enumerate(dict.fromkeys(chain(*marks)))}
     owner = np.repeat(np.arange(len(rows)), [len(own) for own in marks])
-    texts = np.array([number[text] for own in marks for text in own]) + len(rows)
-    size = len(rows) + len(number)
+    texts, size = [number[text] for own in marks for text in own], len(rows) + len(number)
     edges = coo_array((np.ones(len(owner), bool), (owner, texts)), shape=(size, size))
     return connected_components(edges, directed=False)[1][: len(rows)]
 
 
 def _held_out(group_N: np.ndarray, share: float, stage: str) -> np.ndarray:
-    """Which rows are held out: those of every so many-th group, in a random order."""
+    """Which rows are held out: those of some groups, at random."""
     names, number_N = np.unique(group_N, return_inverse=True)
-    if stage == "diffusion" or not share:
-        return np.zeros(len(group_N), bool)
-    if len(names) < FEWEST:
-        print(
-            f"{len(names)} groups of rows: fewer than {FEWEST}, so none is held out, and nothing is measured"
-        )
-        return np.zeros(len(group_N), bool)
-    count = max(1, round(share * len(names)))
+    count = 0 if stage == "diffusion" or not share else max(1, round(share * len(names)))
+    if count and len(names) < FEWEST:
+        print(f"{len(names)} groups of rows are too few to hold any out: nothing is measured below {FEWEST}")
+        count = 0
     return np.isin(number_N, permuted(np.arange(count), len(names), 0))
 
 
@@ -234,43 +254,31 @@ def _config(
     stage: str, rows: list[dict[str, Any]], shape: PretrainedConfig, values: Mapping[str, Any]
 ) -> Any:
     """The stage's section: what is given, and what suits small data."""
-    kind, positions = SECTIONS[stage], shape.max_position_embeddings
-    batch = values.get("batch") or min({"contextual": 32, "diffusion": 16}.get(stage, 128), len(rows))
-    own: dict[str, Any] = {"lr": 2e-4}
-    if stage == "diffusion":
-        length = values.get("length") or min(256, positions)
-        tokens = sum(len(row["text"]) for row in rows) / 4  # about
-        batch = values.get("batch") or max(1, min(16, int(tokens // length)))
-        own |= {"length": length, "log_uniform": True, "t_min": 0.05}
-        steps = EPOCHS * tokens / (batch * length)
-    else:
-        own |= {"query_length": min(64, positions)}
-        steps = EPOCHS * len(rows) / batch
-    if stage == "pair":
-        own |= {"document_length": min(256, positions), "curriculum": (1, 0, 0)}
+    own, positions = SMALL[stage] | values, shape.max_position_embeddings
+    own |= {key: min(own[key], positions) for key in own if key.endswith("length") and key not in values}
+    count: float = len(rows)
+    if stage == "diffusion":  # so many blocks, about
+        count = max(1, sum(len(row["text"]) for row in rows) // (4 * own["length"]))
     if stage == "triplet":
-        own |= {"document_length": min(256, positions), "accumulation": 1, "lr": 5e-5}
-        own |= {"groups": ("english",), "max_pairs": len(rows)}  # of mining, which is done
-        own |= {"negatives": min(len(row["negatives"]) for row in rows)}
+        own = {"negatives": min(len(row["negatives"]) for row in rows)} | own
     if stage == "contextual":
-        chunks = max(len(row["chunks"]) for row in rows)
-        own |= {"chunks": chunks, "chunk_length": max(1, min(128, positions // chunks - 1)), "lr": 1e-4}
-        own |= {"dimensions": (shape.hidden_size,)}
-    steps = values.get("steps") or max(1, math.ceil(steps))
-    own |= {"batch": batch, "steps": steps, "warmup": steps // 10}
-    if kind.__dataclass_fields__["schedule"].default == "wsd":
-        own |= {"decay": steps // 5}
+        own = {"dimensions": (shape.hidden_size,)} | own
+        if "chunk_length" not in values:
+            own["chunk_length"] = max(1, min(own["chunk_length"], positions // own["chunks"] - 1))
+    own["batch"] = values.get("batch", min(own["batch"], count))
+    own = {"steps": math.ceil(EPOCHS * count / own["batch"])} | own
+    own = {"warmup": own["steps"] // 10, "decay": own["steps"] // 5} | own
     try:
-        return kind(**own | values)
-    except ValueError as error:
-        raise ConfigError(f"{stage}.{error.errors()[0]['loc'][-1]}: {error.errors()[0]['msg']}") from None
+        return SECTIONS[stage](**own)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{stage}.{first['loc'][-1]}: {first['msg']}, got {first['input']!r}") from None
 
 
 def _shape(shape: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> BackboneConfig:
     """The Transformer's, in a preset's words; and the token that plays [MASK]."""
-    vocabulary = tokenizer.get_vocab()
-    masks = [token for token in (tokenizer.mask_token, *MASKS) if token in vocabulary]
-    heads = shape.num_attention_heads
+    heads, vocabulary = shape.num_attention_heads, tokenizer.get_vocab()
+    masks = [token for token in (tokenizer.mask_token, *MASKS, tokenizer.unk_token) if token in vocabulary]
     return BackboneConfig(
         hidden_size=shape.hidden_size,
         layers=shape.num_hidden_layers,
@@ -279,16 +287,7 @@ def _shape(shape: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Backb
         head_size=getattr(shape, "head_dim", None) or shape.hidden_size // heads,
         mlp_size=shape.intermediate_size,
         max_length=shape.max_position_embeddings,
-        mask_token=masks[0] if masks else str(tokenizer.unk_token or tokenizer.pad_token),
-    )
-
-
-def _start(model: Embedder | str | Path, place: Path) -> str:
-    """Where the model to start from lies; an embedder in memory is written first."""
-    return (
-        str(model.save_pretrained(place / "start"))
-        if isinstance(model, Embedder)
-        else backbone.require_checkpoint(model)
+        mask_token=masks[0] if masks else str(tokenizer.pad_token),
     )
 
 
@@ -298,62 +297,40 @@ def _start(model: Embedder | str | Path, place: Path) -> str:
 def _corpus(
     place: Path, stage: str, rows: list[dict[str, Any]], group_N: np.ndarray, held_N: np.ndarray
 ) -> Corpus:
-    """The rows as a corpus, in a folder that their hash names."""
+    """The rows as a corpus, in a folder that their hash names: those to train on, and in its split "test" all
+    of them, as what held-out queries are asked of."""
     made_of = fingerprint(stage, rows, group_N.tolist(), held_N.tolist())
-    kind, path = KIND[stage], place / f"data-{made_of}"
+    path, kinds = place / f"data-{made_of}", {KIND[stage], "pairs" if stage == "triplet" else KIND[stage]}
+    same = {
+        "dataset": "rows",
+        "task": stage,
+        "group": "english",
+        "language": "mul",
+        "package": "",
+        "kind": "text",
+    }
     if not path.exists():
-        same = dict.fromkeys(("dataset", "task"), "rows") | {"group": "english", "language": "mul"}
-        same |= {"package": "", "kind": "text"}
-        rows = [
-            same | row | {"key": str(group), "document_id": str(i), "split": "dev" if held else "train"}
+        told = [
+            same | row | {"key": str(group), "document_id": str(i), "split": split}
             for i, (row, group, held) in enumerate(zip(rows, group_N, held_N))
+            for split in ("test", *(() if held else ("train",)))
         ]
-        source = Source(
-            "rows", "files", "text", "mul", "", files=("texts/rows/train.arrow",), columns={"text": "text"}
-        )
+        place = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
+        source = vars(Source("rows", "files", "text", "mul", "", **place))
         with new_directory(path) as folder:
-            sizes: dict[str, Any] = {name: {} for name in SCHEMAS}
-            sizes[kind]["rows"] = write_tables(folder / kind / "rows", rows, SCHEMAS[kind])
-            folders = {name: {one: f"{name}/{one}" for one in own} for name, own in sizes.items()}
-            text = [vars(source)] if stage == "diffusion" else []
-            card = {"hash": made_of, "sizes": sizes, "folders": folders, "text_sources": text}
-            write_json(folder / "card.json", card)
+            sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
+            for kind in kinds:
+                sizes[kind]["rows"] = write_tables(folder / kind / "rows", told, SCHEMAS[kind])
+            folders = {kind: {name: f"{kind}/{name}" for name in own} for kind, own in sizes.items()}
+            card = {"hash": made_of, "sizes": sizes, "folders": folders}
+            write_json(folder / "card.json", card | {"text_sources": [source] * (stage == "diffusion")})
     return Corpus(path)
 
 
-def _tasks(stage: str, rows: list[dict[str, Any]], held_N: np.ndarray) -> list[Task]:
-    """One, which asks the held-out queries of all texts; none where nothing is held out."""
-    if not held_N.any():
-        return []
-    order = [*np.flatnonzero(held_N), *np.flatnonzero(~held_N)]  # the held-out texts first
-    if stage == "contextual":
-        documents, relevant, first = [], {}, 0
-        for row in (rows[i] for i in order[:AMONG]):
-            documents.append(row["chunks"])
-            for query, gold in zip(row["queries"], row["golds"]) if first >= 0 else ():
-                relevant.setdefault(query, set()).add(first + gold)
-            first += len(row["chunks"])
-        own = set(chain(*(rows[i]["queries"] for i in np.flatnonzero(held_N))))
-        asked = [query for query in relevant if query in own][:ASKED]
-        return [Task(stage, stage, asked, documents, [relevant[query] for query in asked])]
-    texts = list(dict.fromkeys(rows[i]["document"] for i in order))[:AMONG]
-    number, relevant = {text: i for i, text in enumerate(texts)}, {}
-    for row in (rows[i] for i in np.flatnonzero(held_N)):
-        if row["document"] in number:
-            relevant.setdefault(row["query"], set()).add(number[row["document"]])
-    asked = list(relevant)[:ASKED]
-    return [Task(stage, "english", asked, [[text] for text in texts], [relevant[query] for query in asked])]
-
-
-def _limits(config: Any) -> EvaluationConfig:
-    lengths = {key: getattr(config, key, 64) for key in ("query_length", "document_length", "chunk_length")}
-    return EvaluationConfig(**lengths, max_queries=ASKED, max_documents=AMONG)
-
-
-def _embedder(network: Any, tokenizer: PreTrainedTokenizerBase, config: Any) -> Embedder:
-    return Embedder(network, tokenizer, pooling=getattr(config, "pooling", "mean"), mixed_precision=False)
-
-
-def _score(embedder: Embedder, tasks: list[Task], limits: EvaluationConfig) -> float:
-    scores = evaluate(embedder, tasks, limits, late_chunking=True)
-    return float(np.mean([values.mean() for values in scores.values()])) if tasks else 0.0
+def _task(corpus: Corpus, rows: list[dict[str, Any]], held_N: np.ndarray, limits: EvaluationConfig) -> Task:
+    """Asks the held-out queries of all texts."""
+    [task] = build_tasks(corpus, "test", limits)
+    held = [row for row, out in zip(rows, held_N) if out]
+    own = {query for row in held for query in row.get("queries", [row.get("query")])}
+    asked = [i for i, query in enumerate(task.queries) if query in own][:ASKED]
+    return replace(task, queries=[task.queries[i] for i in asked], relevant=[task.relevant[i] for i in asked])
