@@ -114,28 +114,15 @@ TABLE = pa.table({"id": range(len(TEXTS)), "text": TEXTS, "chunks": DOCUMENTS})
 @pytest.fixture(scope="module")
 def cluster():
     ray = pytest.importorskip("ray", reason="no Ray here: install unmask[ray]")
-    from ray._private import services
 
-    get_node = services.get_node
-
-    def patiently(*node):
-        """Ray itself asks for half a minute, too little beside other work."""
-        found = []
-
-        def started():
-            with suppress(RuntimeError):
-                found.append(get_node(*node))
-            return found
-
-        wait_for(started)
-        return found[0]
+    def started():
+        with suppress(Exception):  # Ray gives its processes half a minute, beside other work too little
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        return ray.is_initialized()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(services, "get_node", patiently)
-        patch.setenv("RAY_gcs_server_port_wait_time_s", "600")
-        patch.setenv("RAY_worker_register_timeout_seconds", "600")
         patch.setenv("RAY_worker_niceness", "0")  # 15 by default: beside other tests they would starve
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        wait_for(started)
     yield ray
     ray.shutdown()
 
