@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import unmask
+from unmask.data import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
@@ -28,9 +29,9 @@ LOCKED = {canonicalize_name(name): version for name, version in PINS}
 
 
 def test_conda_environment_carries_the_same_dependencies() -> None:
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf8"))
-    assert environment["channels"] == ["conda-forge"]
-    python, pip, packages = environment["dependencies"]
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf8"))
+    assert conda["channels"] == ["conda-forge"]
+    python, pip, packages = conda["dependencies"]
     assert (python, pip) == ("python=3.11", "pip")
     assert packages == {"pip": DECLARED}
 
@@ -53,6 +54,12 @@ def test_lock_is_complete() -> None:
                 continue  # torch's CUDA build brings its own exact pins
             assert needed in LOCKED, f"{name} needs {text}, which requirements.lock does not pin"
             assert requirement.specifier.contains(LOCKED[needed], prereleases=True), f"{name} needs {text}"
+
+
+def test_the_corpus_is_read_from_pinned_packages() -> None:
+    """`make install` brings what `data.source: environment` lists, Python apart."""
+    listed = {canonicalize_name(name): version for name, version in environment.listed().items()}
+    assert listed.pop("python").startswith("3.11.") and listed.items() <= LOCKED.items()
 
 
 def test_every_import_is_declared() -> None:
@@ -78,11 +85,11 @@ def test_make_names_what_it_needs(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
     # Without the flags of the make that runs these tests.
-    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key and key != "MFLAGS"}
+    inherited = {key: value for key, value in os.environ.items() if "MAKE" not in key and key != "MFLAGS"}
 
     def make(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["make", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return subprocess.run(command, cwd=tmp_path, env=inherited, capture_output=True, text=True)
 
     old = make("reproduce", "PYTHON=false")
     assert old.returncode != 0 and not (tmp_path / ".venv").exists()

@@ -11,8 +11,7 @@ import yaml
 from filelock import FileLock
 
 from unmask.config import Preset, load_preset, resolved, seeded
-from unmask.data import hub
-from unmask.data.sources import identity
+from unmask.data import hub, sources
 from unmask.run import Folders, Run, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import Marks, PipelineError, Stage, clock
@@ -55,7 +54,7 @@ def prepare(options: argparse.Namespace) -> None:
     from unmask.training.loop import stage_of  # noqa: PLC0415
 
     preset = load_preset(options.preset, _overrides(options.set))
-    hub.require(preset)
+    _require(preset)
     start = Run("prepare", _run_name(options, None), preset).base()
     for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
         asked = {"values": resolved(preset), "stage": name, "start": start}
@@ -92,14 +91,22 @@ def _open(
     preset, folders = load_preset(options.preset, overrides), Folders(_run_name(options, seed))
     stages = pipeline.discover(folders.notebooks)
     if sure:
-        hub.require(preset)
+        _require(preset)
     if sure or not hub.data_on_hub(preset):
-        data = identity(preset.data)
+        data = sources.identity(preset.data)
     else:
         print("note: the data are on the Hub, and assumed to be unchanged")
         known = (done.get("depends_on", {}).get("data") for one in stages if (done := folders.done(one.name)))
         data = next(filter(None, known), "")
     return preset, overrides, folders, stages, pipeline.expected(stages, resolved(preset), folders, data)
+
+
+def _require(preset: Preset) -> None:
+    """Makes sure that there is what a run reads, and says where its corpus will be another than the committed
+    runs'."""
+    hub.require(preset)
+    if note := sources.departures(preset.data):
+        print(f"note: {note}", flush=True)
 
 
 def encode(options: argparse.Namespace) -> None:

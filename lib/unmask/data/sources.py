@@ -55,6 +55,16 @@ def identity(config: DataConfig) -> str:
     return (_folder(_ENVIRONMENT, config) if config.source == "environment" else _registry(config)[0]).name
 
 
+def departures(config: DataConfig) -> str:
+    """How the installed packages differ from those that the corpus is to be read from, in one line with the
+    remedy; empty if they do not, or if it is not read from them."""
+    every = [_ENVIRONMENT] if config.source == "environment" else load_registry(config.source)
+    own = any(one.kind == "environment" for one in every) and not os.environ.get("UNMASK_CORPUS")
+    found = environment.departures() if own else ""
+    remedy = "`make install` gets what is listed, UNMASK_CORPUS=DIR reads the corpus of another machine"
+    return f"another corpus than the committed runs', because of {found}; {remedy}" if found else ""
+
+
 def collect(source: Source, folder: Path) -> None:
     """Reads a source into `folder`/{train,dev,test}.arrow and card.json; the folder appears when it is whole.
 
