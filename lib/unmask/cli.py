@@ -11,7 +11,8 @@ import yaml
 from filelock import FileLock
 
 from unmask.config import Preset, load_preset, resolved, seeded
-from unmask.data import hub, sources
+from unmask.data import mirror, sources
+from unmask.data.hub import HOW_TO_MIRROR
 from unmask.run import Folders, Run, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import Marks, PipelineError, Stage, clock
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
             pipeline.check_machine(preset, options.gpus, options.jobs)
             about = pipeline.describe(folders, preset, overrides, options.said)
             # A run that has everything here must not wait for a Hub that may be out of reach.
-            environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
+            environment = {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
             environment |= pipeline.own_gpus(preset.parallel)
             environment |= {"UNMASK_ACCEPT_CODE": "1"} if options.accept_code else {}
             environment |= {"UNMASK_TRAIN_ANEW": "1"} if options.force else {}
@@ -92,7 +93,7 @@ def _open(
     stages = pipeline.discover(folders.notebooks)
     if sure:
         _require(preset)
-    if sure or not hub.data_on_hub(preset):
+    if sure or not mirror.data_on_hub(preset):
         data = sources.identity(preset.data)
     else:
         print("note: the data are on the Hub, and assumed to be unchanged")
@@ -104,7 +105,7 @@ def _open(
 def _require(preset: Preset) -> None:
     """Makes sure that there is what a run reads, and says where its corpus will be another than the committed
     runs'."""
-    hub.require(preset)
+    mirror.require(preset)
     if note := sources.departures(preset.data):
         print(f"note: {note}", flush=True)
 
@@ -119,15 +120,15 @@ def encode(options: argparse.Namespace) -> None:
 
 def pull(options: argparse.Namespace) -> None:
     """`unmask mirror pull`: fetches the models and the data that a preset reads."""
-    hub.pull(load_preset(options.preset, _overrides(options.set)), options.to)
+    mirror.pull(load_preset(options.preset, _overrides(options.set)), options.to)
 
 
 def check(options: argparse.Namespace) -> int | None:
     """`unmask mirror check`: says what of a preset's models and data UNMASK_MIRROR lacks, 1 if anything."""
     preset = load_preset(options.preset, _overrides(options.set))
-    if wrong := hub.check(preset):
+    if wrong := mirror.check(preset):
         _print_table([("missing or wrong", "why"), *wrong])
-        print(hub.HOW_TO_MIRROR)
+        print(HOW_TO_MIRROR)
         return 1
     print(f"all that preset {preset.name!r} needs is there, and whole")
 

@@ -120,6 +120,12 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def hash64(content: bytes) -> int:
     """A number below 2⁶⁴ for some bytes, the same on every machine and in every version."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

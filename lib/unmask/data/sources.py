@@ -21,7 +21,15 @@ from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, Rows, write_tables
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, load_registry, own_files
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, read_json, write_json
+from unmask.store import (
+    artifacts_root,
+    code_fingerprint,
+    fingerprint,
+    new_directory,
+    read_json,
+    sha256,
+    write_json,
+)
 
 _ENVIRONMENT = Source("environment", "environment", "text", "mul", "")
 KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": "documents"}
@@ -91,7 +99,7 @@ def collect(source: Source, folder: Path) -> None:
         # Text may be a sample, so the names and sizes of the files count too.
         listed = [(Path(file.path).name, file.size) for file, _ in reading.files_of(source)]
         card = {
-            "hash": fingerprint(listed, [reading.sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
+            "hash": fingerprint(listed, [sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
             "sizes": {kind: {source.name: sizes}},
             "folders": {kind: {source.name: "."}},
             "dropped": {source.name: dict(dropped.most_common())},

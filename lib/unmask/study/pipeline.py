@@ -42,8 +42,8 @@ from unmask.run import PREEMPTED, Folders, grace_seconds
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visible, write_json
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
-ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "children.py", "cli.py", "data/hub.py")
-ASIDE += ("__main__.py",)
+ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "children.py", "cli.py", "__main__.py")
+ASIDE += ("data/hub.py", "data/mirror.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12a_page"  # the notebook that is published as the report
 Name = str | None  # of a notebook, or its number

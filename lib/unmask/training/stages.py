@@ -27,7 +27,6 @@ from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
-from unmask.data.reading import sha256
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
@@ -35,7 +34,7 @@ from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
-from unmask.store import fingerprint, visible
+from unmask.store import fingerprint, sha256, visible
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import Processes
 
