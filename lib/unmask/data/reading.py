@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -23,12 +23,12 @@ import numpy as np
 import pyarrow as pa
 from datasets.data_files import get_data_patterns, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
-from fsspec.utils import glob_translate
+from huggingface_hub import RepoFile
 from huggingface_hub.errors import HTTPError
 from pyarrow import parquet
 
 from unmask.data.hub import HOW_TO_MIRROR, root
-from unmask.data.registry import Source, own_files, split_of
+from unmask.data.registry import Source, halves, own_files, split_of
 from unmask.store import fingerprint, nearest
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
@@ -37,11 +37,9 @@ FORMATS = (*TABLES, ".txt")  # on the Hub: licences and the like. Text, JSON and
 _NO_CONTENT = ["files", "share", "licence", "rows", "documented", "optional", "known_as"]
 BATCH = 1000  # rows of a table in memory at once
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups, or of an Arrow file
-_QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
 _LABELS = ("id", "key", "held_by", "chunk_id", "query_chunk_id")  # whose values become text
 _LISTS = ("negatives", "chunks", "queries")
 _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides its split, unless held_by does
-
 
 csv.field_size_limit(2**31 - 1)  # of a text; 128 kB unless it is set
 
@@ -63,47 +61,46 @@ def suffix_of(file: str) -> str:
     return PurePosixPath(file.lower().removesuffix(".gz")).suffix
 
 
-def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
+def data_files(source: Source) -> list[DataFile]:
     """The files of a source in the order in which they are read; of kind files, only those that exist.
 
     Args:
         source: of kind files, hub or mirror. Kind hub is read from UNMASK_MIRROR, if it is set.
-        queries: those of `queries_config` instead of `config`.
     Raises: ValueError if a mirror or the Hub has none, with the remedy: an unknown configuration or split,
         with the known ones; a repository that is not in the mirror; a Hub that refuses or does not
         answer.
     """
+    if source.queries_config:
+        return [file for half in halves(source) for file in data_files(half)]
     if source.kind == "files":
-        found = ((str(path), path.stat()) for path in own_files(source))
-        return [DataFile(path, info.st_size, str(info.st_mtime)) for path, info in found]
+        local = fsspec.filesystem("file")
+        return [_described(str(path), local.info(path)) for path in own_files(source)]
     mirror = root()
     if source.kind == "mirror" and not mirror:
         raise ValueError(f"Source {source.name} is read from a mirror: set UNMASK_MIRROR; {HOW_TO_MIRROR}")
     base = f"{mirror}/{source.repo}" if mirror else f"hf://datasets/{source.repo}"
     try:
         base += "" if mirror else f"@{_commit(source.repo, source.revision)}"
-        files = listed(base)
-        names = tables(source, source.queries_config if queries else source.config, base, files)
-        files |= pulled(Path(base), source.revision)[1] if mirror else {}
-        return [files[name] for name in names]
+        system, start = fsspec.url_to_fs(base)
+        globs = (system.glob(f"{start}/{pattern}", detail=True) for pattern in patterns(source, base))
+        found = {path.removeprefix(f"{start}/"): info for part in globs for path, info in part.items()}
+        if not (names := tables(found)):
+            raise FileNotFoundError(f"no table of {source.config or 'default'}, split {source.split}")
+        known = pulled(Path(base), source.revision)[1] if mirror else {}
+        found |= {name: vars(known[name]) for name in known.keys() & names}
+        return [_described(f"{base}/{name}", found[name]) for name in names]
     except (OSError, HTTPError) as error:  # not there, not open to this account, no answer
         reason = " ".join(str(error).split()) or type(error).__name__
         what = f"Source {source.name}: {base} cannot be read ({reason})"
         raise ValueError(f"{what}; {HOW_TO_MIRROR}") from error
 
 
-def listed(base: str) -> dict[str, DataFile]:
-    """The files in a folder, or at an hf:// URL, by their names there; without hidden ones."""
-    system, start = fsspec.url_to_fs(base)
-    found = {path.removeprefix(f"{start}/"): info for path, info in system.find(start, detail=True).items()}
-    return {
-        name: DataFile(f"{base}/{name}", info["size"], info.get("blob_id") or str(info["mtime"]))
-        for name, info in found.items()
-        if not re.search(r"(^|/)(\.|__)", name)
-    }
+def tables(names: Iterable[str]) -> list[str]:
+    """The names of tables among those of files, in the order in which they are read."""
+    return sorted(name for name in names if suffix_of(name) in TABLES)
 
 
-def pulled(folder: Path, revision: str) -> tuple[str, dict[str, DataFile]]:
+def pulled(folder: Path, revision: str) -> tuple[str, dict[str, RepoFile]]:
     """The commit of a repository that `unmask mirror pull` fetched, and all its files, fetched or not, by
     name; nothing of one that was put into the mirror by hand.
 
@@ -115,41 +112,27 @@ def pulled(folder: Path, revision: str) -> tuple[str, dict[str, DataFile]]:
             held = f"the mirror holds revision {commit} of {repo}, not {revision}"
             raise ValueError(f"{held}: `unmask mirror pull` into another")
         files = huggingface_hub.get_cached_repo_tree(repo, revision=commit, local_dir=folder)
-        return commit, {f.path: DataFile(f"{folder}/{f.path}", f.size, f.blob_id) for f in files}
+        return commit, {file.path: file for file in files}
     return "", {}
 
 
-def tables(source: Source, config: str, base: str, names: Collection[str]) -> list[str]:
-    """Those of a repository's files that hold a configuration's split, by its README or else by their names.
+def patterns(source: Source, base: str) -> list[str]:
+    """Which files of a repository hold a source's split, by its README or else by their names.
 
     Args:
-        base: the repository, a folder or an hf:// URL.
-        names: of its files; a mirror may hold only those that are needed.
-    Raises: ValueError for an unknown configuration or split, FileNotFoundError where there is no such file.
+        base: the repository, a folder or an hf:// URL; a mirror may hold only the files that are needed.
+    Raises: ValueError for an unknown configuration or split, with the known ones.
     """
     where, configs = f"Source {source.name}: {source.repo}", _configurations(base)
-    name = config or configs.get_default_config_name() or "default"
+    name = source.config or configs.get_default_config_name() or "default"
     if configs and name not in configs:
         raise ValueError(f"{where} has no configuration {name!r}{nearest(name, configs)}")
-    described = configs.get(name) or {"data_dir": config}  # on refs/convert/parquet there is no README
+    described = configs.get(name) or {"data_dir": source.config}  # on refs/convert/parquet there is no README
     folder, given = described.get("data_dir") or "", described.get("data_files")
-    patterns = sanitize_patterns(given) if given else get_data_patterns(f"{base}/{folder}".rstrip("/"))
-    if source.split not in patterns:
-        raise ValueError(f"{where}, {name} has no split {source.split!r}{nearest(source.split, patterns)}")
-    wanted = [glob_translate(str(PurePosixPath(folder, pattern))) for pattern in patterns[source.split]]
-    found = (file for file in names if any(re.match(pattern, file) for pattern in wanted))
-    if not (found := sorted(file for file in found if suffix_of(file) in TABLES)):
-        raise FileNotFoundError(f"no table of {name}, split {source.split}")
-    return found
-
-
-def files_of(source: Source) -> list[tuple[DataFile, bool | None]]:
-    """All files of a source; in the joined layout of documents each with whether it holds the queries.
-
-    Raises: ValueError, see `data_files`.
-    """
-    both = (False, True) if source.queries_config else (None,)
-    return [(file, queries) for queries in both for file in data_files(source, queries=bool(queries))]
+    splits = sanitize_patterns(given) if given else get_data_patterns(f"{base}/{folder}".rstrip("/"))
+    if source.split not in splits:
+        raise ValueError(f"{where}, {name} has no split {source.split!r}{nearest(source.split, splits)}")
+    return [str(PurePosixPath(folder, pattern)) for pattern in splits[source.split]]
 
 
 def identity(source: Source) -> str:
@@ -160,7 +143,7 @@ def identity(source: Source) -> str:
     if source.known_as:
         return source.known_as
     definition = {key: value for key, value in asdict(source).items() if key not in _NO_CONTENT}
-    listed = [(os.path.basename(file.path), file.size, file.version) for file, _ in files_of(source)]
+    listed = [(os.path.basename(file.path), file.size, file.version) for file in data_files(source)]
     return fingerprint(definition, listed)
 
 
@@ -170,18 +153,17 @@ class Unit(NamedTuple):
     file: str  # local path or hf:// URL
     part: int = 0
     parts: int = 1
-    queries: bool | None = None  # joined layout of documents: whether the file holds queries, or chunks
 
 
 def units(source: Source) -> list[Unit]:
     """The pieces of a source, always in the same order. Lists files and reads no rows.
 
     Args:
-        source: of kind hub, mirror or files.
+        source: of kind hub, mirror or files, see `halves`.
     Raises: ValueError for files that are not there (`data_files`) or of unknown format.
     """
-    found = [(file.path, _parts(file), queries) for file, queries in files_of(source)]
-    return [Unit(path, part, parts, queries) for path, parts, queries in found for part in range(parts)]
+    found = ((file.path, _parts(file)) for file in data_files(source))
+    return [Unit(path, part, parts) for path, parts in found for part in range(parts)]
 
 
 def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str, Any]]:
@@ -193,20 +175,19 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         triplets: as pairs, and negatives (list of text).
         nested documents: chunks, queries (lists of text), golds (list of int: its chunk, for each query).
         flat documents: title, chunk, query.
-        joined documents: chunk_id, chunk; from units of queries: query, query_chunk_id.
+        joined documents: chunk_id, chunk; of the half of queries: query, query_chunk_id.
 
     Args:
-        source: of kind hub, mirror or files.
+        source: of kind hub, mirror or files, see `halves`.
         unit: one of `units(source)`.
         dropped: counts the rows left out, by reason, where `source.bad_rows` is "drop".
     Raises: ValueError that names file, row and remedy for a bad row, one without a column among them,
         where `source.bad_rows` is "stop"; always for a file that cannot be parsed.
     """
-    paths = {name: path for name, path in source.columns.items() if unit.queries in (None, name in _QUERIES)}
-    columns = {path.strip() for several in paths.values() for path in several.split(",")}
+    columns = {path.strip() for several in source.columns.values() for path in several.split(",")}
     for number, raw in enumerate(_raw_rows(unit, columns), 1):
         try:
-            row = _checked(raw, paths)
+            row = _checked(raw, source.columns)
         except BadRow as bad:
             if source.bad_rows == "stop":
                 part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
@@ -230,6 +211,10 @@ def document_of(chunk_id: str) -> tuple[str, int]:
 
 
 # --- files: where they are, their pieces, and the rows of a piece
+
+
+def _described(path: str, info: Mapping[str, Any]) -> DataFile:
+    return DataFile(path, info["size"], info.get("blob_id") or str(info["mtime"]))
 
 
 @cache

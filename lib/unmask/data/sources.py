@@ -20,7 +20,7 @@ from unmask.data import cldr, corpus, environment, reading, registry
 from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, Rows, write_tables
 from unmask.data.reading import document_of, read, units
-from unmask.data.registry import Source, load_registry, own_files
+from unmask.data.registry import Source, halves, load_registry, own_files
 from unmask.store import (
     artifacts_root,
     code_fingerprint,
@@ -97,7 +97,7 @@ def collect(source: Source, folder: Path) -> None:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
         # Text may be a sample, so the names and sizes of the files count too.
-        listed = [(Path(file.path).name, file.size) for file, _ in reading.files_of(source)]
+        listed = [(Path(file.path).name, file.size) for file in reading.data_files(source)]
         card = {
             "hash": fingerprint(listed, [sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
             "sizes": {kind: {source.name: sizes}},
@@ -208,9 +208,10 @@ def _kept(source: Source, dropped: Counter[str]) -> Rows:
     """The good rows of a source up to what its table holds: SAMPLE_BYTES of training text, `max_rows` of all
     else for training. Where `max_rows` is set, pieces come in a random order: what comes first in a file may
     be alike."""
-    left, pieces = SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf, units(source)
+    left = SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf
+    pieces = [(half, unit) for half in halves(source) for unit in units(half)]
     pieces = shuffled(pieces) if source.max_rows else pieces
-    for row in chain.from_iterable(read(source, unit, dropped) for unit in pieces):
+    for row in chain.from_iterable(read(half, unit, dropped) for half, unit in pieces):
         if row["split"] == "train":
             if left <= 0:
                 return

@@ -19,6 +19,7 @@ from unmask.data import hub
 from unmask.data.corpus import Rows
 from unmask.data.reading import data_files, document_of
 from unmask.data.registry import conteb as source
+from unmask.data.registry import halves
 from unmask.evaluation.tasks import Task
 
 SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
@@ -32,7 +33,7 @@ def load(task: str) -> Task:
 
     Raises: ValueError for an unknown task, and as `reading.data_files`.
     """
-    files = ([file.path for file in data_files(source(task), queries=own)] for own in (False, True))
+    files = ([file.path for file in data_files(half)] for half in halves(source(task)))
     return as_task(task, *(load_dataset("parquet", data_files=paths, split="train") for paths in files))
 
 
