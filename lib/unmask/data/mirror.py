@@ -18,8 +18,8 @@ from typing import NamedTuple
 import fsspec
 import huggingface_hub
 from fsspec.utils import glob_translate
-from huggingface_hub import RepoFile
 from huggingface_hub.errors import HTTPError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import filter_repo_objects
 from pyarrow import parquet
 

@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 from datasets.data_files import get_data_patterns, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
-from huggingface_hub import RepoFile
 from huggingface_hub.errors import HTTPError
+from huggingface_hub.hf_api import RepoFile
 from pyarrow import parquet
 
 from unmask.data.hub import HOW_TO_MIRROR, root
@@ -83,12 +83,12 @@ def data_files(source: Source) -> list[DataFile]:
         base += "" if mirror else f"@{_commit(source.repo, source.revision)}"
         system, start = fsspec.url_to_fs(base)
         globs = (system.glob(f"{start}/{pattern}", detail=True) for pattern in patterns(source, base))
-        found = {path.removeprefix(f"{start}/"): info for part in globs for path, info in part.items()}
-        if not (names := tables(found)):
+        there = {path.removeprefix(f"{start}/"): info for found in globs for path, info in found.items()}
+        if not (names := tables(name for name, info in there.items() if info["type"] != "directory")):
             raise FileNotFoundError(f"no table of {source.config or 'default'}, split {source.split}")
         known = pulled(Path(base), source.revision)[1] if mirror else {}
-        found |= {name: vars(known[name]) for name in known.keys() & names}
-        return [_described(f"{base}/{name}", found[name]) for name in names]
+        there |= {name: vars(known[name]) for name in known.keys() & names}
+        return [_described(f"{base}/{name}", there[name]) for name in names]
     except (OSError, HTTPError) as error:  # not there, not open to this account, no answer
         reason = " ".join(str(error).split()) or type(error).__name__
         what = f"Source {source.name}: {base} cannot be read ({reason})"

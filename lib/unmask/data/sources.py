@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from filelock import FileLock
@@ -69,8 +70,9 @@ def departures(config: DataConfig) -> str:
     every = [_ENVIRONMENT] if config.source == "environment" else load_registry(config.source)
     own = any(one.kind == "environment" for one in every) and not os.environ.get("UNMASK_CORPUS")
     found = environment.departures() if own else ""
+    few = shorten(found, 600, placeholder=" … (the rest: its card.json)")
     remedy = "`make install` gets what is listed, UNMASK_CORPUS=DIR reads the corpus of another machine"
-    return f"another corpus than the committed runs', because of {found}; {remedy}" if found else ""
+    return f"another corpus than the committed runs', because of {few}; {remedy}" if found else ""
 
 
 def collect(source: Source, folder: Path) -> None:
