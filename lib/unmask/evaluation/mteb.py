@@ -25,7 +25,6 @@ from unmask.data import hub
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import code_hash
 from unmask.models.embedder import Embedder, instructed
-from unmask.models.interchange import OPTIONS
 from unmask.store import fingerprint
 
 # Appendix C, and what the paper's tables are made of; a benchmark that is not named is mteb's own.
@@ -54,9 +53,8 @@ class MtebEncoder(AbsEncoder):
         # mteb keeps results by name and revision: whatever changes a score changes them.
         read = [*embedder.model.parameters(), getattr(embedder, "context_KD", torch.empty(0))]
         weights = joblib.hash([x.detach().float().cpu().numpy() for x in read])
-        how = [getattr(embedder, key) for key in (*OPTIONS, "mixed_precision")]
-        how += config.query_length, config.document_length
-        revision = fingerprint(weights, how, _TOLD, mteb.__version__, code_hash())
+        how = embedder.mixed_precision, config.query_length, config.document_length
+        revision = fingerprint(weights, embedder.settings, how, _TOLD, mteb.__version__, code_hash())
         self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
 
     def encode(
