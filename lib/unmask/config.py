@@ -488,6 +488,8 @@ def comparable(preset: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(name: str) -> dict[str, Any]:
     path = PRESETS / f"{name}.yaml"
+    if not PRESETS.is_dir():
+        raise ConfigError("presets and notebooks lie in the repository: clone it, and `make install` there")
     if not path.is_file():
         raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
     with path.open(encoding="utf8") as file:  # YAML's own errors name it

@@ -22,13 +22,17 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def repository() -> Path:
-    """Top level of the checkout that the package runs from."""
+    """Top level of the checkout that the package runs from; of no use where it was installed without one."""
     return Path(__file__).resolve().parents[2]
 
 
 def artifacts_root() -> Path:
-    """Folder of everything large and reproducible."""
-    return Path(os.environ.get("UNMASK_ARTIFACTS") or repository() / "artifacts").resolve()
+    """Folder of everything large and reproducible: UNMASK_ARTIFACTS, or that of the checkout, or without one
+    the user's cache."""
+    here = repository()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unmask")
+    default = here / "artifacts" if (here / "papermill_runs").is_dir() else cache
+    return Path(os.environ.get("UNMASK_ARTIFACTS") or default).resolve()
 
 
 @contextlib.contextmanager
