@@ -48,8 +48,9 @@ MANUAL = dict(part.split(": ", 1) for part in __doc__.split("\n\n")[2:])
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Returns: exit status: 0 done, 1 a notebook failed, a file could not be read or written, or a mirror lacks
-        something, 2 the request is wrong, 75 pre-empted by SIGTERM, 130 stopped by SIGINT.
+    Returns: exit status: 0 done, 1 a notebook failed, a file could not be read or written, a mirror lacks
+        something, or an extra is not installed, 2 the request is wrong, 75 pre-empted by SIGTERM, 130 stopped
+        by SIGINT.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
@@ -71,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who read this has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    # A wrong request; a preset that is no YAML; a failed notebook; a full disk.
-    except (ValueError, yaml.YAMLError, RuntimeError, OSError) as error:
+    # A wrong request; a preset that is no YAML; a failed notebook; a full disk; an extra that is lacking.
+    except (ValueError, yaml.YAMLError, RuntimeError, OSError, ImportError) as error:
         print(f"unmask: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RuntimeError | OSError) else 2
+        return 1 if isinstance(error, RuntimeError | OSError | ImportError) else 2
     except KeyboardInterrupt as error:
         number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
         print(f"unmask: stopped by {number.name}; the same command goes on from here", file=sys.stderr)

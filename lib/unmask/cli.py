@@ -4,6 +4,7 @@ need torch load it themselves: the others answer without waiting for it."""
 import argparse
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from filelock import FileLock
 from unmask.config import Preset, load_preset, resolved, seeded
 from unmask.data import mirror, sources
 from unmask.data.hub import HOW_TO_MIRROR
+from unmask.extras import extra
 from unmask.run import Folders, Run, seed_run
 from unmask.study import pipeline
 from unmask.study.pipeline import Marks, PipelineError, Stage, clock
@@ -23,6 +25,8 @@ PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, 
 
 def run(options: argparse.Namespace) -> None:
     """`unmask run`: executes the selected notebooks that are due, of each seed."""
+    with extra("study"):
+        version("papermill")  # for the notebooks' processes
     for seed in options.seeds:
         preset, overrides, folders, stages, marks = _open(options, seed, sure=not options.dry_run)
         selected = pipeline.select(stages, options.start, options.only, options.stop, again=seed)

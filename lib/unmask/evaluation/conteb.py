@@ -12,7 +12,6 @@ from itertools import islice
 import numpy as np
 import torch
 from datasets import load_dataset
-from sentence_transformers import util
 from torch.nn.functional import normalize
 
 from unmask.data import hub
@@ -21,6 +20,10 @@ from unmask.data.reading import data_files, document_of
 from unmask.data.registry import conteb as source
 from unmask.data.registry import halves
 from unmask.evaluation.tasks import Task
+from unmask.extras import extra
+
+with extra("study"):
+    from sentence_transformers import util
 
 SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
 LENGTHS = {"query_length": 64, "document_length": 320, "chunk_length": 320}  # tokens of their texts

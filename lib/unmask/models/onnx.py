@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unmask.extras import extra
 from unmask.models.checkpoint import portable
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import POOLS
@@ -29,6 +30,8 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
 
     Source: pplx-embed, section 2.2.
     """
+    with extra("onnx"):
+        import onnxscript  # noqa: F401, PLC0415 (torch's export needs it)
     path = Path(path)
     tokens_BL, mask_BL = torch.ones(2, 2, 8, dtype=torch.int64, device=embedder.model.device)
     any_size = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}

@@ -30,6 +30,7 @@ from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sampl
 from unmask.data.sources import open_corpus
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
+from unmask.extras import extra
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
@@ -432,7 +433,8 @@ class Pair(Contrastive):
             if backbone.facts(path):
                 return Embedder.from_pretrained(path)
             # A second to import, for few trainings.
-            from sentence_transformers import SentenceTransformer  # noqa: PLC0415
+            with extra("study"):
+                from sentence_transformers import SentenceTransformer  # noqa: PLC0415
 
             return SentenceTransformer(path)
 
