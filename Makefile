@@ -61,7 +61,7 @@ lab: $(READY)
 	  UNMASK_CORPUS="$${UNMASK_CORPUS:+$$(realpath -m "$$UNMASK_CORPUS")}" \
 	  $(BIN)/jupyter lab --preferred-dir=notebooks $(LAB)
 
-# GradCache stands outside of .venv: the training text is made of the installed packages. Offline it is left out.
+# GradCache stands outside of .venv, which holds what was tested together. Offline it is left out.
 bench: $(READY)
 	@peers=$${UNMASK_ARTIFACTS:-artifacts}/benchmarks/peers; test -d $$peers/gradcache || \
 	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$peers gradcache==0.0.1 || \

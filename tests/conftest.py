@@ -51,6 +51,7 @@ def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def checkout(tmp_path: Path) -> Checkout:
     no_output = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "lib", tmp_path / "lib", ignore=no_output)
-    shutil.copytree(ROOT / "papermill_runs" / "presets", tmp_path / "papermill_runs" / "presets")
+    for name in ("presets", "sources"):
+        shutil.copytree(ROOT / "papermill_runs" / name, tmp_path / "papermill_runs" / name)
     (tmp_path / "notebooks").mkdir()
     return Checkout(tmp_path)

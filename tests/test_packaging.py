@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import unmask
+from unmask import cli, config, store
+from unmask.__main__ import main
+from unmask.data import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
@@ -28,9 +32,9 @@ LOCKED = {canonicalize_name(name): version for name, version in PINS}
 
 
 def test_conda_environment_carries_the_same_dependencies() -> None:
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf8"))
-    assert environment["channels"] == ["conda-forge"]
-    python, pip, packages = environment["dependencies"]
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf8"))
+    assert conda["channels"] == ["conda-forge"]
+    python, pip, packages = conda["dependencies"]
     assert (python, pip) == ("python=3.11", "pip")
     assert packages == {"pip": DECLARED}
 
@@ -55,22 +59,113 @@ def test_lock_is_complete() -> None:
             assert requirement.specifier.contains(LOCKED[needed], prereleases=True), f"{name} needs {text}"
 
 
-def test_every_import_is_declared() -> None:
-    """What a module imports when it is loaded is a dependency; within a function, an extra will do."""
+def test_the_corpus_is_read_from_pinned_packages() -> None:
+    """`make install` brings what `data.source: environment` lists, Python apart."""
+    listed = {canonicalize_name(name): version for name, version in environment.listed().items()}
+    assert listed.pop("python").startswith("3.11.") and listed.items() <= LOCKED.items()
+
+
+def test_what_is_declared_is_locked() -> None:
+    for requirement in map(Requirement, DECLARED):
+        found = LOCKED[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(found), f"{requirement} is declared, {found} is locked"
+
+
+def imported(node: ast.AST, extra: str = "") -> Iterator[tuple[str, str]]:
+    """The packages that code imports, each with the extra that it is imported under: `with extra(NAME):`."""
+    match node:
+        case ast.Import(names=names):
+            yield from ((alias.name.partition(".")[0], extra) for alias in names)
+        case ast.ImportFrom(module=module, level=0):
+            yield module.partition(".")[0], extra
+        case ast.With(items=[ast.withitem(ast.Call(ast.Name("extra"), [ast.Constant(name)]))]):
+            extra = name
+    for child in ast.iter_child_nodes(node):
+        yield from imported(child, extra)
+
+
+def test_every_import_is_declared_for_its_use() -> None:
+    """By the dependencies, or by the extra of a room (study, synthesis) or of the import itself."""
     providers = importlib.metadata.packages_distributions()
-    core = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    extras = {canonicalize_name(Requirement(text).name) for name in ("onnx", "ray") for text in EXTRAS[name]}
-    for path in (ROOT / "lib").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf8"))
-        for node in ast.walk(tree):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module]
-            declared = core if node in tree.body else core | extras
-            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"unmask"}:
-                packages = {canonicalize_name(name) for name in providers.get(top, [top])}
-                where = path.relative_to(ROOT)
-                assert packages & declared, f"{where} imports {top}, which pyproject.toml does not name"
+    declared = {
+        name: {canonicalize_name(Requirement(text).name) for text in listed}
+        for name, listed in {"": PROJECT["dependencies"], **EXTRAS}.items()
+    }
+    for path in (ROOT / "lib" / "unmask").rglob("*.py"):
+        room = path.parent.name
+        for top, extra in imported(ast.parse(path.read_text(encoding="utf8"))):
+            if top in sys.stdlib_module_names or top == "unmask":
+                continue
+            packages = {canonicalize_name(name) for name in providers.get(top, [top])}
+            allowed = declared[""] | declared[extra] | declared.get(room, set())
+            where = f"{path.relative_to(ROOT)}, extra {extra or room!r}"
+            assert packages & allowed, f"{where}: {top} is not among its dependencies"
+
+
+def test_the_eight_that_the_recipe_is_made_of_are_installed() -> None:
+    """With `make install` and with conda: both bring all extras."""
+    eight = {"torch", "transformers", "accelerate", "datasets"}
+    eight |= {"jupyterlab", "papermill", "mergekit", "matplotlib"}
+    assert eight <= {Requirement(text).name for text in DECLARED} and eight <= {*LOCKED}
+
+
+LACKING = """
+import sys
+sys.modules["mergekit"] = None  # as if it were not installed
+import unmask.models.merge
+"""
+
+
+def test_an_extra_that_is_lacking_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", LACKING], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].endswith("mergekit is not installed: pip install 'unmask[study]'")
+
+
+def test_run_names_the_extra_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cli, "version", version)
+    assert main(["run"]) == 1
+    assert capsys.readouterr().err == "unmask: papermill is not installed: pip install 'unmask[study]'\n"
+
+
+def test_installed_without_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "repository", lambda: tmp_path / "lib" / "python3.11")
+    monkeypatch.delenv("UNMASK_ARTIFACTS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert store.artifacts_root() == tmp_path / "cache" / "unmask"
+    monkeypatch.setattr(config, "PRESETS", tmp_path / "lib" / "python3.11" / "papermill_runs" / "presets")
+    with pytest.raises(config.ConfigError, match="presets and notebooks lie in the repository: clone it"):
+        config.load_preset("cpu")
+
+
+EMBEDDING = """
+import sys
+from pathlib import Path
+import tiny
+from unmask import Embedder
+
+embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
+embedder.save_pretrained("model")
+Embedder.from_pretrained("model", device="cpu").encode(["Read a file.", "Close it."])
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+# Not accelerate and scipy, which transformers itself loads.
+ELSEWHERE = "babel bm25s datasets faiss joblib matplotlib mergekit mteb openai pandas papermill sklearn"
+
+
+def test_embedding_loads_nothing_of_data_and_study(tmp_path: Path) -> None:
+    """From text to vector, outside of a checkout."""
+    done = subprocess.run(
+        [sys.executable, "-c", EMBEDDING],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'lib'}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {*ELSEWHERE.split()} & {*done.stdout.split()} == set()
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
@@ -78,11 +173,11 @@ def test_make_names_what_it_needs(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
     # Without the flags of the make that runs these tests.
-    environment = {key: value for key, value in os.environ.items() if "MAKE" not in key and key != "MFLAGS"}
+    inherited = {key: value for key, value in os.environ.items() if "MAKE" not in key and key != "MFLAGS"}
 
     def make(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["make", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return subprocess.run(command, cwd=tmp_path, env=inherited, capture_output=True, text=True)
 
     old = make("reproduce", "PYTHON=false")
     assert old.returncode != 0 and not (tmp_path / ".venv").exists()

@@ -9,7 +9,7 @@ from joblib.externals.loky import get_reusable_executor
 import rehearsal
 from unmask.__main__ import main
 from unmask.config import TRAINED, load_preset
-from unmask.data import hub, reading, tokenized
+from unmask.data import mirror, reading, tokenized
 from unmask.data.sources import open_corpus
 from unmask.evaluation import conteb
 from unmask.evaluation.tasks import build_tasks
@@ -34,7 +34,7 @@ def preset(folder, monkeypatch):
 
 
 def test_every_stage_and_every_task_finds_what_it_reads(preset):
-    hub.require(preset)
+    mirror.require(preset)
     corpus = open_corpus(preset.data)
     for split in ("dev", "test"):
         assert len(build_tasks(corpus, split, preset.evaluation)) > 9

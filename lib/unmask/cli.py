@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import yaml
 from filelock import FileLock, Timeout
 
 from unmask.children import on_signal
-from unmask.config import load_preset, preset_names, seeded
+from unmask.config import Preset, load_preset, preset_names, seeded
+from unmask.extras import extra
 from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.store import read_json
 from unmask.study.clean import outdated, remove
@@ -29,8 +31,8 @@ PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
-    Returns: exit status: 0 done, 1 a notebook failed, a file could not be read or written, or a mirror lacks
-        something, 2 the request is wrong, 75 pre-empted by SIGTERM, 130 stopped by SIGINT.
+    Returns: exit status: 0 done, 1 a notebook failed, a file could not be read or written, a mirror lacks
+        something, or an extra is not installed, 2 the request is wrong, 75 pre-empted by SIGTERM, 130 stopped by SIGINT.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
@@ -50,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who read this has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    # A wrong request; a preset that is no YAML; a failed notebook; a full disk.
-    except (ValueError, yaml.YAMLError, RuntimeError, OSError) as error:
+    # A wrong request; a preset that is no YAML; a failed notebook; a full disk; an extra that is lacking.
+    except (ValueError, yaml.YAMLError, RuntimeError, OSError, ImportError) as error:
         print(f"unmask: {error}", file=sys.stderr)
-        return 1 if isinstance(error, RuntimeError | OSError) else 2
+        return 1 if isinstance(error, RuntimeError | OSError | ImportError) else 2
     except KeyboardInterrupt as error:
         number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
         print(f"unmask: stopped by {number.name}; the same command goes on from here", file=sys.stderr)
@@ -110,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = mirrors.add_subparsers(required=True, metavar="action")
     add = command(pull, "fetch what a preset reads, or go on with that", preset, values, of=actions)
     add("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
-    command(check, "say what UNMASK_MIRROR lacks, and verify the rest", preset, values, of=actions)
+    command(check, "say what UNMASK_MIRROR lacks", preset, values, of=actions)
     return parser
 
 
@@ -128,8 +130,10 @@ def run(options: argparse.Namespace) -> None:
     one repetition alone. SIGTERM and SIGINT let a training write a checkpoint before the run ends, with
     status 75 after SIGTERM; UNMASK_GRACE_SECONDS is the time that this may take, 120 by default.
     """
-    from unmask.data import hub
+    from unmask.data import mirror
 
+    with extra("study"):
+        version("papermill")  # for the notebooks
     for seed in options.seeds:
         pipeline = _open(options, seed, sure=not options.dry_run)
         preset, folders = pipeline.preset, pipeline.folders
@@ -148,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
 
             check_machine(preset, options.gpus, options.jobs)
             # A run that has everything here must not wait for a Hub that may be out of reach.
-            environment = {"HF_HUB_OFFLINE": "1"} if hub.offline(preset) else {}
+            environment = {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
             code = "anew" if options.force else "accept" if options.accept_code else "ask"
             environment |= own_gpus(preset.parallel) | {"UNMASK_CODE": code}
             with FileLock(folders.artifacts / ".lock", timeout=0):
@@ -174,13 +178,12 @@ def prepare(options: argparse.Namespace) -> None:
     Hard negatives and look-alikes need a trained model: their notebooks prepare them. Killed at any moment,
     the same command goes on.
     """
-    from unmask.data import hub
     from unmask.data.sources import open_corpus
     from unmask.models.backbone import load_tokenizer
     from unmask.training import STAGES
 
     preset = load_preset(options.preset, _overrides(options.set))
-    hub.require(preset)
+    _require(preset)
     corpus = open_corpus(preset.data)
     tokenizer = load_tokenizer(Run("prepare", _run_name(options), preset).base())
     for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
@@ -227,24 +230,25 @@ def encode(options: argparse.Namespace) -> None:
 def pull(options: argparse.Namespace) -> None:
     """Fetches the models and the data that a preset reads, on a host with internet.
 
-    The files are laid out as on the Hub, DIR/<organisation>/<name>/..., and their checksums are kept for
-    `check`. Of a text source only what data.max_text_mb needs is fetched. The same command resumes an
-    interrupted download. UNMASK_MIRROR=DIR then serves hosts without internet.
+    The files are laid out as on the Hub, DIR/<organisation>/<name>/... Of a text source only what
+    data.max_text_mb needs is fetched. The same command resumes an interrupted download. UNMASK_MIRROR=DIR
+    then serves hosts without internet.
     """
-    from unmask.data import hub
+    from unmask.data import mirror
 
-    hub.pull(load_preset(options.preset, _overrides(options.set)), options.to)
+    mirror.pull(load_preset(options.preset, _overrides(options.set)), options.to)
 
 
 def check(options: argparse.Namespace) -> int | None:
-    """Lists a preset's models and data that UNMASK_MIRROR lacks, and verifies the checksums of the rest.
+    """Lists a preset's models and data that UNMASK_MIRROR lacks, by the names and sizes on the Hub when they
+    were pulled.
 
-    Exit status 1 if anything is missing or wrong.
+    Exit status 1 if anything is missing.
     """
-    from unmask.data import hub
+    from unmask.data import hub, mirror
 
     preset = load_preset(options.preset, _overrides(options.set))
-    if wrong := hub.check(preset):
+    if wrong := mirror.check(preset):
         _print_table([("missing or wrong", "why"), *wrong])
         print(hub.HOW_TO_MIRROR)
         return 1
@@ -257,7 +261,7 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
     Args:
         sure: it is about to run, so its data must exist; otherwise the Hub is not asked.
     """
-    from unmask.data import hub
+    from unmask.data import mirror
     from unmask.data.sources import identity
 
     overrides = _overrides(options.set) | (seeded(seed) if seed else {})
@@ -265,14 +269,25 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
         overrides["parallel.num_processes"] = options.gpus
     preset, folders = load_preset(options.preset, overrides), Folders(_run_name(options, seed))
     if sure:
-        hub.require(preset)
-    if sure or not hub.data_on_hub(preset):
+        _require(preset)
+    if sure or not mirror.data_on_hub(preset):
         data = identity(preset.data)
     else:
         print("note: the data are on the Hub, and assumed to be unchanged")
         known = (read_json(path)["depends_on"]["data"] for path in folders.artifacts.glob("*/done.json"))
         data = next(filter(None, known), "")
     return Pipeline(folders, preset, overrides, data)
+
+
+def _require(preset: Preset) -> None:
+    """Makes sure that there is what a run reads, and says where its corpus will be another than the committed
+    runs'."""
+    from unmask.data import mirror
+    from unmask.data.sources import departures
+
+    mirror.require(preset)
+    if note := departures(preset.data):
+        print(f"note: {note}", flush=True)
 
 
 def _print_states(pipeline: Pipeline, states: dict[str, str]) -> None:

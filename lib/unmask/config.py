@@ -64,7 +64,7 @@ class DataConfig(Section):
     vocab_size: Count  # of the tokenizer trained on the training part; ignored with a ready checkpoint
     dev_packages: tuple[str, ...] = ()  # held out, for choices
     test_packages: tuple[str, ...] = ()  # held out, for reported figures
-    max_packages: Whole = 0  # 0: every installed package
+    max_packages: Whole = 0  # 0: all that are listed
     max_text_mb: Count  # cap of the pretraining text
     families: tuple[Family, ...] = ()  # of pairs and tasks that are read; empty: all that there are
 
@@ -502,6 +502,8 @@ def comparable(preset: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(name: str) -> dict[str, Any]:
     path = PRESETS / f"{name}.yaml"
+    if not PRESETS.is_dir():
+        raise ConfigError("presets and notebooks lie in the repository: clone it, and `make install` there")
     if not path.is_file():
         raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
     with path.open(encoding="utf8") as file:  # YAML's own errors name it

@@ -22,13 +22,17 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def repository() -> Path:
-    """Top level of the checkout that the package runs from."""
+    """Top level of the checkout that the package runs from; of no use where it was installed without one."""
     return Path(__file__).resolve().parents[2]
 
 
 def artifacts_root() -> Path:
-    """Folder of everything large and reproducible."""
-    return Path(os.environ.get("UNMASK_ARTIFACTS") or repository() / "artifacts").resolve()
+    """Folder of everything large and reproducible: UNMASK_ARTIFACTS, or that of the checkout, or without one
+    the user's cache."""
+    here = repository()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unmask")
+    default = here / "artifacts" if (here / "papermill_runs").is_dir() else cache
+    return Path(os.environ.get("UNMASK_ARTIFACTS") or default).resolve()
 
 
 @contextlib.contextmanager
@@ -118,6 +122,12 @@ def fingerprint(*parts: Any) -> str:
     """Short hash of JSON-able values or dataclasses, the same on every machine."""
     plain = [dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part for part in parts]
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def hash64(content: bytes) -> int:

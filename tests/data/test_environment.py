@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from unmask.data import environment
+from unmask import cli
+from unmask.config import load_preset
+from unmask.data import environment, sources
 from unmask.data.corpus import SCHEMAS, SPLITS
 from unmask.data.environment import Package, clean, digest, installed_packages, split_summary, words_of
 
@@ -172,6 +174,50 @@ def test_docstrings_without_markup_in_summary_and_rest():
     assert split_summary(clean(text)) == ("Return the a.Tree of x.", "More of it.\n\nParameters\nx : int")
     assert split_summary("fit(X, y) fits a model to data") == ("", "")
     assert words_of("HTTPServer_v2") == "http server v2"
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """What is installed here are three packages, listed with one more that is not."""
+    site = tmp_path / "site"
+    for package in make_packages(site):
+        install(site, package.name, package.version, package.files)
+    (tmp_path / "stdlib").mkdir()
+    (tmp_path / "list.txt").write_text("# read\nalpha==1.0\nbeta==1.0\ndelta==1.0\ngamma==2.0\n")
+    monkeypatch.setattr(environment, "LIST", tmp_path / "list.txt")
+    paths = SimpleNamespace(get_path=lambda name: str(tmp_path / "stdlib" if name == "stdlib" else site))
+    monkeypatch.setattr(environment, "sysconfig", paths)
+    return site
+
+
+def install(site, name, version, files):
+    about = site / f"{name}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (about / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+
+def test_another_tool_changes_no_data(site, tmp_path):
+    before = environment.build(make_config(), installed_packages(), tmp_path / "before", LANGUAGES)
+    versions = environment.installed_versions()
+    install(site, "tool", "1.0", ["alpha/tools.py"])
+    after = environment.build(make_config(), installed_packages(), tmp_path / "after", LANGUAGES)
+    assert before.hash == after.hash and versions == environment.installed_versions()
+    assert [one["name"] for one in after.card["origins"]] == ["alpha 1.0", "beta 1.0", "gamma 1.0"]
+
+
+def test_missing_and_other_versions_are_named(site, tmp_path, monkeypatch, capsys):
+    assert environment.departures() == "delta is missing (listed: 1.0), gamma 1.0 (listed: 2.0)"
+    cli._require(load_preset("smoke"))  # what a run begins with
+    note = capsys.readouterr().out
+    assert "because of delta is missing" in note and "`make install` gets what is listed" in note
+    install(site, "delta", "1.0+cpu", [])
+    environment.LIST.write_text(environment.LIST.read_text().replace("2.0", "1.0"))
+    assert environment.departures() == sources.departures(make_config()) == ""
+    environment.LIST.write_text("epsilon==1.0\n")
+    assert sources.departures(make_config(source="mirror")) == ""  # reads none
+    monkeypatch.setenv("UNMASK_CORPUS", str(tmp_path))
+    assert sources.departures(make_config()) == ""
 
 
 def test_installed_packages_are_sorted_and_leave_out_tests_and_vendored_copies():

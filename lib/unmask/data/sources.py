@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from filelock import FileLock
@@ -20,8 +21,16 @@ from unmask.data import cldr, corpus, environment, reading, registry
 from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, Rows, write_tables
 from unmask.data.reading import document_of, read, units
-from unmask.data.registry import Source, load_registry, own_files
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, new_directory, read_json, write_json
+from unmask.data.registry import Source, halves, load_registry, own_files
+from unmask.store import (
+    artifacts_root,
+    code_fingerprint,
+    fingerprint,
+    new_directory,
+    read_json,
+    sha256,
+    write_json,
+)
 
 _ENVIRONMENT = Source("environment", "environment", "text", "mul", "")
 KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": "documents"}
@@ -55,6 +64,17 @@ def identity(config: DataConfig) -> str:
     return (_folder(_ENVIRONMENT, config) if config.source == "environment" else _registry(config)[0]).name
 
 
+def departures(config: DataConfig) -> str:
+    """How the installed packages differ from those that the corpus is to be read from, in one line with the
+    remedy; empty if they do not, or if it is not read from them."""
+    every = [_ENVIRONMENT] if config.source == "environment" else load_registry(config.source)
+    own = any(one.kind == "environment" for one in every) and not os.environ.get("UNMASK_CORPUS")
+    found = environment.departures() if own else ""
+    few = shorten(found, 600, placeholder=" … (the rest: its card.json)")
+    remedy = "`make install` gets what is listed, UNMASK_CORPUS=DIR reads the corpus of another machine"
+    return f"another corpus than the committed runs', because of {few}; {remedy}" if found else ""
+
+
 def collect(source: Source, folder: Path) -> None:
     """Reads a source into `folder`/{train,dev,test}.arrow and card.json; the folder appears when it is whole.
 
@@ -79,9 +99,9 @@ def collect(source: Source, folder: Path) -> None:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
         # Text may be a sample, so the names and sizes of the files count too.
-        listed = [(Path(file.path).name, file.size) for file, _ in reading.files_of(source)]
+        listed = [(Path(file.path).name, file.size) for file in reading.data_files(source)]
         card = {
-            "hash": fingerprint(listed, [reading.sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
+            "hash": fingerprint(listed, [sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
             "sizes": {kind: {source.name: sizes}},
             "folders": {kind: {source.name: "."}},
             "dropped": {source.name: dict(dropped.most_common())},
@@ -190,9 +210,10 @@ def _kept(source: Source, dropped: Counter[str]) -> Rows:
     """The good rows of a source up to what its table holds: SAMPLE_BYTES of training text, `max_rows` of all
     else for training. Where `max_rows` is set, pieces come in a random order: what comes first in a file may
     be alike."""
-    left, pieces = SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf, units(source)
+    left = SAMPLE_BYTES if source.role == "text" else source.max_rows or math.inf
+    pieces = [(half, unit) for half in halves(source) for unit in units(half)]
     pieces = shuffled(pieces) if source.max_rows else pieces
-    for row in chain.from_iterable(read(source, unit, dropped) for unit in pieces):
+    for row in chain.from_iterable(read(half, unit, dropped) for half, unit in pieces):
         if row["split"] == "train":
             if left <= 0:
                 return

@@ -12,14 +12,18 @@ from itertools import islice
 import numpy as np
 import torch
 from datasets import load_dataset
-from sentence_transformers import util
 from torch.nn.functional import normalize
 
 from unmask.data import hub
 from unmask.data.corpus import Rows
 from unmask.data.reading import data_files, document_of
 from unmask.data.registry import conteb as source
+from unmask.data.registry import halves
 from unmask.evaluation.tasks import Task
+from unmask.extras import extra
+
+with extra("study"):
+    from sentence_transformers import util
 
 SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
 LENGTHS = {"query_length": 64, "document_length": 320, "chunk_length": 320}  # tokens of their texts
@@ -32,7 +36,7 @@ def load(task: str) -> Task:
 
     Raises: ValueError for an unknown task, and as `reading.data_files`.
     """
-    files = ([file.path for file in data_files(source(task), queries=own)] for own in (False, True))
+    files = ([file.path for file in data_files(half)] for half in halves(source(task)))
     return as_task(task, *(load_dataset("parquet", data_files=paths, split="train") for paths in files))
 
 

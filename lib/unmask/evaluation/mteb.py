@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import joblib
-import mteb
 import numpy as np
 import torch
 import yaml
-from mteb import AbsTask, TaskMetadata
-from mteb.models import ModelMeta
-from mteb.models.abs_encoder import AbsEncoder
-from mteb.types import PromptType
 from torch import Tensor
 
 from unmask.config import EvaluationConfig
 from unmask.data import hub
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import code_hash
+from unmask.extras import extra
 from unmask.models.embedder import Embedder, instructed
-from unmask.models.interchange import OPTIONS
 from unmask.store import fingerprint
+
+with extra("study"):
+    import mteb
+    from mteb import AbsTask, TaskMetadata
+    from mteb.models import ModelMeta
+    from mteb.models.abs_encoder import AbsEncoder
+    from mteb.types import PromptType
 
 # Appendix C, and what the paper's tables are made of; a benchmark that is not named is mteb's own.
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
@@ -54,9 +56,8 @@ class MtebEncoder(AbsEncoder):
         # mteb keeps results by name and revision: whatever changes a score changes them.
         read = [*embedder.model.parameters(), getattr(embedder, "context_KD", torch.empty(0))]
         weights = joblib.hash([x.detach().float().cpu().numpy() for x in read])
-        how = [getattr(embedder, key) for key in (*OPTIONS, "mixed_precision")]
-        how += config.query_length, config.document_length
-        revision = fingerprint(weights, how, _TOLD, mteb.__version__, code_hash())
+        how = embedder.mixed_precision, config.query_length, config.document_length
+        revision = fingerprint(weights, embedder.settings, how, _TOLD, mteb.__version__, code_hash())
         self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
 
     def encode(

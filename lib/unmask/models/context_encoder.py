@@ -9,6 +9,7 @@ D dimensions.
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
 from unmask.models import backbone
+from unmask.models.checkpoint import Settings
 from unmask.models.embedder import Embedder, Reading, Unit
 from unmask.models.encoding import after_context
-from unmask.models.interchange import OPTIONS
 from unmask.store import new_directory, write_json
 
 NULL = "null.safetensors"
@@ -153,15 +154,14 @@ class ContextEmbedder(Embedder):
         first, second = (backbone.load(path / name) for name in ("first", "second"))
         encoder = ContextualEncoder(first, second, known["context"])
         encoder.second.null_D.data = load_file(path / NULL)["null_D"]
-        stored = {key: known[key] for key in OPTIONS if key in known}
+        stored = asdict(Settings.of(known))
         return cls(encoder, backbone.load_tokenizer(path / "second"), **stored | options)
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` loads, without the context."""
         origin = Path(self.encoder.first.name_or_path)  # …/first, of one that was loaded
         facts = backbone.inherited(origin.parent) if origin.name == "first" else {}
-        facts |= {key: getattr(self, key) for key in OPTIONS}
-        return save(self.encoder, self.tokenizer, Path(path), **facts)
+        return save(self.encoder, self.tokenizer, Path(path), **facts | asdict(self.settings))
 
     def with_context(self, texts: Sequence[str], *, max_length: int | None = None) -> "ContextEmbedder":
         """The same encoder, sharing its weights, in the context of these documents of the corpus.

@@ -4,6 +4,7 @@ Legend: B texts, D dimensions, L tokens, C chunks of a document, R rows (a text'
 """
 
 import copy
+import dataclasses
 import gc
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import Limit, TokenSequence, batches, end_token, join_chunks, special_tokens_around
 from unmask.data.tokens import encode as token_ids
-from unmask.models import backbone, interchange
+from unmask.models import backbone, checkpoint
 from unmask.models.attention import fast_attention, unpadded
+from unmask.models.checkpoint import Settings
 from unmask.models.encoding import POOLS, context_windows, encode_rows, micro_batches, only_chunks
 from unmask.models.quantize import BITS, binary, int8, pack_binary
 
@@ -141,19 +143,24 @@ class Embedder:
     def from_pretrained(cls, path: str | Path, **options) -> "Embedder":
         """Loads a checkpoint directory or a Hub name; options as for the constructor.
 
-        It may be one of ours, one of sentence-transformers, or a released pplx-embed: see `interchange.load`.
+        It may be one of ours, one of sentence-transformers, or a released pplx-embed: see `checkpoint.load`.
 
         Raises: ValueError if the directory holds no checkpoint.
         """
-        model, tokenizer, known = interchange.load(path)
-        return cls(model, tokenizer, **{**known, **options})
+        model, tokenizer, settings = checkpoint.load(path)
+        return cls(model, tokenizer, **dataclasses.asdict(settings) | options)
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained`, AutoModel and sentence-transformers load.
 
         Raises: ValueError if `mixed_precision` has rounded the weights.
         """
-        return interchange.save(self, path)
+        return checkpoint.save(path, self.model, self.tokenizer, self.settings)
+
+    @property
+    def settings(self) -> Settings:
+        """What is kept beside the weights; its lengths are those in force."""
+        return Settings(self.pooling, self.max_length, self.window, self.special_tokens, self.normalize)
 
     def close(self) -> None:
         """Frees the model's memory, which another model or a training may need. The embedder cannot be

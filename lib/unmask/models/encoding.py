@@ -67,43 +67,6 @@ def last_token_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor
 POOLS = {"mean": mean_pool, "last": last_token_pool}
 
 
-def late_chunk_pool(hidden_BLD: Tensor, chunk_of_token_BL: Tensor, n_chunks: int) -> Tensor:
-    """Mean over the tokens of each chunk, taken after the whole document went through the model together.
-
-    Args:
-        hidden_BLD: token vectors after the final norm.
-        chunk_of_token_BL: index of each token's chunk in its own document, in 0..n_chunks−1; −1 for
-            separators and padding, which belong to no chunk.
-        n_chunks: C, the largest number of chunks of a document in the batch.
-
-    Returns:
-        (B, C, D), float32 or better. Chunks without tokens (a document has fewer than C chunks) are zero:
-        pass the losses a `chunk_mask_MC` for them.
-
-    Raises:
-        ValueError: the shapes do not fit together, or an index lies outside −1..n_chunks−1.
-
-    Source: pplx-embed, section 2.4; late chunking, 2409.04701.
-
-    Example:
-        >>> late_chunk_pool(torch.tensor([[[1.0], [3.0], [7.0], [9.0]]]), torch.tensor([[0, 0, -1, 1]]), 3)
-        tensor([[[2.],
-                 [9.],
-                 [0.]]])
-    """
-    low, high = int(chunk_of_token_BL.min()), int(chunk_of_token_BL.max())
-    if chunk_of_token_BL.shape != hidden_BLD.shape[:2] or low < -1 or high >= n_chunks:
-        raise ValueError(
-            f"chunk_of_token_BL must be {tuple(hidden_BLD.shape[:2])}, like the hidden states, and lie in "
-            f"-1..{n_chunks - 1}; got {tuple(chunk_of_token_BL.shape)} and {low}..{high}."
-        )
-    b = len(hidden_BLD)
-    first_B1 = n_chunks * torch.arange(b, device=hidden_BLD.device)[:, None]
-    segment_BL = torch.where(chunk_of_token_BL >= 0, first_B1 + chunk_of_token_BL, -1)
-    mean_SD = segment_mean(hidden_BLD.flatten(0, 1), segment_BL.flatten(), b * n_chunks)
-    return mean_SD.unflatten(0, (b, n_chunks))
-
-
 def segment_mean(hidden_TD: Tensor, segment_T: Tensor, n_segments: int) -> Tensor:
     """Mean over the tokens of each segment, where sequences lie one after the other without padding.
 
@@ -116,7 +79,7 @@ def segment_mean(hidden_TD: Tensor, segment_T: Tensor, n_segments: int) -> Tenso
     Returns:
         (S, D), float32 or better; zero for a segment without tokens.
 
-    Source: pplx-embed, sections 2.2 and 2.4; `mean_pool` and `late_chunk_pool` do it for padded batches.
+    Source: pplx-embed, sections 2.2 and 2.4; with chunks as segments it is late chunking, 2409.04701.
 
     Example:
         >>> segment_mean(torch.tensor([[1.0], [3.0], [7.0], [9.0]]), torch.tensor([0, 0, -1, 1]), 2)

@@ -16,8 +16,6 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from unmask.data import reading
-from unmask.data.registry import Source
 from unmask.models.embedder import Embedder
 from unmask.store import fingerprint, read_json, visible, write_json
 
@@ -70,6 +68,10 @@ def encode_file(
 
 def _texts(path: Path, column: str) -> Iterator[str]:
     """The texts of a file, read as those of a source are."""
+    # With datasets and babel, which a `Worker` has no use for.
+    from unmask.data import reading  # noqa: PLC0415
+    from unmask.data.registry import Source  # noqa: PLC0415
+
     if not path.is_file():
         raise ValueError(f"{path} is no file")
     columns = {"text": "text" if reading.suffix_of(path.name) == ".txt" else column}

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit.config import MergeConfiguration
-from mergekit.merge import MergeOptions, run_merge
-
+from unmask.extras import extra
 from unmask.models import backbone
 from unmask.store import new_directory, read_json
+
+with extra("study"):
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import MergeOptions, run_merge
 
 
 def slerp(base: Path, other: Path, t: float, path: Path) -> Path:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import Limit, encode
-from unmask.models import backbone, interchange
+from unmask.models import backbone, checkpoint
 from unmask.models.attention import fast_attention
 from unmask.models.embedder import Embedder, check
 from unmask.models.encoding import micro_batches
@@ -73,7 +73,7 @@ class Reranker:
 
         Raises: ValueError if the directory holds no checkpoint.
         """
-        folder = interchange.folder_of(path)
+        folder = checkpoint.folder_of(path)
         known = {key: value for key, value in backbone.facts(folder).items() if key == "instruction"}
         return cls(backbone.load(folder, head=True), backbone.load_tokenizer(folder), **{**known, **options})
 

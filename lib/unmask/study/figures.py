@@ -11,12 +11,16 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import yaml
-from adjustText import adjust_text
-from PIL import Image
+
+from unmask.extras import extra
+
+with extra("study"):
+    import matplotlib.pyplot as plt
+    from adjustText import adjust_text
+    from PIL import Image
 
 WIDTH, DPI = 7.5, 144  # inches; shown 830 pixels wide, 8 points are 12 pixels
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))

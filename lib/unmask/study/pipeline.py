@@ -34,7 +34,7 @@ from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visi
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
 ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "study/clean.py", "children.py", "cli.py")
-ASIDE += ("data/hub.py", "__main__.py")
+ASIDE += ("data/hub.py", "data/mirror.py", "__main__.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12a_page"  # the notebook that is published as the report
 Name = str | None  # of a notebook, or its number

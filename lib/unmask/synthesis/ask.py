@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import openai
 from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
 from unmask.config import SynthesisConfig
 from unmask.data.mining import Encoder, unit
+from unmask.extras import extra
 from unmask.store import fingerprint, write_atomic
 from unmask.synthesis import prompts
 from unmask.synthesis.prompts import Choice, Message, Query, Task
+
+with extra("synthesis"):
+    import openai
 
 HOPELESS = (401, 403, 404, 422)  # wrong key, no access, no such path or model, no JSON schema
 

@@ -27,14 +27,14 @@ from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
-from unmask.data.reading import sha256
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
+from unmask.extras import extra
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
-from unmask.store import artifacts_root, fingerprint, visible
+from unmask.store import artifacts_root, fingerprint, sha256, visible
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import Processes
 from unmask.training.job import TOLD, Job
@@ -512,7 +512,8 @@ class Pair(Contrastive):
             if backbone.facts(path):
                 return Embedder.from_pretrained(path)
             # A second to import, for few trainings.
-            from sentence_transformers import SentenceTransformer  # noqa: PLC0415
+            with extra("study"):
+                from sentence_transformers import SentenceTransformer  # noqa: PLC0415
 
             return SentenceTransformer(path)
 

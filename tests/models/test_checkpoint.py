@@ -1,4 +1,4 @@
-"""Embedders to and from sentence-transformers, transformers, the released checkpoints, and ONNX."""
+"""Embedders to and from sentence-transformers, transformers and the released checkpoints."""
 
 import json
 
@@ -19,8 +19,8 @@ from unmask import Embedder
 from unmask.data.tokenized import Table, token_pairs
 from unmask.data.tokens import END_OF_TEXT, Limit, StoredTokenizer, ending
 from unmask.models import backbone
+from unmask.models.checkpoint import load
 from unmask.models.embedder import INSTRUCTIONS, instructed, prompt
-from unmask.models.interchange import export_onnx, load
 
 LONG = " ".join(WORDS * 12)  # more tokens than there are positions
 
@@ -109,7 +109,7 @@ def test_a_released_pplx_embed_checkpoint_loads_into_the_stock_class(tmp_path, m
     assert_close(stock.encode(TEXTS), expected)
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
+def test_what_cannot_be_loaded_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is no checkpoint: there is no such directory"):
         load("artifacts/none/at/all")
     with pytest.raises(ValueError, match="nobody/nothing is no directory here"):
@@ -130,10 +130,6 @@ def test_what_cannot_be_loaded_is_refused(tmp_path, monkeypatch):
     (path / "unmask.json").write_text("{")
     with pytest.raises(ValueError, match=r"unmask\.json is broken"):
         load(path)
-    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: None)
-    with pytest.raises(ValueError, match=r"n holds .*, which would be lost: name another folder"):
-        export_onnx(Embedder(tiny.model(), tiny.tokenizer(), device="cpu"), path)
-    assert (path / "model.safetensors").is_file()
 
 
 LAST = {"pooling": "last", "normalize": True, "max_length": 20, "window": 30}
@@ -185,30 +181,3 @@ def test_a_query_is_read_the_same_in_training_and_by_others(tmp_path, lengths):
     theirs = SentenceTransformer(str(embedder.save_pretrained(tmp_path / "saved")), device="cpu")
     expected = embedder.encode([BEFORE + query for query in QUERIES], "float32")
     assert_close(theirs.encode(QUERIES, prompt_name="query"), expected)
-
-
-EXPORTED = [("llama", {}), ("qwen3", {"pooling": "last", "normalize": True})]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "options"), EXPORTED)
-def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options):
-    pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
-    onnxruntime = pytest.importorskip("onnxruntime", reason="no ONNX: pip install 'unmask[onnx]'")
-    model = tiny_families.model(family, bidirectional=not options)
-    embedder = Embedder(model, tiny.tokenizer(), device="cpu", **options)
-    path = export_onnx(embedder, tmp_path / "model")
-    files = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json"}
-    assert {file.name for file in path.iterdir()} == files
-    session = onnxruntime.InferenceSession(path / "model.onnx", providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    for texts in (["a"], [LONG[:300]], ["Read a table.", LONG[:300], "a"]):
-        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="np")
-        fed = {name: inputs[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
-        found = dict(zip(names, session.run(None, fed)))
-        assert_close(found["sentence_embedding"], embedder.encode(texts, "float32"), 1e-4)
-        assert found["int8"].dtype == np.int8
-        assert abs(found["int8"].astype(int) - embedder.encode(texts)).max() <= 1
-        for ours, theirs in zip(embedder.encode_tokens(texts), found["token_embeddings"], strict=True):
-            assert_close(theirs[: len(ours)], ours, 1e-4)

@@ -1,0 +1,48 @@
+"""Embedders as ONNX files."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import tiny
+import tiny_families
+from unmask import Embedder
+from unmask.models.onnx import export_onnx
+
+LONG = " ".join(tiny.TEXTS)[:300]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "pytorch_model.bin").touch()
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: None)
+    with pytest.raises(ValueError, match=r"holds .*, which would be lost: name another folder"):
+        export_onnx(Embedder(tiny.model(), tiny.tokenizer(), device="cpu"), tmp_path)
+    assert (tmp_path / "pytorch_model.bin").is_file()
+
+
+EXPORTED = [("llama", {}), ("qwen3", {"pooling": "last", "normalize": True})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "options"), EXPORTED)
+def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options):
+    pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="no ONNX: pip install 'unmask[onnx]'")
+    model = tiny_families.model(family, bidirectional=not options)
+    embedder = Embedder(model, tiny.tokenizer(), device="cpu", **options)
+    path = export_onnx(embedder, tmp_path / "model")
+    files = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in path.iterdir()} == files
+    session = onnxruntime.InferenceSession(path / "model.onnx", providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    for texts in (["a"], [LONG], ["Read a table.", LONG, "a"]):
+        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="np")
+        fed = {name: inputs[name].astype(np.int64) for name in ("input_ids", "attention_mask")}
+        found = dict(zip(names, session.run(None, fed)))
+        np.testing.assert_allclose(found["sentence_embedding"], embedder.encode(texts, "float32"), atol=1e-4)
+        assert found["int8"].dtype == np.int8
+        assert abs(found["int8"].astype(int) - embedder.encode(texts)).max() <= 1
+        for ours, theirs in zip(embedder.encode_tokens(texts), found["token_embeddings"], strict=True):
+            np.testing.assert_allclose(theirs[: len(ours)], ours, atol=1e-4)
