@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns: exit status: 0 done, 1 a notebook failed, a file could not be read or written, a mirror lacks
-        something, or an extra is not installed, 2 the request is wrong, 75 pre-empted by SIGTERM, 130 stopped by SIGINT.
+        something, or an extra is not installed, 2 the request is wrong, 75 pre-empted by SIGTERM, 130 stopped
+        by SIGINT.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
