@@ -14,6 +14,12 @@ LOG = "metrics.jsonl"  # of a training, in its folder: a line for each step
 RARE = 30  # times what drawing takes: the least between two curves
 
 
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return hasattr(shell, "kernel")
+
+
 def history(checkpoint: Path) -> list[dict[str, Any]]:
     """The logged metrics of the training that made a checkpoint."""
     lines = (checkpoint.resolve().parent / LOG).read_text(encoding="utf8").splitlines()
@@ -29,7 +35,7 @@ class Watch:
     """
 
     def __init__(self, *, curve: bool = True, title: str = ""):
-        self.curve, self.title = curve and "ipykernel" in sys.modules, title
+        self.curve, self.title = curve and in_notebook(), title
         self.bar = tqdm(disable=True)
 
     def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
