@@ -106,10 +106,12 @@ class Mine(Pair):
 
 
 def test_code_of_a_notebook_needs_one_process(start, tmp_path, monkeypatch):
-    monkeypatch.setattr(Mine, "loss", lambda self, rows_RD, batch, **shared: rows_RD.sum())
+    loss = lambda self, rows_RD, batch, **shared: rows_RD.sum()  # noqa: E731
+    loss.__module__ = "__main__"
+    monkeypatch.setattr(Mine, "loss", loss)
     stage = tiny_stages.on_the_corpus("pair", start, kind=Mine)
     stage.job = replace(stage.job, parallel=TWO)
-    with pytest.raises(RuntimeError, match="code of a notebook cannot be run in several processes"):
+    with pytest.raises(RuntimeError, match="other processes cannot import the code of a notebook"):
         trained(stage, start, tmp_path / "pair")
 
 

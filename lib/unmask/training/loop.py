@@ -48,7 +48,7 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
 
     Interrupted, it finishes its step and writes a checkpoint; the same call goes on from there and ends with
     the same weights. What is trained already is not trained again: the same training has the same values,
-    data, starting weights and code (`job.identity`). Each training has a folder of its own,
+    data, starting weights and code (`identity`). Each training has a folder of its own,
     FOLDER/FINGERPRINT, in which nothing else is ever written, and FOLDER/model is a link to the last one's
     model. With several processes (`parallel`) torchrun starts them, and this one waits.
 
@@ -78,10 +78,10 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
             watch.open(f"{folder.parent.name}/{folder.name}", home, _before(folder, home))
             with watch:
                 if several(job.parallel):
-                    if made_of["own code"]:
+                    if typed := [name for name in made_of["own code"] if name.startswith("__main__.")]:
                         raise RuntimeError(
-                            f"{', '.join(made_of['own code'])}: code of a notebook cannot be run in several "
-                            "processes; put it into a module, or train in one process"
+                            f"{', '.join(typed)}: other processes cannot import the code of a notebook; put "
+                            "it into a module, or train in one process"
                         )
                     launch(job, watch)
                     stage.restore(model, home / "model")
