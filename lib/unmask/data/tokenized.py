@@ -87,7 +87,7 @@ class Prepared:
             with (self.folder / f"{name}.bin").open("ab") as file:
                 file.write(array.tobytes())
                 sizes[name] = file.tell()
-        counters = Counter(self.counters) + Counter(result[1])
+        counters = dict(Counter(self.counters) + Counter(result[1]))
         journal = {"units": self.units + 1, "sizes": sizes, "counters": counters}
         write_json(self.folder / JOURNAL, journal)
         return Prepared(self.folder, **journal)
