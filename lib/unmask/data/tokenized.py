@@ -6,7 +6,6 @@ bytes of each file, and counters. Units are appended in their order, whoever com
 depend neither on the number of workers nor on when the work was interrupted.
 """
 
-import json
 import math
 import os
 from collections import Counter
@@ -28,7 +27,7 @@ from unmask.data import reading, tokens
 from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.registry import Source
 from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, read_json, write_atomic
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, read_json, write_json
 
 Limits = Mapping[str, Limit]  # of the texts of each column; all have a length
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
@@ -72,9 +71,9 @@ class Prepared:
     def read(cls, folder: Path) -> "Prepared":
         """Reads the journal. Nothing counts if a file is short or missing: after a power cut the journal may
         be ahead."""
-        found = cls(**read_json(folder / JOURNAL) | {"folder": folder})
-        files = {folder / f"{name}.bin": size for name, size in found.sizes.items()}
-        whole = all(file.is_file() and file.stat().st_size >= size for file, size in files.items())
+        found = cls(folder, **read_json(folder / JOURNAL))
+        there = {file.stem: file.stat().st_size for file in folder.glob("*.bin")}
+        whole = all(there.get(name, -1) >= size for name, size in found.sizes.items())
         return found if whole else cls(folder)
 
     def suffices(self, wanted: float) -> bool:
@@ -89,9 +88,9 @@ class Prepared:
                 file.write(array.tobytes())
                 sizes[name] = file.tell()
         counters = dict(Counter(self.counters) + Counter(result[1]))
-        now = Prepared(self.folder, self.units + 1, sizes, counters)
-        write_atomic(self.folder / JOURNAL, json.dumps(vars(now), default=str, indent=1))
-        return now
+        journal = {"units": self.units + 1, "sizes": sizes, "counters": counters}
+        write_json(self.folder / JOURNAL, journal)
+        return Prepared(self.folder, **journal)
 
     def array(self, name: str, dtype: str | type) -> np.ndarray:
         """A column, mapped into memory."""
