@@ -51,7 +51,7 @@ def test_a_seed_is_that_of_every_training_and_not_of_the_corpus():
         ({"parallel.num_processes": 3, "parallel.num_machines": 2}, "cannot be shared evenly"),
     ],
 )
-def test_a_wrong_key_or_value_is_refused_with_the_remedy(overrides, message):
+def test_a_wrong_key_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_preset("smoke", overrides)
 
@@ -61,7 +61,7 @@ def test_a_schedule_without_a_plateau_needs_no_room_for_a_decay():
 
 
 @pytest.mark.parametrize("text", ["- pair", "pair", "[]"])
-def test_a_preset_that_holds_no_sections_is_refused(text, tmp_path, monkeypatch):
+def test_a_preset_without_sections_is_refused(text, tmp_path, monkeypatch):
     monkeypatch.setattr("unmask.config.PRESETS", tmp_path)
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match="mine"):

@@ -164,7 +164,7 @@ REFUSED = [
 ]
 
 
-def test_a_source_that_stands_twice_is_refused(tmp_path):
+def test_a_repeated_source_is_refused(tmp_path):
     (tmp_path / "some.yaml").write_text("sources:\n  mine: {}\n  mine: {}\n")
     with pytest.raises(ConfigError, match=r"some\.yaml: 'mine' stands twice"):
         load_registry(str(tmp_path / "some.yaml"))

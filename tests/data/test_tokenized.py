@@ -195,10 +195,14 @@ def test_tables_are_prepared_in_pieces_by_any_number_of_workers(cores, stored, m
 
 
 @pytest.mark.parametrize("column", ["query", "document"])
-def test_a_text_without_tokens_and_a_length_without_room_are_refused(column, stored):
+def test_a_text_without_tokens_is_refused(column, stored):
     rows = PAIRS.map(lambda row, i: {column: "" if i == 1 else row[column]}, with_indices=True)
     with pytest.raises(ValueError, match=r"data set 'b', \w+, row 1: '' has no tokens. Remove or fill it"):
         pairs(rows, stored)
+
+
+@pytest.mark.parametrize("column", ["query", "document"])
+def test_a_length_without_room_is_refused(column, stored):
     with pytest.raises(ValueError, match=r"(queries|documents): 2 tokens at most, .* raise the length"):
         pairs(PAIRS, stored, **{column: Limit(2, ("one two three ", ""))})
 

@@ -66,7 +66,7 @@ def test_what_cannot_become_bidirectional_is_refused():
 
 
 @pytest.mark.parametrize("load", [backbone.load, Embedder.from_pretrained])
-def test_what_is_no_checkpoint_is_refused_by_name(load, tmp_path):
+def test_what_is_no_checkpoint_is_refused(load, tmp_path):
     (tmp_path / "own.gguf").write_bytes(b"GGUF")
     for path in (tmp_path / "nothing", tmp_path / "own.gguf"):
         with pytest.raises(ValueError, match=r"Give a directory .*, a name on the Hub, or smollm2-135m"):
@@ -85,7 +85,7 @@ def test_what_is_no_checkpoint_is_refused_by_name(load, tmp_path):
         load(path)
 
 
-def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path):
+def test_a_scaled_head_is_refused(tmp_path):
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     config = GraniteConfig(**shape, num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0)
     GraniteForCausalLM(config).save_pretrained(tmp_path)

@@ -67,7 +67,7 @@ def test_lengths_and_padding_in_a_models_own_files(tmp_path):
     assert_close(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS))
 
 
-def test_what_an_embedder_cannot_do_is_refused(tmp_path):
+def test_what_cannot_be_done_is_refused(tmp_path):
     source = tiny_foreign.bert(tmp_path / "a")
     for pooling in ("cls", ("mean", "cls")):
         with pytest.raises(ValueError, match=r"pooling .* is not supported: only mean and lasttoken"):
@@ -109,27 +109,47 @@ def test_a_released_pplx_embed_checkpoint_loads_into_the_stock_class(tmp_path, m
     assert_close(stock.encode(TEXTS), expected)
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is no checkpoint: there is no such directory"):
-        load("artifacts/none/at/all")
-    with pytest.raises(ValueError, match="nobody/nothing is no directory here"):
-        load("nobody/nothing")
-    path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m")
-    tiny_foreign.edit(path / "config.json", model_type="mamba7", auto_map={"AutoModel": "code.Mamba"})
+NOWHERE = {
+    "artifacts/none/at/all": "is no checkpoint: there is no such directory",
+    "nobody/nothing": "nobody/nothing is no directory here",
+}
+
+
+@pytest.mark.parametrize("name", NOWHERE)
+def test_a_missing_checkpoint_is_refused(name):
+    with pytest.raises(ValueError, match=NOWHERE[name]):
+        load(name)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m")
+
+
+def test_an_unknown_architecture_is_refused(saved):
+    tiny_foreign.edit(saved / "config.json", model_type="mamba7", auto_map={"AutoModel": "code.Mamba"})
     with pytest.raises(ValueError, match="architecture 'mamba7' is unknown to the installed transformers"):
-        load(path)
+        load(saved)
+
+
+def test_missing_weights_are_refused(tmp_path):
     shard = next(tiny_foreign.released(tmp_path / "a").glob("*.safetensors"))
     weights = load_file(shard)
     save_file({"extra.weight": weights.popitem()[1], **weights}, shard, {"format": "pt"})
     with pytest.raises(ValueError, match="weights are not those of its configuration; 1 are missing"):
         load(tmp_path / "a")
-    path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "n")
-    tiny_foreign.edit(path / "config.json", intermediate_size=40)
+
+
+def test_weights_of_another_shape_are_refused(saved):
+    tiny_foreign.edit(saved / "config.json", intermediate_size=40)
     with pytest.raises(ValueError, match=r"weights are not those .* another shape, the first is layers\.0"):
-        load(path)
-    (path / "unmask.json").write_text("{")
+        load(saved)
+
+
+def test_broken_facts_are_refused(saved):
+    (saved / "unmask.json").write_text("{")
     with pytest.raises(ValueError, match=r"unmask\.json is broken"):
-        load(path)
+        load(saved)
 
 
 LAST = {"pooling": "last", "normalize": True, "max_length": 20, "window": 30}

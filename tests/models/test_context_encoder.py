@@ -128,9 +128,12 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
     np.testing.assert_array_equal(encoded(plain), encoded(Embedder(built.first, tiny.tokenizer())))
 
 
-def test_a_causal_backbone_and_a_directory_that_holds_something_else_are_refused(tmp_path):
+def test_a_causal_backbone_is_refused():
     with pytest.raises(ValueError, match=r"is causal: .* bidirectional"):
         ContextualEncoder(tiny.model(), tiny.model(bidirectional=False), J)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
     backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "plain", pooling="mean")
     for path in (tmp_path / "plain", tmp_path / "none"):
         with pytest.raises(ValueError, match=f"{path} is no contextual encoder"):

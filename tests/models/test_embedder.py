@@ -212,7 +212,7 @@ def naive_windows(ids, window, overlap):
     return np.stack(rows)
 
 
-def test_a_chunk_longer_than_the_window_is_refused_with_the_remedy(embedder):
+def test_a_too_long_chunk_is_refused(embedder):
     long = " ".join(WORDS * 5)
     message = r"Chunk 1 of document 1 has \d+ tokens, the window holds 256: split"
     with pytest.raises(ValueError, match=message):

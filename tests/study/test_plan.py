@@ -146,7 +146,7 @@ def test_sharing_divides_the_state_and_more_gpus_the_work():
     assert one.flops == many.flops and one.gpu_hours == pytest.approx(many.gpu_hours)
 
 
-def test_what_cannot_fit_is_refused_with_what_takes_less():
+def test_what_cannot_fit_is_refused():
     with pytest.raises(ValueError, match=r"cde needs 172 GB per GPU on 1.* has 80 GB") as error:
         plan.describe(load_preset("paper-4b", {"parallel.num_machines": 1, "parallel.num_processes": 1}))
     assert "--set cde.token_budget=4096; --gpus 2 --set parallel.strategy=fsdp2" in str(error.value)

@@ -200,7 +200,7 @@ def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
         ({"endpoint": "localhost:8000/v1"}, "for instance --set synthesis.endpoint=http"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(tmp_path, changes, message):
+def test_what_cannot_work_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         synthesize_pairs(PASSAGES, Words(), config("http://127.0.0.1:9/v1", **changes), tmp_path)
     assert plan_pairs(["short"], Words(), config("")) == []
