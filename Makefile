@@ -14,10 +14,11 @@ help:
 	@echo "                PRESET=smollm2 TO=02: the start of the recipe on a pretrained language model (1 to 2 h)"
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make rehearse   the presets that read the Hub, on made-up data and small models, on one and two processes"
-	@echo "make test       ruff, then pytest"
+	@echo "make test       ruff, which part of the library may import which, then pytest"
 	@echo "make test-faults  kill trainings at random moments"
 	@echo "make lint       ruff, and which part of the library may import which"
-	@echo "make lab        JupyterLab on the notebooks; LAB=… is handed on, for instance LAB='--no-browser --port=8890'"
+	@echo "make lab        JupyterLab on the notebooks, which train in view; LAB=… is handed on, for instance"
+	@echo "                LAB='--no-browser --port=8890'"
 	@echo "make bench      speed and memory against peers, in about an hour: results/benchmarks"
 
 install: $(READY)
@@ -48,10 +49,13 @@ lint: $(READY)
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports --no-cache
 
-# Progress bars are plain text, as in the executed notebooks. The versions are pinned: no question about news of others.
-# Kernels run in notebooks/, so that paths in the environment have to be absolute.
+# Kernels train, so they get the settings of memory that `unmask run` gives its own. Progress bars are plain text, as in
+# the executed notebooks. The versions are pinned: no question about news of others. Kernels run in notebooks/, so that
+# paths in the environment have to be absolute.
+SETTINGS := from unmask.children import ENVIRONMENT; print(*(f"--env {name} {value}" for name, value in ENVIRONMENT.items()))
 lab: $(READY)
 	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (unmask)" \
+	  $$($(BIN)/python -c '$(SETTINGS)') \
 	  --env PYTHONWARNINGS "ignore:IProgress not found" --env TOKENIZERS_PARALLELISM false >/dev/null
 	@mkdir -p $(VENV)/share/jupyter/lab/settings
 	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}' \

@@ -1,8 +1,8 @@
-"""Child processes and the signals that stop them: one rule for a run, its notebooks and their trainings.
+"""Child processes and the signals that stop them: one rule for a run, its kernels and their trainings.
 
-    unmask run  →  a process per notebook  →  its kernel  →  a training, or torchrun and its workers
+    unmask run  →  a kernel for each notebook, which also trains  →  torchrun and its workers, where it has any
 
-Each is started by `bound`, so that it dies with its parent, however that happens (a kernel looks for its
+torchrun is started by `bound`, so that it dies with its kernel, however that happens (a kernel looks for its
 parent itself). A request to stop goes down the same chain, as one SIGTERM to the next process, and whoever
 passed it on waits.
 

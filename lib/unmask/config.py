@@ -27,7 +27,7 @@ Group = Literal["english", "cross-lingual", "multilingual", "code"]
 Family = Literal["english", "code", "cross-lingual", "multilingual", "contextual"]
 GROUPS = get_args(Group)  # of pairs: the steps of the curriculum
 FAMILIES = get_args(Family)  # of tasks, as reported
-TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")  # by `launch`
+TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")  # by `train`
 
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]

@@ -11,14 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3Model
 
 import tiny
-from unmask.config import TRAINED, load_preset
+from unmask.config import load_preset
 from unmask.losses import diffusion_loss, next_token_loss, pair_loss
 from unmask.models.context_encoder import SecondStage
 from unmask.models.encoding import TokenSequence, after_context
 from unmask.store import repository
 from unmask.study import plan
+from unmask.training import STAGES
 from unmask.training.cache import cached_backward, cached_rows
 
+SECTIONS = {kind.__name__: section for section, kind in STAGES.items()}
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64}
 
 
@@ -128,9 +130,10 @@ def test_every_training_of_the_notebooks_is_planned_and_no_other():
     started = set()
     for path in (repository() / "notebooks").glob("*.ipynb"):
         code = "\n".join(cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code")
-        # launch(study, "pair", …), or ("pair", …) among the trainings of launch_all
-        one = rf'(?:[(=]|launch\(\w+,)\s*"({"|".join(TRAINED)})",\s*(?:{{|job)'
-        started |= {(path.stem, stage) for stage in re.findall(one, code) if "training.launch" in code}
+        # Pair(config, …), or Pair and its like with a section of their own
+        own = re.findall(r'"section": "(\w+)"', code)
+        kinds = re.findall(rf"\b({'|'.join(SECTIONS)})\(config, corpus", code)
+        started |= {(path.stem, stage) for stage in own or map(SECTIONS.get, kinds)}
     found = plan.trainings(load_preset("cpu"), 1)
     assert {(t.notebook, t.stage) for t in found} == started
     assert sum(t.number for t in found) == 41

@@ -71,7 +71,10 @@ class Watch:
             lines = log.read_text(encoding="utf8").splitlines()[: row["done"]] if row["done"] else []
             self.loss = [json.loads(line)["loss"] for line in lines]
             self.bar.close()
-            about = {"total": row["total"], "initial": row["done"], "unit": "step"}
+            self.total = row["total"]
+            if self.curve:
+                self.draw()  # first, so that the bar below it stays in one piece
+            about = {"total": self.total, "initial": row["done"], "unit": "step"}
             self.bar = tqdm(desc=self.title, mininterval=1, file=sys.stdout, **about)
             return
         self.loss.append(row["loss"])
@@ -94,7 +97,7 @@ class Watch:
             axes.plot(smoothed(self.before), color="0.75", label="the last training")
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
         axes.plot(smoothed(self.loss), color="C0", label="this one" if self.before else None)
-        steps = max(self.bar.total or 0, len(self.before), 2)
+        steps = max(self.total, len(self.before), 2)
         axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, steps - 1))
         axes.spines[["top", "right"]].set_visible(False)
         if self.before:
