@@ -8,7 +8,7 @@ results/<run>/               metrics as JSON, figures, report
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,12 @@ class Run:
             f"{self.notebook} needs {notebook}: make it with `{command}` and your --set; --dry-run "
             "says how long that takes"
         )
+
+    @property
+    def recorded(self) -> "Run":
+        """The run that counts as evidence: this one, or of the lab the preset's own, which `unmask run` makes
+        and keeps the record of."""
+        return replace(self, name=self._sources()[-1])
 
     def _sources(self) -> list[str]:
         """Runs in which this one looks for what it needs, the nearest first."""

@@ -463,7 +463,7 @@ def pooled(study: Run) -> list[Line]:
         for one in next(iter(rows.values())):
             same = {seed: line for seed, row in rows.items() for line in row if line["claim"] == one["claim"]}
             tested = {seed: line for seed, line in same.items() if line["value"] is not None}
-            at = {seed: replace(every[seed], stage=stage) for seed in tested}
+            at = {seed: replace(every[seed], notebook=stage) for seed in tested}
             claims.append(_over_seeds(tested, at) if tested else one)
     return claims
 
