@@ -1,6 +1,6 @@
 """Child processes and the signals that stop them: one rule for a run, its kernels and their trainings.
 
-    unmask run  →  a kernel for each notebook, which also trains  →  torchrun and its workers, where it has any
+    unmask run  →  a kernel for each notebook, which trains  →  torchrun and its workers, if there are any
 
 torchrun is started by `bound`, so that it dies with its kernel, however that happens (a kernel looks for its
 parent itself). A request to stop goes down the same chain, as one SIGTERM to the next process, and whoever
