@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from unmask.extras import extra
+
 LOG = "metrics.jsonl"  # of a training, in its folder: a line for each step
 RARE = 30  # times what drawing takes: the least between two curves
 
@@ -87,9 +89,9 @@ class Watch:
 
     def draw(self) -> None:
         """Shows the curve, in the place of the one before."""
-        # Of the extra `study`, which whoever has a notebook has; and a second to import.
-        from IPython.display import Image, display  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        with extra("study"):  # a second to import
+            from IPython.display import Image, display  # noqa: PLC0415
+            from matplotlib.figure import Figure  # noqa: PLC0415
 
         figure = Figure(figsize=(6, 2.2), layout="constrained")
         axes = figure.subplots()
