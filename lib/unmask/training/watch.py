@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,10 +17,10 @@ LOG = "metrics.jsonl"  # of a training, in its folder: a line for each step
 RARE = 30  # times what drawing takes: the least between two curves
 
 
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+def draws() -> bool:
+    """Whether this process is the kernel of a notebook, and has what a curve takes."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return hasattr(shell, "kernel")
+    return hasattr(shell, "kernel") and find_spec("matplotlib") is not None
 
 
 def history(checkpoint: Path) -> list[dict[str, Any]]:
@@ -37,7 +38,7 @@ class Watch:
     """
 
     def __init__(self, *, curve: bool = True, title: str = ""):
-        self.curve, self.title = curve and in_notebook(), title
+        self.curve, self.title = curve and draws(), title
         self.bar = tqdm(disable=True)
 
     def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
