@@ -162,6 +162,8 @@ def _foreign(value: Any) -> bool:
 def _mine(value: Any) -> bool:
     """Whether a function or a class is neither the library's nor an installed package's."""
     module = str(value.__module__)
+    if module == "__main__":  # whatever file this process began with
+        return True
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return (
         _foreign(value)
