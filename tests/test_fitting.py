@@ -5,12 +5,18 @@ import json
 import subprocess
 import sys
 
+import numpy as np
+import pandas as pd
 import pytest
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 
 import tiny
+import tiny_families
 from unmask import Embedder, fit, fitting
+from unmask.config import EvaluationConfig
+from unmask.evaluation import retrieval_metrics
+from unmask.evaluation.search import similarity
 from unmask.models import backbone
 from unmask.training import TrainingStopped, Watch
 
@@ -102,11 +108,95 @@ def test_interrupted_it_goes_on(model, tmp_path, monkeypatch):
     assert weights[0] == weights[1]
 
 
+def test_before_is_the_given_embedders_own(tmp_path, model):
+    mine = Embedder.from_pretrained(model, pooling="last", special_tokens=True)
+    embedder = fit(mine, PAIRS, hold_out=0.5, **SHORT)
+    held = fitting._held_out(fitting._groups("pair", ROWS["pair"]), 0.5, "pair").nonzero()[0]
+    queries, documents = zip(*PAIRS)
+    scores = similarity(mine.encode([queries[i] for i in held]), mine.encode(documents))
+    naive = retrieval_metrics(scores, [{int(i)} for i in held], document_ids=list(documents))["ndcg@10"]
+    assert embedder.helped.before == pytest.approx(naive, abs=1e-6) and len(held) == 20
+    assert embedder.pooling == "last"
+
+
+def test_a_large_group_is_never_held_out():
+    group_N = np.repeat(np.arange(31), [70, *[1] * 30])
+    for share in (0.1, 0.3, 0.5):
+        held_N = fitting._held_out(group_N, share, "pair")
+        assert 1 <= held_N.sum() <= 16 and not held_N[0]
+
+
+def test_few_held_out_rows_are_asked_of_many(monkeypatch):
+    monkeypatch.setattr(fitting, "AMONG", 50)
+    held_N = np.zeros(1_000, bool)
+    held_N[[7, 900]] = True
+    drawn = fitting._asked_of([{}] * 1_000, held_N)
+    assert len(drawn) == len(set(drawn)) == 50 and {7, 900} <= set(drawn)
+
+
+def test_only_what_stands_beside_a_query_answers_it(model, tmp_path):
+    chain = [("a", "one"), ("b", "one"), ("b", "two"), *PAIRS]
+    rows = fitting._rows(chain, "pair")
+    held_N = np.arange(len(rows)) < 3
+    corpus = fitting._corpus(tmp_path, "pair", rows, fitting._groups("pair", rows), held_N)
+    every = dict.fromkeys(("query_length", "document_length", "chunk_length"), 9)
+    limits = EvaluationConfig(**every, **dict.fromkeys(fitting.LIMITS, 99))
+    task = fitting._task(corpus, rows, held_N, limits)
+    answers = {q: {task.chunks[i] for i in found} for q, found in zip(task.queries, task.relevant)}
+    assert answers == {"a": {"one"}, "b": {"one", "two"}}
+
+
+def test_a_query_of_two_documents_is_one_group():
+    rows = [
+        {"chunks": [f"{i}", "the same end"], "queries": ["how many?" if i < 2 else f"{i}?"]} for i in range(4)
+    ]
+    assert len(set(fitting._groups("contextual", rows))) == 3
+
+
+def test_other_shapes_of_rows_are_read(model):
+    frame = pd.DataFrame(PAIRS, columns=["query", "document"])
+    for rows in (frame, frame.itertuples(index=False), frame.to_numpy(), iter(PAIRS), [*map(list, PAIRS)]):
+        assert fitting._rows(rows, "pair") == ROWS["pair"]
+
+
+def test_stopped_without_a_folder_it_says_so(model, monkeypatch):
+    def told(self, row):
+        raise TrainingStopped("told to stop: 1 steps are saved, run it again")
+
+    monkeypatch.setattr(Watch, "__call__", told)
+    with pytest.raises(TrainingStopped, match="only with a folder"):
+        fit(model, PAIRS, **SHORT)
+
+
+def test_a_model_that_stays_causal_is_refused(tmp_path):
+    start = backbone.save(tiny_families.gpt_neo(), tiny.tokenizer(), tmp_path / "model")
+    with pytest.raises(ValueError, match="GPTNeoModel stays causal"):
+        fit(start, PAIRS, **SHORT)
+
+
+def test_look_alikes_are_those_of_the_model(model):
+    assert fit(model, PAIRS, cluster_size=8, **SHORT).helped.queries == 4
+
+
 REFUSED = {
-    "no rows": ([], {}, "0 rows: a training needs two"),
+    "no rows": ([], {}, "no rows: there is nothing to train on"),
+    "one group": (
+        [(f"q {i}", "a") for i in range(30)],
+        {},
+        "30 rows leave 1 groups to train on, which needs 2",
+    ),
+    "all held out": (PAIRS, {"hold_out": 0.99}, "40 rows leave 0 groups to train on"),
+    "a dict of columns": ({"query": ["a"], "document": ["b"]}, {}, r"row 0 is \('query',\): give"),
+    "no negatives": (
+        [("a", "b", [])],
+        {"stage": "triplet"},
+        "negatives must be a list that is not empty, got",
+    ),
+    "a file as folder": (PAIRS, {"folder": __file__}, "is a file: name a folder"),
     "another stage": (PAIRS, {"stage": "pairs"}, "unknown stage 'pairs'; did you mean 'pair'"),
     "unknown key": (PAIRS, {"lrr": 1.0}, "pair: unknown key 'lrr'; did you mean 'lr'"),
     "bad value": (PAIRS, {"lr": -1.0}, "lr"),
+    "no batch": (PAIRS, {"batch": 0}, r"pair\.batch: .* greater than or equal to 2, got 0"),
     "no column": (
         [{"query": "a", "documents": "b"}],
         {},
@@ -128,7 +218,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_used_is_named(case, tmp_path):
     rows, options, message = REFUSED[case]
-    start = tmp_path / "nothing" if case != "bad value" else tiny_start(tmp_path)  # nothing is loaded
+    known = case in ("bad value", "no batch")
+    start = tiny_start(tmp_path) if known else tmp_path / "nothing"  # nothing is loaded
     with pytest.raises(ValueError, match=message):
         fit(start, rows, **options)
 

@@ -5,6 +5,7 @@ data, and with an answer to the question whether it helped.
 """
 
 import math
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,6 @@ from pydantic import Field, ValidationError
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto import AutoConfig
 
 from unmask.config import (
     BackboneConfig,
@@ -37,8 +37,9 @@ from unmask.evaluation.tasks import Task, build_tasks, evaluate, evaluate_bm25
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.store import fingerprint, nearest, new_directory, write_json
-from unmask.training import STAGES, Watch, train
+from unmask.training import STAGES, TrainingStopped, Watch, train
 from unmask.training.job import SECTIONS
+from unmask.training.loop import alone_in
 
 Text = Annotated[str, Field(pattern=r"\S")]
 Texts = Annotated[list[Text], Field(min_length=1)]
@@ -75,7 +76,8 @@ SMALL: dict[str, dict[str, Any]] = {  # values for small data
 MASKS = "<|fim_pad|>", "<empty_output>"  # rare tokens of Qwen3's and of SmolLM2's vocabulary
 EPOCHS = 3
 FEWEST = 20  # groups of which a part can be held out
-ASKED, AMONG = 1_000, 10_000  # held-out queries, and rows whose texts they are asked of, at most
+ASKED, AMONG = 1_000, 10_000  # held-out queries, and texts that they are asked of, at most
+LIMITS = "max_queries", "max_documents"
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,13 @@ def fit(
     """Trains an embedder on rows of one's own, and says whether it helped.
 
     A tenth of the groups is held out: rows that share a query or a text are one group, and never each other's
-    negatives. nDCG@10 of their queries is printed, before and after, beside BM25's, and kept as `helped` of
-    the result. With several GPUs all of them train.
+    negatives. nDCG@10 of their queries is printed, of the model as it is given and after the training, beside
+    BM25's, and kept as `helped` of the result. With several GPUs all of them train.
 
     Args:
         model: an `Embedder`, a directory, a name on the Hub, or "smollm2-135m". A causal language model is
             made to read both sides.
-        data: rows, as tuples, as dicts or as a `datasets.Dataset`. Their columns, by stage:
+        data: rows, as tuples, as dicts, as a `datasets.Dataset` or as a data frame. Their columns, by stage:
             "pair": query, document; "triplet": query, document, negatives (a list);
             "contextual": chunks (a list), queries (a list), golds (for each query the number of its chunk);
             "diffusion": text.
@@ -121,8 +123,9 @@ def fit(
             interruption. Default: nothing is kept but the result.
         hold_out: share of the groups; 0: none.
         values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr. By default
-            three epochs of batches of 128 rows, or of all rows if there are fewer.
-    Returns: the embedder, with `helped` (None if nothing was held out) and `checkpoint`.
+            three epochs of batches of 128 rows, or of all rows if there are fewer, and the model's pooling.
+            Look-alikes (`cluster_size`, `filter_margin`) are those of the model.
+    Returns: the embedder, in float32, with `helped` (None if nothing was held out) and `checkpoint`.
     Raises: ConfigError for an unknown stage or key, ValueError for rows that cannot be used, before a model
         is loaded; TrainingStopped, if it was interrupted.
 
@@ -133,6 +136,10 @@ def fit(
         >>> embedder.encode(["how is 7 written?"]).dtype
         dtype('int8')
     """
+    if not isinstance(model, Embedder | str | Path):
+        raise TypeError(f"model must be an Embedder, a directory or a name, got {type(model).__name__}")
+    if folder and Path(folder).is_file():
+        raise ValueError(f"{folder} is a file: name a folder")
     rows = _rows(data, stage)
     _check_keys(stage, values)
     if not 0 <= hold_out < 1:
@@ -141,41 +148,48 @@ def fit(
     held_N = _held_out(group_N, hold_out, stage)
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
-        if isinstance(model, Embedder):
-            model = model.save_pretrained(place / "start")
-        start = backbone.require_checkpoint(model)
-        tokenizer, shape = backbone.load_tokenizer(start), AutoConfig.from_pretrained(start).get_text_config()
-        config = _config(stage, [row for row, held in zip(rows, held_N) if not held], shape, values)
-        recipe = SimpleNamespace(
-            backbone=_shape(shape, tokenizer),
-            clusters=ClustersConfig(),
-            parallel=ParallelConfig(num_processes=max(1, torch.cuda.device_count())),
-            **{stage: config},
-        )
-        corpus = _corpus(place, stage, rows, group_N, held_N)
-        training = STAGES[stage](recipe, corpus, tokenizer)
-        network = training.model(start)
-        if not backbone.sees_both_sides(network):
-            training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=True)
-            network = training.model(start)
-        kept = len(np.unique(group_N[~held_N]))
+        stack.enter_context(alone_in(place))
+        given = isinstance(model, Embedder)
+        start = backbone.require_checkpoint(model.save_pretrained(place / "start") if given else model)
+        own = model if given else Embedder.from_pretrained(start, mixed_precision=False)
+        tokenizer, shape = backbone.load_tokenizer(start), own.model.config.get_text_config()
+        kept, groups = [row for row, held in zip(rows, held_N) if not held], len(set(group_N[~held_N]))
+        config = _config(stage, kept, groups, shape, own.pooling, values)
         print(
-            f"{stage}: {(~held_N).sum():,} rows in {kept:,} groups, {config.steps:,} steps of "
-            f"{config.batch:,}; {held_N.sum():,} rows are held out"
+            f"{stage}: {len(kept):,} rows in {groups:,} groups, {config.steps:,} steps of "
+            f"{min(config.batch, groups):,}; {held_N.sum():,} rows are held out"
         )
-        lengths = {
-            key: getattr(config, key, 1) for key in ("query_length", "document_length", "chunk_length")
-        }
-        limits = EvaluationConfig(**lengths, max_queries=AMONG, max_documents=AMONG)
+        corpus, before = _corpus(place, stage, rows, group_N, held_N), 0.0
+        lengths = ("query_length", "document_length", "chunk_length")
+        every = {key: getattr(config, key, 1) for key in lengths} | dict.fromkeys(LIMITS, sys.maxsize)
+        limits = EvaluationConfig(**every)  # `_corpus` has drawn already
 
         def ndcg(embedder: Embedder) -> float:
             return float(evaluate(embedder, [task], limits, late_chunking=True)[stage].mean())
 
         if held_N.any():
-            task, pooling = _task(corpus, rows, held_N, limits), getattr(config, "pooling", "mean")
-            before = ndcg(Embedder(network, tokenizer, pooling=pooling, mixed_precision=False))
-        checkpoint = train(training, network, place / stage, watch=Watch(title=stage))
-        embedder = Embedder.from_pretrained(checkpoint)
+            task = _task(corpus, rows, held_N, limits)
+            before = ndcg(own)
+        if not given:
+            own.close()
+        recipe = SimpleNamespace(
+            backbone=_backbone(start, tokenizer),
+            clusters=ClustersConfig(surrogate=start),
+            parallel=ParallelConfig(num_processes=max(1, torch.cuda.device_count())),
+            **{stage: config},
+        )
+        training = STAGES[stage](recipe, corpus, tokenizer)
+        network = training.model(start)
+        if not backbone.sees_both_sides(network):
+            training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=True)
+            network = training.model(start)
+        try:
+            checkpoint = train(training, network, place / stage, watch=Watch(title=stage))
+        except TrainingStopped:
+            if folder:
+                raise
+            raise TrainingStopped("told to stop; only with a folder is what it did kept: folder=…") from None
+        embedder = Embedder.from_pretrained(checkpoint, mixed_precision=False)  # else it could not be saved
         embedder.checkpoint, embedder.helped = checkpoint if folder else None, None
         if held_N.any():
             bm25, size = float(evaluate_bm25([task])[stage].mean()), (len(task.queries), len(task.chunks))
@@ -192,10 +206,12 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     if stage not in ROWS:
         raise ConfigError(f"unknown stage {stage!r}{nearest(stage, ROWS)}")
     kind, wanted, rows = ROWS[stage], [*ROWS[stage].__dataclass_fields__], []
+    if hasattr(data, "itertuples"):  # a data frame, which iterates over its columns' names
+        data = data.to_dict("records")
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
             row = (row,) if isinstance(row, str) else row
-            if not isinstance(row, Sequence) or len(row) != len(wanted):
+            if not isinstance(row, Sequence | np.ndarray) or len(row) != len(wanted):
                 told = f"({', '.join(wanted)})"
                 raise ValueError(f"row {number} is {str(row)[:80]}: give {told}, or a dict of these")
             row = dict(zip(wanted, row))
@@ -206,24 +222,26 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
             rows.append(vars(kind(**{name: row[name] for name in wanted})))
         except ValidationError as error:
             first = error.errors()[0]
-            where, what = ".".join(map(str, first["loc"])), "a text that is not empty"
-            what = (
-                what if first["type"].startswith("string") else first["msg"].removeprefix("Input should be ")
-            )
+            where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input should be ")
+            what = "a text that is not empty" if first["type"].startswith("string") else what
+            what = "a list that is not empty" if first["type"] == "too_short" else what
             raise ValueError(f"row {number}: {where} must be {what}, got {first['input']!r:.80}") from None
         golds, chunks = rows[-1].get("golds", ()), len(rows[-1].get("chunks", ()))
         if len(golds) != len(rows[-1].get("queries", ())) or not all(0 <= gold < chunks for gold in golds):
             each = f"the number of a chunk, 0 to {chunks - 1}, for each query"
             raise ValueError(f"row {number}: golds must be {each}, got {golds}")
-    if len(rows) < 2:
-        raise ValueError(f"{len(rows)} rows: a training needs two at least")
+    if not rows:
+        raise ValueError("no rows: there is nothing to train on")
     return rows
 
 
 def _groups(stage: str, rows: list[dict[str, Any]]) -> np.ndarray:
-    """The group of each row: rows that share a query or a text, directly or through others."""
-    named = ("chunks",) if stage == "contextual" else ("query", "document", "text")
+    """The group of each row: rows that share a query or a text, directly or through others. Of a document
+    with chunks it is the whole: what it shares with others is what its context is for."""
+    named = ("query", "document", "text", "chunks")
     marks = [[f"{name} {row[name]}" for name in named if name in row] for row in rows]
+    for own, row in zip(marks, rows):
+        own += [f"query {query}" for query in row.get("queries", ())]
     number = {text: len(rows) + i for i, text in enumerate(dict.fromkeys(chain(*marks)))}
     owner = np.repeat(np.arange(len(rows)), [len(own) for own in marks])
     texts, size = [number[text] for own in marks for text in own], len(rows) + len(number)
@@ -232,13 +250,24 @@ def _groups(stage: str, rows: list[dict[str, Any]]) -> np.ndarray:
 
 
 def _held_out(group_N: np.ndarray, share: float, stage: str) -> np.ndarray:
-    """Which rows are held out: those of some groups, at random."""
-    names, number_N = np.unique(group_N, return_inverse=True)
-    count = 0 if stage == "diffusion" or not share else max(1, round(share * len(names)))
-    if count and len(names) < FEWEST:
-        print(f"{len(names)} groups of rows are too few to hold any out: nothing is measured below {FEWEST}")
+    """Which rows are held out: those of some groups, at random, but of none with more rows than the share.
+
+    Raises: ValueError if too little is left to train on.
+    """
+    _, number_N, rows_G = np.unique(group_N, return_inverse=True, return_counts=True)
+    groups, none = len(rows_G), stage == "diffusion" or not share
+    count, least = 0 if none else max(1, round(share * groups)), 1 if stage == "diffusion" else 2
+    if count and least <= groups < FEWEST:
+        print(f"{groups} groups of rows are too few to hold any out: nothing is measured below {FEWEST}")
         count = 0
-    return np.isin(number_N, permuted(np.arange(count), len(names), 0))
+    drawn = permuted(np.arange(groups), groups, 0)
+    small = drawn[rows_G[drawn] <= max(1, share * len(group_N))]
+    if (left := groups - len(small[:count])) < least:
+        raise ValueError(
+            f"{len(group_N)} rows leave {left} groups to train on, which needs {least}: rows that share a "
+            "query or a text are one group"
+        )
+    return np.isin(number_N, small[:count])
 
 
 # --- values
@@ -251,22 +280,31 @@ def _check_keys(stage: str, values: Mapping[str, Any]) -> None:
 
 
 def _config(
-    stage: str, rows: list[dict[str, Any]], shape: PretrainedConfig, values: Mapping[str, Any]
+    stage: str,
+    rows: list[dict[str, Any]],
+    groups: int,
+    shape: PretrainedConfig,
+    pooling: str,
+    values: Mapping[str, Any],
 ) -> Any:
     """The stage's section: what is given, and what suits small data."""
-    own, positions = SMALL[stage] | values, shape.max_position_embeddings
+    own = SMALL[stage] | ({"pooling": pooling} if stage == "pair" else {}) | values
+    positions = getattr(shape, "max_position_embeddings", None) or own.get("document_length", 512)
     own |= {key: min(own[key], positions) for key in own if key.endswith("length") and key not in values}
     count: float = len(rows)
     if stage == "diffusion":  # so many blocks, about
         count = max(1, sum(len(row["text"]) for row in rows) // (4 * own["length"]))
+        groups = count
     if stage == "triplet":
         own = {"negatives": min(len(row["negatives"]) for row in rows)} | own
     if stage == "contextual":
         own = {"dimensions": (shape.hidden_size,)} | own
         if "chunk_length" not in values:
             own["chunk_length"] = max(1, min(own["chunk_length"], positions // own["chunks"] - 1))
-    own["batch"] = values.get("batch", min(own["batch"], count))
-    own = {"steps": math.ceil(EPOCHS * count / own["batch"])} | own
+    # No two rows of a group are in one batch.
+    own["batch"] = values.get("batch", min(own["batch"], count, groups))
+    batch = own["batch"] if isinstance(own["batch"], int) else 0  # else refused below
+    own = {"steps": math.ceil(EPOCHS * count / max(1, batch))} | own
     own = {"warmup": own["steps"] // 10, "decay": own["steps"] // 5} | own
     try:
         return SECTIONS[stage](**own)
@@ -275,20 +313,12 @@ def _config(
         raise ConfigError(f"{stage}.{first['loc'][-1]}: {first['msg']}, got {first['input']!r}") from None
 
 
-def _shape(shape: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> BackboneConfig:
-    """The Transformer's, in a preset's words; and the token that plays [MASK]."""
-    heads, vocabulary = shape.num_attention_heads, tokenizer.get_vocab()
+def _backbone(start: str, tokenizer: PreTrainedTokenizerBase) -> BackboneConfig:
+    """A ready checkpoint, whose shape is in its own files; and the token that plays [MASK]."""
+    vocabulary, ready = tokenizer.get_vocab(), ("hidden_size", "layers", "heads", "kv_heads", "head_size")
     masks = [token for token in (tokenizer.mask_token, *MASKS, tokenizer.unk_token) if token in vocabulary]
-    return BackboneConfig(
-        hidden_size=shape.hidden_size,
-        layers=shape.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(shape, "num_key_value_heads", None) or heads,
-        head_size=getattr(shape, "head_dim", None) or shape.hidden_size // heads,
-        mlp_size=shape.intermediate_size,
-        max_length=shape.max_position_embeddings,
-        mask_token=masks[0] if masks else str(tokenizer.pad_token),
-    )
+    mask_token, unread = masks[0] if masks else str(tokenizer.pad_token), (*ready, "mlp_size", "max_length")
+    return BackboneConfig(checkpoint=start, mask_token=mask_token, **dict.fromkeys(unread, 1))
 
 
 # --- the corpus, and the question whether it helped
@@ -297,8 +327,8 @@ def _shape(shape: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Backb
 def _corpus(
     place: Path, stage: str, rows: list[dict[str, Any]], group_N: np.ndarray, held_N: np.ndarray
 ) -> Corpus:
-    """The rows as a corpus, in a folder that their hash names: those to train on, and in its split "test" all
-    of them, as what held-out queries are asked of."""
+    """The rows as a corpus, in a folder that their hash names: those to train on, and in its split "test"
+    those that held-out queries are asked of."""
     made_of = fingerprint(stage, rows, group_N.tolist(), held_N.tolist())
     path, kinds = place / f"data-{made_of}", {KIND[stage], "pairs" if stage == "triplet" else KIND[stage]}
     same = {
@@ -311,9 +341,12 @@ def _corpus(
     }
     if not path.exists():
         told = [
-            same | row | {"key": str(group), "document_id": str(i), "split": split}
-            for i, (row, group, held) in enumerate(zip(rows, group_N, held_N))
-            for split in ("test", *(() if held else ("train",)))
+            same | rows[i] | {"key": str(group_N[i]), "document_id": str(i), "split": "train"}
+            for i in np.flatnonzero(~held_N)
+        ]
+        told += [  # what answers a query is what stands in a row with it
+            same | rows[i] | {"key": rows[i].get("query", ""), "document_id": str(i), "split": "test"}
+            for i in (_asked_of(rows, held_N) if held_N.any() else ())
         ]
         place = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
         source = vars(Source("rows", "files", "text", "mul", "", **place))
@@ -327,8 +360,17 @@ def _corpus(
     return Corpus(path)
 
 
+def _asked_of(rows: list[dict[str, Any]], held_N: np.ndarray) -> np.ndarray:
+    """Rows with at most `AMONG` texts together, at random: first those that are held out, up to `ASKED`."""
+    drawn = permuted(np.arange(len(rows)), len(rows), 0)
+    first = drawn[held_N[drawn]][:ASKED]
+    drawn = np.concatenate([first, drawn[~np.isin(drawn, first)]])
+    texts = np.cumsum([len(rows[i].get("chunks", [""])) for i in drawn])
+    return drawn[: max(1, np.searchsorted(texts, AMONG, side="right"))]
+
+
 def _task(corpus: Corpus, rows: list[dict[str, Any]], held_N: np.ndarray, limits: EvaluationConfig) -> Task:
-    """Asks the held-out queries of all texts."""
+    """The held-out queries, and the texts of the split "test"."""
     [task] = build_tasks(corpus, "test", limits)
     held = [row for row, out in zip(rows, held_N) if out]
     own = {query for row in held for query in row.get("queries", [row.get("query")])}

@@ -4,6 +4,8 @@ import gc
 import os
 import re
 import signal
+from functools import partial
+from types import FunctionType
 
 import numpy as np
 import psutil
@@ -22,7 +24,7 @@ from unmask.models.embedder import Embedder
 from unmask.store import write_atomic
 from unmask.training import Pair, TrainingStopped, data_report, history, train
 from unmask.training import identity as same
-from unmask.training.identity import identity
+from unmask.training.identity import identity, own_code
 
 OWN = {
     "diffusion": {"length": 16},
@@ -173,9 +175,59 @@ def test_code_of_ones_own_counts_by_its_source(start, monkeypatch):
 
     assert own(made("pair", start)) == {}
     mine = own(made("pair", start, kind=Mine))
-    assert {name.split(".", 1)[1] for name in mine} == {"Mine.loss", "halved"} and "/ 2" in str(mine)
+    assert {name.split(".", 1)[1] for name in mine} == {"Mine", "Mine.loss", "halved"}
     monkeypatch.setattr(losses, "pair_loss", halved)
     assert [name.split(".", 1)[1] for name in own(made("pair", start))] == ["halved"]
+
+
+def scaled(rows_RD, batch, by=1, **shared):
+    return by * WEIGHTS["rows"][0] * rows_RD.sum()
+
+
+def enclosed(number):
+    return lambda rows_RD, batch, **shared: number * rows_RD.sum()
+
+
+class Called:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, rows_RD, batch, **shared):
+        return scaled(rows_RD, batch, self.by)
+
+
+WEIGHTS, loss = {"rows": torch.ones(2)}, 0.0
+CHANGED = {
+    "a closure's number": lambda by: enclosed(by),
+    "an argument": lambda by: partial(scaled, by=by),
+    "an argument of the library's": lambda by: partial(losses.pair_loss, temperature=by),
+    "a default": lambda by: FunctionType(scaled.__code__, globals(), argdefs=(by,)),
+    "an object": Called,
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_a_changed_value_of_ones_own_counts(start, case):
+    def own(by):
+        stage = made("pair", start)
+        stage.loss = CHANGED[case](by)
+        return own_code(stage)
+
+    assert own(2) == own(2) != own(3)
+
+
+def test_attributes_and_what_is_around_count(start, monkeypatch):
+    stage = made("pair", start, kind=Mine)
+    first = own_code(stage)
+    monkeypatch.setitem(globals(), "loss", 3.0)  # no variable that it reads
+    _ = stage.plan
+    assert own_code(stage) == first
+    monkeypatch.setattr(Mine, "scale", 3)
+    assert own_code(stage) != first
+    stage.loss = scaled
+    second = own_code(stage)
+    monkeypatch.setitem(WEIGHTS, "rows", torch.zeros(2))
+    assert own_code(stage) != second
 
 
 def test_another_value_trains_beside_and_the_first_is_found_again(start, tmp_path, capsys):

@@ -4,14 +4,19 @@ The code is that which this process has imported: the library's, and what was de
 of a notebook for instance.
 """
 
+import dis
 import hashlib
 import inspect
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -70,43 +75,98 @@ def library_code() -> str:
 
 
 def own_code(stage: Stage) -> dict[str, str]:
-    """The source of what a stage computes with and the library does not hold, by name: methods of a class of
-    one's own, functions in the place of the library's losses, and what these refer to."""
-    found: dict[str, str] = {}
-    pending = [*type(stage).__mro__, *vars(stage).values(), *vars(losses).values()]
+    """What a stage computes with and the library does not hold, by name: methods of a class of one's own,
+    functions in the place of the library's losses, and what these refer to, each as it was compiled, with the
+    values that it finds around it."""
+    kind, found, seen = type(stage), {}, set()
+    own = {key: value for key, value in vars(stage).items() if not _cached(kind, key)}
+    pending = [*kind.__mro__, *own.values(), *vars(losses).values()]
+    if plain := _plain(own):
+        found["attributes of the stage"] = repr(plain)
     while pending:
-        for function in _functions(pending.pop()):
-            name = f"{function.__module__}.{function.__qualname__}"
-            if name in found or not _foreign(function):
-                continue
-            used = inspect.getclosurevars(function)
-            around = (used.globals | used.nonlocals).items()
-            plain = {key: value for key, value in around if isinstance(value, str | int | float | tuple)}
-            found[name] = f"{_source(function)}{plain or ''}"
-            near = ("__main__", function.__module__)
-            pending += [value for _, value in around if getattr(value, "__module__", None) in near]
-    return dict(sorted(found.items()))
+        value = pending.pop()
+        for name in ("func",) * isinstance(value, cached_property) + ("fget", "__func__"):
+            value = getattr(value, name, None) or value
+        if id(value) in seen or not (parts := _parts(value)):
+            continue
+        seen.add(id(value))
+        about, used = parts
+        whole = value.func if isinstance(value, partial) else value
+        name = f"{whole.__module__}.{getattr(whole, '__qualname__', type(whole).__qualname__)}"
+        found[name] = found.get(name, "") + about
+        pending += [one for one in used if not isinstance(one, type | FunctionType) or _mine(one)]
+    return {name: fingerprint(about) for name, about in sorted(found.items()) if about}
 
 
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The functions of a class, of a method or property, or of a function with some arguments."""
-    if isinstance(value, type):
-        for one in vars(value).values() if _foreign(value) else ():
-            yield from _functions(one) if not isinstance(one, type) else ()
-    for name in ("func", "fget", "__func__"):
-        value = getattr(value, name, None) or value
-    if isinstance(value, FunctionType):
-        yield value
+def _parts(value: Any) -> tuple[str, list[Any]] | None:
+    """What counts of a function with some arguments, of a function, of a class or of an object that is
+    called, as text; and what it refers to."""
+    if isinstance(value, partial):
+        given = value.args, value.keywords
+        return repr(_plain(given)), [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType) and _foreign(value):
+        around = _around(value)
+        plain = _plain((around, value.__defaults__, value.__kwdefaults__))
+        return f"{_compiled(value.__code__)} {plain}", [*around.values()]
+    if isinstance(value, type) and _mine(value):
+        inner = {key: one for key, one in vars(value).items() if not key.startswith("__")}
+        return repr(_plain(inner) or ""), [*value.__bases__, *inner.values()]
+    if callable(value) and hasattr(value, "__dict__") and _mine(type(value)) and not isinstance(value, Stage):
+        return repr(_plain(vars(value))), [type(value), *vars(value).values()]
+    return None
+
+
+def _around(function: FunctionType) -> dict[str, Any]:
+    """The variables from outside that a function reads; an attribute of the same name is none of them."""
+    codes, names = [function.__code__], set()
+    for code in codes:
+        names |= {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+    around = {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with suppress(ValueError):  # not set yet
+            around[name] = cell.cell_contents
+    return around
+
+
+def _compiled(code: CodeType) -> str:
+    """What a function does, without comments, layout and line numbers."""
+    inner = [_compiled(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {inner}"
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, texts and collections of them, arrays by their hash; None for everything else."""
+    if isinstance(value, str | bytes | int | float | complex):
+        return value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        return array.shape, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    if isinstance(value, Mapping):
+        return {str(key): plain for key, one in value.items() if (plain := _plain(one)) is not None}
+    if isinstance(value, tuple | list | set | frozenset):
+        return [
+            _plain(one) for one in (sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+        ]
+    return None
+
+
+def _cached(kind: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
 
 
 def _foreign(value: Any) -> bool:
     return value is not object and value.__module__.partition(".")[0] != "unmask"
 
 
-def _source(function: FunctionType) -> str:
-    try:
-        return inspect.getsource(function)
-    except OSError:  # typed at a prompt
-        code = function.__code__
-        plain = [value for value in code.co_consts if isinstance(value, str | int | float | tuple)]
-        return f"{code.co_code.hex()} {code.co_names} {plain}"
+def _mine(value: Any) -> bool:
+    """Whether a function or a class is neither the library's nor an installed package's."""
+    module = str(value.__module__)
+    if module == "__main__":  # whatever file this process began with
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return (
+        _foreign(value)
+        and module.partition(".")[0] not in sys.stdlib_module_names
+        and "-packages" not in file
+    )

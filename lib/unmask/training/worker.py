@@ -15,7 +15,7 @@ from unmask.models import backbone
 from unmask.run import PREEMPTED
 from unmask.store import read_json, replacing
 from unmask.training.distributed import Processes
-from unmask.training.identity import weights_hash
+from unmask.training.identity import own_code, weights_hash
 from unmask.training.job import Job
 from unmask.training.launch import ERROR, LOG, TrainingStopped
 from unmask.training.loop import run
@@ -43,6 +43,8 @@ def main(path: Path) -> None:
         model = stage.model(job.start)
         if weights_hash(model) != about["made_of"]["weights"]:
             raise ValueError("the notebook's model is not what its start gives: save it, and start from that")
+        if own_code(stage) != about["made_of"]["own code"]:
+            raise ValueError("the notebook's stage computes with what its module does not hold: put it there")
         run(job, stage, model, processes, lambda row: None)
     except TrainingStopped:
         _say(folder, "TrainingStopped")
