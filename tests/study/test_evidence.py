@@ -303,10 +303,10 @@ def execute(study, seed, *, corpus="c", **overrides):
     works = evidence.claim(run, "works", evidence.bootstrap(EFFECTS[seed], 100))
     size = [evidence.claim(run, "sized", evidence.bootstrap(EFFECTS[seed], 100), size=7)] * (seed != 1)
     run.save({"claims": evidence.keep(run, [works, *size, evidence.not_run("scales")])})
-    replace(run, stage="00_backbone").save({"corpus_hash": corpus, "claims": []})
+    replace(run, notebook="00_backbone").save({"corpus_hash": corpus, "claims": []})
     record = {"exit_status": 0, "otherwise": {}, "data": "d", "reads": ["data"]}
     stages = {"00_backbone": record, "02_pair": record | {"reads": ["data", "pair"]}}
-    replace(run, stage="provenance").save({"preset": resolved(config), "stages": stages})
+    replace(run, notebook="provenance").save({"preset": resolved(config), "stages": stages})
 
 
 def test_claims_are_pooled_over_the_seeds_at_hand(study):
@@ -347,13 +347,13 @@ def test_what_of_a_run_was_made_otherwise_or_failed_is_left_out(study):
     about = study.load("provenance")
     for changes in ({"otherwise": {"pair.lr": 0.5}}, {"data": "another"}, {"exit_status": 1}):
         pair = about["stages"]["02_pair"] | changes
-        replace(study, stage="provenance").save(about | {"stages": about["stages"] | {"02_pair": pair}})
+        replace(study, notebook="provenance").save(about | {"stages": about["stages"] | {"02_pair": pair}})
         assert list(evidence.metrics(study)[0]) == ["00_backbone"] and len(evidence.left_out(study)) == 1
     first = about["stages"]["00_backbone"] | {"data": ""}  # as earlier versions recorded it
-    replace(study, stage="provenance").save(about | {"stages": about["stages"] | {"00_backbone": first}})
+    replace(study, notebook="provenance").save(about | {"stages": about["stages"] | {"00_backbone": first}})
     assert not evidence.left_out(study)
     first |= {"exit_status": 1}
-    replace(study, stage="provenance").save(about | {"stages": about["stages"] | {"00_backbone": first}})
+    replace(study, notebook="provenance").save(about | {"stages": about["stages"] | {"00_backbone": first}})
     with pytest.raises(ValueError, match="smoke' failed when it last ran: `unmask run --preset smoke"):
         evidence.metrics(study)
     with pytest.raises(ValueError, match="12_report of run 'smoke' was not run"):
