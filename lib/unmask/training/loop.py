@@ -64,6 +64,8 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
         FloatingPointError, CheckpointException: as `steps`.
     """
     folder, made_of = Path(folder), identity(stage, model)
+    if (folder / "model").is_dir() and not (folder / "model").is_symlink():
+        raise RuntimeError(f"{folder} holds a model of an earlier version of unmask: move it away")
     home = _home(folder, made_of)
     watch = watch or Watch()
     with alone_in(home):
