@@ -29,6 +29,7 @@ from unmask.config import (
     EvaluationConfig,
     ParallelConfig,
     Section,
+    check_keys,
 )
 from unmask.data.batches import permuted
 from unmask.data.corpus import SCHEMAS, Corpus, write_tables
@@ -141,7 +142,7 @@ def fit(
     if folder and Path(folder).is_file():
         raise ValueError(f"{folder} is a file: name a folder")
     rows = _rows(data, stage)
-    _check_keys(stage, values)
+    check_keys(SECTIONS[stage], values, stage)
     if not 0 <= hold_out < 1:
         raise ValueError(f"hold_out must be a share below 1, got {hold_out}")
     group_N = _groups(stage, rows)
@@ -273,12 +274,6 @@ def _held_out(group_N: np.ndarray, share: float, stage: str) -> np.ndarray:
 # --- values
 
 
-def _check_keys(stage: str, values: Mapping[str, Any]) -> None:
-    known = SECTIONS[stage].__dataclass_fields__
-    if unknown := values.keys() - known.keys():
-        raise ConfigError(f"{stage}: unknown key {min(unknown)!r}{nearest(min(unknown), known)}")
-
-
 def _config(
     stage: str,
     rows: list[dict[str, Any]],
@@ -348,8 +343,8 @@ def _corpus(
             same | rows[i] | {"key": rows[i].get("query", ""), "document_id": str(i), "split": "test"}
             for i in (_asked_of(rows, held_N) if held_N.any() else ())
         ]
-        place = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
-        source = vars(Source("rows", "files", "text", "mul", "", **place))
+        file = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
+        source = vars(Source("rows", "files", "text", "mul", "", **file))
         with new_directory(path) as folder:
             sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
             for kind in kinds:

@@ -124,8 +124,7 @@ class Run:
                 if name != self.name:
                     print(f"{notebook}: taken from run {name!r}")
                 return path
-        preset = self.config.name
-        run = preset if self.name.startswith(f"{LAB}/") else self.name
+        preset, run = self.config.name, self.recorded.name
         command = f"unmask run --preset {preset}{f' --run {run}' * (run != preset)} --to {notebook[:2]}"
         raise FileNotFoundError(
             f"{self.notebook} needs {notebook}: make it with `{command}` and your --set; --dry-run "

@@ -62,6 +62,12 @@ def test_two_processes_train_as_one(start, tmp_path, capsys, monkeypatch):
     assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
 
 
+@pytest.mark.slow
+def test_one_process_under_torchrun_ends_in_order(start, tmp_path):
+    one = trained(made(start, ParallelConfig(strategy="fsdp2"), steps=2), start, tmp_path / "pair")
+    assert len(history(one)) == 2
+
+
 NOTEBOOK = """
     import sys
     from dataclasses import replace

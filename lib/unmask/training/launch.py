@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from joblib import cpu_count
@@ -94,5 +93,5 @@ def _error(folder: Path) -> str:
 
 
 def _last_line(path: Path) -> str:
-    said: Sequence[str] = path.read_text(encoding="utf8", errors="replace").splitlines()
+    said = path.read_text(encoding="utf8", errors="replace").splitlines()
     return next(filter(str.strip, reversed(said)), "it left no message")

@@ -35,7 +35,7 @@ from unmask.training.identity import identity
 from unmask.training.job import JOB, Job
 from unmask.training.launch import STOP, TrainingStopped, launch, several
 from unmask.training.stages import Stage
-from unmask.training.watch import Watch, history
+from unmask.training.watch import METRICS, Watch, history
 
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
@@ -198,7 +198,7 @@ def _differ(path: Path, made_of: dict[str, Any]) -> list[str]:
 def _before(folder: Path, home: Path) -> list[dict[str, Any]]:
     """The curve of the last training of this name, for whoever tries something by hand."""
     last = (folder / "model").resolve()
-    by_hand, there = "UNMASK_CODE" not in os.environ, (last.parent / "metrics.jsonl").is_file()
+    by_hand, there = "UNMASK_CODE" not in os.environ, (last.parent / METRICS).is_file()
     return history(last) if by_hand and there and last.parent != home else []
 
 
@@ -247,7 +247,7 @@ def steps(
         CheckpointException: a checkpoint cannot be written, for instance to a full disk.
         TrainingStopped: a signal came.
     """
-    config, log = stage.config, folder / "metrics.jsonl"
+    config, log = stage.config, folder / METRICS
     checkpoints = Checkpoints(folder / "checkpoints", fingerprint, config.keep_checkpoints)
     processes = processes or Processes.alone(config.precision)
     with _equipped(stage, model, processes) as (module, optimizer):

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from unmask.extras import extra
 
-LOG = "metrics.jsonl"  # of a training, in its folder: a line for each step
+METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
 RARE = 30  # times what drawing takes: the least between two curves
 
 
@@ -25,7 +25,7 @@ def draws() -> bool:
 
 def history(checkpoint: Path) -> list[dict[str, Any]]:
     """The logged metrics of the training that made a checkpoint."""
-    lines = (checkpoint.resolve().parent / LOG).read_text(encoding="utf8").splitlines()
+    lines = (checkpoint.resolve().parent / METRICS).read_text(encoding="utf8").splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -50,7 +50,7 @@ class Watch:
         """
         self.title, self.folder = self.title or title, folder
         self.loss, self.before = [], [row["loss"] for row in before]
-        self.handle, self.next = None, 0.0
+        self.handle, self.next, self.size = None, 0.0, 0
 
     def __enter__(self) -> "Watch":
         return self
@@ -62,15 +62,18 @@ class Watch:
 
     def read(self) -> None:
         """Shows what other processes have logged since the last look."""
-        log = self.folder / LOG
-        lines = log.read_bytes().splitlines(keepends=True) if log.is_file() else []
+        log = self.folder / METRICS
+        size = log.stat().st_size if log.is_file() else 0
+        if size == self.size:  # nothing new
+            return
+        self.size, lines = size, log.read_bytes().splitlines(keepends=True)
         for line in lines[len(self.loss) :]:
             if line.endswith(b"\n"):  # else half of it is written
                 self(json.loads(line))
 
     def __call__(self, row: dict[str, Any]) -> None:
         if "total" in row:
-            log = self.folder / LOG
+            log = self.folder / METRICS
             lines = log.read_text(encoding="utf8").splitlines()[: row["done"]] if row["done"] else []
             self.loss = [json.loads(line)["loss"] for line in lines]
             self.bar.close()

@@ -53,7 +53,8 @@ def main(path: Path) -> None:
         traceback.print_exc()
         _say(folder, f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():  # not where a launcher starts one process without torchrun
+        torch.distributed.destroy_process_group()
 
 
 def _say(folder: Path, text: str) -> None:
