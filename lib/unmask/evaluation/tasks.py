@@ -72,6 +72,11 @@ class Task:
         return np.repeat(np.arange(len(self.documents)), [len(chunks) for chunks in self.documents])
 
     @property
+    def asked_N(self) -> np.ndarray:
+        """For each query the number of the document that answers it (of several the first)."""
+        return self.document_M[[min(chunks) for chunks in self.relevant]]
+
+    @property
     def identity(self) -> str:
         """Hash of queries, documents and answers."""
         relevant = [sorted(chunks) for chunks in self.relevant]

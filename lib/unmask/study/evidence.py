@@ -1,192 +1,100 @@
-"""Claims and what they rest on: effects with intervals over queries and seeds, gates of trainings, verdicts.
+"""What the runs say of the claims: effects with intervals, gates of trainings, verdicts.
 
-An effect is a number with its bootstrap resamples over queries, in which those that one document answers stay
-together. Every run asks the same queries, and one random stream draws them: resample b holds the same
-queries for every system and every seed. So effects of the same queries can be subtracted, divided and
-compared resample by resample, and averaged over seeds.
+Every notebook keeps the score of each query, results/<run>/scores/<notebook>.npz. claims.yaml says which two
+systems a claim compares, on which tasks, and on which trainings it rests. Notebook 12 computes all claims
+from these files, over all seeds: a definition can be mended without training anew.
 
-A training that fails its own purpose says nothing about the paper: a claim that rests on it is "invalid",
-neither "contradicted" nor "undecided". A gate is a number, its bar, and whether it passed; notebooks
-keep their gates beside their metrics, claims carry those that they rest on.
+A training that fails its own purpose says nothing about the paper: a claim that rests on it is "invalid".
+What a training must show is a gate, a number and its bar. Notebooks save their gates beside their metrics.
 
-What is claimed, by whom and with which bar stands in claims.yaml and nowhere else.
-
-Shape suffixes: N queries · C clusters of them · B resamples · S seeds, in `learnt` steps.
+Shape suffixes: N queries · C documents that they ask for · S seeds, or in `learnt` steps.
 """
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 from scipy import stats
 
-from unmask.config import EvaluationConfig, comparable, resolved
+from unmask.config import comparable, resolved
 from unmask.evaluation.tasks import Task, ndcg
 from unmask.run import Run, seed_runs
-from unmask.store import replacing
+from unmask.store import read_json, replacing
 
-VERDICTS = ("reproduced", "undecided", "contradicted", "invalid", "not run")
-NOTHING = 1e-3  # a score below it found nothing, and has no shares
+VERDICTS = ("holds", "does not hold", "open", "one run", "two runs", "invalid", "not asked", "not run")
 Gate = dict[str, Any]
 Line = dict[str, Any]  # what is said of a claim, as in claims.json
-Values = Sequence[float] | np.ndarray
 Scores = Mapping[str, np.ndarray]  # task → a metric per query
 
 
 # Effects
 
 
-@dataclass(frozen=True, eq=False)
-class Effect:
-    """A number computed from queries, and its value in each bootstrap resample of them.
-
-    Effects of the same queries can be combined: their difference and their share are computed in every
-    resample. The lowest of several keeps the resamples of each, (F, B): see `lowest`.
-
-    Example:
-        >>> ours, other = bootstrap([0.9, 0.8, 0.7, 0.9], 1000), bootstrap([0.5, 0.6, 0.6, 0.6], 1000)
-        >>> gain = ours - other
-        >>> low, high = gain.interval
-        >>> f"{gain.value:.2f} {0 < low < gain.value < high}"
-        '0.25 True'
-    """
+class Effect(NamedTuple):
+    """A mean difference and its 95 % interval."""
 
     value: float
-    replicates_B: np.ndarray
-    pooled: tuple[np.ndarray, np.ndarray, int] | None = None  # of `pool`: 1/S · Σ r, σ/√S and S − 1
-
-    @property
-    def centres(self) -> Values:
-        """The value; of the lowest of several, the mean of each one's resamples."""
-        return self.replicates_B.mean(axis=1) if self.replicates_B.ndim > 1 else [self.value]
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 %, from the resamples; for a minimum see `lowest`."""
-        low, high = np.quantile(self.replicates_B, [0.025, 1 - 0.025 / len(self.centres)], axis=-1)
-        return float(np.min(low)), float(np.min(high))
-
-    def chance(self, bar: float) -> float:
-        """Two-sided p-value for an effect at the bar: twice the smaller share of resamples on either side
-        of it. For several seeds the share is computed, not sampled: sampled tails would vary, and
-        verdicts with them."""
-        if self.pooled:
-            queries_FB, sem_F1, free = self.pooled
-            sides = [of((bar - queries_FB) / sem_F1, free).mean(axis=1) for of in (stats.t.cdf, stats.t.sf)]
-            return min(1.0, 2 * float(min(sides[0].max(), len(sem_F1) * sides[1].min())))
-        below, above = (np.sum(x, axis=-1) for x in (self.replicates_B <= bar, self.replicates_B >= bar))
-        beyond = min(np.max(below), len(self.centres) * np.min(above))
-        return min(1.0, 2 * (1 + float(beyond)) / (1 + self.replicates_B.shape[-1]))
-
-    def __iter__(self) -> Iterator[float]:
-        """value, low, high."""
-        return iter((self.value, *self.interval))
-
-    def __sub__(self, other: "Effect") -> "Effect":
-        return Effect(self.value - other.value, self.replicates_B - other.replicates_B)
-
-    def share_of(self, whole: "Effect") -> "Effect":
-        """This as a share of a score; a score below 0.001 counts as 0.001."""
-        replicates_B = self.replicates_B / np.maximum(whole.replicates_B, NOTHING)
-        return Effect(self.value / max(whole.value, NOTHING), replicates_B)
+    low: float
+    high: float
 
 
-def bootstrap(values_N: Values, samples: int, cluster_N: Values | None = None, *, block: int = 1) -> Effect:
-    """The mean over queries, by resampling clusters of queries: the sum of the values drawn, divided by the
-    number of queries drawn.
+def effect(gains: Sequence[Scores], documents: Mapping[str, Sequence[Any]]) -> Effect:
+    """The mean over tasks of the mean over queries, with its interval over other documents and other seeds.
 
-    Resamples of few clusters spread too little, and their spread itself is uncertain. So they are
-    stretched about the mean by √(C / (C − 1)) · t / z, with t and z the 97.5 % quantiles of Student's
-    distribution with C − 1 degrees of freedom and of the normal one: by 1.87 for eight steps in pairs, 1.22
-    for ten clusters, 1.006 for 300.
+        e = 1/T · Σ_t 1/N_t · Σ_n g[t, n]
+        error² = 1/T² · Σ_t C_t/(C_t − 1) · 1/N_t² · Σ_c (Σ_{n asks for c} (g[t, n] − ḡ[t]))²
+
+    g is the mean over seeds of each query's gain. Queries that ask for one document succeed or fail together,
+    so documents are what is drawn (a cluster-robust standard error); its degrees of freedom are those of
+    Welch and Satterthwaite, from C_t − 1 of each task. Other seeds add σ/√S with S − 1 degrees of freedom,
+    where σ is the standard deviation of the seeds' effects. The interval holds 95 % of the sum of these two
+    errors, each distributed as Student's t (Behrens and Fisher).
 
     Args:
-        values_N: a metric per query, or the difference of two systems' over the same queries.
-        samples: number of resamples.
-        cluster_N: what queries share that succeed or fail together, for instance the document that answers
-            them (`documents_asked`). Default: nothing.
-        block: clusters in a row that are drawn together, the first after the last: more than 1 for values
-            that depend on their neighbours, as the losses of training steps do.
+        gains: of each seed the gain of each query, by task.
+        documents: by task the document that each query asks for.
+
+    Example:
+        >>> gain = effect([{"docs": np.array([0.4, 0.3, 0.1, 0.3])}], {"docs": [0, 1, 2, 3]})
+        >>> points(gain)
+        '+27.5 [+7.6, +47.4] points'
     """
-    values_N = np.asarray(values_N, dtype=np.float64)
-    _, number_N = np.unique(range(len(values_N)) if cluster_N is None else cluster_N, return_inverse=True)
-    # One cluster alone says nothing of others: the queries are drawn one by one.
-    number_N = number_N if number_N.any() else np.arange(len(values_N))
-    size_C, sum_C = np.bincount(number_N), np.bincount(number_N, values_N)
-    sizes_C, sums_C = (sum(np.roll(x_C, -shift) for shift in range(block)) for x_C in (size_C, sum_C))
-    generator = np.random.default_rng(0)  # one stream for all, see the top of this file
-    drawn = (generator.integers(len(sum_C), size=math.ceil(len(sum_C) / block)) for _ in range(samples))
-    mean, means_B = float(values_N.mean()), np.array([sums_C[c].sum() / sizes_C[c].sum() for c in drawn])
-    blocks = max(2, len(sum_C) / block)
-    wider = (blocks / (blocks - 1)) ** 0.5 * stats.t.ppf(0.975, blocks - 1) / stats.norm.ppf(0.975)
-    return Effect(mean, mean + wider * (means_B - mean))
+    variance, free = [], []
+    for task, asked in documents.items():
+        gain_N = np.mean([one[task] for one in gains], axis=0, dtype=np.float64)
+        _, number_N = np.unique(asked, return_inverse=True)
+        number_N = number_N if number_N.any() else np.arange(len(gain_N))  # one document alone: by queries
+        sum_C = np.bincount(number_N, gain_N - gain_N.mean())
+        free.append(max(1, len(sum_C) - 1))
+        spread = sum_C @ sum_C * len(sum_C) / free[-1] if len(sum_C) > 1 else 1.0  # one query tells nothing
+        variance.append(spread / (len(gain_N) * len(documents)) ** 2)
+    total = sum(variance)
+    degrees = total**2 / sum(v**2 / f for v, f in zip(variance, free)) if total else 1
+    value_S = [np.mean([one[task].mean(dtype=np.float64) for task in documents]) for one in gains]
+    share_B = (np.arange(1000) + 0.5) / 1000
+    error_B = total**0.5 * stats.t.ppf(share_B, degrees)
+    if len(gains) > 1:
+        error_B = np.add.outer(error_B, stats.sem(value_S) * stats.t.ppf(share_B, len(gains) - 1))
+    value, half = float(np.mean(value_S)), float(np.quantile(error_B, 0.975))
+    return Effect(value, value - half, value + half)
 
 
-def documents_asked(tasks: Sequence[Task]) -> list[str]:
-    """For each query of the tasks in turn, the document that answers it (of several the first)."""
-    document_M = {task.name: task.document_M for task in tasks}
-    return [f"{t.name} {document_M[t.name][min(chunks)]}" for t in tasks for chunks in t.relevant]
-
-
-def compare(ours: Scores, other: Scores, tasks: Sequence[Task], config: EvaluationConfig) -> Effect:
-    """How much better `ours` is than `other`: mean difference over all queries of the tasks, the documents
-    that they ask for drawn anew."""
-    gain_N = np.concatenate([ours[task.name] - other[task.name] for task in tasks])
-    return bootstrap(gain_N, config.bootstrap, documents_asked(tasks))
-
-
-def lowest(effects: Sequence[Effect]) -> Effect:
-    """The minimum of several effects. F is their number, with effects that are minima themselves split up.
-
-    The minimum within each resample would be biased low, most of all for effects that are alike. So each
-    keeps its own resamples and its own interval. All true values lie above a bar if all intervals do (an
-    intersection-union test, which needs no correction): the lower end is the minimum of the lower ends. One
-    lies below a bar if its interval does, at a level of 2.5 % / F (Bonferroni): the upper end is the minimum
-    of the upper ends.
-    """
-    return Effect(min(one.value for one in effects), np.vstack([one.replicates_B for one in effects]))
-
-
-def pool(effects: Sequence[Effect]) -> Effect:
-    """One effect of several seeds: its mean, over other queries and other seeds.
-
-        r_b = 1/S · Σ_s r[s, b] + t_b · σ/√S
-
-    The first part has the same queries resampled for all seeds. The second is what other seeds would add: σ
-    is the standard deviation of the seeds' values, and t_b are the quantiles of Student's t distribution with
-    S − 1 degrees of freedom, in random order; each resample meets 20 of them. One seed changes nothing.
-
-    Of few seeds, drawing with replacement makes intervals that are too short; these hold the true effect in
-    95 to 98 % of simulated studies of 3 to 5 seeds, whether queries or seeds decide, if seeds are normal. If
-    one training in three learns and the others do not, it is 84 % of 3 seeds and 92 % of 5.
-    """
-    if len(effects) == 1:
-        return effects[0]
-    centres_SF = [effect.centres for effect in effects]
-    queries_FB = np.atleast_2d(np.mean([effect.replicates_B for effect in effects], axis=0))
-    sem_F1, free = np.maximum(stats.sem(centres_SF), 1e-12)[:, None], len(effects) - 1
-    replicates_FB = np.tile(queries_FB, 20)
-    order_B = np.random.default_rng(1).permutation(replicates_FB.shape[1])
-    replicates_FB += sem_F1 * stats.t.ppf((order_B + 0.5) / len(order_B), free)
-    return Effect(float(np.mean(centres_SF, axis=0).min()), replicates_FB, (queries_FB, sem_F1, free))
+def compare(ours: Scores, other: Scores, tasks: Sequence[Task]) -> Effect:
+    """How much better `ours` is than `other` on some tasks, in this run alone: see `effect`."""
+    gain = {task.name: ours[task.name] - other[task.name] for task in tasks}
+    return effect([gain], {task.name: task.asked_N for task in tasks})
 
 
 def points(effect: Effect, unit: str = "points") -> str:
     """An effect with its interval: "+12.3 [+10.1, +14.6] points", which are hundredths, or in another unit as
     it is: "-0.345 [-0.400, -0.286] nats"."""
-    value, low, high = (in_unit(number, unit) for number in effect)
+    value, low, high = (f"{100 * x:+.1f}" if unit == "points" else f"{x:+.3f}" for x in effect)
     return f"{value} [{low}, {high}] {unit}"
-
-
-def in_unit(number: float, unit: str) -> str:
-    """A difference without its unit: in points, which are hundredths, "+12.3"; in another one "-0.345"."""
-    return f"{100 * number:+.1f}" if unit == "points" else f"{number:+.3f}"
 
 
 # Gates
@@ -194,12 +102,17 @@ def in_unit(number: float, unit: str) -> str:
 
 def at_least(name: str, value: float, bar: float) -> Gate:
     """A gate that passes if value >= bar."""
-    return {"name": name, "value": float(value), "bar": f">= {bar:.6g}", "passed": bool(value >= bar)}
+    return _gate(name, value, ">=", bar)
 
 
 def at_most(name: str, value: float, bar: float) -> Gate:
     """A gate that passes if value <= bar."""
-    return {"name": name, "value": float(value), "bar": f"<= {bar:.6g}", "passed": bool(value <= bar)}
+    return _gate(name, value, "<=", bar)
+
+
+def _gate(name: str, value: float, side: str, bar: float) -> Gate:
+    passed = value >= bar if side == ">=" else value <= bar
+    return {"name": name, "value": float(value), "side": side, "bar": float(bar), "passed": bool(passed)}
 
 
 def learnt(name: str, curve: Sequence[Mapping[str, Any]], base_rate: float | None = None) -> list[Gate]:
@@ -262,34 +175,85 @@ def denoises(
     return found + ([at_most(f"nats at t = {few}, at most the causal parent's", least, causal)] * beats)
 
 
-def above(name: str, scores: Scores, other: Scores, tasks: Sequence[Task], config: EvaluationConfig) -> Gate:
+def above(name: str, scores: Scores, other: Scores, tasks: Sequence[Task]) -> Gate:
     """Whether a model finds more than another: the low end of the interval of the difference in nDCG@10, over
-    all queries of the tasks that it was asked."""
+    the tasks that it was asked."""
     asked = [task for task in tasks if task.name in scores]
-    return at_least(name, compare(scores, other, asked, config).interval[0], 0.0)
+    return at_least(name, compare(scores, other, asked).low, 0.0)
 
 
-def above_chance(name: str, scores: Scores, tasks: Sequence[Task], config: EvaluationConfig) -> Gate:
+def above_chance(name: str, scores: Scores, tasks: Sequence[Task]) -> Gate:
     """Whether a model finds more than shuffled documents give, see `above`."""
     rng, asked = np.random.default_rng(0), [task for task in tasks if task.name in scores]
     shuffled = {task.name: ndcg(task, rng.random((len(task.queries), len(task.chunks)))) for task in asked}
-    return above(f"{name}: nDCG@10 above that of shuffled documents", scores, shuffled, tasks, config)
+    return above(f"{name}: nDCG@10 above that of shuffled documents", scores, shuffled, tasks)
 
 
-def mean_gates(gates: Sequence[Gate]) -> list[Gate]:
+def mean_gates(gates: Iterable[Gate]) -> list[Gate]:
     """Gates of several seeds as one each: the mean of its number against the mean of its bar."""
+    named: dict[str, list[Gate]] = {}
+    for gate in gates:
+        named.setdefault(gate["name"], []).append(gate)
     means = []
-    for name in dict.fromkeys(gate["name"] for gate in gates):
-        values, signs, bars = zip(*((g["value"], *g["bar"].split()) for g in gates if g["name"] == name))
-        judge = at_least if signs[0] == ">=" else at_most
-        means.append(judge(name, np.mean(values), np.mean([float(bar) for bar in bars])))
+    for name, row in named.items():
+        value, bar = (np.mean([gate[key] for gate in row]) for key in ("value", "bar"))
+        means.append(_gate(name, value, row[0]["side"], bar))
     return means
 
 
-def failed(gates: Sequence[Gate]) -> str:
+def failed(gates: Iterable[Gate]) -> str:
     """The gates that did not pass, with their numbers; empty if all did."""
-    # Each once, in their order.
-    return "; ".join({f"{g['name']}: {g['value']:.3g}, not {g['bar']}": 0 for g in gates if not g["passed"]})
+    return "; ".join(
+        f"{gate['name']}: {gate['value']:.3g}, not {gate['side']} {gate['bar']:.3g}"
+        for gate in gates
+        if not gate["passed"]
+    )
+
+
+# What notebooks keep
+
+
+def keep(study: Run, tasks: Sequence[Task], scores: Mapping[str, Scores]) -> Path:
+    """Writes the score of each query to results/<run>/scores/<notebook>.npz, in half precision: off by 0.0005
+    at most.
+
+    Args:
+        scores: system → task → a metric per query, nDCG@10 where nothing else is said.
+    """
+    read = {task.name: task for task in tasks if any(task.name in row for row in scores.values())}
+    arrays = {f"documents::{name}": task.asked_N.astype(np.int32) for name, task in read.items()}
+    arrays["families"] = np.array([(name, task.family) for name, task in read.items()])
+    for system, row in scores.items():
+        arrays |= {f"{system}::{name}": x_N.astype(np.float16) for name, x_N in row.items() if name in read}
+    path = _scores(study)
+    with replacing(path) as temporary, temporary.open("wb") as stream:
+        np.savez_compressed(stream, **arrays)
+    return path
+
+
+def _scores(study: Run) -> Path:
+    return study.results / "scores" / f"{study.notebook}.npz"
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What `keep` kept."""
+
+    families: dict[str, str]  # of each task
+    documents: dict[str, np.ndarray]  # task → the document that each query asks for
+    scores: dict[str, dict[str, np.ndarray]]  # system → task → a metric per query
+
+    @classmethod
+    def of(cls, study: Run) -> "Kept | None":
+        """What a notebook kept; None if nothing."""
+        if not _scores(study).is_file():
+            return None
+        arrays = dict(np.load(_scores(study)))
+        families, scores = dict(arrays.pop("families").tolist()), {}
+        for name, x_N in arrays.items():
+            system, _, task = name.rpartition("::")
+            scores.setdefault(system, {})[task] = x_N.astype(np.float64 if system != "documents" else int)
+        return cls(families, scores.pop("documents"), scores)
 
 
 # Claims
@@ -297,86 +261,92 @@ def failed(gates: Sequence[Gate]) -> str:
 
 @cache
 def stated() -> dict[str, dict[str, Any]]:
-    """What claims.yaml says: key → the claim, its source, the paper's figures, the bar, and its notebook."""
-    written = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf8"))
-    return {key: {"notebook": stage} | one for stage, some in written.items() for key, one in some.items()}
+    """What claims.yaml says: key → the claim, its source, the paper's figures, and what is compared."""
+    return yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf8"))
 
 
-def judge(interval: tuple[float, float], *, above: float | None = None, below: float | None = None) -> str:
-    """The verdict on "the true value lies above (or else: below) a bar", given its 95 % interval.
+def judge(found: Effect, bar: float, seeds: int) -> str:
+    """The verdict on "the true effect lies above the bar": by the interval alone, from three seeds on."""
+    if seeds < 3:
+        return ("one run", "two runs")[seeds - 1]
+    return "holds" if found.low > bar else "does not hold" if found.high < bar else "open"
 
-    "reproduced" if the whole interval lies on the claimed side, "contradicted" if the whole of it lies on
-    the other one, "undecided" if the bar is inside.
+
+def claims(study: Run) -> list[Line]:
+    """All claims, each over the seeds at hand that can answer it, as claims.json has them.
+
+    Where no run kept scores for a claim, what results/<run>/earlier.json says of it is taken: a number of an
+    earlier version of this repository, by the definition that it names.
     """
-    low, high = interval if below is None else (-interval[1], -interval[0])
-    bar = above if below is None else -below
-    return "reproduced" if low > bar else "contradicted" if high < bar else "undecided"
+    every, saved, earlier = runs(study), metrics(study), read_json(study.results / "earlier.json")
+    lines = []
+    for key, about in stated().items():
+        about = {"bar": 0.0, "pretrained": False} | about
+        told = {name: about[name] for name in ("claim", "short", "source", "paper", "notebook", "bar")}
+        blank = {"value": None, "interval": None, "seeds": {}, "why": ""}
+        number, kept = about["notebook"], {}
+        for seed in (seed for seed, row in saved.items() if number in row):
+            one = Kept.of(replace(every[seed], notebook=number))
+            if one and {about["ours"], *about["other"]} <= one.scores.keys():
+                kept[seed] = one
+        if about["pretrained"] and not study.config.backbone.checkpoint:
+            found = {"verdict": "not asked", "why": "a small model from scratch can say nothing about it"}
+        elif kept:
+            found = _found(about, kept, {seed: saved[seed] for seed in kept})
+        elif key in earlier:
+            found = _earlier(about, earlier[key])
+        else:
+            found = {"verdict": "not run", "why": f"notebook {number.partition('_')[0]} was not run"}
+        lines.append({"key": key} | told | blank | found)
+    return lines
 
 
-def claim(
-    study: Run, key: str, effect: Effect, *, detail: str = "", gates: Sequence[Gate] = (), **sizes: Any
-) -> Line:
-    """A claim that an effect lies above or below a bar, judged; a line of claims.json once it is kept.
-
-    Args:
-        study: the run; key: of the claim in claims.yaml.
-        effect: this run's; detail: further figures of this run, as text.
-        gates: of the trainings that it rests on; one that failed makes it "invalid".
-        sizes: what the claim's text leaves open, for instance the number of dimensions.
-    """
-    bar = {side: bar for side, bar in stated()[key].items() if side in ("above", "below")}
-    line = _line(key, **sizes) | {"detail": detail, "gates": list(gates), "bar": bar}
-    line["seeds"] = [study.config.pair.seed]
-    return line | _judged(line, effect) | {"replicates_B": effect.replicates_B}
-
-
-def not_run(key: str, why: str = "") -> Line:
-    """A claim that nothing here tests, and why."""
-    ours = f"not run ({why or stated()[key]['why']})"
-    return _line(key) | {"ours": ours, "verdict": "not run", "seeds": [], "notebook": ""}
-
-
-def _line(key: str, **sizes: Any) -> Line:
-    about = {"unit": "points", "headline": False} | stated()[key]
-    blank = dict.fromkeys(("value", "interval", "bar", "p")) | dict.fromkeys(("ours", "effect", "detail"), "")
-    told = {name: about[name] for name in ("source", "paper", "notebook", "unit", "headline")}
-    text = about["claim"].format_map(defaultdict(lambda: "…", sizes))
-    return blank | told | {"claim": text, "gates": [], "values": {}}
-
-
-def _judged(line: Line, effect: Effect) -> Line:
-    """What a claim says of an effect; "invalid" where a gate failed."""
-    shown, passed = points(effect, line["unit"]), all(gate["passed"] for gate in line["gates"])
-    verdict = judge(effect.interval, **line["bar"]) if passed else "invalid"
-    ours = f"{shown}; {line['detail']}" if line["detail"] else shown
-    told = {"ours": ours, "effect": shown, "verdict": verdict, "p": effect.chance(*line["bar"].values())}
-    return told | {"value": effect.value, "interval": list(effect.interval)}
+def _found(about: Line, kept: Mapping[int, Kept], saved: Mapping[int, Mapping[str, Any]]) -> Line:
+    """What the scores of these seeds say of a claim."""
+    ours, first = about["ours"], next(iter(kept.values()))
+    contextual = {name: family == "contextual" for name, family in first.families.items()}
+    tasks = [name for name in first.scores[ours] if contextual[name] == about["contextual"]]
+    if not tasks:
+        return {"verdict": "not run", "why": "the corpus has no such tasks"}
+    other = about["other"][0]
+    if len(about["other"]) > 1:  # the better one on development data, once for all seeds
+        quality = [row[about["notebook"]]["development"] for row in saved.values()]
+        other = max(about["other"], key=lambda name: np.mean([row[name] for row in quality]))
+    gains = {
+        s: {name: one.scores[ours][name] - one.scores[other][name] for name in tasks}
+        for s, one in kept.items()
+    }
+    alone = {str(s): float(np.mean([gain_N.mean() for gain_N in row.values()])) for s, row in gains.items()}
+    value, *interval = found = effect([*gains.values()], {name: first.documents[name] for name in tasks})
+    gates = [
+        gate
+        for row in saved.values()
+        for name, trainings in about["rests"].items()
+        for training in trainings
+        for gate in row.get(name, {}).get("gates", {}).get(training, ())
+    ]
+    missed = failed(mean_gates(gates))
+    return {
+        "ours": ours,
+        "other": other,
+        "value": value,
+        "interval": interval,
+        "seeds": alone,
+        "queries": sum(len(first.documents[name]) for name in tasks),
+        "verdict": "invalid" if missed else judge(found, about["bar"], len(kept)),
+        "why": missed,
+    }
 
 
-# What notebooks keep, and what several seeds say together
+def _earlier(about: Line, said: Mapping[str, Any]) -> Line:
+    """What earlier.json says of a claim; its interval may be missing."""
+    found = Effect(said["value"], *(said["interval"] or (-math.inf, math.inf)))
+    verdict = judge(found, about["bar"], len(said["seeds"]))
+    told = {name: said[name] for name in ("value", "interval", "seeds")}
+    return told | {"verdict": verdict, "why": f"by an earlier definition: {said['definition']}"}
 
 
-def keep(study: Run, claims: Sequence[Line]) -> list[Line]:
-    """The claims as a notebook saves them; their resamples go to results/<run>/replicates/<stage>.npz.
-
-    A resample is kept as its distance from the value in half precision, which is off by a few thousandths of
-    the standard error at most.
-    """
-    tested = [one for one in claims if "replicates_B" in one]
-    distances = {one["claim"]: (one["replicates_B"] - one["value"]).astype(np.float16) for one in tested}
-    with replacing(_replicates(study)) as temporary, temporary.open("wb") as stream:
-        np.savez_compressed(stream, **distances)
-    return [{key: value for key, value in one.items() if key != "replicates_B"} for one in claims]
-
-
-def _replicates(study: Run) -> Path:
-    return study.results / "replicates" / f"{study.notebook}.npz"
-
-
-def _effect(study: Run, line: Line) -> Effect:
-    """The effect of a claim that `keep` kept."""
-    distances_B = np.load(_replicates(study))[line["claim"]]
-    return Effect(line["value"], line["value"] + distances_B.astype(np.float64))
+# The runs of several seeds
 
 
 def runs(study: Run) -> dict[int, Run]:
@@ -448,55 +418,6 @@ def metrics(study: Run, needed: str = "00_backbone") -> dict[int, dict[str, dict
 def first_seeds(by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
     """The first seed that has each notebook, in the notebooks' order."""
     return dict(sorted({name: seed for seed in reversed(by_seed) for name in by_seed[seed]}.items()))
-
-
-def pooled(study: Run) -> list[Line]:
-    """The claims of all notebooks, in their order, each over the seeds at hand that have it (see `metrics`).
-
-    An effect is averaged over the seeds that tested it and judged anew (see `pool`).
-
-    Raises: FileNotFoundError if the resamples of a notebook are missing.
-    """
-    every, by_seed, claims = runs(study), metrics(study), []
-    for stage in sorted({stage for saved in by_seed.values() for stage in saved}):
-        rows = {seed: saved[stage].get("claims", ()) for seed, saved in by_seed.items() if stage in saved}
-        for one in next(iter(rows.values())):
-            same = {seed: line for seed, row in rows.items() for line in row if line["claim"] == one["claim"]}
-            tested = {seed: line for seed, line in same.items() if line["value"] is not None}
-            at = {seed: replace(every[seed], notebook=stage) for seed in tested}
-            claims.append(_over_seeds(tested, at) if tested else one)
-    return claims
-
-
-def corrected(claims: Sequence[Line]) -> list[Line]:
-    """The claims after Holm's correction: of so many headline claims tested, one or another would hold by
-    chance.
-
-    In ascending order of p, the k-th of m must have p ≤ 0.05 / (m − k + 1); from the first that fails on, all
-    are "undecided". Invalid claims do not count.
-    """
-    valid = [one for one in claims if one["p"] is not None and one["verdict"] != "invalid"]
-    tested = sorted((one for one in valid if one["headline"]), key=lambda one: one["p"])
-    held, lost = True, {}
-    for number, one in enumerate(tested):
-        held = held and one["p"] * (len(tested) - number) <= 0.05
-        if not held and one["verdict"] != "undecided":
-            why = f"p = {one['p']:.3f}, too large for Holm's correction over {len(tested)} headline claims"
-            lost[one["claim"]] = {"verdict": "undecided", "lost_to": "Holm", "ours": f"{one['ours']}; {why}"}
-    return [one | lost.get(one["claim"], {}) for one in claims]
-
-
-def _over_seeds(same: Mapping[int, Line], at: Mapping[int, Run]) -> Line:
-    """A claim's lines by seed as one; they were kept at these runs."""
-    effect = pool([_effect(at[seed], line) for seed, line in same.items()])
-    line, *others = same.values()
-    if others:
-        said = [line["detail"] for line in same.values()]
-        told = said[0] if len(set(said)) == 1 else "; ".join(f"seed {s}: {t}" for s, t in zip(same, said))
-        values = {str(seed): other["value"] for seed, other in same.items()}
-        line = line | {"detail": told, "seeds": list(same), "values": values}
-        line["gates"] = mean_gates([gate for other in same.values() for gate in other["gates"]])
-    return line | _judged(line, effect)
 
 
 def gathered(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pandas as pd
 import yaml
+from IPython.display import SVG, Markdown, display
 
-from unmask.config import EvaluationConfig
 from unmask.evaluation.tasks import Task
-from unmask.study.evidence import Gate, Scores, above_chance, failed, learnt
+from unmask.run import Run
+from unmask.study.evidence import Effect, Gate, Scores, above_chance, keep, learnt, points
+from unmask.study.recipe import recipe
 
-MARKS = {"reproduced": "✔ ", "undecided": "– ", "contradicted": "✘ "}
+MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
 STAGES, SYSTEMS = _TOLD["stages"], _TOLD["systems"]
@@ -100,14 +102,13 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.3f}" + (f" ± {deviation(values):.3f}" if deviation(values) else "")
 
 
-# Gates and claims
+# Gates, claims and the notebook's answer
 
 
 def checked(
     curves: Mapping[str, Sequence[Mapping[str, Any]]],
     scores: Mapping[str, Scores],
     tasks: Sequence[Task],
-    config: EvaluationConfig,
     base_rates: Mapping[str, float] | None = None,
 ) -> dict[str, list[Gate]]:
     """The gates of trainings: did the loss fall, and is the model better than chance?
@@ -121,39 +122,82 @@ def checked(
     gates = {}
     for name, curve in curves.items():
         gates[name] = learnt(name, curve, (base_rates or {}).get(name))
-        gates[name] += [above_chance(name, scores[name], tasks, config)] if name in scores else []
+        gates[name] += [above_chance(name, scores[name], tasks)] if name in scores else []
     return gates
 
 
-def gates_table(gates: Sequence[Gate] | Mapping[str, Sequence[Gate]]) -> str:
-    """Gates of one training, or of each, as a Markdown table, each once; of many only those that failed."""
-    every = [gate for row in gates.values() for gate in row] if isinstance(gates, Mapping) else gates
-    once = {gate["name"]: gate for gate in every}.values()
+def gates_table(gates: Mapping[str, Sequence[Gate]]) -> str:
+    """Gates of some trainings as a Markdown table, each once; of many only those that failed."""
+    once = {gate["name"]: gate for row in gates.values() for gate in row}.values()
     missed, rows = [gate for gate in once if not gate["passed"]], []
     for gate in once if len(once) <= 8 else missed:
-        passed = "yes" if gate["passed"] else "**no**"
-        rows.append({"gate": gate["name"], "value": gate["value"], "bar": gate["bar"], "passed": passed})
-    return f"{len(once) - len(missed)} of {len(once)} passed." + f"\n\n{markdown_table(rows)}" * bool(rows)
+        passed, bar = "yes" if gate["passed"] else "**no**", f"{gate['side']} {gate['bar']:.3f}"
+        rows.append({"gate": gate["name"], "value": gate["value"], "bar": bar, "passed": passed})
+    told = f"Gates: {len(once) - len(missed)} of {len(once)} passed."
+    return told + f"\n\n{markdown_table(rows)}" * bool(rows)
 
 
-def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".", short: bool = False) -> str:
-    """Claims as a Markdown table, each with a link to the notebook that tests it; in a notebook with the note
-    that these are verdicts of one run.
+class Answer:
+    """The place below a notebook's question where its last cell writes the answer; above it the recipe, with
+    this notebook's box in colour."""
+
+    def __init__(self, study: Run):
+        display(SVG(recipe(study.notebook)))
+        waiting = Markdown("*Not answered yet: run the cells below.*")
+        self._place = display(waiting, display_id=True)
+
+    def write(self, text: str) -> None:
+        """Shows the answer, in Markdown."""
+        self._place.update(Markdown(text))
+
+
+def close(
+    study: Run,
+    answer: Answer,
+    text: str,
+    *,
+    gates: Mapping[str, Sequence[Gate]],
+    tasks: Sequence[Task] = (),
+    scores: Mapping[str, Scores] | None = None,
+    **metrics: Any,
+) -> None:
+    """The last cell of a notebook: writes its answer, shows the gates of its trainings, and keeps what
+    notebook 12 computes the claims from.
 
     Args:
-        claims: see `evidence.claim`; notebooks: folder of the executed notebooks, as seen from the table.
-        short: of our result, only the effect.
+        text: the answer, a sentence or two; gates: of each training.
+        tasks, scores: what `evidence.keep` keeps.
+        metrics: what else results/<run>/<notebook>.json holds.
+    """
+    if scores:
+        keep(study, tasks, scores)
+    study.save(metrics | {"answer": text, "gates": gates})
+    answer.write(f"**Answer, run `{study.name}`.** {text}")
+    if gates:
+        display(Markdown(gates_table(gates)))
+
+
+def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -> str:
+    """Claims as a Markdown table, each with a link to the notebook that measures it.
+
+    Args:
+        claims: see `evidence.claims`; notebooks: folder of the executed notebooks, as seen from the table.
     """
     rows = []
     for claim in claims:
-        row = {"claim": claim["claim"], "paper": f"{claim['paper']} ({claim['source']})"}
-        row["ours"] = (short and claim["effect"]) or claim["ours"]
-        why, mark = failed(claim["gates"]) or claim.get("lost_to", ""), MARKS.get(claim["verdict"], "")
-        row["verdict"] = f"**{mark}{claim['verdict']}**" + (f" ({why})" if why else "")
-        row |= {"seeds": len(claim["seeds"]) or "–", "notebook": link(notebooks, claim["notebook"])}
-        rows.append(row)
-    alone = "Verdicts of this run alone; notebook 12 pools the seeds and corrects for the number of claims."
-    return markdown_table(rows) + (f"\n\n{alone}" if notebooks == "." else "")
+        effect, mark = claim["value"] is not None, MARKS.get(claim["verdict"], "")
+        found = points(Effect(claim["value"], *claim["interval"])) if effect and claim["interval"] else None
+        rows.append(
+            {
+                "claim": f"{claim['claim']} ({claim['source']})",
+                "paper": claim["paper"],
+                "ours": (found or f"{100 * claim['value']:+.1f} points") if effect else "–",
+                "seeds": "; ".join(f"{100 * value:+.1f}" for value in claim["seeds"].values()) or "–",
+                "verdict": f"**{mark}{claim['verdict']}**" + f" ({claim['why']})" * bool(claim["why"]),
+                "notebook": link(notebooks, claim["notebook"]),
+            }
+        )
+    return markdown_table(rows)
 
 
 def link(notebooks: str, stage: str, text: str = "") -> str:

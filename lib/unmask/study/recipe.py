@@ -1,0 +1,19 @@
+"""The recipe as a picture: a box for each notebook of it, for light and for dark pages."""
+
+from pathlib import Path
+from string import Template
+
+LIGHT = {"box": "#eef3fa", "line": "#6b7f99", "ink": "#1f2933", "muted": "#5b6b7d"}
+DARK = {"box": "#17212e", "line": "#8295ab", "ink": "#e6edf3", "muted": "#9fb0c3"}
+HERE = "#n{} .box {{fill: #0072b2; stroke: #0072b2}} #n{} .name, #n{} .told {{fill: #ffffff}}"
+
+
+def recipe(notebook: str = "", *, dark: bool = False) -> str:
+    """The picture as SVG.
+
+    Args:
+        notebook: whose box stands out, for instance "02_pair"; one that is no stage of the recipe has none.
+    """
+    drawn = Template(Path(__file__).with_suffix(".svg").read_text(encoding="utf8"))
+    here = HERE.format(*3 * [notebook[:2]]) if notebook else ""
+    return drawn.substitute(DARK if dark else LIGHT, here=here)
