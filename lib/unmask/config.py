@@ -279,7 +279,6 @@ class EvaluationConfig(Section):
     max_queries: Count  # per task
     max_documents: Count  # per task
     precision: Literal["bf16", "fp32"] = "bf16"  # where the processor has it
-    bootstrap: Count = 2000  # resamples of a confidence interval
     denoising: float = 0.5  # notebook 01's gate: least rise in nats from the fewest masks to t = 1
     dev_queries: Whole = 0  # per task of the development split; 0: as many as of the test split
     dev_documents: Whole = 0  # likewise

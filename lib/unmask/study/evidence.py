@@ -275,8 +275,8 @@ def judge(found: Effect, bar: float, seeds: int) -> str:
 def claims(study: Run) -> list[Line]:
     """All claims, each over the seeds at hand that can answer it, as claims.json has them.
 
-    Where no run kept scores for a claim, what results/<run>/earlier.json says of it is taken: a number of an
-    earlier version of this repository, by the definition that it names.
+    Where results/<run>/earlier.json has more seeds than kept scores, what it says is taken: numbers of an
+    earlier version of this repository, by the definition that each names.
     """
     every, saved, earlier = runs(study), metrics(study), read_json(study.results / "earlier.json")
     lines = []
@@ -291,14 +291,22 @@ def claims(study: Run) -> list[Line]:
                 kept[seed] = one
         if about["pretrained"] and not study.config.backbone.checkpoint:
             found = {"verdict": "not asked", "why": "a small model from scratch can say nothing about it"}
-        elif kept:
+        elif kept and len(kept) >= len(earlier.get(key, {}).get("seeds", ())):
             found = _found(about, kept, {seed: saved[seed] for seed in kept})
         elif key in earlier:
             found = _earlier(about, earlier[key])
         else:
             found = {"verdict": "not run", "why": f"notebook {number.partition('_')[0]} was not run"}
-        lines.append({"key": key} | told | blank | found)
+        line = {"key": key} | told | blank | found
+        lines.append(line | {"effect": _said(line)})
     return lines
+
+
+def _said(line: Line) -> str:
+    """The effect of a claim in points, with its interval if it has one; a dash where there is none."""
+    if line["interval"]:
+        return points(Effect(line["value"], *line["interval"])).removesuffix(" points")
+    return "–" if line["value"] is None else f"{100 * line['value']:+.1f}"
 
 
 def _found(about: Line, kept: Mapping[int, Kept], saved: Mapping[int, Mapping[str, Any]]) -> Line:

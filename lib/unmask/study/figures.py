@@ -303,44 +303,39 @@ def _beside(ax: plt.Axes, y: float, text: str, **style) -> None:
     ax.annotate(text, (1, y), xytext=(6, 0), fontsize=8, **place, **style)
 
 
-def forest(claims: Sequence[Mapping], *, title: str) -> Figure:
-    """Each claim's effect with its 95 % interval, measured from its bar towards the side that it claims.
-
-    Right of the line the claim holds, left of it the opposite does; an interval that crosses the line tells
-    neither, nor does one in grey, which is not significant after correction. Faint ticks are single seeds.
-    The axis is linear up to 10 points or half a nat from the line and logarithmic beyond. Units have panels
-    of their own; claims without an interval are left out.
+def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
+    """Each claim's effect with its 95 % interval, a panel for each run. Small dots are seeds; a tick across
+    the row is the bar that the effect must lie above. The axis is linear up to 10 points, then logarithmic.
 
     Args:
-        claims: as in claims.json (`unmask.study.evidence.claim`), in the order of the rows.
+        runs: name → claims, as in claims.json (`unmask.study.evidence.claims`), in the order of the rows.
     """
-    tested = [claim for claim in claims if claim["interval"]]
-    units = {c["unit"]: [other for other in tested if other["unit"] == c["unit"]] for c in tested}
-    heights = [0.39 * len(rows) + 0.1 for rows in units.values()]  # inches
-    size = (WIDTH, sum(heights) + 0.55 * len(units) + 0.7)
-    figure, drawn = axes(nrows=len(units), figsize=size, height_ratios=heights, squeeze=False)
-    for (unit, rows), ax in zip(units.items(), drawn.flat, strict=True):
-        percent, near = (100, 10) if unit == "points" else (1, 0.5)
-        for y, claim in enumerate(rows):
-            ((side, bar),) = claim["bar"].items()
-            sign, look = (1 if side == "above" else -1), VERDICTS[claim["verdict"]]
-            every = (claim["value"], *claim["interval"], *claim["values"].values())
-            value, low, high, *seeds = (sign * percent * (x - bar) for x in every)
-            ax.hlines(y, low, high, color=look.color, linewidth=2.2)
-            ax.plot(seeds, [y] * len(seeds), "|", color=look.color, markersize=9, alpha=0.6)
-            ax.plot(value, y, **look.line, markersize=5)
-            written = claim["effect"].removesuffix(f" {unit}")
-            _beside(ax, y, f"{written}\nclaimed {'>' if side == 'above' else '<'} {percent * bar:g}")
-        ax.axvline(0, color=INK, linewidth=1)
-        ax.set_xscale("symlog", linthresh=near, linscale=2)
-        ax.set_xticks(near * np.array([-10, -1, -0.5, 0, 0.5, 1, 10]), minor=False)
+    rows = list(
+        dict.fromkeys(one["short"] for row in runs.values() for one in row if one["value"] is not None)
+    )
+    figure, drawn = axes(ncols=len(runs), figsize=(WIDTH, 0.33 * len(rows) + 1.5), squeeze=False, sharey=True)
+    for (name, told), ax in zip(runs.items(), drawn[0], strict=True):
+        for one in (one for one in told if one["value"] is not None):
+            y, look = rows.index(one["short"]), VERDICTS[one["verdict"]]
+            value, bar = 100 * one["value"], 100 * one["bar"]
+            ax.plot([bar, bar], [y - 0.3, y + 0.3], color=INK, linewidth=1.4)
+            if one["interval"]:
+                ax.hlines(y, *(100 * end for end in one["interval"]), color=look.color, linewidth=2.4)
+            seeds = [100 * seed for seed in one["seeds"].values()]
+            ax.plot(seeds, [y + 0.22] * len(seeds), ".", color=look.color, markersize=4)
+            ax.plot(value, y, **look.line, markersize=6)
+            if len(runs) == 1:
+                _beside(ax, y, one["effect"])
+        ax.axvline(0, color=MUTED, linewidth=1)
+        ax.set_xscale("symlog", linthresh=10, linscale=1.5)
+        ax.set_xticks([-50, -10, -5, 0, 5, 10, 50], minor=False)
         ax.xaxis.set_major_formatter("{x:g}")
-        ax.set_title(f"in {unit}, logarithmic beyond ±{near:g}", fontsize=9.5)
-        _name_rows(ax, [textwrap.fill(claim["claim"], 60) for claim in rows], len(rows), fontsize=8)
-    for verdict in dict.fromkeys(claim["verdict"] for claim in tested):
+        ax.set_title(name, fontsize=9.5)
+        _name_rows(ax, rows, len(rows), fontsize=9)
+    every = dict.fromkeys(one["verdict"] for row in runs.values() for one in row if one["value"] is not None)
+    for verdict in sorted(every, key=list(VERDICTS).index):
         drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
-    xlabel = "beyond the bar, towards the claimed side (numbers: the effect)"
-    return _finished(figure, title=title, xlabel=xlabel)
+    return _finished(figure, title=title, xlabel="points of nDCG@10")
 
 
 def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""The report's page: notebook 12a without its code. It has no scripts; page.css makes it light or dark as the
+"""The report's page: notebook 12 without its code. It has no scripts; page.css makes it light or dark as the
 reader's system is."""
 
 import re
@@ -15,7 +15,8 @@ from unmask.store import write_atomic
 
 def publish(notebook: Path, results: Path) -> list[Path]:
     """Writes report.md and report.html: an executed notebook without its code, without what was printed, and
-    without the cells that are tagged "aside"."""
+    without the cells that are tagged "aside". On the HTML page what stands below a heading of the second
+    level is folded."""
     content = nbformat.read(notebook, as_version=4)
     content.cells = [cell for cell in content.cells if "aside" not in cell.metadata.get("tags", ())]
     for cell in (cell for cell in content.cells if cell.cell_type == "code"):
@@ -27,7 +28,11 @@ def publish(notebook: Path, results: Path) -> list[Path]:
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     page, style = (Path(__file__).with_suffix(kind).read_text(encoding="utf8") for kind in (".html", ".css"))
     title = escape(text.partition("\n")[0].lstrip("# "))
-    html = Template(page).substitute(title=title, style=style, body=markdown2html(text))
+    first, *folded = re.split(r"^## (.*)$", text, flags=re.MULTILINE)
+    body = markdown2html(first)
+    for heading, below in zip(folded[::2], folded[1::2], strict=True):
+        body += f"<details><summary>{escape(heading)}</summary>\n{markdown2html(below)}</details>\n"
+    html = Template(page).substitute(title=title, style=style, body=body)
     return [write_atomic(results / "report.md", text), write_atomic(results / "report.html", html)]
 
 

@@ -36,7 +36,7 @@ from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visi
 ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "study/clean.py", "children.py", "cli.py")
 ASIDE += ("data/hub.py", "data/mirror.py", "__main__.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
-PAGE = "12a_page"  # the notebook that is published as the report
+PAGE = "12_report"  # the notebook that is published as the report
 Name = str | None  # of a notebook, or its number
 
 

@@ -9,10 +9,20 @@ from typing import Any
 import pandas as pd
 import yaml
 from IPython.display import SVG, Markdown, display
+from scipy import stats
 
 from unmask.evaluation.tasks import Task
 from unmask.run import Run
-from unmask.study.evidence import Effect, Gate, Scores, above_chance, keep, learnt, points
+from unmask.store import artifacts_root, read_json, write_json
+from unmask.study.evidence import (
+    Gate,
+    Scores,
+    above_chance,
+    gathered,
+    keep,
+    learnt,
+    runs,
+)
 from unmask.study.recipe import recipe
 
 MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
@@ -185,19 +195,80 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
     """
     rows = []
     for claim in claims:
-        effect, mark = claim["value"] is not None, MARKS.get(claim["verdict"], "")
-        found = points(Effect(claim["value"], *claim["interval"])) if effect and claim["interval"] else None
+        mark, why = MARKS.get(claim["verdict"], ""), f" ({claim['why']})" if claim["why"] else ""
         rows.append(
             {
                 "claim": f"{claim['claim']} ({claim['source']})",
                 "paper": claim["paper"],
-                "ours": (found or f"{100 * claim['value']:+.1f} points") if effect else "–",
+                "ours": claim["effect"],
                 "seeds": "; ".join(f"{100 * value:+.1f}" for value in claim["seeds"].values()) or "–",
-                "verdict": f"**{mark}{claim['verdict']}**" + f" ({claim['why']})" * bool(claim["why"]),
+                "verdict": f"**{mark}{claim['verdict']}**{why}",
                 "notebook": link(notebooks, claim["notebook"]),
             }
         )
     return markdown_table(rows)
+
+
+def told(claims: Sequence[Mapping[str, Any]]) -> str:
+    """What held, what did not, and what is open: the claims by verdict, each with its effect, in Markdown."""
+    heads = {
+        "holds": "What held",
+        "does not hold": "What did not hold",
+        "open": "What is open",
+        "two runs": "Two runs, so no verdict",
+        "one run": "One run, so no verdict",
+        "invalid": "Invalid: a training failed its gate",
+    }
+    text = ""
+    for verdict, head in heads.items():
+        rows = [f"- {one['claim']} {one['effect']} points" for one in claims if one["verdict"] == verdict]
+        text += f"**{head}**\n\n" + "\n".join(rows) + "\n\n" if rows else ""
+    rest = [one for one in claims if one["verdict"] in ("not asked", "not run")]
+    return text + (f"{len(rest)} of {len(claims)} claims were not asked of this run." if rest else "")
+
+
+def beside_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
+    """Whether this run's qualities are what one more seed would give, by the seeds of its preset that are
+    committed in results/seeds. A preset's own run with three seeds or more, all made here, is kept there.
+
+        one more seed's value lies with 95 % within mean ± t · s · √(1 + 1/n), n − 1 degrees of freedom
+
+    Args:
+        tables: seed → model → family → nDCG@10.
+    Returns: "text" that says so, and "rows" with each number.
+    """
+    path = study.results.parent / "seeds" / f"{study.config.name}.json"
+    provenance, every = study.load("provenance"), runs(study).values()
+    made_with = {"corpus_hash": study.load("00_backbone").get("corpus_hash")}
+    made_with |= {key: provenance.get(key) for key in ("commit", "versions")}
+    changed = sorted(key for key in provenance.get("overrides") or {} if not key.startswith("parallel."))
+    here = all((artifacts_root() / run.name).is_dir() for run in every)
+    if len(tables) >= 3 and study.name == study.config.name and here and not changed:
+        write_json(path, {"seeds": list(tables)} | made_with | {"values": gathered(tables.values())})
+        return {"text": "Other runs are compared with the seeds of this one.", "rows": []}
+    kept = read_json(path)
+    if not kept:
+        return {
+            "text": f"Not asked: no three seeds of {study.config.name} are committed.",
+            "rows": [],
+        }
+    ours, rows = tables[study.config.pair.seed], []
+    for name, family, values in ((n, f, v) for n, row in kept["values"].items() for f, v in row.items()):
+        value = ours.get(name, {}).get(family)
+        if len(values) < 3 or not stdev(values) or value in (None, *values):  # or this run itself
+            continue
+        half = stats.t.ppf(0.975, len(values) - 1) * stdev(values) * (1 + 1 / len(values)) ** 0.5
+        row = {"model": name, "family": family, "ours": value, "mean of seeds": mean(values)}
+        inside = abs(value - mean(values)) <= half + 1e-6
+        rows.append(row | {"from": mean(values) - half, "to": mean(values) + half, "inside": inside})
+    count = sum(row["inside"] for row in rows)
+    verdict = "Reproduced" if count >= 0.9 * len(rows) else "Not reproduced"  # see results/PROTOCOL.md
+    differs = [key for key in made_with if made_with[key] != kept[key]] + changed
+    text = (
+        f"**{verdict}**: {count} of {len(rows)} qualities lie where one more seed of the committed run "
+        f"would; nine in ten must. What differs: {', '.join(differs) or 'nothing'}."
+    )
+    return {"text": text if rows else "Nothing to compare: this is the committed run itself.", "rows": rows}
 
 
 def link(notebooks: str, stage: str, text: str = "") -> str:
