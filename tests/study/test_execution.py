@@ -41,7 +41,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     checkout.notebook("00_backbone", [LOOK, BAR])
     checkout.notebook("01_pair", ["print(overrides)"], needs=["00_backbone"], reads=["pair"])
-    checkout.notebook("12a_page", prose="# The report", needs=["01_pair"], reads=[])
+    checkout.notebook("12_report", prose="# The report", needs=["01_pair"], reads=[])
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (checkout.root / ".gitignore").write_text("artifacts\n__pycache__\n")
     for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):

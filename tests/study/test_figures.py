@@ -19,9 +19,8 @@ TEXT = {"ylabel": "quality (nDCG@10)", "title": TITLE}
 AXES = {"xlabel": "size (bytes)", **TEXT}
 STEPS = [{"step": i, "loss": 5 / (i + 1)} for i in range(30)]
 BARS = {name: {"english": 0.1 * i, "code": 0.05} for i, name in enumerate(NAMES)}
-CLAIM = {"claim": "A claim that needs more than one line to say what it says, as claims sometimes do."}
-CLAIM |= {"value": 0.02, "interval": [0.01, 0.03], "bar": {"above": 0.0}, "unit": "points"}
-CLAIM |= {"verdict": "reproduced", "effect": "+2.0 [+1.0, +3.0] points", "values": {"0": 0.015, "1": 0.025}}
+CLAIM = {"short": "contextual − heading before each chunk", "bar": 0.0, "seeds": {"0": 0.015, "1": 0.025}}
+CLAIM |= {"value": 0.02, "interval": [0.01, 0.03], "verdict": "holds", "effect": "+2.0 [+1.0, +3.0]"}
 INTERVALS = {name: {g: (v - 0.02, v + 0.03) for g, v in row.items()} for name, row in BARS.items()}
 CURVES = {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES}
 TWICE = {(n, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for n in NAMES[:5] for how in ("on", "off")}
@@ -45,7 +44,8 @@ DRAWINGS = {
     "horizontal_bars": lambda: figures.horizontal_bars(SIZES, xlabel="text (MB)", title=TITLE),
     "beside": lambda: figures.beside(PANELS, **CHANGE),
     "beside, as differences": lambda: figures.beside(PANELS, relative=True, **CHANGE),
-    "forest": lambda: figures.forest([CLAIM, CLAIM | {"unit": "nats"}], title=TITLE),
+    "claims": lambda: figures.claims({"cpu": [CLAIM, CLAIM | {"short": "bits", "bar": -0.1}]}, title=TITLE),
+    "claims of two runs": lambda: figures.claims({"cpu": [CLAIM], "gpu": [CLAIM]}, title=TITLE),
 }
 
 
@@ -125,17 +125,17 @@ def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
-def test_a_forest_measures_from_the_bar_towards_the_claimed_side():
-    lower = {"value": -0.3, "interval": [-0.4, -0.2], "bar": {"below": -0.1}, "unit": "nats"}
-    failed = {"value": 0.05, "interval": [0.04, 0.06], "bar": {"above": 0.1}, "verdict": "contradicted"}
-    untested = CLAIM | {"interval": None, "value": None, "bar": None, "values": {}}
-    claims = [CLAIM, untested, CLAIM | failed, CLAIM | lower | {"values": {"0": -0.3}}]
-    points, nats = figures.forest(claims, title=TITLE).axes
-    drawn = [c.get_segments() for ax in (points, nats) for c in ax.collections]
-    ends = [[segment[:, 0].tolist() for segment in segments] for segments in drawn]
-    np.testing.assert_allclose(ends, [[[1, 3]], [[-6, -4]], [[0.3, 0.1]]])
-    assert [t.get_text().splitlines()[1] for t in points.texts] == ["claimed > 0", "claimed > 10"]
-    assert points.texts[0].get_text().startswith("+2.0 [+1.0, +3.0]\n")
-    seeds = [line.get_xdata() for line in points.lines if line.get_marker() == "|"]
-    np.testing.assert_allclose(seeds[0], [1.5, 2.5])
-    assert "nats" in nats.get_title() and "points" in points.get_title()
+def test_claims_show_signed_effects_seeds_and_bars():
+    bits = {"short": "bits", "value": -0.05, "interval": [-0.06, -0.04], "bar": -0.044, "verdict": "open"}
+    untested = CLAIM | {"short": "untested", "interval": None, "value": None, "seeds": {}}
+    (ax,) = figures.claims({"cpu": [untested, CLAIM, CLAIM | bits | {"seeds": {}}]}, title=TITLE).axes
+    ends = [segment[:, 0].tolist() for drawn in ax.collections for segment in drawn.get_segments()]
+    np.testing.assert_allclose(ends, [[1, 3], [-6, -4]])
+    assert [label.get_text() for label in ax.get_yticklabels()] == [CLAIM["short"], "bits"]
+    bars = [
+        line.get_xdata()[0] for line in ax.lines if len(set(line.get_xdata())) == 1 < len(line.get_xdata())
+    ]
+    np.testing.assert_allclose(bars, [0, -4.4, 0])  # and the line at zero
+    (seeds, _) = [line.get_xdata() for line in ax.lines if line.get_marker() == "."]
+    np.testing.assert_allclose(seeds, [1.5, 2.5])
+    assert ax.texts[0].get_text() == "+2.0 [+1.0, +3.0]"

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import nbformat
@@ -9,15 +10,16 @@ import numpy as np
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from unmask.config import load_preset
 from unmask.evaluation.tasks import Task
+from unmask.run import Run
 from unmask.store import repository
 from unmask.study import page, report
-from unmask.study.evidence import VERDICTS, gathered
-from unmask.study.report import added_up, claims_table, markdown_table, measured, spread
+from unmask.study.evidence import VERDICTS, Kept, at_least, gathered
+from unmask.study.report import added_up, markdown_table, measured, spread
 
-EFFECT = "+2.0 [+1.0, +3.0] points"
-CLAIM = {"claim": "It works.", "source": "table 1", "paper": "+3", "ours": f"{EFFECT}; in all"}
-CLAIM |= {"effect": EFFECT, "verdict": "reproduced", "gates": [], "seeds": [0, 1], "notebook": "02_pair"}
+CLAIM = {"claim": "It works.", "source": "table 1", "paper": "+3", "effect": "+2.0 [+1.0, +3.0]", "why": ""}
+CLAIM |= {"verdict": "holds", "seeds": {"0": 0.015, "1": 0.025}, "notebook": "02_pair"}
 METRICS = {
     "02_pair": {"families": {"BM25": {"english": 0.5, "average": 0.45}, "pair": {"english": 0.2}}},
     "05_merge": {"families": {"merged": {"english": 0.3, "average": 0.35}}},
@@ -74,28 +76,54 @@ def test_seeds_become_a_mean_and_a_deviation_of_what_was_measured():
 def test_trainings_are_checked_and_the_gates_shown():
     task = Task("t", "english", ["q"] * 50, [[str(i)] for i in range(50)], [{i} for i in range(50)])
     falling = [{"loss": 5 - 0.1 * step} for step in range(30)]
-    told = [{"a": falling, "b": falling}, {"a": {"t": np.ones(50)}}, [task], SimpleNamespace(bootstrap=50)]
+    told = [{"a": falling, "b": falling}, {"a": {"t": np.ones(50)}}, [task]]
     found = report.checked(*told, base_rates={"a": 9.0, "b": 1.0})
     assert [gate["passed"] for gate in found["a"]] == [True] * 4
     assert [gate["passed"] for gate in found["b"]] == [True, False, True]  # above a guess; not read by a task
     table = report.gates_table(found)
-    assert rows(table, "b: loss at the end, below its base rate")[0][2:] == ["<= 1", "**no**"]
-    assert table == report.gates_table([*found["a"], *found["b"], *found["a"]])  # each once
+    assert rows(table, "b: loss at the end, below its base rate")[0][2:] == ["<= 1.000", "**no**"]
+    assert table == report.gates_table(found | {"again": found["a"]})  # each once
 
 
-def test_the_table_of_claims_has_paper_ours_and_verdict():
-    gate = {"name": "slope", "value": 0.1, "bar": ">= 4", "passed": False}
-    failed = {"claim": "It is fit.", "verdict": "invalid", "gates": [gate]}
-    untested = {"claim": "It scales.", "ours": "not run (no)", "effect": "", "verdict": "not run"}
-    every = [CLAIM, CLAIM | failed, CLAIM | untested | {"seeds": [], "notebook": ""}]
-    table = claims_table(every, notebooks="there")
-    assert table.splitlines()[0] == "| claim | paper | ours | verdict | seeds | notebook |"
-    works = ["+3 (table 1)", f"{EFFECT}; in all", "**✔ reproduced**", "2", "[02](there/02_pair.ipynb)"]
-    assert rows(table, "It works.")[0][1:] == works
-    assert rows(table, "It is fit.")[0][3] == "**invalid** (slope: 0.1, not >= 4)"
-    assert rows(table, "It scales.")[0][2:] == ["not run (no)", "**not run**", "–", "–"]
-    assert "in all" not in claims_table([CLAIM], short=True)
+UNTESTED = {"claim": "It scales.", "effect": "–", "verdict": "not run", "why": "no", "seeds": {}}
+EVERY = [CLAIM, CLAIM | {"claim": "It is fit.", "verdict": "invalid", "why": "slope"}, CLAIM | UNTESTED]
+
+
+def test_the_table_of_claims_has_paper_ours_seeds_and_verdict():
+    table = report.claims_table(EVERY, notebooks="there")
+    assert table.splitlines()[0] == "| claim | paper | ours | seeds | verdict | notebook |"
+    works = ["+3", "+2.0 [+1.0, +3.0]", "+1.5; +2.5", "**✔ holds**", "[02](there/02_pair.ipynb)"]
+    assert rows(table, "It works. (table 1)")[0][1:] == works
+    assert rows(table, "It is fit.")[0][4] == "**invalid** (slope)"
+    assert rows(table, "It scales.")[0][2:5] == ["–", "–", "**not run** (no)"]
     assert report.MARKS.keys() < set(VERDICTS)
+
+
+def test_what_held_is_told_by_verdict():
+    text = report.told(EVERY)
+    assert text.startswith("**What held**\n\n- It works. +2.0 [+1.0, +3.0] points\n\n**Invalid: ")
+    assert text.endswith("1 of 3 claims were not asked of this run.")
+
+
+def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("unmask.run.repository", lambda: tmp_path)
+    study = Run("02_pair", "smoke", load_preset("smoke"))
+    task = Task("t", "english", ["q"] * 3, [["a"], ["b"]], [{0}, {1}, {0}])
+    gate = at_least("learns", 1.0, 0.5)
+    scores = {"pair, late chunking": {"t": np.array([0.5, 1.0, 0.25])}}
+    shown = []
+    monkeypatch.setattr(
+        report, "display", lambda one, **how: shown.append(one.data) or SimpleNamespace(update=display)
+    )
+    display = lambda one: shown.append(one.data)  # noqa: E731
+    answer = report.Answer(study)
+    report.close(study, answer, "Yes.", gates={"pair": [gate]}, tasks=[task], scores=scores, test={"a": 1})
+    assert study.load("02_pair") == {"test": {"a": 1}, "answer": "Yes.", "gates": {"pair": [gate]}}
+    assert "<svg" in shown[0] and "#n02" in shown[0] and shown[2] == "**Answer, run `smoke`.** Yes."
+    kept = Kept.of(study)
+    assert kept.families == {"t": "english"} and kept.documents["t"].tolist() == [0, 1, 0]
+    assert kept.scores["pair, late chunking"]["t"].tolist() == [0.5, 1.0, 0.25]
+    assert Kept.of(replace(study, notebook="03_contextual")) is None
 
 
 # Links and the page
@@ -124,9 +152,10 @@ def test_the_report_is_the_executed_page_without_code_and_follows_the_readers_th
     aside = new_markdown_cell("How it is made", metadata={"tags": ["aside"]})
     told = new_code_cell("secret = 1", outputs=[printed, table, figure])
     cells = [aside, told, new_markdown_cell("## Seeds")]
-    nbformat.write(new_notebook(cells=cells), tmp_path / "12a_page.ipynb")
-    markdown, html = (path.read_text() for path in page.publish(tmp_path / "12a_page.ipynb", tmp_path))
+    nbformat.write(new_notebook(cells=cells), tmp_path / "12_report.ipynb")
+    markdown, html = (path.read_text() for path in page.publish(tmp_path / "12_report.ipynb", tmp_path))
     assert markdown.startswith("# Report: a & b\n") and "## Seeds" in markdown
+    assert "<details><summary>Seeds</summary>" in html  # folded
     assert not re.search("secret|How it is made", markdown + html)
     assert page.picture("figures/a.png", 'A "curve"') in markdown
     assert "<script" not in html and html.count("<table") == 1 and 'name="viewport"' in html

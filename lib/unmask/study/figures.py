@@ -328,7 +328,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
                 _beside(ax, y, one["effect"])
         ax.axvline(0, color=MUTED, linewidth=1)
         ax.set_xscale("symlog", linthresh=10, linscale=1.5)
-        ax.set_xticks([-50, -10, -5, 0, 5, 10, 50], minor=False)
+        ax.set_xticks([-50, -20, -10, -5, 0, 5, 10, 20, 50], minor=False)
         ax.xaxis.set_major_formatter("{x:g}")
         ax.set_title(name, fontsize=9.5)
         _name_rows(ax, rows, len(rows), fontsize=9)
