@@ -77,7 +77,7 @@ def test_compare_takes_the_documents_that_queries_ask_for():
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])  # of the seeds, in standard errors of one seed's queries
 def test_intervals_over_seeds_hold_the_truth(seeds, spread):
-    """Documents and seeds have effects of their own, and so has each document in each seed; the truth is 0."""
+    """Documents, seeds, and each document in each seed have effects of their own; the truth is 0."""
     rng, trials, n, held = np.random.default_rng(0), 200, 100, 0
     for _ in range(trials):
         values_SN = rng.standard_normal((seeds, 1)) * spread / n**0.5 + rng.standard_normal((seeds, n)) / 2

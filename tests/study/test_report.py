@@ -112,10 +112,12 @@ def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatc
     gate = at_least("learns", 1.0, 0.5)
     scores = {"pair, late chunking": {"t": np.array([0.5, 1.0, 0.25])}}
     shown = []
-    monkeypatch.setattr(
-        report, "display", lambda one, **how: shown.append(one.data) or SimpleNamespace(update=display)
-    )
-    display = lambda one: shown.append(one.data)  # noqa: E731
+
+    def display(one, **how):
+        shown.append(one.data)
+        return SimpleNamespace(update=display)
+
+    monkeypatch.setattr(report, "display", display)
     answer = report.Answer(study)
     report.close(study, answer, "Yes.", gates={"pair": [gate]}, tasks=[task], scores=scores, test={"a": 1})
     assert study.load("02_pair") == {"test": {"a": 1}, "answer": "Yes.", "gates": {"pair": [gate]}}
