@@ -92,8 +92,8 @@ EVERY = [CLAIM, CLAIM | {"claim": "It is fit.", "verdict": "invalid", "why": "sl
 def test_the_table_of_claims_has_paper_ours_seeds_and_verdict():
     table = report.claims_table(EVERY, notebooks="there")
     assert table.splitlines()[0] == "| claim | paper | ours | seeds | verdict | notebook |"
-    works = ["+3", "+2.0 [+1.0, +3.0]", "+1.5; +2.5", "**✔ holds**", "[02](there/02_pair.ipynb)"]
-    assert rows(table, "It works. (table 1)")[0][1:] == works
+    works = ["+3; table 1", "+2.0 [+1.0, +3.0]", "+1.5; +2.5", "**✔ holds**", "[02](there/02_pair.ipynb)"]
+    assert rows(table, "It works.")[0][1:] == works
     assert rows(table, "It is fit.")[0][4] == "**invalid** (slope)"
     assert rows(table, "It scales.")[0][2:5] == ["–", "–", "**not run** (no)"]
     assert report.MARKS.keys() < set(VERDICTS)

@@ -29,6 +29,7 @@ MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
 STAGES, SYSTEMS = _TOLD["stages"], _TOLD["systems"]
+OUTSIDE = ("BM25", "all-MiniLM-L6-v2")  # systems that no run trains
 # The paper's tables 1 to 12, in its order and units: number → title, unit, columns and rows.
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf8"))
 
@@ -198,8 +199,8 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
         mark, why = MARKS.get(claim["verdict"], ""), f" ({claim['why']})" if claim["why"] else ""
         rows.append(
             {
-                "claim": f"{claim['claim']} ({claim['source']})",
-                "paper": claim["paper"],
+                "claim": claim["claim"],
+                "paper": f"{claim['paper']}; {claim['source']}",
                 "ours": claim["effect"],
                 "seeds": "; ".join(f"{100 * value:+.1f}" for value in claim["seeds"].values()) or "–",
                 "verdict": f"**{mark}{claim['verdict']}**{why}",

@@ -1,0 +1,147 @@
+"""What stands between markers in README.md and results/README.md, made from the committed results, and what the
+pages' prose must keep to. `python tests/pages.py` writes the blocks and the pictures anew.
+
+    <!-- NAME -->
+    what `BLOCKS[NAME]` returns
+    <!-- end -->
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+from unmask.config import load_preset
+from unmask.run import Run, seed_runs
+from unmask.store import repository
+from unmask.study import evidence, report
+from unmask.study.recipe import recipe
+
+ROOT = repository()
+RESULTS = ROOT / "results"
+PAGES = (ROOT / "README.md", RESULTS / "README.md")
+BLOCK = re.compile(r"(<!-- ([a-z-]+) -->\n).*?(\n<!-- end -->)", re.S)
+RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
+MODELS = ("BM25", "all-MiniLM-L6-v2", "pair", "contextual", "merged")
+SQUAD = {"pair": "pair, chunks alone", "contextual": "contextual, chunks alone"}
+
+
+def claims(run: str) -> list[dict]:
+    """The claims of a committed run, over its seeds."""
+    return evidence.claims(Run("12_report", run, load_preset(run)))
+
+
+def saved(run: str, notebook: str) -> list[dict]:
+    """What a notebook saved in a run and in its repetitions with other seeds."""
+    folders = [RESULTS / run, *seed_runs(RESULTS / run).values()]
+    files = [folder / f"{notebook}.json" for folder in folders]
+    return [json.loads(file.read_text("utf8")) for file in files if file.is_file()]
+
+
+def quality(run: str) -> str:
+    """nDCG@10 of the recipe's stages beside two references, on plain and contextual tasks and on SQuAD."""
+    every = [(saved(run, "03_contextual"), "squad"), (saved(run, "08_conteb"), "squad")]
+    squad = [row[key] for rows, key in every for row in rows if row.get(key)]
+    merged = [
+        row["elsewhere"]["ours (INT8)"]["SQuAD"] for row in saved(run, "09_retrieval") if row["elsewhere"]
+    ]
+    rows = []
+    for model in MODELS:
+        notebook, *path = report.STAGES[model]
+        found = [row for row in saved(run, notebook) if path[-1] in row["families"]]
+        families = [row["families"][path[-1]] for row in found]
+        name = SQUAD.get(model, model)
+        away = merged if model == "merged" else [row[name] / 100 for row in squad if name in row]
+        rows.append(
+            {
+                "nDCG@10": model,
+                "plain": _mean([row["average"] for row in families]),
+                "in context": _mean([row["contextual"] for row in families]),
+                "SQuAD": _mean(away),
+                "seeds": "–" if model in report.OUTSIDE else str(len(found)),
+            }
+        )
+    return report.markdown_table(rows)
+
+
+def _mean(values: list[float]) -> str:
+    return f"{mean(values):.2f}" if values else "not run"
+
+
+def verdicts() -> str:
+    """The ten claims, with each run's effect in points, its interval, its seeds, and the verdict."""
+    runs = {run: claims(run) for run in RUNS}
+    rows = []
+    for number, about in enumerate(next(iter(runs.values()))):
+        row = {"points": about["short"], "paper": about["paper"].partition(" (")[0]}
+        for run, every in runs.items():
+            one = every[number]
+            seeds = f" ({len(one['seeds'])})" if one["seeds"] else ""
+            effect = f"{one['effect']}{seeds}: " if one["value"] is not None else ""
+            row[f"`{run}`"] = f"{effect}**{one['verdict']}**"
+        rows.append(row)
+    return report.markdown_table(rows)
+
+
+def notebooks() -> str:
+    """What each notebook of a run answered."""
+    rows = []
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text("utf8"))["cells"][0]["source"])
+        question = re.search(r"\*\*Question\.\*\* (.*)", first)[1]
+        rows.append({"notebook": f"[{path.stem}](papermill_runs/cpu/{path.name})", "question": question})
+    return report.markdown_table(rows)
+
+
+def example() -> str:
+    """A query, and what the contextual model and BM25 rank first."""
+    [found, *_] = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
+    rows = [{"": name, "ranked first": report.quoted(text, 100)} for name, text in found["first"].items()]
+    return f"> {found['query']}\n\n{report.markdown_table(rows)}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "quality": lambda: quality("smollm2"),
+    "quality-cpu": lambda: quality("cpu"),
+    "claims": verdicts,
+    "notebooks": notebooks,
+    "example": example,
+}
+
+
+def written(page: Path) -> str:
+    """A page with its blocks as the results have them now."""
+    return BLOCK.sub(lambda found: found[1] + BLOCKS[found[2]]() + found[3], page.read_text("utf8"))
+
+
+def prose(text: str) -> str:
+    """What of a page a reader reads as sentences: no tables, code, blocks, links' targets or pictures."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", BLOCK.sub("", text), flags=re.S)
+    text = re.sub(r"<[^>]+>|!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    return "\n".join(line for line in text.split("\n") if not line.startswith("|"))
+
+
+def numbers(text: str) -> float:
+    """Words with a digit in a hundred words of prose; names in code do not count."""
+    words = re.sub(r"`[^`]*`", "code", prose(text)).split()
+    return 100 * sum(bool(re.search(r"\d", word)) for word in words) / max(1, len(words))
+
+
+def pictures() -> dict[Path, str]:
+    """The recipe's picture, for light and for dark pages."""
+    return {RESULTS / "recipe.svg": recipe(), RESULTS / "recipe-dark.svg": recipe(dark=True)}
+
+
+if __name__ == "__main__":
+    from unmask.study import figures
+
+    for path, text in pictures().items():
+        path.write_text(text, encoding="utf8")
+    title = "The claims in points of nDCG@10: thick lines hold 95 %, small dots are seeds, ticks are bars"
+    figures.claims({run: claims(run) for run in RUNS}, title=title).save(RESULTS / "claims.png")
+    for page in PAGES:
+        page.write_text(written(page), encoding="utf8")
+        print(
+            f"{page.relative_to(ROOT)}: {page.stat().st_size} bytes, {numbers(page.read_text()):.1f} numbers"
+        )

@@ -1,0 +1,69 @@
+"""What the pages say is what was measured, once, and in words that a reader can follow."""
+
+import json
+import re
+import subprocess
+
+import pages
+import pytest
+
+from unmask.study import evidence
+
+README, RESULTS_README = pages.PAGES
+LIMITS = {  # bytes; words with a digit in a hundred
+    README: (7_000, 5),
+    RESULTS_README: (10_000, 6),
+    pages.RESULTS / "PROTOCOL.md": (6_000, 6),
+    pages.RESULTS / "LOG.md": (15_000, 6),
+}
+LINK = re.compile(r'\]\(([^)#]+)[^)]*\)|(?:src|srcset)="([^"]+)"')
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.parent.name)
+def test_blocks_are_made_from_the_committed_results(page):
+    assert page.read_text("utf8") == pages.written(page), "run: python tests/pages.py"
+
+
+def test_the_drawn_recipe_is_the_librarys():
+    assert all(path.read_text("utf8") == text for path, text in pages.pictures().items())
+
+
+@pytest.mark.parametrize("page", LIMITS, ids=lambda page: page.name)
+def test_pages_are_short_and_hold_few_numbers(page):
+    size, most = LIMITS[page]
+    assert page.stat().st_size <= size
+    assert pages.numbers(page.read_text("utf8")) <= most
+
+
+def test_the_readme_shows_a_picture_within_sixty_words():
+    before, picture, _ = README.read_text("utf8").partition("<picture>")
+    assert picture and len(pages.prose(before).split()) <= 60
+
+
+@pytest.mark.parametrize("page", [*pages.PAGES, *list(LIMITS)[2:]], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = map("".join, LINK.findall(page.read_text("utf8")))
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("run", pages.RUNS)
+def test_a_claim_has_one_verdict_in_claims_report_and_readme(run):
+    every = pages.claims(run)
+    assert json.loads((pages.RESULTS / run / "claims.json").read_text("utf8")) == every
+    report = (pages.RESULTS / run / "report.md").read_text("utf8")
+    for one in every:
+        row = next(line for line in report.split("\n") if line.startswith(f"| {one['claim']}"))
+        assert f"{one['verdict']}**" in row and one["effect"] in row
+    table = pages.written(README)
+    assert all(one["short"] in table for one in every)
+
+
+def test_verdicts_stand_in_notebook_12_alone():
+    git = ["git", "-C", pages.ROOT, "ls-files", "papermill_runs/*/*.ipynb", "notebooks/*.ipynb"]
+    listed = subprocess.run(git, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    words = "|".join(["reproduced", "contradicted", "undecided", "not at this scale"])
+    told = re.compile(rf"\*\*(✔ |✘ |– )?({words}|{'|'.join(evidence.VERDICTS[:3])})\*\*")
+    for name in (name for name in listed.stdout.split() if "/12" not in name):
+        assert not told.search((pages.ROOT / name).read_text("utf8")), name
