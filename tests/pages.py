@@ -1,5 +1,5 @@
-"""What stands between markers in README.md and results/README.md, made from the committed results, and what the
-pages' prose must keep to. `python tests/pages.py` writes the blocks and the pictures anew.
+"""What stands between markers in README.md and results/README.md, made from the committed results, and what
+the prose of pages must keep to. `python tests/pages.py` writes the blocks and the pictures anew.
 
     <!-- NAME -->
     what `BLOCKS[NAME]` returns

@@ -4,9 +4,9 @@ import json
 import re
 import subprocess
 
-import pages
 import pytest
 
+import pages
 from unmask.study import evidence
 
 README, RESULTS_README = pages.PAGES
