@@ -151,21 +151,13 @@ def test_clean_lists_and_removes_only_when_told(checkout: Checkout, trained: Pat
     assert listed.stdout.splitlines()[0].endswith("1 to remove, 1.0 MB")
     assert listed.stdout.splitlines()[1].split() == [f"02_pair/pair/{OLD}", "1.0", "MB"]
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: "y")
-    cleaned(checkout, trained)
-    assert kept(trained) == {OLD, NEW, NEXT}
-    assert cleaned(checkout, trained, "--yes").returncode == 0
-    assert kept(trained) == {NEW, NEXT}
+    for answer, left in (("y", {OLD, NEW, NEXT}), ("yes", {NEW, NEXT})):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        assert cleaned(checkout, trained).returncode == 0
+        assert kept(trained) == left
     assert (trained / "02_pair" / "pair" / "model" / "model.safetensors").is_file()
     assert (trained / "03_contextual" / "contextual" / OLD / "checkpoints" / "step-1").is_dir()
     assert "nothing to remove" in cleaned(checkout, trained, "--yes").stdout
-
-
-def test_clean_asks_on_a_terminal(checkout: Checkout, trained: Path, monkeypatch) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("builtins.input", lambda question: "yes")
-    assert cleaned(checkout, trained).returncode == 0
-    assert kept(trained) == {NEW, NEXT}
 
 
 def test_clean_keeps_what_goes_on(checkout: Checkout, trained: Path) -> None:

@@ -190,13 +190,13 @@ REFUSED = {
     "no negatives": (
         [("a", "b", [])],
         {"stage": "triplet"},
-        "negatives must be a list that is not empty, got",
+        "negatives must not be empty",
     ),
     "a file as folder": (PAIRS, {"folder": __file__}, "is a file: name a folder"),
     "another stage": (PAIRS, {"stage": "pairs"}, "unknown stage 'pairs'; did you mean 'pair'"),
     "unknown key": (PAIRS, {"lrr": 1.0}, "pair: unknown key 'lrr'; did you mean 'lr'"),
     "bad value": (PAIRS, {"lr": -1.0}, "lr"),
-    "no batch": (PAIRS, {"batch": 0}, r"pair\.batch: .* greater than or equal to 2, got 0"),
+    "no batch": (PAIRS, {"batch": 0}, "pair.batch must be greater than or equal to 2, got 0"),
     "no column": (
         [{"query": "a", "documents": "b"}],
         {},
@@ -204,9 +204,10 @@ REFUSED = {
     ),
     "three columns": ([("a", "b", "c")], {}, r"row 0 is .*: give \(query, document\)"),
     "one text": ("ab", {}, r"row 0 is \('a',\): give \(query, document\)"),
-    "empty text": ([("a", "b"), ("a", " ")], {}, "row 1: document must be a text that is not empty"),
-    "number": ([("a", 7)], {}, "row 0: document must be a text"),
+    "empty text": ([("a", "b"), ("a", " ")], {}, "row 1: document must not be empty"),
+    "number": ([("a", 7)], {}, "row 0: document must be a valid string, got 7"),
     "hold_out": (PAIRS, {"hold_out": 1.0}, "hold_out must be a share below 1"),
+    "hold_out as text": (PAIRS, {"hold_out": "0.1"}, "hold_out must be a share below 1, got '0.1'"),
     "gold": (
         [DOCUMENTS[0] | {"golds": [2]}],
         {"stage": "contextual"},

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
+from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, ValidationError
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ from unmask.config import (
     ParallelConfig,
     Section,
     check_keys,
+    explained,
 )
 from unmask.data.batches import permuted
 from unmask.data.corpus import SCHEMAS, Corpus, write_tables
@@ -42,8 +44,15 @@ from unmask.training import STAGES, TrainingStopped, Watch, train
 from unmask.training.job import SECTIONS
 from unmask.training.loop import alone_in
 
-Text = Annotated[str, Field(pattern=r"\S")]
-Texts = Annotated[list[Text], Field(min_length=1)]
+
+def _filled(value: str | list[str]) -> str | list[str]:
+    if not (value.strip() if isinstance(value, str) else value):
+        raise ValueError("must not be empty")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_filled)]
+Texts = Annotated[list[Text], AfterValidator(_filled)]
 
 
 class PairRow(Section):
@@ -59,6 +68,12 @@ class DocumentRow(Section):
     chunks: Texts
     queries: Texts
     golds: list[int]
+
+    def __post_init__(self):
+        last = len(self.chunks) - 1
+        if len(self.golds) != len(self.queries) or not all(0 <= gold <= last for gold in self.golds):
+            each = f"the number of a chunk, 0 to {last}, for each query"
+            raise ValueError(f"golds must be {each}, got {self.golds}")
 
 
 class TextRow(Section):
@@ -143,8 +158,8 @@ def fit(
         raise ValueError(f"{folder} is a file: name a folder")
     rows = _rows(data, stage)
     check_keys(SECTIONS[stage], values, stage)
-    if not 0 <= hold_out < 1:
-        raise ValueError(f"hold_out must be a share below 1, got {hold_out}")
+    if not (isinstance(hold_out, Real) and 0 <= hold_out < 1):
+        raise ValueError(f"hold_out must be a share below 1, got {hold_out!r}")
     group_N = _groups(stage, rows)
     held_N = _held_out(group_N, hold_out, stage)
     with ExitStack() as stack:
@@ -222,15 +237,7 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
         try:
             rows.append(vars(kind(**{name: row[name] for name in wanted})))
         except ValidationError as error:
-            first = error.errors()[0]
-            where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Input should be ")
-            what = "a text that is not empty" if first["type"].startswith("string") else what
-            what = "a list that is not empty" if first["type"] == "too_short" else what
-            raise ValueError(f"row {number}: {where} must be {what}, got {first['input']!r:.80}") from None
-        golds, chunks = rows[-1].get("golds", ()), len(rows[-1].get("chunks", ()))
-        if len(golds) != len(rows[-1].get("queries", ())) or not all(0 <= gold < chunks for gold in golds):
-            each = f"the number of a chunk, 0 to {chunks - 1}, for each query"
-            raise ValueError(f"row {number}: golds must be {each}, got {golds}")
+            raise ValueError(f"row {number}: {explained(error, kind).lstrip()}") from None
     if not rows:
         raise ValueError("no rows: there is nothing to train on")
     return rows
@@ -304,8 +311,7 @@ def _config(
     try:
         return SECTIONS[stage](**own)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{stage}.{first['loc'][-1]}: {first['msg']}, got {first['input']!r}") from None
+        raise ConfigError(f"{stage}.{explained(error, SECTIONS[stage])}") from None
 
 
 def _backbone(start: str, tokenizer: PreTrainedTokenizerBase) -> BackboneConfig:

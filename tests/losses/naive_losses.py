@@ -1,8 +1,4 @@
-"""The objectives as float64 double loops, straight from the formulas: slow, and hard to get wrong.
-
-`negatives[i][j]` False: document j, its chunks, and the queries about it are no negatives of query i, unless
-it is that of query i.
-"""
+"""The objectives as float64 double loops, straight from the formulas: slow, and hard to get wrong."""
 
 import math
 from statistics import fmean
@@ -18,20 +14,21 @@ def nats(positive, others, temperature, margin=math.inf):
     return math.log(sum(math.exp((s - positive) / temperature) for s in [positive, *kept]))
 
 
-def _may(negatives, query, document, own):
-    return negatives is None or document == own or negatives[query][document]
-
-
 def pair(q, d, temperature, margin, negatives=None):
     return global_(q, d, list(range(len(q))), temperature, margin, negatives)
 
 
 def global_(q, documents, document, temperature, margin, negatives=None):
-    """Sums over distinct documents; `pair` is the case of one query per document."""
+    """Sums over distinct documents; `pair` is the case of one query per document.
+
+    `negatives[i][j]` False: document j and the queries about it are no negatives of query i, unless it is
+    that of query i.
+    """
     terms = []
     for i, own in enumerate(document):
-        others = [x for j, x in enumerate(documents) if j != own and _may(negatives, i, j, own)]
-        others += [x for j, x in enumerate(q) if j != i and _may(negatives, i, document[j], own)]
+        may = [negatives is None or j == own or negatives[i][j] for j in range(len(documents))]
+        others = [x for j, x in enumerate(documents) if j != own and may[j]]
+        others += [x for j, x in enumerate(q) if j != i and may[document[j]]]
         scores = [cosine(q[i], other) for other in others]
         terms.append(nats(cosine(q[i], documents[own]), scores, temperature, margin))
     return fmean(terms)
@@ -47,14 +44,14 @@ def global_of_the_paper(q, d, document, temperature, margin):
     return fmean(terms)
 
 
-def chunk_terms(q, chunks, document, gold, mask, negatives=None):
+def chunk_terms(q, chunks, document, gold, mask):
     """For each query its document, and the similarities with its gold chunk, with the other chunks of its
     document, and with those of other documents."""
     for i, own in enumerate(document):
         within, across = [], []
         for j, row in enumerate(chunks):
             for k, chunk in enumerate(row):
-                if mask[j][k] and _may(negatives, i, j, own) and (j, k) != (own, gold[i]):
+                if mask[j][k] and (j, k) != (own, gold[i]):
                     (within if j == own else across).append(cosine(q[i], chunk))
         yield own, cosine(q[i], chunks[own][gold[i]]), within, across
 
@@ -64,26 +61,26 @@ def sequence(q, chunks, document, gold, temperature, mask):
     return fmean(nats(positive, within, temperature) for _, positive, within, _ in terms)
 
 
-def batch(q, chunks, document, gold, temperature, mask, negatives=None):
-    terms = chunk_terms(q, chunks, document, gold, mask, negatives)
+def batch(q, chunks, document, gold, temperature, mask):
+    terms = chunk_terms(q, chunks, document, gold, mask)
     return fmean(nats(positive, within + across, temperature) for _, positive, within, across in terms)
 
 
-def insent(q, chunks, document, gold, lam, temperature, mask, negatives=None):
+def insent(q, chunks, document, gold, lam, temperature, mask):
     """The mean over the queries of each document, then over the documents that have some."""
     of_document = {}
-    for own, positive, within, across in chunk_terms(q, chunks, document, gold, mask, negatives):
+    for own, positive, within, across in chunk_terms(q, chunks, document, gold, mask):
         parts = nats(positive, within, temperature), nats(positive, across, temperature)
         of_document.setdefault(own, []).append(lam * parts[0] + (1 - lam) * parts[1])
     return fmean(map(fmean, of_document.values()))
 
 
-def triplet(q, d, hard, temperature, negatives=None, document=None, hard_document=None):
+def triplet(q, d, hard, temperature, document=None, hard_document=None):
     """`document` and `hard_document` are texts, of which equal ones are the same thing; None: all differ."""
     document, terms = document or [None] * len(q), []
     hard_document = hard_document or [[0] * len(row) for row in hard]
     for i in range(len(q)):
-        others = [d[j] for j in range(len(q)) if j != i and _may(negatives, i, j, i)]
+        others = d[:i] + d[i + 1 :]
         for row, texts in zip(hard, hard_document):
             others += [negative for negative, text in zip(row, texts) if text != document[i]]
         terms.append(nats(cosine(q[i], d[i]), [cosine(q[i], other) for other in others], temperature))

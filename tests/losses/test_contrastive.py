@@ -47,7 +47,7 @@ def test_the_losses_are_the_formulas(shape, temperature, margin):
     expected = naive_losses.qwen3(q, d, hard, temperature, margin, *numbers)
     found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, number_R=number_R)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
-    expected = naive_losses.triplet(q, d, hard, temperature, None, *numbers)
+    expected = naive_losses.triplet(q, d, hard, temperature, *numbers)
     found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature, number_R=number_R)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 

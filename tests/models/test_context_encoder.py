@@ -53,36 +53,14 @@ def close(found, expected):
 
 
 def naive(second, tokens_L, context_KD):
-    """A text's mean hidden state: every layer written out for one sequence, in float64."""
+    """A text's mean hidden state: slots and tokens laid out for the stock backbone, in float64."""
     model = second.backbone.double()
-    config = model.config
-    nulls = [second.null_D.double()] * (second.slots - len(context_KD))
+    nulls_JD = second.null_D.double().expand(second.slots - len(context_KD), -1)
     tokens_LD = model.embed_tokens.weight[torch.from_numpy(tokens_L).long()]
-    x = torch.cat([context_KD.double(), *(n[None] for n in nulls), tokens_LD])
-    position = torch.cat([torch.zeros(second.slots), torch.arange(len(tokens_L))]).double()
-    half = config.head_dim // 2
-    theta = config.rope_parameters["rope_theta"]
-    angle = position[:, None] / theta ** (torch.arange(half).double() / half)
-
-    def norm(y, weight):
-        return y / (y.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
-
-    def rotated(y):
-        a, b = y[:, :half], y[:, half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], 1)
-
-    groups = config.num_attention_heads // config.num_key_value_heads
-    for layer in model.layers:
-        y, own = norm(x, layer.input_layernorm.weight), layer.self_attn
-        q, k, v = (p(y).unflatten(1, (-1, config.head_dim)) for p in (own.q_proj, own.k_proj, own.v_proj))
-        heads = []
-        for h in range(config.num_attention_heads):
-            query = rotated(norm(q[:, h], own.q_norm.weight))
-            key = rotated(norm(k[:, h // groups], own.k_norm.weight))
-            heads.append((query @ key.T / config.head_dim**0.5).softmax(1) @ v[:, h // groups])
-        x = x + own.o_proj(torch.cat(heads, 1))
-        x = x + layer.mlp(norm(x, layer.post_attention_layernorm.weight))
-    return norm(x, model.norm.weight)[second.slots :].mean(0)
+    position = torch.cat([torch.zeros(second.slots), torch.arange(len(tokens_L))]).long()
+    inputs = torch.cat([context_KD.double(), nulls_JD, tokens_LD])[None]
+    read = model(inputs_embeds=inputs, position_ids=position[None])
+    return read.last_hidden_state[0, second.slots :].mean(0)
 
 
 @pytest.mark.parametrize("known", [0, 3, J])
@@ -141,12 +119,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     path = cde.save(encoder(), tiny.tokenizer(), tmp_path / "contextual")
     with pytest.raises(ValueError, match="is no checkpoint"):
         Embedder.from_pretrained(path)
-
-
-def test_emulated_bf16_is_refused(monkeypatch):
-    monkeypatch.setattr(backbone, "has_bf16", lambda device: False)
-    with pytest.raises(ValueError, match="no bf16 instructions"):
-        embedder(mixed_precision=True)
 
 
 def test_an_embedder_gives_the_rows_of_the_two_stages():

@@ -119,12 +119,6 @@ def test_a_saved_and_a_released_reranker_load(tmp_path, monkeypatch):
     assert_close(found.score("q", DOCUMENTS), reranker().score("q", DOCUMENTS), 0.05)
 
 
-def test_emulated_bf16_is_refused(monkeypatch):
-    monkeypatch.setattr(backbone, "has_bf16", lambda device: False)
-    with pytest.raises(ValueError, match="no bf16 instructions"):
-        reranker(mixed_precision=True)
-
-
 def test_what_cannot_work_is_refused():
     with pytest.raises(ValueError, match=r"is_causal is false.* needs a causal one"):
         Reranker(tiny.model(head=True), tiny.tokenizer())

@@ -13,7 +13,7 @@ import pytest
 import tiny_stages
 import torch
 from sentence_transformers import SentenceTransformer
-from tiny_stages import Interrupted, Reported
+from tiny_stages import Reported
 
 import tiny
 import tiny_corpus
@@ -169,19 +169,8 @@ def halved(loss):
     return loss / 2
 
 
-def test_code_of_ones_own_counts_by_its_source(start, monkeypatch):
-    def own(stage):
-        return identity(stage, stage.model(start))["own code"]
-
-    assert own(made("pair", start)) == {}
-    mine = own(made("pair", start, kind=Mine))
-    assert {name.split(".", 1)[1] for name in mine} == {"Mine", "Mine.loss", "halved"}
-    monkeypatch.setattr(losses, "pair_loss", halved)
-    assert [name.split(".", 1)[1] for name in own(made("pair", start))] == ["halved"]
-
-
 def scaled(rows_RD, batch, by=1, **shared):
-    return by * WEIGHTS["rows"][0] * rows_RD.sum()
+    return sum(by * WEIGHTS["rows"][i] * rows_RD.sum() for i in range(1))
 
 
 def enclosed(number):
@@ -197,12 +186,24 @@ class Called:
 
 
 WEIGHTS, loss = {"rows": torch.ones(2)}, 0.0
+
+
+def test_code_of_ones_own_is_named(start, monkeypatch):
+    def names(**more):
+        return {name.rpartition(".")[2] for name in own_code(made("pair", start, **more))}
+
+    assert names() == set() and names(kind=Mine) == {"Mine", "loss", "halved"}
+    monkeypatch.setattr(losses, "pair_loss", halved)
+    assert names() == {"halved", "values"}
+
+
 CHANGED = {
-    "a closure's number": lambda by: enclosed(by),
+    "a closure's number": enclosed,
     "an argument": lambda by: partial(scaled, by=by),
     "an argument of the library's": lambda by: partial(losses.pair_loss, temperature=by),
     "a default": lambda by: FunctionType(scaled.__code__, globals(), argdefs=(by,)),
     "an object": Called,
+    "an attribute": lambda by: {by},
 }
 
 
@@ -216,7 +217,7 @@ def test_a_changed_value_of_ones_own_counts(start, case):
     assert own(2) == own(2) != own(3)
 
 
-def test_attributes_and_what_is_around_count(start, monkeypatch):
+def test_what_is_around_code_counts(start, monkeypatch):
     stage = made("pair", start, kind=Mine)
     first = own_code(stage)
     monkeypatch.setitem(globals(), "loss", 3.0)  # no variable that it reads
@@ -267,16 +268,10 @@ def test_a_run_asks_before_it_pays_again_for_other_code(start, tmp_path, monkeyp
     assert again() == first
     monkeypatch.setenv("UNMASK_CODE", "ask")
     assert again() == first  # once is enough
-    monkeypatch.setattr(same, "library_code", lambda: "newer")
-    monkeypatch.setenv("UNMASK_CODE", "anew")
-    assert again() != first and first.is_dir()
-
-
-def test_by_hand_other_code_trains_anew(start, tmp_path, monkeypatch):
-    monkeypatch.delenv("UNMASK_CODE", raising=False)
-    first = trained(made("pair", start), start, tmp_path / "pair")
-    monkeypatch.setattr(same, "library_code", lambda: "other")
-    assert trained(made("pair", start), start, tmp_path / "pair") != first
+    for number, mode in enumerate(("anew", "")):  # --force; by hand
+        monkeypatch.setattr(same, "library_code", lambda number=number: f"newer {number}")
+        monkeypatch.setenv("UNMASK_CODE", mode)
+        assert again() != first and first.is_dir()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -338,12 +333,3 @@ def test_memory_is_flat_over_ten_trainings(start, tmp_path):
         trained(made("pair", start, steps=4, seed=number), start, tmp_path / "pair")
         sizes.append(memory())
     assert sizes[-1] - sizes[2] < 20e6, sizes
-
-
-def test_stopped_inside_a_report_the_next_call_goes_on(start, tmp_path):
-    stage = made("pair", start, steps=6, checkpoint_seconds=2)
-    with pytest.raises(Interrupted):
-        trained(stage, start, tmp_path / "pair", watch=Reported(4))
-    told = Reported()
-    trained(stage, start, tmp_path / "pair", watch=told)
-    assert told.rows[0] == {"total": 6, "done": 4}

@@ -6,12 +6,11 @@ of a notebook for instance.
 
 import dis
 import hashlib
-import inspect
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cached_property, partial
+from inspect import getclosurevars
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -75,98 +74,76 @@ def library_code() -> str:
 
 
 def own_code(stage: Stage) -> dict[str, str]:
-    """What a stage computes with and the library does not hold, by name: methods of a class of one's own,
-    functions in the place of the library's losses, and what these refer to, each as it was compiled, with the
-    values that it finds around it."""
-    kind, found, seen = type(stage), {}, set()
-    own = {key: value for key, value in vars(stage).items() if not _cached(kind, key)}
-    pending = [*kind.__mro__, *own.values(), *vars(losses).values()]
-    if plain := _plain(own):
-        found["attributes of the stage"] = repr(plain)
-    while pending:
-        value = pending.pop()
-        for name in ("func",) * isinstance(value, cached_property) + ("fget", "__func__"):
-            value = getattr(value, name, None) or value
-        if id(value) in seen or not (parts := _parts(value)):
-            continue
+    """What a stage computes with and the library does not hold, by name: classes and functions of one's own,
+    those in the place of the library's losses too. Each counts as it was compiled, without comments and
+    layout, with the values that it finds around it."""
+    found: dict[str, str] = {}
+    seen: set[int] = set()
+
+    def told(value: Any) -> Any:
+        """A value as JSON holds it, and of code the name, under which it is found; None for what has neither
+        content nor a name."""
+        if isinstance(value, torch.Tensor):
+            value = value.numpy(force=True)
+        if isinstance(value, np.ndarray):
+            return [value.shape, hashlib.sha256(np.ascontiguousarray(value)).hexdigest()]
+        if isinstance(value, Mapping):
+            pairs = ((str(key), told(one)) for key, one in value.items())
+            return {key: one for key, one in pairs if one is not None}
+        if isinstance(value, tuple | list):
+            return [told(one) for one in value]
+        if isinstance(value, partial):
+            return told([value.func, value.args, value.keywords])
+        if isinstance(value, set | frozenset):
+            return sorted(map(repr, value))
+        if isinstance(value, str | bytes | int | float | complex):
+            return repr(value)
+        for wrapped in ("func", "fget", "__func__"):  # by a cached property, a property, a static method
+            value = getattr(value, wrapped, None) or value
+        code = value if isinstance(value, type | FunctionType) else type(value)
+        if not _own(code) or id(value) in seen or isinstance(value, Stage):
+            return getattr(value, "__qualname__", None)
         seen.add(id(value))
-        about, used = parts
-        whole = value.func if isinstance(value, partial) else value
-        name = f"{whole.__module__}.{getattr(whole, '__qualname__', type(whole).__qualname__)}"
-        found[name] = found.get(name, "") + about
-        pending += [one for one in used if not isinstance(one, type | FunctionType) or _mine(one)]
-    return {name: fingerprint(about) for name, about in sorted(found.items()) if about}
+        if isinstance(value, FunctionType):
+            content = [_compiled(value), value.__defaults__, value.__kwdefaults__]
+        elif isinstance(value, type):
+            inner = vars(value).items()
+            methods = {key: one for key, one in inner if key[:2] != "__" or isinstance(one, FunctionType)}
+            content = [value.__bases__, methods]
+        else:
+            return told([code, getattr(value, "__dict__", None)]) if callable(value) else None
+        name = f"{code.__module__}.{code.__qualname__}"
+        found[name] = fingerprint(found.get(name), told(content))
+        return name
+
+    told(type(stage))
+    made = {key for key in vars(stage) if isinstance(getattr(type(stage), key, None), cached_property)}
+    values = {key: one for key, one in vars(stage).items() if key not in made}
+    values |= {key: one for key, one in vars(losses).items() if key[:2] != "__" and not _of_library(one)}
+    return found | ({"values": fingerprint(own)} if (own := told(values)) else {})
 
 
-def _parts(value: Any) -> tuple[str, list[Any]] | None:
-    """What counts of a function with some arguments, of a function, of a class or of an object that is
-    called, as text; and what it refers to."""
-    if isinstance(value, partial):
-        given = value.args, value.keywords
-        return repr(_plain(given)), [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, FunctionType) and _foreign(value):
-        around = _around(value)
-        plain = _plain((around, value.__defaults__, value.__kwdefaults__))
-        return f"{_compiled(value.__code__)} {plain}", [*around.values()]
-    if isinstance(value, type) and _mine(value):
-        inner = {key: one for key, one in vars(value).items() if not key.startswith("__")}
-        return repr(_plain(inner) or ""), [*value.__bases__, *inner.values()]
-    if callable(value) and hasattr(value, "__dict__") and _mine(type(value)) and not isinstance(value, Stage):
-        return repr(_plain(vars(value))), [type(value), *vars(value).values()]
-    return None
-
-
-def _around(function: FunctionType) -> dict[str, Any]:
-    """The variables from outside that a function reads; an attribute of the same name is none of them."""
-    codes, names = [function.__code__], set()
-    for code in codes:
+def _compiled(function: FunctionType) -> list[Any]:
+    """What a function does, without comments, layout and line numbers, and the variables from outside that
+    it reads; an attribute of the same name is none of them."""
+    codes, parts, names = [function.__code__], [], set()
+    for code in codes:  # which grows
         names |= {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
-        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
-    around = {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with suppress(ValueError):  # not set yet
-            around[name] = cell.cell_contents
-    return around
+        inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+        constants = [repr(one) for one in code.co_consts if one not in inner]
+        parts += [code.co_code, code.co_names, code.co_varnames, constants]
+        codes += inner
+    around = {name: function.__globals__.get(name) for name in sorted(names)}
+    return [parts, around, getclosurevars(function).nonlocals]
 
 
-def _compiled(code: CodeType) -> str:
-    """What a function does, without comments, layout and line numbers."""
-    inner = [_compiled(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {inner}"
-
-
-def _plain(value: Any) -> Any:
-    """Numbers, texts and collections of them, arrays by their hash; None for everything else."""
-    if isinstance(value, str | bytes | int | float | complex):
-        return value
-    if isinstance(value, torch.Tensor | np.ndarray):
-        array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-        return array.shape, hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-    if isinstance(value, Mapping):
-        return {str(key): plain for key, one in value.items() if (plain := _plain(one)) is not None}
-    if isinstance(value, tuple | list | set | frozenset):
-        return [
-            _plain(one) for one in (sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
-        ]
-    return None
-
-
-def _cached(kind: type, name: str) -> bool:
-    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
-
-
-def _foreign(value: Any) -> bool:
-    return value is not object and value.__module__.partition(".")[0] != "unmask"
-
-
-def _mine(value: Any) -> bool:
+def _own(code: type | FunctionType) -> bool:
     """Whether a function or a class is neither the library's nor an installed package's."""
-    module = str(value.__module__)
-    if module == "__main__":  # whatever file this process began with
-        return True
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return (
-        _foreign(value)
-        and module.partition(".")[0] not in sys.stdlib_module_names
-        and "-packages" not in file
-    )
+    top = str(code.__module__).partition(".")[0]
+    file = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
+    installed = _of_library(code) or top in sys.stdlib_module_names or "-packages" in file
+    return top == "__main__" or not installed  # __main__: whatever file this process began with
+
+
+def _of_library(value: Any) -> bool:
+    return str(getattr(value, "__module__", "unmask")).partition(".")[0] == "unmask"

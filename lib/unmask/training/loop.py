@@ -74,7 +74,8 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
             stage.restore(model, home / "model")
             print(f"{folder.parent.name}/{folder.name}: already trained")
         else:
-            stage.prepare()  # here, where its progress shows and no GPU waits for it
+            # Read here, where progress shows and no GPU waits for it.
+            write_json(home / DATA_REPORT, stage.prepare())
             job = stage.begun(model, home)
             write_json(home / JOB, {"made_of": made_of} | read_json(home / JOB) | {"job": resolved(job)})
             watch.open(f"{folder.parent.name}/{folder.name}", home, _before(folder, home))
@@ -98,9 +99,6 @@ def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, report: 
     """Trains a model for the steps of its job, together with the processes that run the same job, and saves
     it."""
     folder, signals = Path(job.folder), []
-    read = stage.prepare()
-    if processes.main:
-        write_json(folder / DATA_REPORT, read)
     # What lies beside the weights is made now: where it cannot be, no step is taken in vain.
     tokenizer, facts = ending(stage.tokenizer) if stage.ends else stage.tokenizer, stage.facts(job.start)
 

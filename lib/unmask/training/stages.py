@@ -81,22 +81,12 @@ class Stage:
         section: str = "",
         **more: Any,
     ):
-        section, kind = section or self.section, type(self)
-        values = {key: value for key, value in more.items() if key not in TOLD}
-        told = {key: more[key] for key in more.keys() & TOLD}
-        self._take(
-            Job(
-                stage=f"{kind.__module__}:{kind.__qualname__}",
-                section=section,
-                config=changed(getattr(preset, section), values, section),
-                backbone=preset.backbone,
-                clusters=preset.clusters,
-                parallel=preset.parallel,
-                **told,
-            ),
-            corpus,
-            tokenizer,
-        )
+        kind, section = type(self), section or self.section
+        told = {key: more.pop(key) for key in more.keys() & TOLD}
+        shared = {key: getattr(preset, key) for key in ("backbone", "clusters", "parallel")}
+        config = changed(getattr(preset, section), more, section)
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        self._take(Job(stage=name, section=section, config=config, **shared, **told), corpus, tokenizer)
 
     @classmethod
     def of(cls, job: Job, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> "Stage":
