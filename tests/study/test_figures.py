@@ -29,6 +29,7 @@ SIZES = {name: 10.0**i for i, name in enumerate(NAMES)}
 ROWS = {name: {f"task {row}": 10.0 * row + i for row in range(6)} for i, name in enumerate(NAMES[:6])}
 PANELS = {"the paper": ROWS, "ours": dict(list(ROWS.items())[2:])}
 CHANGE = {"change": ("pair, chunks alone", "merged"), "xlabel": "nDCG@10 in %", "title": TITLE}
+GAIN = {"xlabel": "points of nDCG@10", "title": TITLE}
 LOSS = {"ylabel": "loss (nats)", "title": TITLE}
 DRAWINGS = {
     "loss": lambda: figures.loss_curves(dict.fromkeys(NAMES, STEPS), reference={"guess": 9.0}, **LOSS),
@@ -42,6 +43,7 @@ DRAWINGS = {
     "lines with labels": lambda: figures.lines(TWICE, reference={"before": 0.1}, **AXES),
     "histograms": lambda: figures.histograms({name: np.arange(50.0) for name in NAMES}, **AXES),
     "pareto": lambda: figures.pareto({"ours": POINTS, "theirs": POINTS, "third": POINTS}, **AXES),
+    "differences": lambda: figures.differences(dict.fromkeys(NAMES, (0.1, -0.02, 0.3)), **GAIN),
     "horizontal_bars": lambda: figures.horizontal_bars(SIZES, xlabel="text (MB)", title=TITLE),
     "beside": lambda: figures.beside(PANELS, **CHANGE),
     "beside, as differences": lambda: figures.beside(PANELS, relative=True, **CHANGE),

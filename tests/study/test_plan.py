@@ -137,6 +137,8 @@ def test_every_training_of_the_notebooks_is_planned_and_no_other():
     found = plan.trainings(load_preset("cpu"), 1)
     assert {(t.notebook, t.stage) for t in found} == started
     assert sum(t.number for t in found) == 41
+    twice = plan.trainings(load_preset("cpu", {"ablation.rates": [0.5, 1.0]}), 1)
+    assert sum(t.number for t in twice) == 41 + 7  # each arm once more
 
 
 def test_sharing_divides_the_state_and_more_gpus_the_work():

@@ -239,6 +239,23 @@ def pareto(panels: Mapping[str, Mapping[str, Sequence[tuple]]], **about: Any) ->
     return figure
 
 
+def differences(rows: Mapping[str, Sequence[float]], *, title: str, xlabel: str) -> Figure:
+    """Differences in points with their 95 % intervals, a row each, the first on top; the line marks none.
+
+    Args:
+        rows: name → `evidence.Effect`: value, low and high, as shares.
+    """
+    figure, ax = axes(figsize=(WIDTH, 0.3 * len(rows) + 1.2))
+    for y, (name, found) in enumerate(rows.items()):
+        look, (value, low, high) = SYSTEMS.get(name, FREE[0]), 100 * np.array(found)
+        ax.hlines(y, low, high, color=look.color, linewidth=2.2)
+        ax.plot(value, y, **look.line)
+        _beside(ax, y, f"{value:+.1f}", color=INK)
+    ax.axvline(0, color=INK, linewidth=1)
+    _name_rows(ax, list(rows), len(rows))
+    return _finished(figure, title=title, xlabel=xlabel)
+
+
 def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **about: Any) -> Figure:
     """One bar per name, the largest on top, with its value."""
     values = dict(sorted(values.items(), key=lambda item: item[1]))
