@@ -53,6 +53,16 @@ def percent(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, flo
     return {name: {key: 100 * value for key, value in row.items()} for name, row in table.items()}
 
 
+def in_points(effects: Mapping[str, Mapping[str, Effect]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Effects, series → group → effect, as `figures.grouped_bars` takes them, in hundredths."""
+    table = {name: {key: 100 * one.value for key, one in row.items()} for name, row in effects.items()}
+    ends = {
+        name: {key: (100 * one.low, 100 * one.high) for key, one in row.items()}
+        for name, row in effects.items()
+    }
+    return {"table": table, "intervals": ends}
+
+
 def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str:
     """Rows as a Markdown table; numbers are rounded, what is missing is written "not run"."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
