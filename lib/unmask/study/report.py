@@ -15,6 +15,7 @@ from unmask.evaluation.tasks import Task
 from unmask.run import Run
 from unmask.store import artifacts_root, read_json, write_json
 from unmask.study.evidence import (
+    Effect,
     Gate,
     Scores,
     above_chance,
