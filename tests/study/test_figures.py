@@ -21,6 +21,9 @@ STEPS = [{"step": i, "loss": 5 / (i + 1)} for i in range(30)]
 BARS = {name: {"english": 0.1 * i, "code": 0.05} for i, name in enumerate(NAMES)}
 CLAIM = {"short": "contextual − heading before each chunk", "bar": 0.0, "seeds": {"0": 0.015, "1": 0.025}}
 CLAIM |= {"value": 0.02, "interval": [0.01, 0.03], "verdict": "holds", "effect": "+2.0 [+1.0, +3.0]"}
+SEEDS = {
+    name: {group: [value - 0.02, value + 0.02] for group, value in row.items()} for name, row in BARS.items()
+}
 INTERVALS = {name: {g: (v - 0.02, v + 0.03) for g, v in row.items()} for name, row in BARS.items()}
 CURVES = {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES}
 TWICE = {(n, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for n in NAMES[:5] for how in ("on", "off")}
@@ -35,6 +38,7 @@ DRAWINGS = {
     "loss": lambda: figures.loss_curves(dict.fromkeys(NAMES, STEPS), reference={"guess": 9.0}, **LOSS),
     "loss, one step": lambda: figures.loss_curves({"long": STEPS, "short": STEPS[:1]}, **LOSS),
     "bars": lambda: figures.grouped_bars(BARS, **TEXT),
+    "bars with seeds": lambda: figures.grouped_bars(BARS, seeds=SEEDS, **TEXT),
     "bars with a gap": lambda: figures.grouped_bars({"a": {"x": 1}, "b": {"y": 2}}, **TEXT),
     "bars with intervals": lambda: figures.grouped_bars(BARS, intervals=INTERVALS, **TEXT),
     "effects": lambda: figures.effects({n: {"code": (0.02, -0.01, 0.05)} for n in NAMES[2:]}, **TEXT),

@@ -119,9 +119,15 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
 
 
 def grouped_bars(
-    table: Table, *, intervals: Mapping[str, Mapping] | None = None, fmt: str = "", **about: Any
+    table: Table,
+    *,
+    intervals: Mapping[str, Mapping] | None = None,
+    seeds: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+    fmt: str = "",
+    **about: Any,
 ) -> Figure:
-    """A bar per (group, series): `table[series][group]`; intervals, where given, as error bars.
+    """A bar per (group, series): `table[series][group]`; intervals, where given, as error bars, single seeds
+    as dots.
 
     Systems from outside (BM25, a pretrained embedder) are grey levels over their group instead. Values are
     written at the bars where there is room for all of them, by `fmt` or with as many digits as they need.
@@ -140,6 +146,9 @@ def grouped_bars(
             ax.errorbar(at, row.values(), options["yerr"], fmt="none", ecolor=PAPER, elinewidth=4)
         options |= {"facecolor": (color, 0.3) if hollow else color, "edgecolor": color, "label": series}
         bars = ax.bar(at, row.values(), width * 0.92, **options)
+        if seeds:
+            dots = [(x, value) for x, group in zip(at, row) for value in seeds[series][group]]
+            ax.plot(*zip(*dots), ".", color=INK, markersize=3, zorder=3.5)
         if len(inside) * len(groups) <= 24:
             shown = [f"{value:{fmt or f'.{digits}f'}}".removeprefix("0") for value in row.values()]
             ax.bar_label(bars, shown, fontsize=8, padding=3, zorder=4, bbox=CLEAR)
