@@ -55,7 +55,12 @@ def percent(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, flo
 
 
 def in_points(effects: Mapping[str, Mapping[str, Effect]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Effects, series → group → effect, as `figures.grouped_bars` takes them, in hundredths."""
+    """Effects, series → group → effect, as `figures.grouped_bars` takes them, in hundredths.
+
+    Example:
+        >>> in_points({"context": {"code": Effect(0.25, 0.125, 0.5)}})
+        {'table': {'context': {'code': 25.0}}, 'intervals': {'context': {'code': (12.5, 50.0)}}}
+    """
     table = {name: {key: 100 * one.value for key, one in row.items()} for name, row in effects.items()}
     ends = {
         name: {key: (100 * one.low, 100 * one.high) for key, one in row.items()}
