@@ -71,6 +71,7 @@ def put(row: Any, path: str, value: str) -> None:
     *steps, last = path.split(".")
     for step in steps:
         row = row[int(step) if step.isdigit() else step]
+    assert last in row, f"{path} is not documented"
     row[last] = value
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from unmask.data import environment
-from unmask.data.corpus import SCHEMAS, SPLITS, write_tables
+from unmask.data.corpus import SPLITS, write_tables
 from unmask.data.registry import Source
 
 OF_PAIRS = dict.fromkeys(("dataset", "task"), "docs") | {"group": "english"}
@@ -36,13 +36,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(config, packages, path, languages):
     """The same rows in every split."""
-    path.mkdir(parents=True)
-    sizes = {kind: {} for kind in SCHEMAS}
-    for kind, (name, rows) in ROWS.items():
-        every = [row | {"split": split} for split in SPLITS for row in rows]
-        sizes[kind][name] = write_tables(path / kind / name, every, SCHEMAS[kind])
+    every = {kind: [row | {"split": split} for split in SPLITS for row in ROWS[kind][1]] for kind in ROWS}
+    card = write_tables(path, [(kind, ROWS[kind][0], rows) for kind, rows in every.items()])
     place = {"files": ("texts/environment/train.arrow",), "columns": {"text": "text"}}
     text = Source("environment", "files", "text", "mul", "", **place)
-    folders = {kind: {name: f"{kind}/{name}" for name in sizes[kind]} for kind in SCHEMAS}
-    card = {"hash": "tiny", "text_sources": [asdict(text)], "sizes": sizes, "folders": folders}
+    card |= {"hash": "tiny", "text_sources": [asdict(text)]}
     (path / "card.json").write_text(json.dumps(card))

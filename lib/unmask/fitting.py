@@ -34,7 +34,7 @@ from unmask.config import (
     explained,
 )
 from unmask.data.batches import permuted
-from unmask.data.corpus import SCHEMAS, Corpus, write_tables
+from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.evaluation.tasks import Task, build_tasks, evaluate, evaluate_bm25
 from unmask.models import backbone
@@ -352,11 +352,7 @@ def _corpus(
         file = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
         source = vars(Source("rows", "files", "text", "mul", "", **file))
         with new_directory(path) as folder:
-            sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
-            for kind in kinds:
-                sizes[kind]["rows"] = write_tables(folder / kind / "rows", told, SCHEMAS[kind])
-            folders = {kind: {name: f"{kind}/{name}" for name in own} for kind, own in sizes.items()}
-            card = {"hash": made_of, "sizes": sizes, "folders": folders}
+            card = write_tables(folder, [(kind, "rows", told) for kind in kinds]) | {"hash": made_of}
             write_json(folder / "card.json", card | {"text_sources": [source] * (stage == "diffusion")})
     return Corpus(path)
 

@@ -59,12 +59,13 @@ def columns(mined):
 
 
 def naive(pairs, scores_NN, config):
-    """The rule, row by row, from the matrix of all scores: the negatives of each row and their ranks."""
+    """The rule, row by row, from the matrix of all scores: the negatives of each row, and the ranks of these
+    and of its document."""
     query, document, key = pairs["query"][:], pairs["document"][:], pairs["key"][:]
     candidates = sorted({document.index(text) for text in document})
     window = min(max(config.rank_window, config.negatives), len(candidates))
     lottery_NW = np.random.default_rng(config.seed).random((len(pairs), window))
-    negatives, ranks = [], []
+    negatives, ranks, own_ranks = [], [], []
     for i, score_N in enumerate(scores_NN):
         like = [j for j in range(len(pairs)) if key[j] == key[i] or query[j] == query[i]]
         own = {document[j] for j in like} | {document[i]}
@@ -79,7 +80,8 @@ def naive(pairs, scores_NN, config):
             chosen = sorted(others, key=lambda j, s=score_N: (s[j], j))
         negatives.append(chosen[: config.negatives])
         ranks.append([min(others.index(j), window) + 1 for j in negatives[-1]])
-    return [[int(document[j][1:]) for j in row] for row in negatives], ranks
+        own_ranks.append(1 + sum(score_N[j] > score_N[i] for j in top))
+    return [[int(document[j][1:]) for j in row] for row in negatives], ranks, own_ranks
 
 
 @pytest.mark.parametrize("margin", [-2.5, 0.0, 0.05, 0.3, 2.5])
@@ -89,22 +91,16 @@ def test_mining_equals_the_rule_written_row_by_row(margin, window, monkeypatch):
     embedder, pairs, scores_NN = linked()
     config = replace(CONFIG, margin=margin, rank_window=window)
     mined, found = mine(embedder, index, pairs, config)
-    expected, ranks = naive(pairs, scores_NN, config)
-    assert columns(mined) == expected
-    assert found.negative_rank.tolist() == ranks
+    expected, ranks, own_ranks = naive(pairs, scores_NN, config)
+    assert columns(mined) == expected and embedder.lengths == [config.query_length, config.document_length]
+    assert (found.negative_rank.tolist(), found.positive_rank.tolist()) == (ranks, own_ranks)
+    assert (found.documents, found.window) == (55, min(max(window, 3), 55))
+    assert_close(found.positive_similarity, np.diag(scores_NN), 1e-6)
+    first_N = [pairs["document"][:].index(f"d{j}") for row in expected for j in row]  # columns of the scores
+    of_negatives = scores_NN[np.repeat(np.arange(60), 3), first_N].reshape(60, 3)
+    assert_close(found.negative_similarity, of_negatives, 1e-6)
     monkeypatch.setattr(mining, "ROWS", 7)
     assert columns(mine(embedder, index, pairs, config)[0]) == expected
-
-
-def test_statistics_and_lengths():
-    embedder, pairs, scores = case()
-    mined, found = mine(embedder, index, pairs, replace(CONFIG, query_length=7, document_length=9))
-    assert embedder.lengths == [7, 9] and (found.documents, found.window) == (40, 10)
-    assert_close(found.positive_similarity, np.diag(scores), 1e-6)
-    expected = [[scores[i, j] for j in chosen] for i, chosen in enumerate(columns(mined))]
-    assert_close(found.negative_similarity, expected, 1e-6)
-    above = [(np.delete(row, i) > row[i]).sum() for i, row in enumerate(scores)]
-    assert found.positive_rank.tolist() == [min(count, 10) + 1 for count in above]
 
 
 SMALL = [({"keys": [0, 0, 2, 3]}, 2), ({"queries": [0, 0, 0, 3]}, 1), ({"documents": [0] * 4}, 0)]

@@ -1,19 +1,17 @@
 """Corpora from registries: composed of their sources' tables, kept, read again where a file changed; what a
 source's tables hold."""
 
-import json
 import os
 from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-from datasets import Dataset
 from test_environment import make_config, make_packages
 
 import tiny
 from tiny_sources import PAIR_COLUMNS, own, write_as
 from unmask.data import reading, sources
-from unmask.data.corpus import SCHEMAS, SPLITS
+from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.registry import Source, split_of
 from unmask.data.sources import collect, identity, open_corpus
 
@@ -174,12 +172,11 @@ JOINED = {"chunk_id": "chunk_id", "chunk": "chunk", "query": "query", "query_chu
 def tables(source, folder):
     """What `collect` wrote: the card, and the rows by split."""
     collect(source, folder)
-    card = json.loads((folder / "card.json").read_text())
-    stored = {split: Dataset.from_file(str(folder / f"{split}.arrow")) for split in SPLITS}
-    kind = sources.KIND[source.role]
-    assert card["sizes"][kind]["mine"] == {split: {"rows": len(rows)} for split, rows in stored.items()}
-    assert all(rows.data.schema.remove_metadata() == SCHEMAS[kind] for rows in stored.values())
-    return card, stored
+    corpus, kind = Corpus(folder), sources.KIND[source.role]
+    stored = {split: getattr(corpus, kind)(split) for split in SPLITS}
+    assert corpus.card["sizes"][kind]["mine"] == {split: {"rows": len(stored[split])} for split in SPLITS}
+    assert all(rows.column_names == SCHEMAS[kind].names for rows in stored.values())
+    return corpus.card, stored
 
 
 def test_pairs_are_stored_by_split(tmp_path):

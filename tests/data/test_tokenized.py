@@ -22,27 +22,19 @@ from unmask.study.report import paper_table
 UNITS = list(range(1, 21))
 
 
-def work(unit):
-    """Unit 3 → three numbers, and as many tokens."""
-    columns = {"flat": np.full(unit, unit, np.int32), "one": np.array([unit])}
-    return columns, {"tokens": unit, "odd": unit % 2}
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def work_until_killed(at, unit):
-    """Does the work, and kills this process at unit `at`."""
+def work(unit, at=0, fault=kill):
+    """Unit 3 → three numbers, and as many tokens; at one unit a fault."""
     if unit == at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return work(unit)
-
-
-def fail_at_twelve(unit):
-    if unit == 12:
-        raise ValueError("unit 12 is bad")
-    return work(unit)
+        fault(unit)
+    return {"flat": np.full(unit, unit, np.int32), "one": np.array([unit])}, {"tokens": unit, "odd": unit % 2}
 
 
 def die_before_the_journal(folder):
-    tokenized.write_json = lambda path, value: os.kill(os.getpid(), signal.SIGKILL)
+    tokenized.write_json = kill
     build(folder, UNITS, work, "")
 
 
@@ -58,26 +50,30 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as alone:
-        alone.setattr(tokenized, "cpu_count", lambda: 1)
-        done = build(tmp_path_factory.mktemp("whole") / "x", UNITS, work, "")
+@pytest.fixture
+def cores(monkeypatch):
+    """Sets how many there are; one first, so that a forked process does its work by itself."""
+    set_to = lambda count: monkeypatch.setattr(tokenized, "cpu_count", lambda: count)  # noqa: E731
+    set_to(1)
+    return set_to
+
+
+@pytest.fixture
+def whole(tmp_path, cores):
+    done = build(tmp_path / "whole", UNITS, work, "")
     np.testing.assert_array_equal(done.array("flat", np.int32), np.repeat(UNITS, UNITS))
     assert done.counters == {"tokens": 210, "odd": 10}
     return contents(done.folder)
 
 
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenized, "cpu_count", lambda: 1)  # a forked process does its work by itself
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path, cores):
     for at in (2, 3, 11):
-        killed = in_processes(build, tmp_path / "x", UNITS, partial(work_until_killed, at), "")
-        assert killed == [-signal.SIGKILL]
+        assert in_processes(build, tmp_path / "x", UNITS, partial(work, at=at), "") == [-signal.SIGKILL]
         assert in_processes(die_before_the_journal, tmp_path / "x") == [-signal.SIGKILL]
-    with pytest.raises(ValueError, match="unit 12 is bad"):
-        build(tmp_path / "x", UNITS, fail_at_twelve, "")
+    with pytest.raises(ZeroDivisionError):
+        build(tmp_path / "x", UNITS, partial(work, at=12, fault=lambda unit: unit / 0), "")
     os.truncate(tmp_path / "x" / "flat.bin", 8)  # a power cut, after which all is made again
-    monkeypatch.setattr(tokenized, "cpu_count", lambda: 2)
+    cores(2)
     build(tmp_path / "x", UNITS, work, "")
     assert contents(tmp_path / "x") == whole
     (tmp_path / "x" / "flat.bin").unlink()  # also where all had been done
@@ -85,26 +81,20 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp
     assert contents(tmp_path / "x") == whole
 
 
-def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenized, "cpu_count", lambda: 2)
+def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, cores, monkeypatch):
+    cores(2)
     folder = tmp_path / "x"
     assert build(folder, UNITS, work, "", wanted=0).units == 0
     assert build(folder, UNITS, work, "", wanted=15).units == 5  # 1 + 2 + 3 + 4 + 5
-    assert build(folder, UNITS, None, "", wanted=15).units == 5  # nothing to do
     assert build(folder, UNITS, work, "", wanted=16).units == 6
     build(folder, UNITS, work, "", wanted=10**6)
     assert contents(folder) == whole
-
-
-def test_what_is_finished_is_neither_locked_nor_touched(whole, tmp_path, monkeypatch):
-    build(tmp_path / "x", UNITS, work, "")
-    monkeypatch.setattr(tokenized, "FileLock", None)
+    monkeypatch.setattr(tokenized, "FileLock", None)  # what is finished is neither locked nor touched
     monkeypatch.setattr(os, "truncate", None)
-    assert build(tmp_path / "x", UNITS, None, "").units == len(UNITS)
+    assert build(folder, UNITS, None, "").units == build(folder, UNITS, None, "", wanted=15).units == 20
 
 
-def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenized, "cpu_count", lambda: 1)
+def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path):
     assert in_processes(build, tmp_path / "x", UNITS, work, "", count=3) == [0, 0, 0]
     assert contents(tmp_path / "x") == whole
 
@@ -183,10 +173,9 @@ def test_single_chunks_are_random_pairs_of_different_keys(stored):
     assert len(drawn(1000, 0)) == 60  # as many as there are keys
 
 
-@pytest.mark.parametrize("cores", [1, 2])
-def test_tables_are_prepared_in_pieces_by_any_number_of_workers(cores, stored, monkeypatch):
+def test_tables_are_prepared_in_pieces_by_any_number_of_workers(stored, cores, monkeypatch):
     monkeypatch.setattr(tokenized, "ROWS", 5)
-    monkeypatch.setattr(tokenized, "cpu_count", lambda: cores)
+    cores(2)
     many = Dataset.from_list([row | {"key": str(i)} for i, row in enumerate(PAIRS.to_list() * 20)]).shuffle(0)
     found = pairs(many, stored)
     assert lists(found.queries) == tokens(many["query"][:], 8)
@@ -195,14 +184,10 @@ def test_tables_are_prepared_in_pieces_by_any_number_of_workers(cores, stored, m
 
 
 @pytest.mark.parametrize("column", ["query", "document"])
-def test_a_text_without_tokens_is_refused(column, stored):
+def test_no_tokens_and_no_room_are_refused(column, stored):
     rows = PAIRS.map(lambda row, i: {column: "" if i == 1 else row[column]}, with_indices=True)
     with pytest.raises(ValueError, match=r"data set 'b', \w+, row 1: '' has no tokens. Remove or fill it"):
         pairs(rows, stored)
-
-
-@pytest.mark.parametrize("column", ["query", "document"])
-def test_a_length_without_room_is_refused(column, stored):
     with pytest.raises(ValueError, match=r"(queries|documents): 2 tokens at most, .* raise the length"):
         pairs(PAIRS, stored, **{column: Limit(2, ("one two three ", ""))})
 

@@ -6,8 +6,9 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from unmask.config import SynthesisConfig
 from unmask.synthesis.ask import Synthesis, synthesize_pairs
 
 
+@dataclass
 class ChatServer:
-    """A server in a thread.
+    """What a server answers, and what it was asked.
 
     Args:
         fault: (prompt, how often it has come before) → a status as a string, or None.
@@ -33,27 +35,26 @@ class ChatServer:
         current, most: number of requests under way, and the largest so far.
     """
 
-    def __init__(
-        self,
-        fault: Callable[[str, int], str | None] = lambda prompt, before: None,
-        write: Callable[[str], str] | None = None,
-        *,
-        delay: float = 0.0,
-    ):
-        self.fault, self.write, self.delay = fault, write or good, delay
-        self.prompts: Counter[str] = Counter()
-        self.keys: set[str] = set()
-        self.bodies: list[dict] = []
-        self.answered = self.most = self.current = 0
-        self.lock = threading.Lock()
-        self.serving = served(Chat, owner=self)
+    fault: Callable[[str, int], str | None] = lambda prompt, before: None
+    write: Callable[[str], str] = lambda prompt: good(prompt)
+    delay: float = 0.0
+    url: str = ""
+    prompts: Counter[str] = field(default_factory=Counter)
+    keys: set[str] = field(default_factory=set)
+    bodies: list[dict] = field(default_factory=list)
+    answered: int = 0
+    most: int = 0
+    current: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __enter__(self) -> "ChatServer":
-        self.url = f"{self.serving.__enter__()}/v1"
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.serving.__exit__(*error)
+@contextmanager
+def chat_server(*faults: Callable[[str, int], str | None], **given: Any) -> Iterator[ChatServer]:
+    """A server in a thread."""
+    server = ChatServer(*faults, **given)
+    with served(Chat, owner=server) as url:
+        server.url = f"{url}/v1"
+        yield server
 
 
 class Chat(Handler):
@@ -134,21 +135,10 @@ class Words:
 
 
 def config(server: ChatServer | str, **changes: Any) -> SynthesisConfig:
-    settings = {
-        "endpoint": server if isinstance(server, str) else server.url,
-        "model": "test",
-        "api_key_env": "UNMASK_TEST_KEY",
-        "passages": 24,
-        "documents": 5,
-        "queries_per_document": 3,
-        "concurrency": 4,
-        "timeout": 600.0,
-        "retries": 2,
-        "min_similarity": 0.1,
-        "price_in": 1.0,
-        "price_out": 2.0,
-    }
-    return SynthesisConfig(**settings | changes)
+    place = {"endpoint": getattr(server, "url", server), "model": "test", "api_key_env": "UNMASK_TEST_KEY"}
+    amounts = {"passages": 24, "documents": 5, "queries_per_document": 3, "min_similarity": 0.1}
+    patience = {"concurrency": 4, "timeout": 600.0, "retries": 2}
+    return SynthesisConfig(**place | amounts | patience | {"price_in": 1.0, "price_out": 2.0} | changes)
 
 
 def many_pairs(url: str, folder: Path) -> Synthesis:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import openai
 import pytest
-from chat_servers import ChatServer, Words, config, good, many_pairs, passage, passage_of
+from chat_servers import Words, chat_server, config, good, many_pairs, passage, passage_of
 
 import tiny
 from unmask.synthesis import prompts, synthesize_documents, synthesize_pairs
@@ -32,7 +32,7 @@ def lines(path):
 
 
 def test_pairs_from_passages(tmp_path):
-    with ChatServer(delay=0.01) as server:
+    with chat_server(delay=0.01) as server:
         result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
     assert result.outcomes == {"kept": len(PASSAGES)}
     rows = lines(result.path)
@@ -40,16 +40,8 @@ def test_pairs_from_passages(tmp_path):
     assert {row["document"] for row in rows} == set(PASSAGES)
     assert len({row["id"] for row in rows}) == len(rows)
     assert all(row["persona"] in prompts.personas() and row["similarity"] >= 0.1 for row in rows)
-    assert rows[0].keys() == {
-        "id",
-        "query",
-        "document",
-        "language",
-        "persona",
-        "type",
-        "difficulty",
-        "similarity",
-    }
+    told = {"id", "query", "document", "language", "persona", "type", "difficulty", "similarity"}
+    assert all(row.keys() == told for row in rows)
     assert len(result.similarities) == len(rows)
     assert server.answered == result.traffic["answered"] == 2 * len(PASSAGES)
     assert result.traffic["answer tokens"] == 7 * 2 * len(PASSAGES)
@@ -57,14 +49,12 @@ def test_pairs_from_passages(tmp_path):
     again = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)  # which is gone
     assert again.rows == rows and again.traffic == {}
     schemas = [body["response_format"]["json_schema"]["schema"] for body in server.bodies]
-    assert Counter(frozenset(schema["properties"]) for schema in schemas) == {
-        frozenset({"character", "type", "difficulty"}): len(PASSAGES),
-        frozenset({"query"}): len(PASSAGES),
-    }
+    forms = Counter(" ".join(sorted(schema["properties"])) for schema in schemas)
+    assert forms == dict.fromkeys(["character difficulty type", "query"], len(PASSAGES))
 
 
 def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
-    with ChatServer() as server:
+    with chat_server() as server:
         result = synthesize_documents(DOCUMENTS, Words(), config(server), tmp_path)
     assert result.outcomes == {"kept": 3 * len(DOCUMENTS)}
     rows = lines(result.path)
@@ -88,7 +78,7 @@ LOST = [("500", "InternalServerError", 3), ("200", "an answer without choices", 
 def test_a_request_without_answer_is_counted_and_asked_again_next_time(tmp_path, status, reason, tries):
     lost = {text for text in PASSAGES if "otter" in text}
     faulty = lambda prompt, before: status if passage_of(prompt) in lost else None  # noqa: E731
-    with ChatServer(faulty) as server:
+    with chat_server(faulty) as server:
         settings = config(server)
         result = synthesize_pairs(PASSAGES, Words(), settings, tmp_path)
         left = len(PASSAGES) - len(lost)
@@ -119,7 +109,7 @@ def test_answers_that_will_not_do_are_counted_by_reason(tmp_path, monkeypatch):
             return good(prompt)
         return BAD[reason] if reason in BAD else json.dumps({"query": passage_of(prompt).partition(".")[0]})
 
-    with ChatServer(write=write) as server:
+    with chat_server(write=write) as server:
         result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
         assert result.outcomes == {"kept": len(PASSAGES) - len(reasons)} | {
             f"invalid: {reason}": 1 for reason in reasons
@@ -134,16 +124,13 @@ def test_answers_that_will_not_do_are_counted_by_reason(tmp_path, monkeypatch):
 
 
 def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):
-    def write(prompt: str) -> str:
-        if '"character"' in prompt:
-            return good(prompt)
-        if "lynx" in passage_of(prompt):
-            return '{"query": "Why does the OTTER rest at dusk?"}'
-        if "heron" in passage_of(prompt):
-            return '{"query": "completely unrelated stuff"}'
-        return good(prompt)
+    told = {"lynx": "Why does the OTTER rest at dusk?", "heron": "completely unrelated stuff"}
 
-    with ChatServer(write=write) as server:
+    def write(prompt: str) -> str:
+        query = next((query for animal, query in told.items() if animal in passage_of(prompt)), None)
+        return json.dumps({"query": query}) if query and '"character"' not in prompt else good(prompt)
+
+    with chat_server(write=write) as server:
         result = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
     # Of four equal queries each, one is new.
     assert result.outcomes == {"kept": 17, "duplicate": 6, "dissimilar": 1}
@@ -157,11 +144,11 @@ def test_an_endpoint_that_is_gone_or_refuses_ends_the_run(tmp_path, monkeypatch)
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     with pytest.raises(EndpointError, match="the same call goes on from there"):
         synthesize_pairs(PASSAGES[:4], Words(), config(url, retries=0), tmp_path)
-    with ChatServer() as server, pytest.raises(EndpointError, match=r"NotFound.*synthesis.endpoint ends"):
+    with chat_server() as server, pytest.raises(EndpointError, match=r"NotFound.*synthesis.endpoint ends"):
         synthesize_pairs(PASSAGES, Words(), config(server.url.removesuffix("/v1")), tmp_path)
-    with ChatServer(lambda *_: "400") as server, pytest.raises(EndpointError, match="no request: the first"):
+    with chat_server(lambda *_: "400") as server, pytest.raises(EndpointError, match="no request: the first"):
         synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
-    refusing = ChatServer(lambda prompt, before: "401")  # which echoes the key
+    refusing = chat_server(lambda prompt, before: "401")  # which echoes the key
     with refusing as server, pytest.raises(EndpointError, match=r"Authentication.*_TEST_KEY") as error:
         synthesize_pairs(PASSAGES, Words(), config(server), tmp_path)
     assert server.keys == {"Bearer secret-42"} and "secret" not in str(error.value)
@@ -169,7 +156,7 @@ def test_an_endpoint_that_is_gone_or_refuses_ends_the_run(tmp_path, monkeypatch)
 
 
 def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
-    with ChatServer(delay=0.05) as server:
+    with chat_server(delay=0.05) as server:
         child = multiprocessing.get_context("spawn").Process(target=many_pairs, args=(server.url, tmp_path))
         child.start()
         wait_for(lambda: server.answered >= 20)
@@ -192,22 +179,20 @@ def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
     assert len({json.loads(line)[0] for line in answers}) == len(answers) == 120
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"endpoint": ""}, "synthesis.endpoint is ''"),
-        ({"model": ""}, "synthesis.model ''"),
-        ({"endpoint": "localhost:8000/v1"}, "for instance --set synthesis.endpoint=http"),
-    ],
-)
+REFUSED = [
+    ({"endpoint": ""}, "synthesis.endpoint is ''"),
+    ({"model": ""}, "synthesis.model ''"),
+    ({"endpoint": "localhost:8000/v1"}, "for instance --set synthesis.endpoint=http"),
+    ({}, "no passage of 80 characters lacks a query"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_cannot_work_is_refused(tmp_path, changes, message):
+    settings, documents = config("http://127.0.0.1:9/v1", **changes), [["short", "x" * 90]]
     with pytest.raises(ValueError, match=message):
-        synthesize_pairs(PASSAGES, Words(), config("http://127.0.0.1:9/v1", **changes), tmp_path)
-    assert plan_pairs(["short"], Words(), config("")) == []
-    with pytest.raises(ValueError, match="no passage of 80 characters lacks a query"):
-        synthesize_documents(
-            [["short", "x" * 90]], Words(), config("http://127.0.0.1:9"), tmp_path, {"x" * 90}
-        )
+        synthesize_documents(documents, Words(), settings, tmp_path, {"x" * 90})
+    assert plan_pairs(["short"], Words(), settings) == []
 
 
 def test_a_sample_does_not_depend_on_the_order_and_grows():
@@ -237,7 +222,7 @@ def test_plans_repeat_and_languages_take_turns():
 
 def test_the_estimate_is_what_is_then_sent(tmp_path):
     tokenizer = tiny.tokenizer()
-    with ChatServer() as server:
+    with chat_server() as server:
         settings = config(server)
         cost = estimate(plan_pairs(PASSAGES, Words(), settings), tokenizer, settings)
         synthesize_pairs(PASSAGES, Words(), settings, tmp_path)

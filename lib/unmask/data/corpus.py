@@ -108,11 +108,22 @@ class Corpus:
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
 
 
-def write_tables(folder: Path, rows: Rows, schema: pa.Schema) -> dict[str, dict[str, int]]:
-    """Writes each row into the Arrow file of its "split", which `datasets` maps into memory, and returns the
-    sizes of the three."""
-    folder.mkdir(parents=True)
-    writers = {split: ArrowWriter(path=str(folder / f"{split}.arrow"), schema=schema) for split in SPLITS}
-    for row in rows:
-        writers[row["split"]].write({name: row[name] for name in schema.names})
-    return {split: {"rows": writer.finalize()[0]} for split, writer in writers.items()}
+def write_tables(folder: Path, tables: Iterable[tuple[str, str, Rows]]) -> dict[str, Any]:
+    """Writes data sets of some kinds, each row into the Arrow file of its "split", which `datasets` maps into
+    memory.
+
+    Args:
+        tables: kind, name and rows of each data set.
+    Returns: what a card says of them: their sizes and their folders.
+    """
+    sizes, folders = ({kind: {} for kind in SCHEMAS} for _ in range(2))
+    for kind, name, rows in tables:
+        schema, place = SCHEMAS[kind], f"{kind}/{name.replace('/', '-')}"
+        (folder / place).mkdir(parents=True)
+        files = {split: str(folder / place / f"{split}.arrow") for split in SPLITS}
+        writers = {split: ArrowWriter(path=file, schema=schema) for split, file in files.items()}
+        for row in rows:
+            writers[row["split"]].write({column: row[column] for column in schema.names})
+        sizes[kind][name] = {split: {"rows": writer.finalize()[0]} for split, writer in writers.items()}
+        folders[kind][name] = place
+    return {"sizes": sizes, "folders": folders}

@@ -496,38 +496,27 @@ def _collect(
         documents = list(_new_documents(chain(documents_of(owners, config.seed), documents), seen))
         for kind, new in zip(KINDS, (texts, pairs, documents)):  # splits come from the last one to the first
             rows[kind] = [row | {"task": row["dataset"], "split": split} for row in new] + rows[kind]
-        seen |= _digests(ours, pairs, documents)
+        for one in ours:
+            seen.update(one.digests, (mark for _, _, mark in one.docstrings))
+        told = [text for row in pairs for text in (row["query"], row["document"])]
+        told += [text for row in documents for text in (*row["queries"], " ".join(row["chunks"][1:]))]
+        seen.update(map(digest, told))
     return rows
-
-
-def _digests(files: Iterable[Harvest], pairs: Iterable[dict], documents: Iterable[dict]) -> set[int]:
-    """Digests of all that a split holds: docstrings, functions, queries, documents."""
-    marks = {mark for one in files for mark in one.digests}
-    marks |= {mark for one in files for _, _, mark in one.docstrings}
-    marks |= {digest(pair[column]) for pair in pairs for column in ("query", "document")}
-    for document in documents:
-        marks.update(map(digest, [*document["queries"], " ".join(document["chunks"][1:])]))
-    return marks
 
 
 def _write(rows: Rows, folder: Path) -> dict[str, Any]:
     """Writes the tables, one per data set and split (all text is one data set); returns what a card says of
     them."""
-    sizes: dict[str, Any] = {kind: {} for kind in SCHEMAS}
-    content, languages = hashlib.sha256(), set()
+    content, languages, tables = hashlib.sha256(), set(), {}
     for kind in KINDS:
         for row in rows[kind]:
             content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
             languages.update(row["language"].split("-"))
-        for name in sorted({row["dataset"] for row in rows[kind]}):
-            own = (row for row in rows[kind] if row["dataset"] == name)
-            sizes[kind][name] = write_tables(folder / kind / name, own, SCHEMAS[kind])
+            tables.setdefault((kind, row["dataset"]), []).append(row)
     where = (f"texts/{TEXTS}/train.arrow",)
     text = Source(TEXTS, "files", "text", "mul", "", files=where, columns={"text": "text"})
-    return {
+    return write_tables(folder, ((*key, tables[key]) for key in sorted(tables))) | {
         "hash": content.hexdigest(),
-        "sizes": sizes,
-        "folders": {kind: {name: f"{kind}/{name}" for name in sizes[kind]} for kind in SCHEMAS},
         "text_sources": [asdict(text)],
         "languages": sorted(languages - {"mul", "python"}),
     }

@@ -8,6 +8,7 @@ import glob
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -138,10 +139,8 @@ def split_of(source: Source, key: str) -> str:
 
 def own_files(source: Source) -> list[Path]:
     """The existing files of a source of kind `files`, sorted within each pattern, each once."""
-    found: dict[str, None] = {}
-    for file in source.files:
-        found |= dict.fromkeys([file] if Path(file).exists() else sorted(glob.glob(file, recursive=True)))
-    return list(map(Path, found))
+    found = ([one] if Path(one).exists() else sorted(glob.glob(one, recursive=True)) for one in source.files)
+    return [Path(file) for file in dict.fromkeys(chain.from_iterable(found))]
 
 
 def _locate(name_or_path: str) -> Path:

@@ -76,7 +76,7 @@ def departures(config: DataConfig) -> str:
 
 
 def collect(source: Source, folder: Path) -> None:
-    """Reads a source into `folder`/{train,dev,test}.arrow and card.json; the folder appears when it is whole.
+    """Reads a source into a corpus of its own; the folder appears when it is whole.
 
     Documents in the flat and joined layouts are gathered in memory, all else is streamed. Of a text source
     only a sample is kept: SAMPLE_BYTES of training text, and the held-out text met on the way.
@@ -94,18 +94,15 @@ def collect(source: Source, folder: Path) -> None:
         rows = _gathered(rows, dropped)
     rows = tqdm(rows, f"reading {source.name}", source.rows, delay=2, leave=False)
     with new_directory(folder) as unfinished:
-        sizes = write_tables(unfinished, (_stored(source, row) for row in rows), SCHEMAS[kind])
-        if not any(size["rows"] for size in sizes.values()):
+        card = write_tables(unfinished, [(kind, source.name, (_stored(source, row) for row in rows))])
+        if not any(size["rows"] for size in card["sizes"][kind][source.name].values()):
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
         # Text may be a sample, so the names and sizes of the files count too.
         listed = [(Path(file.path).name, file.size) for file in reading.data_files(source)]
-        card = {
-            "hash": fingerprint(listed, [sha256(unfinished / f"{split}.arrow") for split in SPLITS]),
-            "sizes": {kind: {source.name: sizes}},
-            "folders": {kind: {source.name: "."}},
-            "dropped": {source.name: dict(dropped.most_common())},
-        }
+        table = unfinished / card["folders"][kind][source.name]
+        card["hash"] = fingerprint(listed, [sha256(table / f"{split}.arrow") for split in SPLITS])
+        card["dropped"] = {source.name: dict(dropped.most_common())}
         write_json(unfinished / "card.json", card)
 
 
