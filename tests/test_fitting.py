@@ -149,7 +149,7 @@ def test_a_query_of_two_documents_is_one_group():
     assert len(set(fitting._groups("contextual", rows))) == 3
 
 
-def test_other_shapes_of_rows_are_read(model):
+def test_other_shapes_of_rows_are_read():
     frame = pd.DataFrame(PAIRS, columns=["query", "document"])
     for rows in (frame, frame.itertuples(index=False), frame.to_numpy(), iter(PAIRS), [*map(list, PAIRS)]):
         assert fitting._rows(rows, "pair") == ROWS["pair"]
@@ -197,16 +197,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_used_is_named(case, tmp_path):
+def test_what_cannot_be_used_is_named(case, model, tmp_path):
     rows, options, message = REFUSED[case]
-    known = case in ("bad value", "no batch")
-    start = tiny_start(tmp_path) if known else tmp_path / "nothing"  # nothing is loaded
+    start = model if case in ("bad value", "no batch") else tmp_path / "nothing"  # nothing is loaded
     with pytest.raises(ValueError, match=message):
         fit(start, rows, **options)
-
-
-def tiny_start(folder):
-    return backbone.save(tiny.model(), tiny.tokenizer(), folder / "model")
 
 
 SCRIPT = """import json
