@@ -98,10 +98,7 @@ REFUSED = {
     "no directory": ("--set backbone.checkpoint=/none", "backbone.checkpoint: /none is no directory here"),
     "unknown notebook": ("--only 2_pair", "no notebook '2_pair'; did you mean '02_pair'?"),
     "empty notebook": ("--only ", "no notebook ''; "),
-    "not of a seed": (
-        "--seed 1 --only 12",
-        "repetitions leave these notebooks out: give the command without",
-    ),
+    "not of a seed": ("--seed 1 --only 12", "repetitions leave these notebooks out: give the command"),
     "path as run": ("--run ../elsewhere", "--run ../elsewhere: a run's name is its folders'"),
     "run of the lab": ("--run lab", "--run lab: a run's name is its folders'"),
     "no GPUs": ("--gpus 0", "parallel.num_processes must be greater than or equal to 1, got 0"),

@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -53,8 +52,7 @@ def settle() -> None:
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """A command whose process Linux kills when this one dies; `python -m …` begins in the process that sees
-    to it."""
+    """A command whose process Linux kills when this one dies."""
     return [sys.executable, "-m", "unmask.children", str(os.getpid()), *command]
 
 
@@ -128,8 +126,4 @@ def ended_together(
 
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
-    if sys.argv[2:4] != [sys.executable, "-m"]:
-        os.execvp(sys.argv[2], sys.argv[2:])
-    collect_rarely()
-    sys.argv = sys.argv[4:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    os.execvp(sys.argv[2], sys.argv[2:])

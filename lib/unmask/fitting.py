@@ -186,6 +186,7 @@ def fit(
         if held_N.any():
             task = _task(corpus, rows, held_N, limits)
             before = ndcg(own)
+        causal = not backbone.sees_both_sides(own.model)
         if not given:
             own.close()
         recipe = SimpleNamespace(
@@ -194,11 +195,8 @@ def fit(
             parallel=ParallelConfig(num_processes=max(1, torch.cuda.device_count())),
             **{stage: config},
         )
-        training = STAGES[stage](recipe, corpus, tokenizer)
+        training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=causal)
         network = training.model(start)
-        if not backbone.sees_both_sides(network):
-            training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=True)
-            network = training.model(start)
         try:
             checkpoint = train(training, network, place / stage, watch=Watch(title=stage))
         except TrainingStopped:

@@ -21,7 +21,7 @@ from unmask.run import grace_seconds
 from unmask.training.job import JOB, Job
 from unmask.training.watch import Watch
 
-LOG = "train.log"  # of the main process, in the training's folder; rank-<n>.log: of the others
+LOG = "train.log"  # of all processes, in the training's folder
 ERROR = "error.txt"  # what a process wrote that failed
 STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
 # What torchrun sets, and accelerate and torch believe.
@@ -45,7 +45,7 @@ def launch(job: Job, watch: Watch) -> None:
         TrainingStopped: it was told to stop, by SIGTERM or an interrupted cell; it is saved.
     """
     folder, parallel = Path(job.folder), job.parallel
-    for left in (*folder.glob("*.log"), folder / ERROR):  # of an earlier try
+    for left in (folder / LOG, folder / ERROR):  # of an earlier try
         left.unlink(missing_ok=True)
     # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}

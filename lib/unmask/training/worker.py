@@ -13,11 +13,11 @@ from unmask.children import die_with
 from unmask.data.corpus import Corpus
 from unmask.models import backbone
 from unmask.run import PREEMPTED
-from unmask.store import read_json, replacing
+from unmask.store import read_json, write_atomic
 from unmask.training.distributed import Processes
 from unmask.training.identity import own_code, weights_hash
 from unmask.training.job import Job
-from unmask.training.launch import ERROR, LOG, TrainingStopped
+from unmask.training.launch import ERROR, TrainingStopped
 from unmask.training.loop import run
 from unmask.training.stages import Stage
 
@@ -31,10 +31,9 @@ def stage_of(job: Job) -> Stage:
 
 def main(path: Path) -> None:
     """Reads the job, trains, saves; whatever goes wrong is written where the notebook looks."""
-    rank, folder = os.environ.get("RANK", "0"), path.parent
+    folder = path.parent
     if torch.distributed.is_torchelastic_launched():
         _die_with_torchrun()
-    _log_to(folder / (LOG if rank == "0" else f"rank-{rank}.log"))
     try:
         about = read_json(path)
         job = Job.of(about["job"])
@@ -60,8 +59,7 @@ def main(path: Path) -> None:
 def _say(folder: Path, text: str) -> None:
     """The first process that fails says why: the others fail because it did."""
     if not (folder / ERROR).exists():
-        with replacing(folder / ERROR) as unfinished:
-            unfinished.write_text(text, encoding="utf8")
+        write_atomic(folder / ERROR, text)
 
 
 def _die_with_torchrun() -> None:
@@ -70,15 +68,6 @@ def _die_with_torchrun() -> None:
     if parent is None or "torch" not in " ".join(parent.cmdline()):
         os._exit(1)
     die_with(parent.pid)
-
-
-def _log_to(path: Path) -> None:
-    """From here on, whatever this process writes goes into a log, what native code writes too."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    with path.open("a", encoding="utf8") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
 
 
 if __name__ == "__main__":
