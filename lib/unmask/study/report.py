@@ -15,7 +15,6 @@ from unmask.evaluation.tasks import Task
 from unmask.run import Run
 from unmask.store import artifacts_root, read_json, write_json
 from unmask.study.evidence import (
-    Effect,
     Gate,
     Scores,
     above_chance,
@@ -52,21 +51,6 @@ def paper_table(number: int) -> dict[str, dict[str, Any]]:
 def percent(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """A table of shares, such as nDCG, in the paper's unit: hundredths."""
     return {name: {key: 100 * value for key, value in row.items()} for name, row in table.items()}
-
-
-def in_points(effects: Mapping[str, Mapping[str, Effect]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Effects, series → group → effect, as `figures.grouped_bars` takes them, in hundredths.
-
-    Example:
-        >>> in_points({"context": {"code": Effect(0.25, 0.125, 0.5)}})
-        {'table': {'context': {'code': 25.0}}, 'intervals': {'context': {'code': (12.5, 50.0)}}}
-    """
-    table = {name: {key: 100 * one.value for key, one in row.items()} for name, row in effects.items()}
-    ends = {
-        name: {key: (100 * one.low, 100 * one.high) for key, one in row.items()}
-        for name, row in effects.items()
-    }
-    return {"table": table, "intervals": ends}
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str:
