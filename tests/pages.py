@@ -95,10 +95,11 @@ def notebooks() -> str:
 
 
 def example() -> str:
-    """A query, and what the contextual model and BM25 rank first."""
-    [found, *_] = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
-    rows = [{"": name, "ranked first": report.quoted(text, 100)} for name, text in found["first"].items()]
-    return f"> {found['query']}\n\n{report.markdown_table(rows)}"
+    """A query about a chunk that only its document explains, and what each way of searching ranks first."""
+    found = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
+    rows = [{"read": way, "ranked first": report.quoted(text, 100)} for way, text in found["first"].items()]
+    told = f"> **{found['query']}** (in the document {report.quoted(found['document'], 80)})"
+    return f"{told}\n\n{report.markdown_table(rows)}"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
