@@ -37,6 +37,7 @@ DRAWINGS = {
     "bars": lambda: figures.grouped_bars(BARS, **TEXT),
     "bars with a gap": lambda: figures.grouped_bars({"a": {"x": 1}, "b": {"y": 2}}, **TEXT),
     "bars with intervals": lambda: figures.grouped_bars(BARS, intervals=INTERVALS, **TEXT),
+    "effects": lambda: figures.effects({n: {"code": (0.02, -0.01, 0.05)} for n in NAMES[2:]}, **TEXT),
     "lines": lambda: figures.lines(CURVES, reference={"paper": 0.2}, log_x=True, **AXES),
     "bands": lambda: figures.lines(CURVES, intervals=dict.fromkeys(NAMES, [(0.0, 0.2)] * 3), **AXES),
     "lines with labels": lambda: figures.lines(TWICE, reference={"before": 0.1}, **AXES),

@@ -155,6 +155,20 @@ def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None
     return _finished(figure, **about)
 
 
+def effects(table: Mapping[str, Mapping[str, tuple[float, float, float]]], **about: Any) -> Figure:
+    """Differences in points with their 95 % intervals: a bar per (group, series), up or down from zero.
+
+    Args:
+        table: series → group → `evidence.Effect`: value, low and high, as shares.
+    """
+    points = {
+        name: {group: 100 * np.array(found) for group, found in row.items()} for name, row in table.items()
+    }
+    values = {name: {group: found[0] for group, found in row.items()} for name, row in points.items()}
+    ends = {name: {group: found[1:] for group, found in row.items()} for name, row in points.items()}
+    return grouped_bars(values, intervals=ends, **about)
+
+
 def lines(
     series: Mapping[Any, Sequence], *, intervals: Mapping | None = None, log_x: bool = False, **about: Any
 ) -> Figure:
