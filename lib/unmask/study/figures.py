@@ -118,11 +118,13 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
     return _finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
 
 
-def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None, **about: Any) -> Figure:
+def grouped_bars(
+    table: Table, *, intervals: Mapping[str, Mapping] | None = None, fmt: str = "", **about: Any
+) -> Figure:
     """A bar per (group, series): `table[series][group]`; intervals, where given, as error bars.
 
     Systems from outside (BM25, a pretrained embedder) are grey levels over their group instead. Values are
-    written at the bars where there is room for all of them.
+    written at the bars where there is room for all of them, by `fmt` or with as many digits as they need.
     """
     groups = list(dict.fromkeys(group for row in table.values() for group in row))
     figure, ax = axes()
@@ -139,7 +141,7 @@ def grouped_bars(table: Table, *, intervals: Mapping[str, Mapping] | None = None
         options |= {"facecolor": (color, 0.3) if hollow else color, "edgecolor": color, "label": series}
         bars = ax.bar(at, row.values(), width * 0.92, **options)
         if len(inside) * len(groups) <= 24:
-            shown = [f"{value:.{digits}f}".removeprefix("0") for value in row.values()]
+            shown = [f"{value:{fmt or f'.{digits}f'}}".removeprefix("0") for value in row.values()]
             ax.bar_label(bars, shown, fontsize=8, padding=3, zorder=4, bbox=CLEAR)
     for series in (series for series in table if series not in inside):
         at, color = np.array([groups.index(group) for group in table[series]]), look[series].color
@@ -166,7 +168,7 @@ def effects(table: Mapping[str, Mapping[str, tuple[float, float, float]]], **abo
     }
     values = {name: {group: found[0] for group, found in row.items()} for name, row in points.items()}
     ends = {name: {group: found[1:] for group, found in row.items()} for name, row in points.items()}
-    return grouped_bars(values, intervals=ends, **about)
+    return grouped_bars(values, intervals=ends, fmt="+.1f", **about)
 
 
 def lines(
