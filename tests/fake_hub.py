@@ -108,10 +108,10 @@ class _Handler(Handler):
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         match action:
             case "revision":
-                siblings = [{"rfilename": file} for file in repo.files]
-                self.send_json({"id": repo.name, "sha": repo.commit, "siblings": siblings, "tags": []})
+                self.send_json({"id": repo.name, "sha": repo.commit, "tags": []})
             case "tree":
-                self.send_json(self._tree(repo, "/".join([*inside, ""])))
+                folder = "".join(f"{part}/" for part in inside)
+                self.send_json([_entry(*one) for one in repo.files.items() if one[0].startswith(folder)])
             case "paths-info":
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 wanted = parse_qs(body)["paths"]
@@ -120,20 +120,6 @@ class _Handler(Handler):
                 self._resolve(repo, "/".join(inside))
 
     do_HEAD = do_POST = do_GET
-
-    def _tree(self, repo: FakeRepo, prefix: str) -> list[dict]:
-        recursive = "recursive=true" in self.path.lower()
-        entries: dict[str, dict] = {}
-        for file, content in repo.files.items():
-            if not file.startswith(prefix):
-                continue
-            parts = file.removeprefix(prefix).split("/")
-            for depth in range(1, len(parts) if recursive else min(2, len(parts))):
-                inner = prefix + "/".join(parts[:depth])
-                entries[inner] = {"type": "directory", "path": inner, "oid": "0" * 40, "size": 0}
-            if recursive or len(parts) == 1:
-                entries[file] = _entry(file, content)
-        return list(entries.values())
 
     def _resolve(self, repo: FakeRepo, file: str) -> None:
         if repo.gated and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
