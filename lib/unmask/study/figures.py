@@ -352,9 +352,8 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
     Args:
         runs: name → claims, as in claims.json (`unmask.study.evidence.claims`), in the order of the rows.
     """
-    rows = list(
-        dict.fromkeys(one["short"] for row in runs.values() for one in row if one["value"] is not None)
-    )
+    measured = {one["short"] for told in runs.values() for one in told if one["value"] is not None}
+    rows = [one["short"] for one in next(iter(runs.values())) if one["short"] in measured]
     figure, drawn = axes(ncols=len(runs), figsize=(WIDTH, 0.33 * len(rows) + 1.5), squeeze=False, sharey=True)
     for (name, told), ax in zip(runs.items(), drawn[0], strict=True):
         for one in (one for one in told if one["value"] is not None):
@@ -370,7 +369,8 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
                 _beside(ax, y, one["effect"])
         ax.axvline(0, color=MUTED, linewidth=1)
         ax.set_xscale("symlog", linthresh=10, linscale=1.5)
-        ax.set_xticks([-50, -20, -10, -5, 0, 5, 10, 20, 50], minor=False)
+        ticks = [-50, -20, -10, -5, 0, 5, 10, 20, 50] if len(runs) == 1 else [-50, -10, -5, 0, 5, 10, 50]
+        ax.set_xticks(ticks, minor=False)
         ax.xaxis.set_major_formatter("{x:g}")
         ax.set_title(name, fontsize=9.5)
         _name_rows(ax, rows, len(rows), fontsize=9)
