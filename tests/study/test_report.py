@@ -102,7 +102,7 @@ def test_the_table_of_claims_has_paper_ours_seeds_and_verdict():
 def test_what_held_is_told_by_verdict():
     text = report.told(EVERY)
     assert text.startswith("**What held**\n\n- It works. +2.0 [+1.0, +3.0] points\n\n**Invalid: ")
-    assert text.endswith("1 of 3 claims were not asked of this run.")
+    assert text.endswith("Not asked, or not run: 1 of 3 claims.")
 
 
 def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatch, capsys):

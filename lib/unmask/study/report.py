@@ -225,7 +225,7 @@ def told(claims: Sequence[Mapping[str, Any]]) -> str:
         rows = [f"- {one['claim']} {one['effect']} points" for one in claims if one["verdict"] == verdict]
         text += f"**{head}**\n\n" + "\n".join(rows) + "\n\n" if rows else ""
     rest = [one for one in claims if one["verdict"] in ("not asked", "not run")]
-    return text + (f"{len(rest)} of {len(claims)} claims were not asked of this run." if rest else "")
+    return text + (f"Not asked, or not run: {len(rest)} of {len(claims)} claims." if rest else "")
 
 
 def beside_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
