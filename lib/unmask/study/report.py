@@ -167,7 +167,7 @@ def close(
     answer: Answer,
     text: str,
     *,
-    gates: Mapping[str, Sequence[Gate]],
+    gates: Mapping[str, Sequence[Gate]] | None = None,
     tasks: Sequence[Task] = (),
     scores: Mapping[str, Scores] | None = None,
     **metrics: Any,
@@ -176,13 +176,13 @@ def close(
     notebook 12 computes the claims from.
 
     Args:
-        text: the answer, a sentence or two; gates: of each training.
+        text: the answer, a sentence or two; gates: of each training, if there is one.
         tasks, scores: what `evidence.keep` keeps.
         metrics: what else results/<run>/<notebook>.json holds.
     """
     if scores:
         keep(study, tasks, scores)
-    study.save(metrics | {"answer": text, "gates": gates})
+    study.save(metrics | {"answer": text, "gates": gates or {}})
     answer.write(f"**Answer, run `{study.name}`.** {text}")
     if gates:
         display(Markdown(gates_table(gates)))
