@@ -20,7 +20,7 @@ from unmask.study.recipe import recipe
 
 ROOT = repository()
 RESULTS = ROOT / "results"
-PAGES = (ROOT / "README.md", RESULTS / "README.md")
+PAGES = (ROOT / "README.md", RESULTS / "README.md", RESULTS / "benchmarks" / "README.md")
 BLOCK = re.compile(r"(<!-- (?!end)([a-z-]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
 RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
 MODELS = ("BM25", "all-MiniLM-L6-v2", "pair", "contextual", "merged")
@@ -102,12 +102,34 @@ def example() -> str:
     return f"{told}\n\n{report.markdown_table(rows)}"
 
 
+def speed() -> str:
+    """How many times as fast as its peer each step is, and with how many times less memory."""
+    every = json.loads((RESULTS / "benchmarks" / "benchmarks.json").read_text("utf8"))
+    ratio = {row["name"]: row["ratio"] for row in every}
+    rows = []
+    for row in every:
+        what, _, peer = row["name"].partition(": speed, ")
+        if peer:
+            memory, rounds = ratio.get(f"{what}: peak memory, {peer}"), row.get("spread")
+            rows.append(
+                {
+                    "what": what,
+                    "beside": peer,
+                    "speed": f"{row['ratio']:.2f}×",
+                    "five rounds": "{:.2f} to {:.2f}".format(*rounds) if rounds else "–",
+                    "memory": f"1/{memory:.2f}" if memory else "–",
+                }
+            )
+    return report.markdown_table(rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "quality": lambda: quality("smollm2"),
     "quality-cpu": lambda: quality("cpu"),
     "claims": verdicts,
     "notebooks": notebooks,
     "example": example,
+    "speed": speed,
 }
 
 
