@@ -94,6 +94,16 @@ def test_intervals_of_few_documents_hold_the_truth(documents):
     assert 0.92 <= np.mean([one.low <= 0 <= one.high for one in found]) <= 0.98
 
 
+def test_intervals_hold_the_truth_where_documents_are_asked_for_unequally():
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        asked_N = np.repeat(np.arange(10), np.ceil(3 * rng.pareto(1.2, 10)).clip(1, 60).astype(int))
+        gain = {task: rng.normal(0, 0.3, 10)[asked_N] + rng.normal(0, 0.2, len(asked_N)) for task in "ab"}
+        found = evidence.effect([gain], dict.fromkeys("ab", asked_N))
+        held += found.low <= 0 <= found.high
+    assert 0.9 <= held / 400 <= 0.98
+
+
 def test_other_seeds_add_what_they_differ_by():
     gains = [{"t": np.full(50, value)} for value in (0.1, 0.2, 0.3)]
     found = evidence.effect(gains, {"t": np.arange(50)})

@@ -48,10 +48,11 @@ def effect(gains: Sequence[Scores], documents: Mapping[str, Sequence[Any]]) -> E
     """The mean over tasks of the mean over queries, with its interval over other documents and other seeds.
 
         e = 1/T · Σ_t 1/N_t · Σ_n g[t, n]
-        error² = 1/T² · Σ_t C_t/(C_t − 1) · 1/N_t² · Σ_c (Σ_{n asks for c} (g[t, n] − ḡ[t]))²
+        error² = 1/T² · Σ_t (C_t − 1)/C_t · Σ_c (Σ_{n asks for c} (g[t, n] − ḡ[t]) / (N_t − N_c))²
 
     g is the mean over seeds of each query's gain. Queries that ask for one document succeed or fail together,
-    so documents are what is drawn (a cluster-robust standard error); its degrees of freedom are those of
+    so documents are what is drawn: c is one, and N_c of the queries ask for it (a cluster-robust standard
+    error by the jackknife, which holds for few documents of unequal N_c). Its degrees of freedom are those of
     Welch and Satterthwaite, from C_t − 1 of each task. Other seeds add σ/√S with S − 1 degrees of freedom,
     where σ is the standard deviation of the seeds' effects. The interval holds 95 % of the sum of these two
     errors, each distributed as Student's t (Behrens and Fisher).
@@ -63,17 +64,18 @@ def effect(gains: Sequence[Scores], documents: Mapping[str, Sequence[Any]]) -> E
     Example:
         >>> gain = effect([{"docs": np.array([0.4, 0.3, 0.1, 0.3])}], {"docs": [0, 1, 2, 3]})
         >>> points(gain)
-        '+27.5 [+7.6, +47.4] points'
+        '+27.5 [+7.5, +47.5] points'
     """
     variance, free = [], []
     for task, asked in documents.items():
         gain_N = np.mean([one[task] for one in gains], axis=0, dtype=np.float64)
         _, number_N = np.unique(asked, return_inverse=True)
         number_N = number_N if number_N.any() else np.arange(len(gain_N))  # one document alone: by queries
-        sum_C = np.bincount(number_N, gain_N - gain_N.mean())
+        sum_C, rest_C = np.bincount(number_N, gain_N - gain_N.mean()), len(gain_N) - np.bincount(number_N)
         free.append(max(1, len(sum_C) - 1))
-        spread = sum_C @ sum_C * len(sum_C) / free[-1] if len(sum_C) > 1 else 1.0  # one query tells nothing
-        variance.append(spread / (len(gain_N) * len(documents)) ** 2)
+        # One query tells nothing.
+        spread = sum((sum_C / rest_C) ** 2) * free[-1] / len(sum_C) if len(sum_C) > 1 else 1.0
+        variance.append(spread / len(documents) ** 2)
     total = sum(variance)
     degrees = total**2 / sum(v**2 / f for v, f in zip(variance, free)) if total else 1
     value_S = [np.mean([one[task].mean(dtype=np.float64) for task in documents]) for one in gains]
@@ -81,7 +83,7 @@ def effect(gains: Sequence[Scores], documents: Mapping[str, Sequence[Any]]) -> E
     error_B = total**0.5 * stats.t.ppf(share_B, degrees)
     if len(gains) > 1:
         error_B = np.add.outer(error_B, stats.sem(value_S) * stats.t.ppf(share_B, len(gains) - 1))
-    value, half = float(np.mean(value_S)), float(np.quantile(error_B, 0.975))
+    value, half = float(np.mean(value_S)), float(np.quantile(error_B, 0.975, method="hazen"))
     return Effect(value, value - half, value + half)
 
 
