@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 
 from unmask.config import load_preset
-from unmask.run import Run, seed_runs
+from unmask.run import Run
 from unmask.store import repository
 from unmask.study import evidence, report
 from unmask.study.recipe import recipe
@@ -33,10 +33,9 @@ def claims(run: str) -> list[dict]:
 
 
 def saved(run: str, notebook: str) -> list[dict]:
-    """What a notebook saved in a run and in its repetitions with other seeds."""
-    folders = [RESULTS / run, *seed_runs(RESULTS / run).values()]
-    files = [folder / f"{notebook}.json" for folder in folders]
-    return [json.loads(file.read_text("utf8")) for file in files if file.is_file()]
+    """What a notebook saved in a run and in its repetitions with other seeds, as notebook 12 pools them."""
+    by_seed = evidence.metrics(Run("12_report", run, load_preset(run)))
+    return [row[notebook] for row in by_seed.values() if notebook in row]
 
 
 def quality(run: str) -> str:

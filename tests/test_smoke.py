@@ -41,6 +41,7 @@ def test_the_whole_pipeline_runs_and_reports(smoke):
         and told["triplet"] in ("one run", "invalid")
     )
     assert "not run" not in told.values()  # every other claim is computed from what the notebooks kept
+    assert not any("no gates of" in claim["why"] for claim in claims)  # what they rest on is named as saved
     assert "**not asked**" in (results / "report.md").read_text()
     provenance = json.loads((results / "provenance.json").read_text())
     assert set(STAGES) <= set(provenance["stages"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unmask.config import Preset, load_preset
-from unmask.store import artifacts_root, fingerprint, read_json, repository, write_json
+from unmask.store import artifacts_root, fingerprint, read_json, repository, sha256, write_json
 
 LAB = "lab"  # the run of notebooks that are opened by hand; a folder for each preset
 PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
@@ -62,13 +62,17 @@ class Folders:
         return read_json(self.artifacts / notebook / "done.json")
 
     def repetitions(self, notebooks: Iterable[str]) -> dict[str, str]:
-        """For each run that repeats this one with another seed, a hash of its preset and of
-        some notebooks' results."""
-        folders = seed_runs(self.results).values()
-        names = [f"{name}.json" for name in ("provenance", *notebooks)]
-        saved = {one.name: [read_json(one / name) for name in names] for one in folders}
-        made = {name: (about.get("preset"), *rows) for name, (about, *rows) in saved.items() if any(rows)}
-        return {name: fingerprint(*rows) for name, rows in made.items()}
+        """For each run that repeats this one with another seed, a hash of its preset and of what some
+        notebooks saved, scores included."""
+        notebooks, made = [*notebooks], {}
+        for folder in seed_runs(self.results).values():
+            rows = [read_json(folder / f"{name}.json") for name in notebooks]
+            kept = [folder / "scores" / f"{name}.npz" for name in notebooks]
+            if any(rows):
+                hashes = [sha256(path) for path in kept if path.is_file()]
+                preset = read_json(folder / "provenance.json").get("preset")
+                made[folder.name] = fingerprint(preset, rows, hashes)
+        return made
 
 
 @dataclass(frozen=True)

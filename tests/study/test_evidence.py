@@ -94,6 +94,16 @@ def test_intervals_of_few_documents_hold_the_truth(documents):
     assert 0.92 <= np.mean([one.low <= 0 <= one.high for one in found]) <= 0.98
 
 
+def test_intervals_hold_the_truth_where_documents_are_asked_for_unequally():
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        asked_N = np.repeat(np.arange(10), np.ceil(3 * rng.pareto(1.2, 10)).clip(1, 60).astype(int))
+        gain = {task: rng.normal(0, 0.3, 10)[asked_N] + rng.normal(0, 0.2, len(asked_N)) for task in "ab"}
+        found = evidence.effect([gain], dict.fromkeys("ab", asked_N))
+        held += found.low <= 0 <= found.high
+    assert 0.9 <= held / 400 <= 0.98
+
+
 def test_other_seeds_add_what_they_differ_by():
     gains = [{"t": np.full(50, value)} for value in (0.1, 0.2, 0.3)]
     found = evidence.effect(gains, {"t": np.arange(50)})
@@ -190,13 +200,13 @@ def test_a_gate_is_judged_on_the_mean_over_seeds():
 GAINS = {seed: 0.2 + 0.02 * seed + 0.1 * RNG.standard_normal(40) for seed in range(6)}  # per query
 
 
-def execute(study, seed, *, corpus="c", passed=True, **overrides):
+def execute(study, seed, *, corpus="c", passed=True, task=TASK, **overrides):
     """Leaves behind what the notebooks 00 and 02 of a run with this seed would."""
     name = seed_run(study.name, seed) if seed else study.name
     config = load_preset("smoke", seeded(seed) | overrides)
     run, old = Run("02_pair", name, config), np.full(40, 0.5)
     scores = {"old": {"t": old}, "new": {"t": old + GAINS[seed]}, "older": {"t": old - 0.1}}
-    evidence.keep(run, [TASK], scores)
+    evidence.keep(run, [task], {system: {task.name: row["t"]} for system, row in scores.items()})
     gate = evidence.at_least("learns", float(passed), 0.5)
     run.save({"gates": {"pair": [gate]}, "development": {"old": 0.1, "older": 0.2}})
     replace(run, notebook="00_backbone").save({"corpus_hash": corpus})
@@ -235,6 +245,34 @@ def test_a_training_that_failed_its_gate_makes_a_claim_invalid(study):
     assert claims(study)["works"]["why"] == "learns: 0.333, not >= 0.5"
     execute(study, 1)  # the mean over seeds passes
     assert claims(study)["works"]["verdict"] == "holds"
+
+
+def test_a_training_whose_gates_nobody_saved_makes_a_claim_invalid(study):
+    for seed in range(3):
+        execute(study, seed)
+    run = replace(study, notebook="02_pair", name="smoke-seed1")
+    for gates in ({}, [{"name": "learns", "passed": True}]):  # as earlier versions saved them
+        run.save(run.load("02_pair") | {"gates": gates})
+        assert claims(study)["works"]["verdict"] == "invalid"
+        assert claims(study)["works"]["why"] == "no gates of pair (02_pair) in seeds 1"
+
+
+@pytest.mark.parametrize("changes", [{"name": "u"}, {"relevant": [{i % 4} for i in range(40)]}])
+def test_a_seed_that_asked_other_queries_is_not_pooled(study, changes):
+    for seed in range(3):
+        execute(study, seed, task=replace(TASK, **changes if seed == 1 else {}))
+    works = claims(study)["works"]
+    assert (works["verdict"], [*works["seeds"]]) == ("two runs", ["0", "2"])
+    assert works["why"] == "left out, since they asked other queries: seeds 1"
+
+
+def test_what_was_run_and_kept_no_scores_is_told_and_what_is_broken_named(study):
+    execute(study, 0)
+    assert claims(study)["chunks"]["why"] == "notebook 02 kept no scores of these systems on contextual tasks"
+    path = study.results / "scores" / "02_pair.npz"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(ValueError, match=r"02_pair\.npz is broken .*: copy or make it again"):
+        evidence.claims(study)
 
 
 def test_earlier_numbers_are_shown_where_they_have_more_seeds(study):

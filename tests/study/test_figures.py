@@ -135,6 +135,14 @@ def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
+def test_claims_of_several_runs_stand_in_their_own_order():
+    unasked = CLAIM | {"short": "first", "verdict": "not asked", "interval": None, "value": None, "seeds": {}}
+    second = CLAIM | {"short": "second"}
+    runs = {"cpu": [unasked, second], "gpu": [CLAIM | {"short": "first"}, second]}
+    ax = figures.claims(runs, title=TITLE).axes[0]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["first", "second"]
+
+
 def test_claims_show_signed_effects_seeds_and_bars():
     bits = {"short": "bits", "value": -0.05, "interval": [-0.06, -0.04], "bar": -0.044, "verdict": "open"}
     untested = CLAIM | {"short": "untested", "interval": None, "value": None, "seeds": {}}

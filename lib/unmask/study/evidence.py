@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import yaml
@@ -47,10 +48,11 @@ def effect(gains: Sequence[Scores], documents: Mapping[str, Sequence[Any]]) -> E
     """The mean over tasks of the mean over queries, with its interval over other documents and other seeds.
 
         e = 1/T · Σ_t 1/N_t · Σ_n g[t, n]
-        error² = 1/T² · Σ_t C_t/(C_t − 1) · 1/N_t² · Σ_c (Σ_{n asks for c} (g[t, n] − ḡ[t]))²
+        error² = 1/T² · Σ_t (C_t − 1)/C_t · Σ_c (Σ_{n asks for c} (g[t, n] − ḡ[t]) / (N_t − N_c))²
 
     g is the mean over seeds of each query's gain. Queries that ask for one document succeed or fail together,
-    so documents are what is drawn (a cluster-robust standard error); its degrees of freedom are those of
+    so documents are what is drawn: c is one, and N_c of the queries ask for it (a cluster-robust standard
+    error by the jackknife, which holds for few documents of unequal N_c). Its degrees of freedom are those of
     Welch and Satterthwaite, from C_t − 1 of each task. Other seeds add σ/√S with S − 1 degrees of freedom,
     where σ is the standard deviation of the seeds' effects. The interval holds 95 % of the sum of these two
     errors, each distributed as Student's t (Behrens and Fisher).
@@ -62,17 +64,18 @@ def effect(gains: Sequence[Scores], documents: Mapping[str, Sequence[Any]]) -> E
     Example:
         >>> gain = effect([{"docs": np.array([0.4, 0.3, 0.1, 0.3])}], {"docs": [0, 1, 2, 3]})
         >>> points(gain)
-        '+27.5 [+7.6, +47.4] points'
+        '+27.5 [+7.5, +47.5] points'
     """
     variance, free = [], []
     for task, asked in documents.items():
         gain_N = np.mean([one[task] for one in gains], axis=0, dtype=np.float64)
         _, number_N = np.unique(asked, return_inverse=True)
         number_N = number_N if number_N.any() else np.arange(len(gain_N))  # one document alone: by queries
-        sum_C = np.bincount(number_N, gain_N - gain_N.mean())
+        sum_C, rest_C = np.bincount(number_N, gain_N - gain_N.mean()), len(gain_N) - np.bincount(number_N)
         free.append(max(1, len(sum_C) - 1))
-        spread = sum_C @ sum_C * len(sum_C) / free[-1] if len(sum_C) > 1 else 1.0  # one query tells nothing
-        variance.append(spread / (len(gain_N) * len(documents)) ** 2)
+        # One query tells nothing.
+        spread = sum((sum_C / rest_C) ** 2) * free[-1] / len(sum_C) if len(sum_C) > 1 else 1.0
+        variance.append(spread / len(documents) ** 2)
     total = sum(variance)
     degrees = total**2 / sum(v**2 / f for v, f in zip(variance, free)) if total else 1
     value_S = [np.mean([one[task].mean(dtype=np.float64) for task in documents]) for one in gains]
@@ -80,7 +83,7 @@ def effect(gains: Sequence[Scores], documents: Mapping[str, Sequence[Any]]) -> E
     error_B = total**0.5 * stats.t.ppf(share_B, degrees)
     if len(gains) > 1:
         error_B = np.add.outer(error_B, stats.sem(value_S) * stats.t.ppf(share_B, len(gains) - 1))
-    value, half = float(np.mean(value_S)), float(np.quantile(error_B, 0.975))
+    value, half = float(np.mean(value_S)), float(np.quantile(error_B, 0.975, method="hazen"))
     return Effect(value, value - half, value + half)
 
 
@@ -246,14 +249,23 @@ class Kept:
     @classmethod
     def of(cls, study: Run) -> "Kept | None":
         """What a notebook kept; None if nothing."""
-        if not _scores(study).is_file():
+        if not (path := _scores(study)).is_file():
             return None
-        arrays = dict(np.load(_scores(study)))
+        try:
+            arrays = dict(np.load(path))
+        except (BadZipFile, ValueError, EOFError) as error:
+            raise ValueError(f"{path} is broken ({error}): copy or make it again") from None
         families, scores = dict(arrays.pop("families").tolist()), {}
         for name, x_N in arrays.items():
             system, _, task = name.rpartition("::")
             scores.setdefault(system, {})[task] = x_N.astype(np.float64 if system != "documents" else int)
         return cls(families, scores.pop("documents"), scores)
+
+    def asked(self, about: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The tasks of a claim on which all of its systems have scores: task → document of each query."""
+        rows = [self.scores.get(name, {}) for name in (about["ours"], *about["other"])]
+        fit = [name for name, of in self.families.items() if (of == "contextual") == about["contextual"]]
+        return {name: self.documents[name] for name in fit if all(name in row for row in rows)}
 
 
 # Claims
@@ -284,22 +296,34 @@ def claims(study: Run) -> list[Line]:
         about = {"bar": 0.0, "pretrained": False} | about
         told = {name: about[name] for name in ("claim", "short", "source", "paper", "notebook", "bar")}
         blank = {"value": None, "interval": None, "seeds": {}, "why": ""}
-        number, kept = about["notebook"], {}
-        for seed in (seed for seed, row in saved.items() if number in row):
-            one = Kept.of(replace(every[seed], notebook=number))
-            if one and {about["ours"], *about["other"]} <= one.scores.keys():
-                kept[seed] = one
+        number = about["notebook"]
+        ran = {
+            seed: Kept.of(replace(every[seed], notebook=number)) for seed in saved if number in saved[seed]
+        }
+        asked = {seed: tasks for seed, one in ran.items() if one and (tasks := one.asked(about))}
+        # Seeds whose queries are not the first one's cannot be pooled with it.
+        kept = {seed: ran[seed] for seed in asked if _same(asked[seed], next(iter(asked.values())))}
         if about["pretrained"] and not study.config.backbone.checkpoint:
             found = {"verdict": "not asked", "why": "a small model from scratch can say nothing about it"}
         elif kept and len(kept) >= len(earlier.get(key, {}).get("seeds", ())):
             found = _found(about, kept, {seed: saved[seed] for seed in kept})
+            if apart := [str(seed) for seed in asked if seed not in kept]:
+                why = f"left out, since they asked other queries: seeds {', '.join(apart)}"
+                found["why"] = "; ".join(filter(None, [found["why"], why]))
         elif key in earlier:
             found = _earlier(about, earlier[key])
         else:
-            found = {"verdict": "not run", "why": f"notebook {number.partition('_')[0]} was not run"}
+            which = "contextual" if about["contextual"] else "plain"
+            lacks = f"kept no scores of these systems on {which} tasks" if ran else "was not run"
+            found = {"verdict": "not run", "why": f"notebook {number.partition('_')[0]} {lacks}"}
         line = {"key": key} | told | blank | found
         lines.append(line | {"effect": _said(line)})
     return lines
+
+
+def _same(ours: Scores, other: Scores) -> bool:
+    """Whether two runs asked the same queries, by task and document."""
+    return ours.keys() == other.keys() and all(np.array_equal(ours[name], other[name]) for name in ours)
 
 
 def _said(line: Line) -> str:
@@ -311,11 +335,7 @@ def _said(line: Line) -> str:
 
 def _found(about: Line, kept: Mapping[int, Kept], saved: Mapping[int, Mapping[str, Any]]) -> Line:
     """What the scores of these seeds say of a claim."""
-    ours, first = about["ours"], next(iter(kept.values()))
-    contextual = {name: family == "contextual" for name, family in first.families.items()}
-    tasks = [name for name in first.scores[ours] if contextual[name] == about["contextual"]]
-    if not tasks:
-        return {"verdict": "not run", "why": "the corpus has no such tasks"}
+    ours, tasks = about["ours"], next(iter(kept.values())).asked(about)
     other = about["other"][0]
     if len(about["other"]) > 1:  # the better one on development data, once for all seeds
         quality = [row[about["notebook"]]["development"] for row in saved.values()]
@@ -325,25 +345,33 @@ def _found(about: Line, kept: Mapping[int, Kept], saved: Mapping[int, Mapping[st
         for s, one in kept.items()
     }
     alone = {str(s): float(np.mean([gain_N.mean() for gain_N in row.values()])) for s, row in gains.items()}
-    value, *interval = found = effect([*gains.values()], {name: first.documents[name] for name in tasks})
-    gates = [
-        gate
-        for row in saved.values()
-        for name, trainings in about["rests"].items()
-        for training in trainings
-        for gate in row.get(name, {}).get("gates", {}).get(training, ())
-    ]
-    missed = failed(mean_gates(gates))
+    value, *interval = found = effect([*gains.values()], tasks)
+    missed = _missed(about["rests"], saved)
     return {
         "ours": ours,
         "other": other,
         "value": value,
         "interval": interval,
         "seeds": alone,
-        "queries": sum(len(first.documents[name]) for name in tasks),
+        "queries": sum(map(len, tasks.values())),
         "verdict": "invalid" if missed else judge(found, about["bar"], len(kept)),
         "why": missed,
     }
+
+
+def _missed(rests: Mapping[str, Sequence[str]], saved: Mapping[int, Mapping[str, Any]]) -> str:
+    """Which gates the trainings that a claim rests on did not pass, and which trainings a seed saved no gates
+    of, since then nobody looked; empty if all is well."""
+    gates, unseen = [], []
+    for name, training in ((name, training) for name, row in rests.items() for training in row):
+        without = []
+        for seed, row in saved.items():
+            made = row.get(name, {}).get("gates")
+            found = made.get(training) if isinstance(made, dict) else None  # earlier versions saved a list
+            gates += found or []
+            without += [] if found else [str(seed)]
+        unseen += [f"no gates of {training} ({name}) in seeds {', '.join(without)}"] if without else []
+    return "; ".join(filter(None, [failed(mean_gates(gates)), *unseen]))
 
 
 def _earlier(about: Line, said: Mapping[str, Any]) -> Line:

@@ -15,5 +15,5 @@ def recipe(notebook: str = "", *, dark: bool = False) -> str:
         notebook: whose box stands out, for instance "02_pair"; one that is no stage of the recipe has none.
     """
     drawn = Template(Path(__file__).with_suffix(".svg").read_text(encoding="utf8"))
-    here = HERE.format(*3 * [notebook[:2]]) if notebook else ""
+    here = HERE.format(*3 * [notebook.partition("_")[0]]) if notebook else ""
     return drawn.substitute(DARK if dark else LIGHT, here=here)

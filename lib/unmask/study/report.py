@@ -218,7 +218,7 @@ def told(claims: Sequence[Mapping[str, Any]]) -> str:
         "open": "What is open",
         "two runs": "Two runs, so no verdict",
         "one run": "One run, so no verdict",
-        "invalid": "Invalid: a training failed its gate",
+        "invalid": "Invalid: a training failed its gate, or has none",
     }
     text = ""
     for verdict, head in heads.items():
