@@ -13,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from unmask.config import load_preset
 from unmask.evaluation.tasks import Task
 from unmask.run import Run
-from unmask.store import repository
+from unmask.store import repository, write_json
 from unmask.study import page, report
 from unmask.study.evidence import VERDICTS, Kept, at_least, gathered
 from unmask.study.report import added_up, markdown_table, measured, spread
@@ -103,6 +103,19 @@ def test_what_held_is_told_by_verdict():
     text = report.told(EVERY)
     assert text.startswith("**What held**\n\n- It works. +2.0 [+1.0, +3.0] points\n\n**Invalid: ")
     assert text.endswith("Not asked, or not run: 1 of 3 claims.")
+
+
+def test_a_run_is_compared_with_the_committed_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr("unmask.run.repository", lambda: tmp_path)
+    study = Run("12_report", "smoke", load_preset("smoke"))
+    assert "Not asked" in report.beside_seeds(study, {0: {}})["text"]
+    kept = {"pair": {"english": [0.1, 0.2, 0.3], "code": [0.1, 0.2, 0.3], "same": [0.5, 0.5, 0.5]}}
+    made = {"corpus_hash": None, "commit": "a", "versions": None}
+    write_json(tmp_path / "results" / "seeds" / "smoke.json", made | {"values": kept})
+    found = report.beside_seeds(study, {0: {"pair": {"english": 0.6, "code": 0.8, "same": 0.9}}})
+    assert [row["inside"] for row in found["rows"]] == [True, False]  # 0.2 ± 4.30 · 0.1 · √(4/3) = ± 0.497
+    assert "**Not reproduced**: 1 of 2" in found["text"] and "What differs: commit." in found["text"]
+    study.save(found)  # as JSON
 
 
 def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatch, capsys):

@@ -258,7 +258,7 @@ def beside_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, floa
         value = ours.get(name, {}).get(family)
         if len(values) < 3 or not stdev(values) or value in (None, *values):  # or this run itself
             continue
-        half = stats.t.ppf(0.975, len(values) - 1) * stdev(values) * (1 + 1 / len(values)) ** 0.5
+        half = float(stats.t.ppf(0.975, len(values) - 1)) * stdev(values) * (1 + 1 / len(values)) ** 0.5
         row = {"model": name, "family": family, "ours": value, "mean of seeds": mean(values)}
         inside = abs(value - mean(values)) <= half + 1e-6
         rows.append(row | {"from": mean(values) - half, "to": mean(values) + half, "inside": inside})
