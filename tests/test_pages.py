@@ -68,3 +68,20 @@ def test_verdicts_stand_in_notebook_12_alone():
     told = re.compile(rf"\*\*(✔ |✘ |– )?({words}|{'|'.join(evidence.VERDICTS[:3])})\*\*")
     for name in (name for name in listed.stdout.split() if "/12" not in name):
         assert not told.search((pages.ROOT / name).read_text("utf8")), name
+
+
+NOTEBOOKS = sorted((pages.ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_short_and_answer_first(path):
+    cells = [
+        (one["cell_type"], "".join(one["source"])) for one in json.loads(path.read_text("utf8"))["cells"]
+    ]
+    code = [source for kind, source in cells if kind == "code"]
+    told = " ".join(source for kind, source in cells if kind == "markdown")
+    assert len(re.sub(r"\$\$.*?\$\$|```.*?```", "", told, flags=re.S).split()) <= 500
+    assert all(source.count("\n") < 15 for source in code)
+    if not path.stem.startswith("12"):  # which is the page itself
+        first = next(source for source in code if "Run.open(" in source)
+        assert "Answer(study)" in first and "close(" in code[-1]
