@@ -8,11 +8,15 @@ the prose of pages must keep to. `python tests/pages.py` writes the blocks and t
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
+import pytest
+
 from unmask.config import load_preset
+from unmask.evaluation import REFERENCE
 from unmask.run import Run
 from unmask.store import repository
 from unmask.study import evidence, report
@@ -21,10 +25,10 @@ from unmask.study.recipe import recipe
 ROOT = repository()
 RESULTS = ROOT / "results"
 PAGES = (ROOT / "README.md", RESULTS / "README.md", RESULTS / "benchmarks" / "README.md")
+LINK = re.compile(r'\]\(([^)#]+)[^)]*\)|(?:src|srcset|href)="([^"#][^"]*)"')
 BLOCK = re.compile(r"(<!-- (?!end)([a-z-]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
 RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
-MODELS = ("BM25", "all-MiniLM-L6-v2", "pair", "contextual", "merged")
-SQUAD = {"pair": "pair, chunks alone", "contextual": "contextual, chunks alone"}
+MODELS = ("BM25", REFERENCE, "pair", "contextual", "merged")
 
 
 def claims(run: str) -> list[dict]:
@@ -32,39 +36,31 @@ def claims(run: str) -> list[dict]:
     return evidence.claims(Run("12_report", run, load_preset(run)))
 
 
-def saved(run: str, notebook: str) -> list[dict]:
-    """What a notebook saved in a run and in its repetitions with other seeds, as notebook 12 pools them."""
-    by_seed = evidence.metrics(Run("12_report", run, load_preset(run)))
-    return [row[notebook] for row in by_seed.values() if notebook in row]
-
-
 def quality(run: str) -> str:
-    """nDCG@10 of the recipe's stages beside two references, on plain and contextual tasks and on SQuAD."""
-    every = [(saved(run, "03_contextual"), "squad"), (saved(run, "08_conteb"), "squad")]
-    squad = [row[key] for rows, key in every for row in rows if row.get(key)]
-    merged = [
-        row["elsewhere"]["ours (INT8)"]["SQuAD"] for row in saved(run, "09_retrieval") if row["elsewhere"]
-    ]
+    """nDCG@10 of the recipe's stages beside two references, on plain and contextual tasks and on SQuAD, over
+    the seeds that notebook 12 pools."""
+    by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
+    families = evidence.gathered(report.measured(report.STAGES, one) for one in by_seed)
+    squad = evidence.gathered({"SQuAD": _squad(one)} for one in by_seed)["SQuAD"]
     rows = []
     for model in MODELS:
-        notebook, *path = report.STAGES[model]
-        found = [row for row in saved(run, notebook) if path[-1] in row["families"]]
-        families = [row["families"][path[-1]] for row in found]
-        name = SQUAD.get(model, model)
-        away = merged if model == "merged" else [row[name] / 100 for row in squad if name in row]
-        rows.append(
-            {
-                "nDCG@10": model,
-                "plain": _mean([row["average"] for row in families]),
-                "in context": _mean([row["contextual"] for row in families]),
-                "SQuAD": _mean(away),
-                "seeds": "–" if model in report.OUTSIDE else str(len(found)),
-            }
-        )
+        found = families.get(model, {})
+        row = {"nDCG@10": model, "plain": _mean(found.get("average"))}
+        row |= {"in context": _mean(found.get("contextual")), "SQuAD": _mean(squad.get(model))}
+        trained = str(len(found.get("average", ()))) if model not in ("BM25", REFERENCE) else "–"
+        rows.append(row | {"seeds": trained})
     return report.markdown_table(rows)
 
 
-def _mean(values: list[float]) -> str:
+def _squad(metrics: dict[str, dict]) -> dict[str, float]:
+    """nDCG@10 on SQuAD of the same models, each paragraph alone; earlier it was measured in notebook 03."""
+    found = metrics.get("08_conteb", {}).get("squad") or metrics.get("03_contextual", {}).get("squad", {})
+    row = {name.removesuffix(", chunks alone"): value / 100 for name, value in found.items()}
+    elsewhere = metrics.get("09_retrieval", {}).get("elsewhere") or {}
+    return row | ({"merged": elsewhere["ours (INT8)"]["SQuAD"]} if elsewhere else {})
+
+
+def _mean(values: list[float] | None) -> str:
     return f"{mean(values):.2f}" if values else "not run"
 
 
@@ -80,16 +76,6 @@ def verdicts() -> str:
             effect = f"{one['effect']}{seeds}: " if one["value"] is not None else ""
             row[f"`{run}`"] = f"{effect}**{one['verdict']}**"
         rows.append(row)
-    return report.markdown_table(rows)
-
-
-def notebooks() -> str:
-    """What each notebook of a run answered."""
-    rows = []
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        first = "".join(json.loads(path.read_text("utf8"))["cells"][0]["source"])
-        question = re.search(r"\*\*Question\.\*\* (.*)", first)[1]
-        rows.append({"notebook": f"[{path.stem}](papermill_runs/cpu/{path.name})", "question": question})
     return report.markdown_table(rows)
 
 
@@ -126,7 +112,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quality": lambda: quality("smollm2"),
     "quality-cpu": lambda: quality("cpu"),
     "claims": verdicts,
-    "notebooks": notebooks,
     "example": example,
     "speed": speed,
 }
@@ -135,6 +120,20 @@ BLOCKS: dict[str, Callable[[], str]] = {
 def written(page: Path) -> str:
     """A page with its blocks as the results have them now."""
     return BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found[2]]()}\n{found[3]}", page.read_text("utf8"))
+
+
+def dead_links(page: Path) -> list[str]:
+    """Where a page, or its HTML, links to nothing in the checkout."""
+    links = map("".join, LINK.findall(page.read_text("utf8")))
+    return [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+def committed(*patterns: str) -> list[Path]:
+    """The files of the checkout that git has under these names; skips the test that asks outside of git."""
+    listed = subprocess.run(["git", "-C", ROOT, "ls-files", *patterns], capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split()]
 
 
 def prose(text: str) -> str:

@@ -1,19 +1,17 @@
-"""What notebooks show, and the page: what stands in it, and where its links lead."""
+"""What notebooks show, and the page: what stands in it."""
 
 import re
-import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
 import nbformat
 import numpy as np
-import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from unmask.config import load_preset
 from unmask.evaluation.tasks import Task
 from unmask.run import Run
-from unmask.store import repository, write_json
+from unmask.store import write_json
 from unmask.study import page, report
 from unmask.study.evidence import VERDICTS, Kept, at_least, gathered
 from unmask.study.report import added_up, markdown_table, measured, spread
@@ -141,20 +139,7 @@ def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatc
     assert Kept.of(replace(study, notebook="03_contextual")) is None
 
 
-# Links and the page
-
-
-def test_every_link_of_the_committed_reports_leads_somewhere():
-    git = ["git", "-C", repository(), "ls-files", "results/*/report.md", "results/*/report.html"]
-    listed = subprocess.run(git, capture_output=True, text=True)
-    if listed.returncode != 0:
-        pytest.skip("not a git checkout")
-    for name in listed.stdout.split():
-        path = repository() / name
-        links = re.findall(r'\]\(([^)]+)\)|(?:src|srcset|href)="([^"#][^"]*)"', path.read_text("utf8"))
-        here = [target for target in map("".join, links) if "://" not in target]
-        missing = [target for target in here if not (path.parent / target).exists()]
-        assert not missing, f"{name} links to {missing}"
+# The page
 
 
 def test_the_report_is_the_executed_page_without_code_and_follows_the_readers_theme(tmp_path):

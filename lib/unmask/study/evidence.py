@@ -93,11 +93,10 @@ def compare(ours: Scores, other: Scores, tasks: Sequence[Task]) -> Effect:
     return effect([gain], {task.name: task.asked_N for task in tasks})
 
 
-def points(effect: Effect, unit: str = "points") -> str:
-    """An effect with its interval: "+12.3 [+10.1, +14.6] points", which are hundredths, or in another unit as
-    it is: "-0.345 [-0.400, -0.286] nats"."""
-    value, low, high = (f"{100 * x:+.1f}" if unit == "points" else f"{x:+.3f}" for x in effect)
-    return f"{value} [{low}, {high}] {unit}"
+def points(effect: Effect) -> str:
+    """An effect with its interval, "+12.3 [+10.1, +14.6] points", which are hundredths."""
+    value, low, high = (f"{100 * x:+.1f}" for x in effect)
+    return f"{value} [{low}, {high}] points"
 
 
 # Gates

@@ -172,11 +172,11 @@ def effects(table: Mapping[str, Mapping[str, tuple[float, float, float]]], **abo
     Args:
         table: series → group → `evidence.Effect`: value, low and high, as shares.
     """
-    points = {
-        name: {group: 100 * np.array(found) for group, found in row.items()} for name, row in table.items()
+    values = {name: {group: 100 * found[0] for group, found in row.items()} for name, row in table.items()}
+    ends = {
+        name: {group: (100 * low, 100 * high) for group, (_, low, high) in row.items()}
+        for name, row in table.items()
     }
-    values = {name: {group: found[0] for group, found in row.items()} for name, row in points.items()}
-    ends = {name: {group: found[1:] for group, found in row.items()} for name, row in points.items()}
     return grouped_bars(values, intervals=ends, fmt="+.1f", **about)
 
 

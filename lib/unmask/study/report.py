@@ -14,22 +14,13 @@ from scipy import stats
 from unmask.evaluation.tasks import Task
 from unmask.run import Run
 from unmask.store import artifacts_root, read_json, write_json
-from unmask.study.evidence import (
-    Gate,
-    Scores,
-    above_chance,
-    gathered,
-    keep,
-    learnt,
-    runs,
-)
+from unmask.study.evidence import Gate, Scores, above_chance, gathered, keep, learnt, runs
 from unmask.study.recipe import recipe
 
 MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
 STAGES, SYSTEMS = _TOLD["stages"], _TOLD["systems"]
-OUTSIDE = ("BM25", "all-MiniLM-L6-v2")  # systems that no run trains
 # The paper's tables 1 to 12, in its order and units: number → title, unit, columns and rows.
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf8"))
 
@@ -103,14 +94,11 @@ def measured(
     return {name: dict(row) for name, row in found.items() if row}
 
 
-def deviation(values: Sequence[float]) -> float:
-    """Standard deviation over seeds, n − 1 in the denominator; 0 for one seed."""
-    return stdev(values) if len(values) > 1 else 0.0
-
-
 def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds, "0.247 ± 0.003"; the mean alone where nothing varies."""
-    return f"{mean(values):.3f}" + (f" ± {deviation(values):.3f}" if deviation(values) else "")
+    """Mean ± standard deviation over seeds (n − 1 in the denominator), "0.247 ± 0.003"; the mean alone where
+    nothing varies."""
+    deviation = stdev(values) if len(values) > 1 else 0.0
+    return f"{mean(values):.3f}" + (f" ± {deviation:.3f}" if deviation else "")
 
 
 # Gates, claims and the notebook's answer
@@ -249,10 +237,7 @@ def beside_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, floa
         return {"text": "Other runs are compared with the seeds of this one.", "rows": []}
     kept = read_json(path)
     if not kept:
-        return {
-            "text": f"Not asked: no three seeds of {study.config.name} are committed.",
-            "rows": [],
-        }
+        return {"text": f"Not asked: no three seeds of {study.config.name} are committed.", "rows": []}
     ours, rows = tables[study.config.pair.seed], []
     for name, family, values in ((n, f, v) for n, row in kept["values"].items() for f, v in row.items()):
         value = ours.get(name, {}).get(family)
