@@ -98,9 +98,15 @@ class ComputeConfig(Section):
     keep_checkpoints: Count = 1  # the newest so many
 
     def budget(self, device: str) -> int:
-        """`token_budget`, or what suits the kind of device: a core's cache, or enough work for a GPU."""
-        return self.token_budget or (2_048 if device == "cpu" else 16_384)
+        """`token_budget`, or what suits the kind of device: a core's cache, or plenty of work for a GPU."""
+        return self.token_budget or (2_048 if device == "cpu" else 65_536)
 
+    def halved(self, device: str) -> dict[str, int]:
+        """The keys that put half as many tokens into memory at a time."""
+        return {"token_budget": self.budget(device) // 2}
+
+
+FEWEST = 256  # tokens of a micro-batch that is worth a try
 
 # `ComputeConfig`'s keys and `keep_tokens` do not change what a training learns.
 COMPUTED = {"keep_tokens", *(field.name for field in dataclasses.fields(ComputeConfig))}
@@ -175,7 +181,15 @@ class ContrastiveConfig(TrainConfig):
     query_length: Count
     temperature: Positive = 0.02
     margin: Annotated[float, Field(ge=0)] = 0.1  # negatives this much better than the positive are left out
-    keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept
+    keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept; 0: see `kept`
+
+    def kept(self, device: str) -> int:
+        """`keep_tokens`, or what suits the kind of device: one micro-batch, or several on a GPU."""
+        return self.keep_tokens or (0 if device == "cpu" else 4 * self.budget(device))
+
+    def halved(self, device: str) -> dict[str, int]:
+        most = max(self.kept(device), self.budget(device)) // 2
+        return {"token_budget": min(most, self.budget(device)), "keep_tokens": most}
 
 
 class PairConfig(ContrastiveConfig):

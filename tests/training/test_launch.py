@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import tiny_stages
+import torch
 from safetensors.torch import load_file
 
 import tiny
 from closeness import assert_close
 from toy_checkout import write_script
 from unmask.config import ParallelConfig
+from unmask.store import read_json
 from unmask.training import Pair, TrainingStopped, history, train
 from waiting import live_in, wait_for
 
@@ -105,6 +107,25 @@ def test_a_failure_is_told_with_its_log(start, tmp_path):
     with pytest.raises(RuntimeError, match=r"FloatingPointError: .* at step .*\n\(log: .*train\.log\)"):
         trained(made(start, lr=1e30), start, tmp_path / "pair")
     assert not list(tmp_path.glob("pair/*/model"))
+
+
+class Cramped(Pair):
+    """One of two GPUs does not hold as many tokens as the other."""
+
+    def backward(self, module, batch, processes):
+        if processes.rank and self.config.budget("cpu") > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().backward(module, batch, processes)
+
+
+@pytest.mark.slow
+def test_a_full_gpu_makes_all_begin_again_with_less(start, tmp_path, monkeypatch):
+    tests = Path(tiny.__file__).parent
+    paths = [os.environ["PYTHONPATH"], tests, tests / "training"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    two = trained(made(start, kind=Cramped), start, tmp_path / "two")
+    assert read_json(two.parent / "memory.json")["token_budget"] == 512
+    assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
 
 
 class Mine(Pair):

@@ -13,14 +13,17 @@ import tiny
 from closeness import assert_close
 from unmask.training import loop
 from unmask.training.checkpoint import Checkpoints
-from unmask.training.launch import STOP, TrainingStopped
+from unmask.training.distributed import Processes
+from unmask.training.launch import STOP, OutOfMemory, TrainingStopped
 from unmask.training.loop import lr_factor, parameter_groups, steps
 
 
-def fit(folder, name="pair", fingerprint="a", backward=None, report=lambda row: None, **changes):
+def fit(
+    folder, name="pair", fingerprint="a", backward=None, report=lambda row: None, processes=None, **changes
+):
     stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
     stage.backward = backward or stage.backward
-    return steps(stage, model, folder, fingerprint=fingerprint, report=report)
+    return steps(stage, model, folder, fingerprint=fingerprint, report=report, processes=processes)
 
 
 def rows(folder):
@@ -97,6 +100,86 @@ def test_what_is_no_number_stops_the_training_and_never_reaches_a_checkpoint(tmp
     with pytest.raises(FloatingPointError, match=message):
         fit(tmp_path, backward=backward)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004-a"]
+
+
+def ahead(count):
+    """A process that reads the loss of a step so many steps later, as one does that has a GPU."""
+    return type("Ahead", (Processes,), {"ahead": count})()
+
+
+def test_a_loss_read_late_changes_nothing(tmp_path):
+    """With checkpoints on the way, and after an interruption."""
+    now = fit(tmp_path / "now")
+    late = fit(tmp_path / "late", processes=ahead(2))
+    assert_same(late, now, (tmp_path / "late", tmp_path / "now"))
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "parts", processes=ahead(2), report=stop_at(5))
+    resumed = fit(tmp_path / "parts", processes=ahead(1))
+    assert_same(resumed, now, (tmp_path / "parts", tmp_path / "now"))
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_what_is_no_number_is_never_kept_however_late_it_is_seen(tmp_path, monkeypatch, late):
+    """The weights are those of the last good step, whatever was launched on them before somebody looked."""
+    saved, calls = [], count()
+
+    def backward(module, batch, processes):
+        bad = next(calls) == 5
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, float("nan") if bad else 0.0)
+        return {"loss": torch.tensor(1.0), "tokens": 1}
+
+    def save(self, model, optimizer, step, processes):
+        saved.append(all(p.isfinite().all() for p in model.parameters()))
+        assert step <= 5
+        return self.folder
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with pytest.raises(FloatingPointError, match="at step 5:"):
+        fit(tmp_path, backward=backward, processes=ahead(late))
+    assert saved and all(saved)
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def crowded(stage, most):
+    """The stage's backward pass, which fails where it computes more than so many tokens at a time, as on a
+    GPU; half of the gradient is there by then."""
+    whole = stage.backward
+
+    def backward(module, batch, processes):
+        row = whole(module, batch, processes)
+        if max(stage.config.budget("cpu"), getattr(stage.config, "keep_tokens", 0)) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return row
+
+    return backward
+
+
+def test_memory_is_found_out_and_remembered(tmp_path):
+    """Halves until it fits; the gradient of a failed try is forgotten."""
+    budgets = {"token_budget": 2048, "keep_tokens": 8192}
+    whole, stage = fit(tmp_path / "whole", **budgets), tiny_stages.stage("pair", **budgets)
+    stage.backward = crowded(stage, 600)
+    found = steps(stage, tiny_stages.model("pair"), tmp_path / "small", fingerprint="a")
+    for one, two in zip(found.parameters(), whole.parameters(), strict=True):
+        assert_close(one, two)
+    remembered = json.loads((tmp_path / "small" / "memory.json").read_text())
+    assert remembered == {"token_budget": 512, "keep_tokens": 512}
+    again = tiny_stages.stage("pair", **budgets)
+    again.backward = crowded(again, 600)
+    tries = count()
+    backward = again.backward
+    again.backward = lambda *arguments: (next(tries), backward(*arguments))[1]
+    shutil.rmtree(tmp_path / "small" / "checkpoints")
+    steps(again, tiny_stages.model("pair"), tmp_path / "small", fingerprint="a")
+    assert next(tries) == again.config.steps  # none in vain
+
+
+def test_what_never_fits_is_told(tmp_path):
+    stage = tiny_stages.stage("diffusion", token_budget=4096)
+    stage.backward = crowded(stage, 0)
+    with pytest.raises(OutOfMemory, match=r"diffusion's longest text: .*gradient_checkpointing=true"):
+        steps(stage, tiny_stages.model("diffusion"), tmp_path, fingerprint="a")
 
 
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_usable(tmp_path):

@@ -46,6 +46,7 @@ def compute(case, processes=ALONE):
     stage, model = tiny_stages.stage(name, **settings), tiny_stages.model(name)
     module = processes.parallel(stage.module(model))
     row = stage.backward(module, stage.batch(3), processes)
+    processes.sum_gradients(model)
     gradients = {}
     for key, parameter in model.named_parameters():
         gradient = parameter.grad

@@ -205,7 +205,7 @@ def encode_rows(
     No attention mask is passed when nothing is padded: an all-ones mask keeps attention off its fast path.
 
     Args:
-        model: the backbone, possibly wrapped by DDP or FSDP2.
+        model: the backbone, possibly divided by FSDP2.
         pooling: "mean" or "last".
         packed: lay sequences of different lengths one after the other instead of padding them; only for a
             model that `unmask.models.attention.unpadded` says yes to.

@@ -1,5 +1,6 @@
 """What a run will cost, before it starts: steps, tokens, FLOPs, memory per GPU and GPU-hours of its
-trainings, from the preset alone. A plan that cannot fit is refused, with what would.
+trainings, from the preset alone. What would not fit is planned with half the tokens in memory at a time, as
+often as a training would halve them; where that does not help either, the plan is refused, with what would.
 
 Texts are taken to be as long as the preset allows, so the plan is an upper bound: short texts cost what they
 are. Mining, clustering and evaluation, on one machine, are not in it.
@@ -16,16 +17,15 @@ FLOPs (a multiply-add counts two; every computation counts, repeated ones too)
                                                                       positions only
     training = forward × (3 + repetitions): one forward pass, a backward pass of two, and
         + 1          with gradient checkpointing (not for logits)
-        + (g − 1)/g  with gradient caching over g micro-batches per GPU: all but the last are embedded twice
+        + 1 − K/T    with gradient caching: of a GPU's T tokens all are embedded twice but the K that it holds
 GPU-hours = FLOPs / (peak × utilisation) / 3600
 
 Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     weights, gradients, two moments in float32  16 P, under fsdp2 divided by the GPUs
     weights in bfloat16                         2 P under ddp; under fsdp2 2 W, gathered, W = E + two layers
     gradients before their reduction            under fsdp2 4 P
-    activations of a micro-batch, per token     n a + 8 H, where a = 26 H + 10 (A + K) + 8 M;
-                                                16 H under fsdp2, whose residual stream is bfloat16 too
-        with gradient checkpointing             n h + a + 8 H, where h = 4 H (2 H under fsdp2)
+    activations, per token that is held         n a + 8 H, where a = 16 H + 10 (A + K) + 8 M
+        with gradient checkpointing             n h + a + 8 H, where h = 2 H
     logits of one chunk of R rows               16 R V, in pretraining, and with them
         the output matrix and its gradient      8 E: both in bfloat16, and the sum in float32
     embeddings of the texts of a step           48 H for each: copies on the way to the loss and back
@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
-from unmask.config import BackboneConfig, Preset, PretrainConfig
+from unmask.config import FEWEST, BackboneConfig, ContrastiveConfig, Preset, PretrainConfig, TrainConfig
 from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
@@ -50,7 +50,10 @@ PRETRAINING = ("ar", "diffusion")
 PREDICTING = (*PRETRAINING, "reranker")
 RUNTIME_BYTES = 4e9
 PROMPT_TOKENS = 100  # of a reranker's prompt, without query and document
-ROW = "  {:<20}{:<12}{:>4} × {:>7,} steps{:>10.2e} tokens{:>10.2e} FLOP{:>11,.2f} GPU-hours{:>7.1f} GB"
+ROW = (
+    "  {:<20}{:<12}{:>4} × {:>7,} steps{:>10.2e} tokens{:>10.2e} FLOP{:>11,.2f} GPU-hours{:>7.1f} GB for"
+    "{:>8,} tokens at a time"
+)
 
 Texts = list[tuple[int, int]]  # (number, tokens of each)
 
@@ -66,6 +69,7 @@ class Training(NamedTuple):
     flops: float
     gpu_hours: float
     memory_gb: float  # of one GPU
+    held: int  # tokens in its memory at a time, at most
 
 
 def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memory: float = 80e9) -> str:
@@ -77,17 +81,19 @@ def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memo
     Raises: ValueError if a training does not fit into the memory of a GPU; the message says what would fit.
     """
     gpus = preset.parallel.num_processes
-    planned = [one for one in trainings(preset, gpus) if notebooks is None or one.notebook in notebooks]
+    planned = [
+        one for one in trainings(preset, gpus, gpu_memory) if notebooks is None or one.notebook in notebooks
+    ]
     if not planned:
         return "nothing to train"
     worst = max(planned, key=lambda training: training.memory_gb)
     if worst.memory_gb * 1e9 > gpu_memory:
-        stage, budget = worst.stage, getattr(preset, worst.stage).budget("cuda") // 2
+        stage = worst.stage
         raise ValueError(
             f"preset {preset.name} does not fit: {stage} needs {worst.memory_gb:.0f} GB per GPU on {gpus} "
             f"under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Any of these "
-            f"helps: --set {stage}.gradient_checkpointing=true; --set {stage}.token_budget={budget}; "
-            f"--gpus {2 * gpus} --set parallel.strategy=fsdp2"
+            f"helps: --set {stage}.gradient_checkpointing=true; --gpus {2 * gpus} --set "
+            "parallel.strategy=fsdp2"
         )
     flops, hours = sum(one.flops for one in planned), sum(one.gpu_hours for one in planned)
     size = f"{parameters(preset)[0]:,} parameters"
@@ -103,15 +109,23 @@ def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memo
     return "\n".join(lines)
 
 
-def trainings(preset: Preset, gpus: int) -> list[Training]:
+def trainings(preset: Preset, gpus: int, gpu_memory: float = 80e9) -> list[Training]:
     """The trainings of the notebooks, in their order, with their cost on so many GPUs."""
     planned = []
     for notebook, stage, number, changed in _started(preset):
+        while memory_bytes(changed, stage, gpus) > gpu_memory:
+            fewer = getattr(changed, stage).halved("cuda")
+            if fewer["token_budget"] < FEWEST:
+                break
+            changed = _with(changed, stage, **fewer)
         steps = getattr(changed, stage).steps
         tokens, flops = (number * steps * each for each in _step(changed, stage, gpus))
         speed = PEAK["bf16"] * UTILISATION["pretraining" if stage in PRETRAINING else "others"]
         hours, memory = flops / speed / 3600, memory_bytes(changed, stage, gpus) / 1e9
-        planned.append(Training(notebook, stage, number, steps, tokens, flops, hours, memory))
+        held = max(
+            _on_a_gpu(texts, gpus, _held(getattr(changed, stage)))[0] for texts in work(changed, stage)
+        )
+        planned.append(Training(notebook, stage, number, steps, tokens, flops, hours, memory, held))
     return planned
 
 
@@ -147,23 +161,22 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
     weights = 18 * total * len(models)
     if sharded:
         weights = 2 * (embeddings + 2 * _layer_parameters(shape)) + (16 / gpus + 4) * total * len(models)
-    layers = activation_bytes(shape, sharded=sharded)
+    layers = activation_bytes(shape)
     if config.gradient_checkpointing:
-        layers += shape.layers * (2 if sharded else 4) * shape.hidden_size
+        layers += shape.layers * 2 * shape.hidden_size
     else:
         layers *= shape.layers
-    budget = max(config.budget("cuda"), getattr(config, "keep_tokens", 0) * (gpus == 1))
-    tokens = sum(_micro_batch(budget, texts, gpus)[0] for texts in models)
+    tokens = sum(_on_a_gpu(texts, gpus, _held(config))[0] for texts in models)
     loss = 48 * sum(number for texts in models for number, _ in texts) * shape.hidden_size
     if stage in PRETRAINING:
         loss = 16 * max(CHUNK_ROWS * preset.data.vocab_size, CHUNK_LOGITS) + 8 * embeddings
     return weights + tokens * (layers + 8 * shape.hidden_size) + loss + RUNTIME_BYTES
 
 
-def activation_bytes(shape: BackboneConfig, *, sharded: bool) -> int:
+def activation_bytes(shape: BackboneConfig) -> int:
     """What autograd keeps of one layer per token, without gradient checkpointing."""
     attention = (shape.heads + shape.kv_heads) * shape.head_size
-    return (16 if sharded else 26) * shape.hidden_size + 10 * attention + 8 * shape.mlp_size
+    return 16 * shape.hidden_size + 10 * attention + 8 * shape.mlp_size
 
 
 def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
@@ -205,12 +218,18 @@ def _with(preset: Preset, section: str, **changes) -> Preset:
     return replace(preset, **{section: replace(getattr(preset, section), **changes)})
 
 
-def _micro_batch(budget: int, texts: Texts, gpus: int) -> tuple[int, int]:
-    """Tokens of one micro-batch, and how many micro-batches of one loss a GPU works through."""
-    longest = max(length for _, length in texts)
+def _held(config: TrainConfig) -> int:
+    """Tokens whose activations a GPU holds at a time: a micro-batch's, or those of several that are kept."""
+    budget = config.budget("cuda")
+    kept = config.kept("cuda") if isinstance(config, ContrastiveConfig) else 0
+    return max(1, kept // budget) * budget
+
+
+def _on_a_gpu(texts: Texts, gpus: int, held: int) -> tuple[int, float]:
+    """Tokens of one loss that a GPU holds at a time, and their share of all its tokens."""
     own = math.ceil(sum(number * length for number, length in texts) / gpus)
-    room = max(budget, longest)
-    return max(longest, min(room, own)), math.ceil(own / room)
+    tokens = max(max(length for _, length in texts), min(held, own))
+    return tokens, min(1, tokens / own)
 
 
 def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
@@ -219,8 +238,8 @@ def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
     cached = stage not in PREDICTING
     read, flops = 0, 0.0
     for texts in work(preset, stage):
-        _, groups = _micro_batch(config.budget("cuda"), texts, gpus)
-        flops += (3 + config.gradient_checkpointing + cached * (groups - 1) / groups) * forward(preset, texts)
+        _, share = _on_a_gpu(texts, gpus, _held(config))
+        flops += (3 + config.gradient_checkpointing + cached * (1 - share)) * forward(preset, texts)
         read += sum(number * length for number, length in texts)
     if stage in PRETRAINING:
         paid = config.masked_share if stage == "diffusion" else 1

@@ -65,12 +65,12 @@ def cached_rows(
     Args:
         sequences: the same on every process.
         token_budget: tokens per micro-batch, padding included where there is any.
-        keep_tokens: memory for speed, on one process: so many tokens' activations are kept instead of being
+        keep_tokens: memory for speed: so many tokens' activations, of this process, are kept instead of being
             computed twice.
-        last: False if more gradients of the same step follow for this model; the processes' gradients are
-            reduced by the last call.
+        last: False if more gradients of the same step follow for this model; FSDP2 adds up the processes'
+            gradients in the last call.
         inputs: what else the model takes, the same in every forward pass. Each that requires a gradient gets
-            in `grad` this process's part of it, times the number of processes.
+            in `grad` this process's part of it.
     Returns:
         rows_RD: all rows on every process, in the order of the sequences, detached.
         push: takes this process's part of their gradient and adds it to the parameters'; to be called once.
@@ -91,10 +91,8 @@ def cached_rows(
         rows = [np.arange(offsets[i], offsets[i + 1]) for i in group]  # of each sequence
         return processes.ship(torch.from_numpy(np.concatenate([np.arange(0), *rows])))
 
-    kept = 1
-    if processes.count == 1:  # DDP reduces after the backward pass of its last forward pass
-        sizes = np.cumsum([sum(len(sequences[i]) for i in group) for group in own[::-1]])
-        kept = max(1, int(np.searchsorted(sizes, keep_tokens, side="right")))
+    sizes = np.cumsum([sum(len(sequences[i]) for i in group) for group in own[::-1]])
+    kept = max(1, int(np.searchsorted(sizes, keep_tokens, side="right")))
     again = own[:-kept]  # embedded twice
     parts, random_states = [], []
     random = torch.cuda if processes.device.type == "cuda" else torch  # where dropout draws from
@@ -102,8 +100,7 @@ def cached_rows(
         for group in again:
             random_states.append(random.get_rng_state())
             parts.append(embed(group))
-    with processes.accumulating(model, last=last and not again):
-        graphs = [embed(group) for group in own[-kept:]]
+    graphs = [embed(group) for group in own[-kept:]]
     own_RD = torch.cat([*parts, *(part_RD.detach() for part_RD in graphs)])
     rows_RD = own_RD.new_zeros(offsets[-1], own_RD.shape[1])
     rows_RD[places(np.concatenate(own))] = own_RD
@@ -111,14 +108,14 @@ def cached_rows(
 
     def push(gradient_RD: Tensor) -> None:
         gradient_RD = processes.sum(gradient_RD)
-        with processes.accumulating(model, last=last and not again):
-            while graphs:  # the longest first; each is freed as it goes
-                processes.backward(graphs.pop(), gradient_RD[places(own[len(again) + len(graphs)])])
+        while graphs:  # the longest first; each is freed as it goes
+            processes.reducing(model, last=last and not again and len(graphs) == 1)
+            graphs.pop().backward(gradient_RD[places(own[len(again) + len(graphs)])])
         after = random.get_rng_state()
         for number, (group, state) in enumerate(zip(again, random_states, strict=True), 1):
             random.set_rng_state(state)
-            with processes.accumulating(model, last=last and number == len(again)):
-                processes.backward(embed(group), gradient_RD[places(group)])
+            processes.reducing(model, last=last and number == len(again))
+            embed(group).backward(gradient_RD[places(group)])
         random.set_rng_state(after)
 
     return rows_RD, push

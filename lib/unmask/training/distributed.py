@@ -1,14 +1,19 @@
 """The processes that train one model together, as one of them sees the others.
 
 All of them lay out the same global batch. Each works on its share of the micro-batches and of the queries,
-and the gradients are reduced once, in the last backward pass of a step. So a training computes the same on
-one process as on many.
+and the gradients are added up once a step. So a training computes the same on one process as on many.
+
+On a GPU that computes in bfloat16, what runs forward is a twin of the model: a copy with weights in bfloat16.
+Its gradients are added to the model's, in float32, which the optimiser steps. So a step rounds each weight
+once, where autocast would in every pass. FSDP2 does the same with the parts of a model that it gathers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from unmask.models import backbone
+from unmask.models.attention import compile_layers
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(hours=1)  # of those who wait for one that compiles, or writes a large checkpoint
@@ -36,7 +41,8 @@ class Processes:
         half: whether a forward pass computes in bfloat16. accelerate's own precision cannot change between
             two trainings of one process.
         rank, count: which of how many processes this is.
-        device: where it computes.
+        device: where it computes. On a GPU this process runs ahead: it reads a step's loss after the next one
+            has begun.
     """
 
     accelerator: Accelerator | None = None
@@ -94,39 +100,93 @@ class Processes:
         """The sum over all processes, on each of them."""
         return self.accelerator.reduce(x, "sum") if self.count > 1 else x
 
-    def parallel(self, module: nn.Module) -> nn.Module:
-        """Puts a module on this process's device and divides it, or its gradients, among the processes.
+    @property
+    def ahead(self) -> int:
+        """Steps that may be under way while their losses are not yet read."""
+        return int(self.device.type == "cuda")
 
-        The modules of an nn.ModuleList are run, and so divided, each on its own.
+    def later(self, x: Tensor) -> Callable[[], list[float]]:
+        """Copies a tensor to the CPU; what is returned waits for that copy, not for what came after it."""
+        copy, done = x.to("cpu", non_blocking=True), torch.cuda.Event() if x.is_cuda else None
+        if done:
+            done.record()
+
+        def read() -> list[float]:
+            if done:
+                done.synchronize()
+            return copy.tolist()
+
+        return read
+
+    def parallel(self, module: nn.Module, *, compiled: bool = False) -> nn.Module:
+        """Puts a module on this process's device; returns what is run forward there, with layers that are
+        compiled if so wished. FSDP2 divides it among the processes.
 
         accelerate shards with FSDP2 on accelerators only, so torch's `fully_shard` is called directly.
         """
-        if isinstance(module, nn.ModuleList):
-            return nn.ModuleList(self.parallel(part) for part in module)
         module.to(self.device)
-        if self.strategy == "fsdp2" and torch.distributed.is_initialized():
-            # Gradients are summed in float32: thousands of bfloat16 ones would lose the small ones.
-            policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if self.half else ()))
-            for layer in backbone.layers(module):
-                fully_shard(layer, mp_policy=policy)
-            return fully_shard(module, mp_policy=policy)
-        if self.count > 1:
-            return DistributedDataParallel(module, gradient_as_bucket_view=True)
-        return module
+        sharded = self.strategy == "fsdp2" and torch.distributed.is_initialized()
+        forward = twin(module) if self.half and self.device.type == "cuda" and not sharded else module
+        if compiled:
+            compile_layers(forward)
+        if sharded:  # the modules of a list are run each on its own
+            for part in module if isinstance(module, nn.ModuleList) else [module]:
+                self._shard(part)
+        return forward
 
-    def accumulating(self, module: nn.Module, *, last: bool) -> AbstractContextManager:
-        """Around a forward and backward pass: gradients stay on this process, unless it is the last pass of
-        the step."""
-        if hasattr(module, "set_requires_gradient_sync"):  # FSDP2 keeps the setting; DDP has a context
+    def _shard(self, module: nn.Module) -> None:
+        # Gradients are summed in float32: thousands of bfloat16 ones would lose the small ones.
+        policy = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if self.half else ()))
+        for part in (*backbone.layers(module), module):
+            fully_shard(part, mp_policy=policy)
+            part.set_gradient_divide_factor(1.0)  # a sum, no mean
+            part.set_force_sum_reduction_for_comms(True)
+
+    def reducing(self, module: nn.Module, *, last: bool) -> None:
+        """To be said before a forward and backward pass: FSDP2 adds up the gradients in the last one of a
+        step."""
+        if hasattr(module, "set_requires_gradient_sync"):
             module.set_requires_gradient_sync(last)
-        return module.no_sync() if hasattr(module, "no_sync") and not last else nullcontext()
 
-    def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Adds this process's part of the gradient, scaled so that DDP's and FSDP2's average is a sum."""
-        (output * self.count).backward(gradient)
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Adds up the processes' gradients of a step, where FSDP2 has not done so."""
+        if self.count > 1 and self.strategy != "fsdp2":
+            for parameter in model.parameters():
+                if parameter.grad is None:  # nothing that this process read needs it
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [parameter.grad for parameter in model.parameters()]
+            under_way = [torch.distributed.all_reduce(one, async_op=True) for one in gradients]
+            for sent in under_way:
+                sent.wait()
 
 
 ALONE = Processes()
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy of a module whose weights are bfloat16.
+
+    A backward pass through it adds to the float32 gradients of the module and leaves none in the copy. After
+    the module's weights have changed, `refresh` copies them. What is no parameter stays as it is: angles of
+    rotary positions want float32.
+    """
+    copy = deepcopy(module)
+    for own, parameter in zip(copy.parameters(), module.parameters(), strict=True):
+        own.data = own.data.bfloat16()
+        own.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+    return copy
+
+
+def _hand_over(parameter: nn.Parameter, own: nn.Parameter) -> None:
+    gradient, own.grad = own.grad, None
+    parameter.grad = gradient.float() if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+@torch.no_grad()
+def refresh(copy: nn.Module, module: nn.Module) -> None:
+    """Rounds the weights of a module into its twin."""
+    if copy is not module:
+        torch._foreach_copy_([*copy.parameters()], [*module.parameters()])
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor] | None:

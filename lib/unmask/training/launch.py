@@ -23,6 +23,7 @@ from unmask.training.watch import Watch
 
 LOG = "train.log"  # of all processes, in the training's folder
 ERROR = "error.txt"  # what a process wrote that failed
+AGAIN = "out of memory: it begins again with half the tokens at a time"
 STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
 # What torchrun sets, and accelerate and torch believe.
 RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
@@ -30,6 +31,10 @@ RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
 
 class TrainingStopped(RuntimeError):
     """The training was told to stop, and saved itself before it did."""
+
+
+class OutOfMemory(RuntimeError):
+    """The memory of a GPU does not hold what is to be computed at a time."""
 
 
 def several(parallel: ParallelConfig) -> bool:
@@ -69,6 +74,8 @@ def launch(job: Job, watch: Watch) -> None:
     stop.unlink(missing_ok=True)
     if told_to_stop or (child.returncode and "TrainingStopped" in _error(folder)):
         raise TrainingStopped("told to stop; what the training did is kept: run it again")
+    if child.returncode and AGAIN in _error(folder):
+        return launch(job, watch)
     if child.returncode:
         reason = _error(folder) or _last_line(folder / LOG)
         if child.returncode == -signal.SIGKILL:

@@ -10,34 +10,37 @@ import math
 import os
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from filelock import FileLock
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
 from unmask.children import on_signal, settle
-from unmask.config import TrainConfig, resolved
+from unmask.config import FEWEST, TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
-from unmask.models.attention import compile_layers, fast_attention, plain_attention
+from unmask.models.attention import fast_attention, plain_attention
 from unmask.store import fingerprint, read_json, replace_directory, write_atomic, write_json
 from unmask.training.checkpoint import Checkpoints, load_checkpoint
-from unmask.training.distributed import Processes, full_weights
+from unmask.training.distributed import Processes, full_weights, refresh
 from unmask.training.identity import identity
 from unmask.training.job import JOB, Job
-from unmask.training.launch import STOP, TrainingStopped, launch, several
+from unmask.training.launch import AGAIN, STOP, OutOfMemory, TrainingStopped, launch, several
 from unmask.training.stages import Stage
 from unmask.training.watch import METRICS, Watch, history
 
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
+MEMORY = "memory.json"  # in a training's folder: budgets of tokens, once memory did not hold the preset's
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 RARE = 30  # times what a checkpoint takes: the least between two of them, on a slow disk
 Report = Callable[[dict[str, Any]], None]
@@ -243,12 +246,16 @@ def steps(
     Raises:
         FloatingPointError: the loss or the gradient is not finite.
         CheckpointException: a checkpoint cannot be written, for instance to a full disk.
+        OutOfMemory: a GPU's memory does not hold one text at a time; of several processes, if it does not
+            hold what was tried: started again, they try half of it.
         TrainingStopped: a signal came.
     """
     config, log = stage.config, folder / METRICS
     checkpoints = Checkpoints(folder / "checkpoints", fingerprint, config.keep_checkpoints)
     processes = processes or Processes.alone(config.precision)
-    with _equipped(stage, model, processes) as (module, optimizer):
+    if (found := folder / MEMORY).is_file():  # budgets that fit, of an earlier start
+        stage.config = replace(stage.config, **read_json(found))
+    with _equipped(stage, model, processes) as (own, module, optimizer):
         last = processes.agreed(next(reversed(checkpoints.all()), None))
         done = load_checkpoint(last, model, optimizer) if last else 0
         if processes.main:
@@ -259,11 +266,13 @@ def steps(
         # Else cuDNN's backward pass may give NaN (torch 2.11).
         whole = getattr(config, "length", 0) % 128 == 0
         with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
-            started, saved, pause = perf_counter(), monotonic(), config.checkpoint_seconds
+            running = _Running(stage, report, lines, processes, last)
+            saved, pause = monotonic(), config.checkpoint_seconds
             for step, (batch, logged) in _ahead(stage.drawn, range(done, config.steps)):
                 lr = config.lr * lr_factor(config, step)
-                torch.manual_seed(config.seed * 1_000_003 + step + processes.rank * 7_368_787)
-                row = stage.backward(module, batch, processes)
+                refresh(module, own)
+                row = _backward(stage, module, optimizer, batch, step, processes, folder)
+                processes.sum_gradients(model)
                 norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
                 # FSDP2 leaves it in parts.
                 norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -271,36 +280,110 @@ def steps(
                 due = processes.main and monotonic() - saved >= pause
                 both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
                 facts = torch.stack([row["loss"].float(), norm.float(), *both])
-                row["loss"], norm, told, due = facts.tolist()
-                if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
-                    dataset, rows = stage.plan(step)
-                    raise FloatingPointError(
-                        f"the loss is {row['loss']}, the norm of its gradient {norm} at step {step}: lower "
-                        f"lr or clip, or look at the rows {rows[:8].tolist()} … of data set {dataset!r}; "
-                        f"last good checkpoint: {last or 'none'}"
-                    )
                 for group in optimizer.param_groups:
                     group["lr"] = lr
+                # What is no number leaves weights and moments as they are: nobody needs to wait and see.
+                optimizer.found_inf = 1.0 - facts[:2].sum().isfinite().float()
                 optimizer.step()
                 optimizer.zero_grad()
-                row = {"step": step, **logged, **row, "lr": lr, "grad_norm": norm}
-                row["seconds"] = perf_counter() - started
-                if processes.main:
-                    lines.write(json.dumps(row) + "\n")
-                    lines.flush()
-                    report(row)
-                if step + 1 in stage.job.milestones:
+                running.add({"step": step, **logged, **row, "lr": lr}, facts)
+                running.look(processes.ahead)
+                milestone = step + 1 in stage.job.milestones
+                if milestone or running.asked or step + 1 == config.steps:
+                    running.look(0)  # what is kept is known to be good
+                if milestone:
                     save(folder / MILESTONES / f"step-{step + 1:07d}", f"{fingerprint}-{step + 1}")
-                if step + 1 < config.steps and (told or due):
+                if step + 1 < config.steps and running.asked:
                     began = monotonic()
-                    last = checkpoints.save(model, optimizer, step + 1, processes)
-                    if told:  # one process at least
+                    running.last = checkpoints.save(model, optimizer, step + 1, processes)
+                    if running.told:  # one process at least
                         raise TrainingStopped(f"told to stop: {step + 1} steps are saved, run it again")
                     saved = monotonic()
                     rare = max(config.checkpoint_seconds, RARE * (saved - began))
                     pause = config.checkpoint_seconds and rare
-                started = perf_counter()
+                    running.started = perf_counter()
     return model
+
+
+class _Running:
+    """The steps that are under way: on a GPU a step is launched before the loss of the one before is read."""
+
+    def __init__(self, stage: Stage, report: Report, lines: TextIO, processes: Processes, last: Path | None):
+        self.stage, self.report, self.lines, self.processes = stage, report, lines, processes
+        self.last = last  # checkpoint
+        self.told = self.due = False  # to stop; a checkpoint
+        self.started = perf_counter()
+        self.steps: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = deque()
+
+    @property
+    def asked(self) -> bool:
+        """Whether any process asks for a checkpoint."""
+        return self.told or self.due
+
+    def add(self, row: dict[str, Any], facts: Tensor) -> None:
+        """A step that was launched, with its loss, its gradient's norm, and whether a process was told to
+        stop, or a checkpoint is due."""
+        self.steps.append((row, self.processes.later(facts)))
+
+    def look(self, most: int) -> None:
+        """Reads and writes down the oldest, until at most so many are left.
+
+        Raises: FloatingPointError if a loss or a gradient is not finite.
+        """
+        while len(self.steps) > most:
+            row, read = self.steps.popleft()
+            row["loss"], norm, self.told, self.due = read()
+            if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
+                dataset, rows = self.stage.plan(row["step"])
+                raise FloatingPointError(
+                    f"the loss is {row['loss']}, the norm of its gradient {norm} at step {row['step']}: "
+                    f"lower lr or clip, or look at the rows {rows[:8].tolist()} … of data set {dataset!r}; "
+                    f"last good checkpoint: {self.last or 'none'}"
+                )
+            row |= {"grad_norm": norm, "seconds": perf_counter() - self.started}
+            self.started = perf_counter()
+            if self.processes.main:
+                self.lines.write(json.dumps(row) + "\n")
+                self.lines.flush()
+                self.report(row)
+
+
+def _backward(
+    stage: Stage,
+    module: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    step: int,
+    processes: Processes,
+    folder: Path,
+) -> dict[str, Any]:
+    """`stage.backward`; where memory does not hold it, again with half the tokens at a time, from then on.
+
+    Raises:
+        OutOfMemory: nothing smaller is left to try; or the others of several processes wait for this one, so
+            that they must begin again together.
+    """
+    seed = stage.config.seed * 1_000_003 + step + processes.rank * 7_368_787
+    while True:
+        torch.manual_seed(seed)
+        try:
+            return stage.backward(module, batch, processes)
+        except torch.OutOfMemoryError:
+            pass  # what the error refers to is free from here on
+        fewer = stage.config.halved(processes.device.type)
+        if fewer["token_budget"] < FEWEST:
+            section = stage.job.section
+            raise OutOfMemory(
+                f"memory does not hold {section}'s longest text: lower its length, set "
+                f"{section}.gradient_checkpointing=true, or share the model (parallel.strategy=fsdp2)"
+            )
+        stage.config = replace(stage.config, **fewer)
+        write_json(folder / MEMORY, fewer)
+        if processes.count > 1:
+            raise OutOfMemory(AGAIN)
+        optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _told_to_stop(signals: Sequence[int], processes: Processes) -> bool:
@@ -311,22 +394,22 @@ def _told_to_stop(signals: Sequence[int], processes: Processes) -> bool:
 
 
 @contextmanager
-def _equipped(stage: Stage, model: nn.Module, processes: Processes) -> Iterator[tuple[nn.Module, Optimizer]]:
-    """What is run forward, on all processes, and the optimiser; in the end the model is as it was, on the
-    CPU."""
-    config, device = stage.config, next(model.parameters()).device
+def _equipped(
+    stage: Stage, model: nn.Module, processes: Processes
+) -> Iterator[tuple[nn.Module, nn.Module, Optimizer]]:
+    """The stage's module, what is run forward of it, on all processes, and the optimiser; in the end the
+    model is as it was, on the CPU."""
+    config, device, own = stage.config, next(model.parameters()).device, stage.module(model.train())
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     kernels = [part.config._attn_implementation for part in parts]
     if config.gradient_checkpointing:
         backbone.checkpoint_activations(model)
     if processes.half and processes.device.type == "cpu":
         plain_attention(model)
-    if config.compile:
-        compile_layers(model)
-    module = processes.parallel(stage.module(model.train()))
+    module = processes.parallel(own, compiled=config.compile)
     betas, groups = (config.beta1, config.beta2), parameter_groups(model, config.weight_decay)
     try:
-        yield module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
+        yield own, module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
     finally:
         model.eval().zero_grad()
         if processes.accelerator is None:  # else this process ends with the training

@@ -70,13 +70,13 @@ class Cde(Pair):
         (first, second), [batch] = module, parts
         options = {"token_budget": self.config.budget(processes.device.type), "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
-        options["keep_tokens"] = self.config.keep_tokens
+        options["keep_tokens"] = self.config.kept(processes.device.type)
         kept = processes.ship(torch.from_numpy(batch.kept))
         context_KD = documents_KD[kept].requires_grad_()
         loss = partial(self.part_of_loss, batch, processes.slice(batch.count))
         loss = cached_backward(second, batch.sequences, loss, context_KD=context_KD, **options)
         gradient_KD = torch.zeros_like(documents_KD)
-        gradient_KD[kept] = context_KD.grad / processes.count
+        gradient_KD[kept] = context_KD.grad
         push(gradient_KD)
         tokens = sum(map(len, [*batch.context, *batch.sequences]))  # slots are computed, so they count
         return {"loss": processes.sum(loss), "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}

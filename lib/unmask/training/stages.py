@@ -279,11 +279,11 @@ def accumulate(
     own = processes.share(groups)
     total = torch.zeros((), device=processes.device)
     for number, group in enumerate(own, 1):
-        with processes.accumulating(module, last=number == len(own)):
-            with processes.autocast():
-                # A process without rows left repeats some for nothing.
-                loss = forward(group) if len(group) else 0 * forward(groups[0][:1])
-            processes.backward(loss)
+        processes.reducing(module, last=number == len(own))
+        with processes.autocast():
+            # A process without rows left repeats some for nothing.
+            loss = forward(group) if len(group) else 0 * forward(groups[0][:1])
+        loss.backward()
         total += loss.detach()
     return processes.sum(total)
 
@@ -462,7 +462,8 @@ class Contrastive(Stage):
 
     def backward(self, module: nn.Module, parts: list[Batch], processes: Processes) -> dict[str, Any]:
         config = self.config
-        options = {"token_budget": config.budget(processes.device.type), "keep_tokens": config.keep_tokens}
+        device = processes.device.type
+        options = {"token_budget": config.budget(device), "keep_tokens": config.kept(device)}
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
         for part in parts:
