@@ -40,11 +40,8 @@ from unmask.store import repository
 ROWS = {"train": 12, "dev": 3, "test": 5}  # of a source
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]
 TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf8"))
-SMALL = {
-    f"{stage}.{key}": value
-    for stage in TRAINED
-    for key, value in (("steps", 2), ("warmup", 1), ("compile", False))
-}
+QUICK = {"steps": 2, "warmup": 1, "compile": False}
+SMALL = {f"{stage}.{key}": value for stage in TRAINED for key, value in QUICK.items()}
 SMALL |= {f"{name}.{key}": value for name, part in TOLD["changes"].items() for key, value in part.items()}
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "data" / "documented_schemas.yaml").read_text("utf8"))
 BASES = {"qwen3": transformers.Qwen3ForCausalLM, "smollm2": transformers.LlamaForCausalLM}
@@ -151,6 +148,7 @@ def tokenizer(family: str) -> Tokenizer:
     learnt.model = models.BPE(model["vocab"] | fillers, [tuple(merge) for merge in model["merges"]])
     learnt.add_special_tokens([AddedToken(token, special=True) for token in told["special"]])
     learnt.add_tokens([AddedToken(token) for token in told["ordinary"]])
+    assert learnt.get_vocab_size() <= told["sizes"]["vocab_size"]
     return learnt
 
 
@@ -164,14 +162,12 @@ def write_base(folder: Path, family: str) -> None:
         for token in told["special"] + told["ordinary"]
     }
     about = {"added_tokens_decoder": added, "additional_special_tokens": told["special"][1:]}
+    files = {"config.json": told["sizes"] | told["others"], "tokenizer_config.json": about}
+    files["tokenizer_config.json"] |= told["tokenizer"]
+    end = told["others"]["eos_token_id"]
+    files["generation_config.json"] = {"bos_token_id": end, "eos_token_id": end}
     own.save(str(folder / "tokenizer.json"))
     own.model.save(str(folder))
-    end = told["others"]["eos_token_id"]
-    files = {
-        "config.json": told["sizes"] | told["others"],
-        "tokenizer_config.json": about | told["tokenizer"],
-    }
-    files["generation_config.json"] = {"bos_token_id": end, "eos_token_id": end}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2))
 
@@ -183,9 +179,8 @@ def write_gtr(folder: Path) -> None:
     shape = {"vocab_size": vocabulary, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     transformers.T5EncoderModel(transformers.T5Config(**shape)).save_pretrained(plain)
     special = dict.fromkeys(("pad_token", "eos_token"), "<|endoftext|>")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer("qwen3"), **special).save_pretrained(
-        plain
-    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer("qwen3"), **special)
+    fast.save_pretrained(plain)
     parts = [Transformer(str(plain), max_seq_length=512), Pooling(32, "mean")]
     dense = Dense(32, 24, bias=False, activation_function=torch.nn.Identity())
     SentenceTransformer(modules=[*parts, dense, Normalize()], device="cpu").save(str(folder))
