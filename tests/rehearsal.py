@@ -31,7 +31,7 @@ import yaml
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from unmask.config import TRAINED
 from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
@@ -40,21 +40,21 @@ from unmask.store import repository
 ROWS = {"train": 12, "dev": 3, "test": 5}  # of a source
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]
 TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf8"))
-SMALL = {f"{stage}.{key}": value for stage in TRAINED for key, value in (("steps", 2), ("warmup", 1))}
+QUICK = {"steps": 2, "warmup": 1, "compile": False}
+SMALL = {f"{stage}.{key}": value for stage in TRAINED for key, value in QUICK.items()}
 SMALL |= {f"{name}.{key}": value for name, part in TOLD["changes"].items() for key, value in part.items()}
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "data" / "documented_schemas.yaml").read_text("utf8"))
-SPECIAL, ORDINARY = TOLD["special"]
-FIRST_SPECIAL, VOCABULARY = 151_643, 151_936
+BASES = {"qwen3": transformers.Qwen3ForCausalLM, "smollm2": transformers.LlamaForCausalLM}
 
 
 def text(rng: random.Random, words: int = 14) -> str:
     return " ".join(rng.choices(WORDS, k=words))
 
 
-def held(source: Source, split: str, rng: random.Random, words: int = 14) -> str:
+def held(source: Source, split: str, rng: random.Random, words: int = 14, space: str = " ") -> str:
     """A text that a source holds in this split; without a hold-out, any."""
-    base, split = text(rng, words), split if source.hold_out else "train"
-    return next(one for i in itertools.count() if split_of(source, one := f"{base} {i}") == split)
+    base, split = text(rng, words).replace(" ", space), split if source.hold_out else "train"
+    return next(one for i in itertools.count() if split_of(source, one := f"{base}{space}{i}") == split)
 
 
 def blank(kind: Any, rng: random.Random) -> Any:
@@ -88,7 +88,7 @@ def rows_of(source: Source, rng: random.Random) -> Iterator[tuple[str, dict[str,
     for split, count in ROWS.items():
         for _ in range(count):
             if source.queries_config:
-                name = held(source, split, rng, 2).replace(" ", "-")
+                name = held(source, split, rng, 2, "-")
                 for chunk in range(4):  # nobody asks for the last one
                     for config in (source.config, source.queries_config)[: 2 if chunk < 3 else 1]:
                         row = blank(schema(source.repo, config), rng)
@@ -104,11 +104,12 @@ def rows_of(source: Source, rng: random.Random) -> Iterator[tuple[str, dict[str,
         yield source.config, row
 
 
-def write_mirror(folder: Path, registry: str, tasks: Sequence[str]) -> None:
-    """A repository for every source of a registry, and for ConTEB's tasks."""
+def write_mirror(folder: Path, registries: Sequence[str], tasks: Sequence[str]) -> None:
+    """A repository for every source of some registries, and for ConTEB's tasks."""
     found: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
-    sources = [one for one in load_registry(registry) if one.kind == "hub"] + [conteb(task) for task in tasks]
-    for number, source in enumerate(sources):
+    named = [one for name in registries for one in load_registry(name) if one.kind == "hub"]
+    places = {(one.repo, one.config, one.queries_config): one for one in named}  # one for all that read it
+    for number, source in enumerate([*places.values(), *map(conteb, tasks)]):
         for config, row in rows_of(source, random.Random(number)):
             found.setdefault(source.repo, {}).setdefault((config, source.split), []).append(row)
     for repo, parts in found.items():
@@ -131,35 +132,42 @@ def write_mirror(folder: Path, registry: str, tasks: Sequence[str]) -> None:
 
 
 @cache
-def tokenizer() -> Tokenizer:
-    """Byte-level BPE with the vocabulary's size and the special tokens of Qwen3, of few merges."""
-    learnt, theirs = Tokenizer(models.BPE()), transformers.Qwen2Tokenizer().backend_tokenizer
-    learnt.normalizer, learnt.pre_tokenizer = theirs.normalizer, theirs.pre_tokenizer
-    learnt.decoder = theirs.decoder
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
+def tokenizer(family: str) -> Tokenizer:
+    """Byte-level BPE with the special tokens of a family's base models and as many others, of few merges."""
+    told, learnt = TOLD[family], Tokenizer(models.BPE())
+    learnt.decoder, bytes_ = decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learnt.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_])
+    if family == "qwen3":
+        theirs = transformers.Qwen2Tokenizer().backend_tokenizer
+        learnt.normalizer, learnt.pre_tokenizer = theirs.normalizer, theirs.pre_tokenizer
+    alphabet, first = sorted(pre_tokenizers.ByteLevel.alphabet()), told["first"]
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, special_tokens=first)
     learnt.train_from_iterator([text(random.Random(0), 2000)], trainer)
     model = json.loads(learnt.to_str())["model"]
-    fillers = {f"<filler {i}>": i for i in range(len(model["vocab"]), FIRST_SPECIAL)}
+    fillers = {f"<filler {i}>": i for i in range(len(model["vocab"]), told["plain"])}
     learnt.model = models.BPE(model["vocab"] | fillers, [tuple(merge) for merge in model["merges"]])
-    learnt.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    learnt.add_tokens([AddedToken(token) for token in ORDINARY])
-    assert learnt.token_to_id("<|fim_pad|>") == 151_662
+    learnt.add_special_tokens([AddedToken(token, special=True) for token in told["special"]])
+    learnt.add_tokens([AddedToken(token) for token in told["ordinary"]])
+    assert learnt.get_vocab_size() <= told["sizes"]["vocab_size"]
     return learnt
 
 
-def write_qwen3(folder: Path) -> None:
-    """A random model with the files and the configuration keys of Qwen3-*-Base, and small widths."""
-    sizes, others = TOLD["config"]["sizes"], TOLD["config"]["others"]
+def write_base(folder: Path, family: str) -> None:
+    """A random model with the files and the configuration keys of a family's base models, small widths."""
+    told, own, kind = TOLD[family], tokenizer(family), BASES[family]
     torch.manual_seed(0)
-    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)).bfloat16().save_pretrained(folder)
-    tokens = enumerate([*SPECIAL, *ORDINARY], FIRST_SPECIAL)
-    added = {str(i): TOLD["token"] | {"content": token, "special": token in SPECIAL} for i, token in tokens}
-    about = {"added_tokens_decoder": added, "additional_special_tokens": SPECIAL[1:]} | TOLD["tokenizer"]
-    tokenizer().save(str(folder / "tokenizer.json"))
-    tokenizer().model.save(str(folder))
-    files = {"config.json": sizes | others, "tokenizer_config.json": about}
-    files["generation_config.json"] = {"bos_token_id": FIRST_SPECIAL, "eos_token_id": FIRST_SPECIAL}
+    kind(kind.config_class(**told["sizes"])).bfloat16().save_pretrained(folder)
+    added = {
+        str(own.token_to_id(token)): TOLD["token"] | {"content": token, "special": token in told["special"]}
+        for token in told["special"] + told["ordinary"]
+    }
+    about = {"added_tokens_decoder": added, "additional_special_tokens": told["special"][1:]}
+    files = {"config.json": told["sizes"] | told["others"], "tokenizer_config.json": about}
+    files["tokenizer_config.json"] |= told["tokenizer"]
+    end = told["others"]["eos_token_id"]
+    files["generation_config.json"] = {"bos_token_id": end, "eos_token_id": end}
+    own.save(str(folder / "tokenizer.json"))
+    own.model.save(str(folder))
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2))
 
@@ -167,10 +175,12 @@ def write_qwen3(folder: Path) -> None:
 def write_gtr(folder: Path) -> None:
     """A random encoder with the modules of gtr-t5-base: Transformer, Pooling, Dense and Normalize."""
     plain = folder.with_name("t5")
-    shape = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    vocabulary = TOLD["qwen3"]["sizes"]["vocab_size"]
+    shape = {"vocab_size": vocabulary, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     transformers.T5EncoderModel(transformers.T5Config(**shape)).save_pretrained(plain)
     special = dict.fromkeys(("pad_token", "eos_token"), "<|endoftext|>")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer(), **special).save_pretrained(plain)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer("qwen3"), **special)
+    fast.save_pretrained(plain)
     parts = [Transformer(str(plain), max_seq_length=512), Pooling(32, "mean")]
     dense = Dense(32, 24, bias=False, activation_function=torch.nn.Identity())
     SentenceTransformer(modules=[*parts, dense, Normalize()], device="cpu").save(str(folder))
@@ -193,15 +203,16 @@ def rehearse(preset: str, processes: int, folder: Path, *arguments: str) -> subp
 def prepare(folder: Path) -> None:
     """The mirror of everything that the presets read."""
     mirror = folder / "mirror"
-    write_mirror(mirror, "paper", list(CONTEB))
+    write_mirror(mirror, ("open", "paper"), list(CONTEB))
     for size in ("0.6B", "4B"):
-        write_qwen3(mirror / "Qwen" / f"Qwen3-{size}-Base")
+        write_base(mirror / "Qwen" / f"Qwen3-{size}-Base", "qwen3")
+    write_base(mirror / "HuggingFaceTB" / "SmolLM2-135M", "smollm2")
     write_gtr(mirror / "sentence-transformers" / "gtr-t5-base")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--presets", nargs="+", default=("hub-0.6b", "paper-0.6b", "paper-4b"))
+    parser.add_argument("--presets", nargs="+", default=("hub-135m", "hub-0.6b", "paper-0.6b", "paper-4b"))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--folder", type=Path, help="of mirror and artifacts, kept; default: a temporary one")
     options, more = parser.parse_known_args()

@@ -42,7 +42,7 @@ def test_every_value_has_a_source(name):
     assert not [place for place, comment in comments.items() if not source.match(comment)]
 
 
-STATED = {"paper-0.6b": 596e6, "hub-0.6b": 596e6, "paper-4b": 4.02e9, "gpu": 100e6, "cpu": 2.89e6}
+STATED = {"paper-0.6b": 596e6, "hub-0.6b": 596e6, "paper-4b": 4.02e9, "gpu": 134.5e6, "cpu": 2.89e6}
 
 
 @pytest.mark.parametrize(("name", "stated"), STATED.items())
@@ -51,7 +51,7 @@ def test_the_stated_size_is_the_models(name, stated):
     with torch.device("meta"):
         model = backbone.build(preset.backbone, Vocabulary(range(preset.data.vocab_size)), seed=0).model
     everything = sum(p.numel() for p in model.parameters())
-    assert everything == pytest.approx(stated, rel=0.05 if name in ("gpu", "cpu") else 0.002)
+    assert everything == pytest.approx(stated, rel=0.05 if name == "cpu" else 0.002)
     assert parameters(preset) == (everything, everything - model.get_input_embeddings().weight.numel())
 
 
@@ -66,7 +66,7 @@ def test_every_preset_fits_its_machine_and_its_texts_fit_the_positions(name):
     assert max(lengths) <= preset.backbone.max_length
 
 
-@pytest.mark.parametrize(("name", "hours"), [("gpu", 29 / 60), ("hub-0.6b", 24)])
+@pytest.mark.parametrize(("name", "hours"), [("gpu", 16 / 60), ("hub-0.6b", 24)])
 def test_the_time_limits_of_the_presets_hold_in_the_estimate(name, hours):
     preset = load_preset(name)
     gpus = preset.parallel.num_processes

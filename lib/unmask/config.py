@@ -404,6 +404,7 @@ class AblationConfig(Section):
     batch: Literal[0] | Several = 0  # pairs of a step; 0: the pair stage's
     # Of the pair stage's rate; each arm is trained with each, and the best on development data is kept.
     rates: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1.0,)
+    rate_steps: Whole = 0  # of the trainings that choose among several rates; 0: as many as `steps`
     controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
     parts: bool = False  # also leave out each part of the pair loss and its curriculum
     benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones

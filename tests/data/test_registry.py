@@ -14,6 +14,7 @@ NAMES = ("HuggingFaceFW/fineweb-edu", "epfml/FineWeb2-HQ", "HuggingFaceFW/finewe
 REPOSITORIES = dict(zip(("FineWeb-Edu", "FineWeb2-HQ", "FineWeb2"), NAMES, strict=True))
 
 PAPER = load_registry("paper")
+HUB_SOURCES = [one for one in PAPER + load_registry("open") if one.kind == "hub"]
 HUB = {"kind": "hub", "repo": "some/set", "licence": "MIT"}
 PAIRS = HUB | {"role": "pairs", "group": "english", "language": "eng"}
 PAIRS |= {"columns": {"query": "q", "document": "d"}}
@@ -69,11 +70,11 @@ def test_own_data_are_as_their_registry_says(role):
 
 @pytest.mark.hub
 @pytest.mark.slow
-@pytest.mark.parametrize("repo", sorted({one.repo for one in PAPER if one.kind == "hub"}))
+@pytest.mark.parametrize("repo", sorted({one.repo for one in HUB_SOURCES}))
 def test_columns_are_those_of_the_hub(repo):
     from datasets import load_dataset
 
-    for half in halves(next(one for one in PAPER if one.repo == repo)):
+    for half in halves(next(one for one in HUB_SOURCES if one.repo == repo)):
         where = {"split": half.split, "revision": half.revision, "streaming": True}
         row = next(iter(load_dataset(half.repo, half.config or None, **where)))
         paths = ",".join(half.columns.values()).split(",")

@@ -138,6 +138,11 @@ def test_every_training_of_the_notebooks_is_planned_and_no_other():
     assert sum(t.number for t in found) == 41
     twice = plan.trainings(load_preset("cpu", {"ablation.rates": [0.5, 1.0]}), 1)
     assert sum(t.number for t in twice) == 41 + 7  # each arm once more
+    chosen = plan.trainings(load_preset("cpu", {"ablation.rates": [0.5, 1.0], "ablation.rate_steps": 9}), 1)
+    assert [(t.number, t.steps) for t in chosen if t.notebook[:2] == "07" and t.stage == "pair"][:2] == [
+        (14, 9),  # each arm at each rate, shortly
+        (7, 40),  # then at the rate that was chosen
+    ]
 
 
 def test_sharing_divides_the_state_and_more_gpus_the_work():

@@ -200,7 +200,12 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
         yield "07_diffusion_vs_ar", "ar", 1, _with(preset, "ar", **same)
         yield "07_diffusion_vs_ar", "diffusion", 1, preset
     short = _with(preset, "pair", steps=ablation.steps, batch=ablation.batch or preset.pair.batch)
-    yield "07_diffusion_vs_ar", "pair", (7 if ablation.controls else 5) * len(ablation.rates), short
+    arms = 7 if ablation.controls else 5
+    if len(ablation.rates) > 1:
+        trial = _with(short, "pair", steps=ablation.rate_steps or ablation.steps)
+        yield "07_diffusion_vs_ar", "pair", arms * len(ablation.rates), trial
+    if len(ablation.rates) == 1 or ablation.rate_steps:
+        yield "07_diffusion_vs_ar", "pair", arms, short
     if ablation.parts:
         yield "07_diffusion_vs_ar", "pair", 4, short
     short = _with(preset, "contextual", steps=conteb.steps)
