@@ -415,13 +415,15 @@ class ContextualBatch(Batch):
         A document's own vector is the mean over all its chunks' tokens, which is the token-weighted mean of
         its chunk means.
         """
-        counts_MC = self.chunk_tokens_MC.to(rows_RD.device, non_blocking=True)
-        mask_MC = counts_MC > 0
-        empty_MCD = rows_RD.new_zeros(*mask_MC.shape, rows_RD.shape[1])
-        chunks_MCD = empty_MCD.masked_scatter(mask_MC[..., None], rows_RD[self.count :])
+        mask_MC = self.chunk_tokens_MC > 0
+        places, counts = mask_MC.flatten().nonzero().squeeze(1), self.chunk_tokens_MC
+        # Known here, on the CPU: a mask on the GPU would make this process wait in the backward pass.
+        places_X, counts_MC = (x.to(rows_RD.device, non_blocking=True) for x in (places, counts))
+        empty_XD = rows_RD.new_zeros(mask_MC.numel(), rows_RD.shape[1])
+        chunks_MCD = empty_XD.index_copy(0, places_X, rows_RD[self.count :]).unflatten(0, mask_MC.shape)
         weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
         documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
-        return rows_RD[: self.count], chunks_MCD, documents_MD, self.chunk_tokens_MC > 0
+        return rows_RD[: self.count], chunks_MCD, documents_MD, mask_MC
 
 
 class Contrastive(Stage):
