@@ -4,7 +4,10 @@ Shape suffixes: H heads, G of keys · T tokens of all sequences, one after the o
 N sequences of one length L · C = N·G · Q queries of all heads that share keys, R of them at a time.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from inspect import signature
 from itertools import groupby
 
@@ -19,10 +22,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from unmask.data.batches import parts
+from unmask.extras import extra
 from unmask.models import backbone
 
 VARLEN = "varlen"
-SHARES_HEADS = "enable_gqa" in signature(varlen_attn).parameters  # of keys among queries; torch 2.11 does not
+KERNEL_ON = {"cuda"}  # kinds of device for which torch has a kernel for it
+# torch 2.11 lets heads of queries share keys without a word; later versions want one.
+ASKS = "enable_gqa" in signature(varlen_attn).parameters
 ROWS = 512  # queries that are compared with all keys at once, at most
 SCORES = 2**19  # of their scores, at most: they stay in cache
 KERNELS = [Kernel.CUDNN_ATTENTION, Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
@@ -93,15 +99,11 @@ def varlen_attention(
     causal = module.is_causal if causal is None else causal
     grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
     device = query_1HTD.device.type
-    if device == "cuda":
+    if device in KERNEL_ON:
         # Autocast does not know this kernel, and Qwen3's norms return the query and the key in float32.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
         options = {"scale": scaling, "window_size": (-1, 0 if causal else -1)}
-        if SHARES_HEADS:
-            options["enable_gqa"] = grouped
-        elif grouped:
-            times = query_1HTD.shape[1] // key_1HTD.shape[1]
-            all_1HTD = (query_1HTD, *(x.repeat_interleave(times, dim=1) for x in all_1HTD[1:]))
+        options |= {"enable_gqa": grouped} if ASKS else {}
         all_THD = [x[0].transpose(0, 1).to(dtype) for x in all_1HTD]
         division = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)  # of queries, and of keys
         return varlen_attn(*all_THD, *division, **options)[None], None
@@ -174,16 +176,48 @@ def plain_attention(model: nn.Module) -> None:
             part.set_attn_implementation("eager")
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_layers(model: nn.Module, *, same_length: bool = True) -> None:
     """Compiles the Transformer's layers in place, at their first use; all of them share a graph.
 
-    The first length gets a graph of its own, which is the fastest; a second length, one for all lengths.
+    A graph is made for a forward pass with gradients and one for a pass without. Where all that is read has
+    one length, they are for this length, which is the fastest; else for any number and lengths of sequences.
     Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
     shard the model afterwards.
     """
     torch._dynamo.config.optimize_ddp = False  # else DDP's buckets cut layers into several graphs
     for layer in backbone.layers(model):
-        layer.compile()
+        layer.compile(dynamic=None if same_length else True)
+
+
+@contextmanager
+def fused_layers(model: nn.Module) -> Iterator[None]:
+    """Within, norms, rotary positions and SwiGLU are Liger's kernels: one launch each, nothing to compile.
+
+    Liger also replaces names in transformers' module of the family; in the end all is as it was.
+
+    Raises: ValueError without a GPU, or for a family other than Llama and Qwen3; ModuleNotFoundError if
+        liger-kernel is not installed.
+    """
+    decoders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.base_model is m]
+    families = {decoder.config.model_type for decoder in decoders}
+    if families - {"llama", "qwen3"} or not torch.cuda.is_available():
+        here = f"{', '.join(families)} on a {'GPU' if torch.cuda.is_available() else 'CPU'}"
+        raise ValueError(f"fused layers are for Llama and Qwen3 on a GPU, this is {here}: set fused to false")
+    with extra("gpu"):
+        liger = import_module("liger_kernel.transformers")
+    names = [vars(sys.modules[type(decoder).__module__]) for decoder in decoders]
+    before = [dict(own) for own in names]
+    try:
+        for decoder in decoders:
+            fuse = getattr(liger, f"apply_liger_kernel_to_{decoder.config.model_type}")
+            fuse(model=decoder, fused_linear_cross_entropy=False)  # our own loss knows which rows pay
+        yield
+    finally:
+        for own, earlier in zip(names, before):
+            own.update(earlier)
+        for part in model.modules():
+            for name in ("forward", "extra_repr", "_get_name"):
+                vars(part).pop(name, None)
 
 
 def _decoder(model: nn.Module) -> PreTrainedModel:

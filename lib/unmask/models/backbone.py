@@ -171,6 +171,7 @@ def checkpoint_activations(model: torch.nn.Module) -> None:
         if isinstance(part, PreTrainedModel):
             newer = getattr(part, "activation_checkpointing_enable", None)  # after transformers 5.17
             (newer or part.gradient_checkpointing_enable)({"use_reentrant": False})
+            part.disable_input_require_grads()  # which only reentrant checkpointing needs
 
 
 def halve(model: torch.nn.Module) -> None:

@@ -221,8 +221,9 @@ def encode_rows(
     lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
     tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
     different = len(set(lengths)) > 1
-    # For sequences of one length torch's own kernels are faster, but for bfloat16 on a CPU.
-    if packed and (different or (device.type == "cpu" and torch.is_autocast_enabled("cpu"))):
+    # For sequences of one length a CPU has a faster kernel, but for bfloat16. A GPU has the same, and with
+    # a single way to read them compiled layers do without a graph for these.
+    if packed and (different or device.type != "cpu" or torch.is_autocast_enabled("cpu")):
         tokens_1T = tokens_T[None].to(device, non_blocking=True)
         inputs |= unpadded_inputs(model, lengths, device)
         segment_T = _segments(sequences).to(device, non_blocking=True)

@@ -1,0 +1,140 @@
+"""Compiled and fused layers: few graphs, few launches, the same values."""
+
+import copy
+import os
+import shutil
+import sys
+from functools import partialmethod
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import launches
+import tiny
+import tiny_families
+from closeness import assert_close
+from unmask.models import backbone
+from unmask.models.attention import compile_layers, fused_layers, unpadded_inputs
+
+MIXED = [
+    [28, 13, 25],
+    [29, 14, 2],
+    [9],
+    [17, 16, 13, 30, 26],
+    [1, 5],
+    [6, 6, 6],
+    [2, 2],
+    [25, 4],
+    [20, 26, 9, 8],
+]
+
+
+@pytest.fixture
+def as_on_a_gpu():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with launches.as_on_a_gpu():
+        yield
+
+
+def hidden(model, lengths):
+    tokens = torch.randint(4, 300, (1, sum(lengths)), generator=torch.Generator().manual_seed(len(lengths)))
+    inputs = unpadded_inputs(model, lengths, "cpu")
+    return model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_graphs_serve_any_mixture_of_lengths(checkpointing, as_on_a_gpu, monkeypatch):
+    """One with and one without gradients, over sequences of mixed lengths, of one length, and alone."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    model = tiny.model().train()
+    if checkpointing:
+        backbone.checkpoint_activations(model)
+    compiled = copy.deepcopy(model)
+    compile_layers(compiled, same_length=False)
+    for lengths in MIXED:
+        results = []
+        for network in (compiled, model):
+            with torch.no_grad():
+                alone = hidden(network, lengths)
+            results.append((alone, *tiny.with_gradients(hidden(network, lengths), network)))
+        assert_close(*results)
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+def test_weights_in_bfloat16_are_never_cast():
+    half, single = launches.eager(torch.bfloat16), launches.eager(torch.float32)
+    assert [one["products"] for one in (*half, *single)] == [7, 14, 7, 14]
+    assert [one["casts of weights"] for one in (*half, *single)] == [0, 0, 7, 0]
+    assert [one["casts"] for one in half] == [8, 8]  # of the four norms, which compute in float32
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler on this machine")
+def test_a_compiled_layer_launches_a_quarter_and_computes_the_same(as_on_a_gpu):
+    part, inputs = launches.layer(torch.bfloat16)
+    compiled = copy.deepcopy(part)
+    compiled.compile(dynamic=True)
+    with launches.after_fusion() as counts:
+        for lengths in ([5, 2, 4], [7, 1]):
+            given = inputs(lengths)
+            results = [tiny.with_gradients(one(**given), one) for one in (compiled, part)]
+            assert_close(*results, 2e-2)
+    assert len(counts) == 2 and sum(counts) <= 50  # forward and backward; asked for: 70
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """Liger's kernels on a GPU, or in Triton's interpreter, which knows no floats and no CUDA functions."""
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU here; with liger-kernel installed TRITON_INTERPRET=1 does without")
+    pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
+    if torch.cuda.is_available():
+        return
+    tl, norms = import_module("triton.language"), import_module("liger_kernel.ops.rms_norm")
+    interpreter = import_module("triton.runtime.interpreter")
+    given = interpreter._implicit_cvt
+
+    def converted(value):
+        if not isinstance(value, float):
+            return given(value)
+        handle = interpreter.TensorHandle(np.array([value], np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
+    monkeypatch.setattr(norms, "rsqrt", lambda x: tl.rsqrt(x))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_fused_layers_compute_the_same_and_leave_no_trace(family, liger):
+    device = "cuda" if torch.cuda.device_count() else "cpu"
+    model = tiny_families.model(family, bidirectional=True).to(device)
+    tokens = torch.randint(4, 300, (2, 9), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def results():
+        return tiny.with_gradients(model(tokens, use_cache=False).last_hidden_state, model)
+
+    expected, names = results(), dict(vars(sys.modules[type(model).__module__]))
+    with fused_layers(model):
+        assert "Liger" in repr(model)
+        assert_close(results(), expected)
+    assert names == vars(sys.modules[type(model).__module__]) and "Liger" not in repr(model)
+    assert_close(results(), expected, 0)
+
+
+def test_fused_layers_are_refused_at_the_start(monkeypatch):
+    def refused(family, error, match):
+        with pytest.raises(error, match=match), fused_layers(tiny_families.model(family)):
+            pass
+
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused("qwen3", ValueError, "this is qwen3 on a CPU: set fused to false")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    refused("olmo2", ValueError, "for Llama and Qwen3 on a GPU, this is olmo2 on a GPU")
+    refused("llama", ModuleNotFoundError, r"liger_kernel is not installed: pip install 'unmask\[gpu\]'")
