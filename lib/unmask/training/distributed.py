@@ -118,9 +118,9 @@ class Processes:
 
         return read
 
-    def parallel(self, module: nn.Module, *, compiled: bool = False) -> nn.Module:
+    def parallel(self, module: nn.Module, *, compiled: bool = False, same_length: bool = False) -> nn.Module:
         """Puts a module on this process's device; returns what is run forward there, with layers that are
-        compiled if so wished. FSDP2 divides it among the processes.
+        compiled if so wished (`compile_layers`). FSDP2 divides it among the processes.
 
         accelerate shards with FSDP2 on accelerators only, so torch's `fully_shard` is called directly.
         """
@@ -128,7 +128,7 @@ class Processes:
         sharded = self.strategy == "fsdp2" and torch.distributed.is_initialized()
         forward = twin(module) if self.half and self.device.type == "cuda" and not sharded else module
         if compiled:
-            compile_layers(forward)
+            compile_layers(forward, same_length=same_length)
         if sharded:  # the modules of a list are run each on its own
             for part in module if isinstance(module, nn.ModuleList) else [module]:
                 self._shard(part)

@@ -29,7 +29,7 @@ from unmask.children import on_signal, settle
 from unmask.config import FEWEST, TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
-from unmask.models.attention import fast_attention, plain_attention
+from unmask.models.attention import fast_attention, fused_layers, plain_attention
 from unmask.store import fingerprint, read_json, replace_directory, write_atomic, write_json
 from unmask.training.checkpoint import Checkpoints, load_checkpoint
 from unmask.training.distributed import Processes, full_weights, refresh
@@ -406,10 +406,12 @@ def _equipped(
         backbone.checkpoint_activations(model)
     if processes.half and processes.device.type == "cpu":
         plain_attention(model)
-    module = processes.parallel(own, compiled=config.compile)
-    betas, groups = (config.beta1, config.beta2), parameter_groups(model, config.weight_decay)
+    betas = config.beta1, config.beta2
     try:
-        yield own, module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
+        with fused_layers(model) if config.fused else nullcontext():
+            module = processes.parallel(own, compiled=config.compile, same_length=stage.same_length)
+            groups = parameter_groups(model, config.weight_decay)  # FSDP2 has put others in place
+            yield own, module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
     finally:
         model.eval().zero_grad()
         if processes.accelerator is None:  # else this process ends with the training
