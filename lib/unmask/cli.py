@@ -97,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
 
     command(status, "what is done, and what is due", preset, values, named, seeded)
-    command(prepare, "read and tokenise training data, without a GPU", preset, values, named)
+    add = command(prepare, "read and tokenise training data, without a GPU", preset, values, named)
+    add("--check", action="store_true", help="make nothing, and say what is not there")
     add = command(clean, "list trained models that are not the current ones, and remove them", preset, named)
     add("--yes", action="store_true", help="remove them without a question")
 
@@ -183,6 +184,8 @@ def prepare(options: argparse.Namespace) -> None:
     from unmask.models.backbone import load_tokenizer
     from unmask.training import STAGES
 
+    if options.check:
+        os.environ["UNMASK_PREPARED"] = "1"
     preset = load_preset(options.preset, _overrides(options.set))
     _require(preset)
     corpus = open_corpus(preset.data)

@@ -35,6 +35,18 @@ def artifacts_root() -> Path:
     return Path(os.environ.get("UNMASK_ARTIFACTS") or default).resolve()
 
 
+def preparing(what: str) -> None:
+    """To be called before data are prepared.
+
+    Raises: ValueError where UNMASK_PREPARED says that all of them are there.
+    """
+    if os.environ.get("UNMASK_PREPARED"):
+        raise ValueError(
+            f"{what}: not prepared in {artifacts_root() / 'data'}, or of another corpus, for another "
+            "tokenizer or by other code: `unmask prepare` with this checkout, anywhere, then copy that folder"
+        )
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A name to write a file under, which becomes `path` once it is whole: a reader sees the old or the new

@@ -4,10 +4,12 @@
     steps     diffusion, pair and contextual steps of the 0.6B model: MFU, memory beside the plan's, graphs
               compiled again, waits for the GPU
     sharded   FSDP2 on one GPU: the losses of the smoke preset beside those of DDP
-    recipe    preset smollm2, stopped by SIGTERM on its way, and before ten minutes are over
+    decide    preset gpu: is diffusion a better start? Notebooks 00, 01 and 07
+    recipe    preset gpu: the recipe, notebooks 00 to 05
 
 `papermill_runs/first_gpu.sh COMMAND` runs one and leaves results/gpu/COMMAND.json. With `--small` the same
-code runs at toy size, on a CPU too, and nothing is kept.
+code runs at toy size, on a CPU too, and nothing is kept. `decide` and `recipe` want their data prepared, end
+by SIGTERM before ten minutes are over, and go on when they are called again; `--dry-run` prints their plan.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from typing import Any
 
 import gpu
 import measure
+import sittings
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -164,31 +167,29 @@ def sharded(small: bool) -> Iterator[Row]:
         yield {"name": f"{name}, {held_as}", "largest_relative_difference": worst}
 
 
-def recipe(small: bool) -> Iterator[Row]:
-    """A preset, stopped once and gone on with; the same command goes on with what ten minutes do not do."""
-    preset, arguments = ("smoke", ["--to", "00"]) if small else ("smollm2", ["--jobs", "3"])
-    for stop_after in (2, None) if small else (150, 380):  # seconds until SIGTERM
-        started = time.monotonic()
-        status = unmask(f"gpu-{preset}", preset, *arguments, stop_after=stop_after)
-        yield {"name": preset, "status": status, "seconds": time.monotonic() - started}
-    for name, values in losses(f"gpu-{preset}").items():
-        yield {"name": name, "steps": len(values), "first": values[0], "last": values[-1]}
-
-
-COMMANDS = {one.__name__: one for one in (kernels, steps, sharded, recipe)}
+COMMANDS = {one.__name__: one for one in (kernels, steps, sharded)}
+COMMANDS |= {name: partial(sittings.sit, name) for name in sittings.SITTINGS}
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__.partition(",")[0])
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--small", action="store_true", help="toy size; nothing is kept")
+    parser.add_argument("--seed", type=int, metavar="N", help="decide, recipe: of their trainings")
+    parser.add_argument("--dry-run", action="store_true", help="decide, recipe: what they will take")
     options = parser.parse_args(arguments)
+    if (options.seed or options.dry_run) and options.command not in sittings.SITTINGS:
+        parser.error(f"--seed and --dry-run are for {' and '.join(sittings.SITTINGS)}")
+    if options.dry_run:
+        sittings.show_plan(options.command)
+        return []
     if not (GPU or options.small):
         parser.error("this machine has no GPU: --small runs the same code at toy size")
     about = {"device": torch.cuda.get_device_name() if GPU else "CPU", "torch": torch.__version__}
     about["time"] = time.strftime("%Y-%m-%d %H:%M")
     found = []
-    for row in COMMANDS[options.command](options.small):
+    named = {"seed": options.seed} if options.seed else {}
+    for row in COMMANDS[options.command](options.small, **named):
         print(json.dumps(row), flush=True)
         found.append(row)
         if not options.small:  # what was measured before an interruption stays

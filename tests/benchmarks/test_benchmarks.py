@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import run
 import search
+import sittings
 import torch
 
 import tiny
 from closeness import assert_close
+from unmask.config import load_preset
 
 
 def columns(seed: int = 0) -> contrastive.Columns:
@@ -70,3 +72,20 @@ def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             first_gpu.main([command])
+
+
+@pytest.mark.parametrize("sitting", sittings.SITTINGS)
+def test_a_sitting_is_planned_within_nine_minutes(sitting, capsys):
+    assert first_gpu.main([sitting, "--dry-run"]) == []
+    assert "07: 14 × pair, 30 steps" in (told := capsys.readouterr().out) or sitting == "recipe"
+    parts = sittings.plan(sitting, load_preset("gpu"))
+    assert sum(parts.values()) <= 540 and f"{sum(parts.values()):.0f} s" in told
+
+
+@pytest.mark.slow
+def test_both_sittings_run_at_toy_size_and_keep_what_is_done_when_time_is_up():
+    decided, *notebooks = first_gpu.main(["decide", "--small"])
+    assert decided["status"] == 0 and [row["name"][:2] for row in notebooks] == ["00", "01", "07"]
+    begun, *done = first_gpu.main(["recipe", "--small"])
+    assert begun["status"] in (0, 75)  # done, or stopped in good order
+    assert [row["name"][:2] for row in done][:2] == ["00", "01"]  # of decide

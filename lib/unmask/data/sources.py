@@ -27,6 +27,7 @@ from unmask.store import (
     code_fingerprint,
     fingerprint,
     new_directory,
+    preparing,
     read_json,
     sha256,
     write_json,
@@ -114,6 +115,7 @@ def _open(source: Source, config: DataConfig) -> Corpus:
     path = _folder(source, config)
     if path.exists():  # whole; its place may allow no lock
         return Corpus(path)
+    preparing(f"corpus {path.name}")
     with FileLock(path.with_name(f"{path.name}.lock")):
         if not path.exists() and source.kind == "environment":
             languages = cldr.SLICE_LANGUAGES if config.max_packages else cldr.LANGUAGES

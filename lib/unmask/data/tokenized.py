@@ -27,7 +27,15 @@ from unmask.data import reading, tokens
 from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.registry import Source
 from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, read_json, write_json
+from unmask.store import (
+    artifacts_root,
+    code_fingerprint,
+    fingerprint,
+    hash64,
+    preparing,
+    read_json,
+    write_json,
+)
 
 Limits = Mapping[str, Limit]  # of the texts of each column; all have a length
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
@@ -127,6 +135,7 @@ def build(
     done = Prepared.read(folder)
     if done.units == len(units) or done.suffices(wanted):
         return done  # nothing is locked or touched
+    preparing(f"tokens of {name}")
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         done = Prepared.read(folder)
