@@ -10,8 +10,8 @@ HALF   := $(VENV)/.unmask-installing
 
 help:
 	@echo "make install    .venv with everything that was tested together, and the package itself"
-	@echo "make reproduce  run the whole recipe on this machine (preset cpu), print where the report is;"
-	@echo "                PRESET=smollm2 TO=02: the start of the recipe on a pretrained language model (1 to 2 h)"
+	@echo "make reproduce  run the whole recipe on this machine (preset gpu where nvidia-smi lists a GPU, else cpu),"
+	@echo "                print where the report is; PRESET=smollm2 TO=02: another preset, no further than notebook 02"
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make rehearse   the presets that read the Hub, on made-up data and small models, on one and two processes"
 	@echo "make test       ruff, which part of the library may import which, then pytest"
@@ -24,10 +24,13 @@ help:
 install: $(READY)
 
 # make reproduce PRESET=smollm2 TO=02: another preset, and no further than to this notebook
-PRESET ?= cpu
+PRESET ?= $(if $(GPUS),gpu,cpu)
+GPUS = $(shell nvidia-smi -L 2>/dev/null | grep -c "^GPU [0-9]" | grep -v "^0")
+WHY = $(if $(filter file,$(origin PRESET)),nvidia-smi lists $(or $(GPUS),no) GPU; PRESET= names another,as named)
 # Models this small do not fill two cores, so two notebooks share the machine.
 JOBS ?= $(if $(filter cpu,$(PRESET)),2,1)
 reproduce: $(READY)
+	@echo "preset $(PRESET): $(WHY)"
 	@$(BIN)/unmask run --preset $(PRESET) --jobs $(JOBS) $(if $(TO),--to $(TO))
 
 smoke: $(READY)

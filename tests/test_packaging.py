@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import unmask
+from toy_checkout import write_script
 from unmask import cli, config, store
 from unmask.__main__ import main
 from unmask.data import environment
@@ -175,6 +176,7 @@ def test_make_names_what_it_needs(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path)
     # Without the flags of the make that runs these tests.
     inherited = {key: value for key, value in os.environ.items() if "MAKE" not in key and key != "MFLAGS"}
+    inherited["PATH"] = f"{tmp_path / 'bin'}:{inherited['PATH']}"
 
     def make(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = ["make", *arguments]
@@ -183,5 +185,12 @@ def test_make_names_what_it_needs(tmp_path: Path) -> None:
     old = make("reproduce", "PYTHON=false")
     assert old.returncode != 0 and not (tmp_path / ".venv").exists()
     assert "needs Python 3.11 or newer, and 'false' is not" in old.stderr
+    for lists, arguments, said in (  # what nvidia-smi lists, and the preset that is taken
+        ("GPU 0: some (UUID: x)", [], "preset gpu: nvidia-smi lists 1 GPU"),
+        ("No devices were found", [], "preset cpu: nvidia-smi lists no GPU"),
+        ("GPU 0: some (UUID: x)", ["PRESET=smollm2"], "preset smollm2: as named"),
+    ):
+        write_script(tmp_path / "bin" / "nvidia-smi", f'echo "{lists}"')
+        assert said in make("-n", "reproduce", *arguments).stdout
     targets = re.findall(r"^make ([\w-]+)", make().stdout, re.MULTILINE)
     assert " ".join(targets) == "install reproduce smoke rehearse test test-faults lint lab bench"
