@@ -140,6 +140,10 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     assert (identity(make_config()), open_corpus(make_config())) == (environment.path.name, environment)
     with pytest.raises(ValueError, match=r"differs from the preset in data\.test_packages"):
         open_corpus(make_config(test_packages=("delta",)))
+    (text,) = environment.text_sources()
+    known = reading.identity(text)
+    os.utime(text.files[0], (0, 0))  # as a copy may have it
+    assert known == reading.identity(*open_corpus(make_config()).text_sources())
     card = environment.path / "card.json"
     card.write_text(card.read_text().replace('"bad_rows"', '"worse_rows"'))
     with pytest.raises(ValueError, match="is no environment-… corpus of this version"):

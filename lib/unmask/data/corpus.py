@@ -66,8 +66,13 @@ class Corpus:
 
     def text_sources(self) -> list[Source]:
         """What pretraining reads: text, too much of it perhaps for a table."""
-        held = [(one, tuple(str(self.path / f) for f in one["files"])) for one in self.card["text_sources"]]
-        return [Source(**one | {"files": files}) for one, files in held]
+        sources = []
+        for one in self.card["text_sources"]:
+            # Known by its name, also in a copy with other dates; not so a user's own file.
+            own = [os.path.normpath(f"{self.path.name}/{f}") for f in one["files"] if not os.path.isabs(f)]
+            files = tuple(str(self.path / file) for file in one["files"])
+            sources.append(Source(**one | {"files": files} | ({"known_as": own[0]} if own else {})))
+        return sources
 
     def datasets(self, kind: str, split: str) -> list[str]:
         """Names of the data sets that have rows of a kind in a split."""
