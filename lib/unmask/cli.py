@@ -20,8 +20,8 @@ from unmask.children import on_signal
 from unmask.config import Preset, load_preset, preset_names, seeded
 from unmask.extras import extra
 from unmask.run import PREEMPTED, Folders, Run, seed_run
-from unmask.store import read_json
-from unmask.study.clean import outdated, remove
+from unmask.store import artifacts_root, read_json
+from unmask.study.clean import outdated, remove, size
 from unmask.study.pipeline import PAGE, Pipeline, check_machine, clock, own_gpus, recorded
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
@@ -181,7 +181,7 @@ def prepare(options: argparse.Namespace) -> None:
     the same command goes on.
     """
     from unmask.data.sources import open_corpus
-    from unmask.models.backbone import load_tokenizer
+    from unmask.models.backbone import load_tokenizer, require_checkpoint
     from unmask.training import STAGES
 
     if options.check:
@@ -189,11 +189,15 @@ def prepare(options: argparse.Namespace) -> None:
     preset = load_preset(options.preset, _overrides(options.set))
     _require(preset)
     corpus = open_corpus(preset.data)
-    tokenizer = load_tokenizer(Run("prepare", _run_name(options), preset).base())
+    base = Run("prepare", _run_name(options), preset).base()
+    tokenizer = load_tokenizer(base)
     for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
         more = {"negatives": 0} if name == "qwen3" else {}  # its first phase
         for row in STAGES[name](preset, corpus, tokenizer, **more).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
+    parts = corpus.path, artifacts_root() / "data" / "prepared", Path(require_checkpoint(base, weights=False))
+    rows = [(str(one), f"{size(one) / 1e6:,.0f} MB") for one in parts if one.is_dir()]
+    _print_table([("corpus, tokens, weights", "size"), *rows])
 
 
 def clean(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The first half hour on a GPU, in commands of at most ten minutes that need no internet:
+"""The first hour on a GPU, in commands of at most ten minutes that need no internet:
 
     kernels   attention and cross-entropy against float32: error and TFLOP/s
     steps     diffusion, pair and contextual steps of the 0.6B model: MFU, memory beside the plan's, graphs

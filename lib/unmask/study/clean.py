@@ -27,7 +27,12 @@ def outdated(artifacts: Path) -> dict[Path, int]:
         last = max(folders, key=lambda one: one.stat().st_mtime)
         kept = {(name / "model").resolve().parent} | ({last} if not (last / "model").is_dir() else set())
         found += [one for one in folders if one not in kept]
-    return {folder: sum(path.lstat().st_size for path in folder.rglob("*")) for folder in found}
+    return {folder: size(folder) for folder in found}
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*"))
 
 
 def remove(folder: Path) -> None:
