@@ -269,6 +269,8 @@ class Kept:
 
 # Claims
 
+ENOUGH = 3  # seeds for a verdict
+
 
 @cache
 def stated() -> dict[str, dict[str, Any]]:
@@ -278,7 +280,7 @@ def stated() -> dict[str, dict[str, Any]]:
 
 def judge(found: Effect, bar: float, seeds: int) -> str:
     """The verdict on "the true effect lies above the bar": by the interval alone, from three seeds on."""
-    if seeds < 3:
+    if seeds < ENOUGH:
         return ("one run", "two runs")[seeds - 1]
     return "holds" if found.low > bar else "does not hold" if found.high < bar else "open"
 
@@ -286,8 +288,8 @@ def judge(found: Effect, bar: float, seeds: int) -> str:
 def claims(study: Run) -> list[Line]:
     """All claims, each over the seeds at hand that can answer it, as claims.json has them.
 
-    Where results/<run>/earlier.json has more seeds than kept scores, what it says is taken: numbers of an
-    earlier version of this repository, by the definition that each names.
+    Where kept scores are of too few seeds for a verdict, and results/<run>/earlier.json has more, what it
+    says is taken: numbers of an earlier version of this repository, by the definition that each names.
     """
     every, saved, earlier = runs(study), metrics(study), read_json(study.results / "earlier.json")
     lines = []
@@ -304,7 +306,7 @@ def claims(study: Run) -> list[Line]:
         kept = {seed: ran[seed] for seed in asked if _same(asked[seed], next(iter(asked.values())))}
         if about["pretrained"] and not study.config.backbone.checkpoint:
             found = {"verdict": "not asked", "why": "a small model from scratch can say nothing about it"}
-        elif kept and len(kept) >= len(earlier.get(key, {}).get("seeds", ())):
+        elif kept and len(kept) >= min(ENOUGH, len(earlier.get(key, {}).get("seeds", ()))):
             found = _found(about, kept, {seed: saved[seed] for seed in kept})
             if apart := [str(seed) for seed in asked if seed not in kept]:
                 why = f"left out, since they asked other queries: seeds {', '.join(apart)}"
