@@ -415,6 +415,7 @@ class AblationConfig(Section):
     controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
     parts: bool = False  # also leave out each part of the pair loss and its curriculum
     benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones
+    squad: bool = False  # also ask SQuAD's questions, where a mirror holds it
 
 
 class Preset(Section):

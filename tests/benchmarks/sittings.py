@@ -29,7 +29,7 @@ CHECK, PROCESS = 15, 17  # seconds of the first look, and around a notebook's wo
 COMPILING, ENDS = 20, 3  # seconds, once a notebook; begin and end of each training: estimated
 # Evaluation, estimated: held-out texts at a million tokens/s (1.2 M of the test split, 0.85 M of the other,
 # for each model), BM25, ranking for hard negatives, merging.
-AFTER = {"00": 3, "01": 10, "02": 15, "03": 15, "04": 20, "05": 25, "07": 30}
+AFTER = {"00": 3, "01": 10, "02": 15, "03": 15, "04": 20, "05": 25, "07": 35}
 
 
 def plan(sitting: str, preset: Preset) -> dict[str, float]:
@@ -59,10 +59,11 @@ def sit(sitting: str, small: bool, seed: int = 0) -> Iterator[dict[str, Any]]:
 
     Raises: SystemExit where data are not prepared (`unmask prepare --preset gpu`); the message says which.
     """
-    preset, run, stop = ("smoke", "gpu-smoke", 20) if small else ("gpu", "gpu", STOP)
+    preset, run, stop = ("smoke", "gpu-smoke", 15) if small else ("gpu", "gpu", STOP)
     more = ["--seed", str(seed)] if seed else []
-    if small:  # two rates, each tried shortly, as in preset gpu; decide is so short that it may end
-        changes = {"ablation.rates": "[0.5,1.0]", "ablation.rate_steps": 2, "ablation.parts": "false"}
+    if small:  # two rates, each tried shortly, as in preset gpu; no controls, so that decide may end in time
+        changes = {"ablation.rates": "[0.5,1.0]", "ablation.rate_steps": 2}
+        changes |= {"ablation.controls": "false", "ablation.parts": "false"}
         more = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
         stop = STOP if sitting == "decide" else stop
     started = time.monotonic()
