@@ -94,7 +94,7 @@ def test_plain_attention_computes_the_same(bidirectional, tmp_path):
 def test_compiled_layers_compute_the_same_with_two_graphs():
     model = tiny.model()
     compiled = copy.deepcopy(model)
-    compile_layers(compiled)
+    compile_layers(compiled, same_length=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for length in (7, 12, 30, 19):

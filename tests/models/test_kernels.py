@@ -4,13 +4,12 @@ import copy
 import os
 import shutil
 import sys
-from functools import partialmethod
+from functools import partial
 from importlib import import_module
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import launches
 import tiny
@@ -49,7 +48,7 @@ def hidden(model, lengths):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_graphs_serve_any_mixture_of_lengths(checkpointing, as_on_a_gpu, monkeypatch):
     """One with and one without gradients, over sequences of mixed lengths, of one length, and alone."""
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model = tiny.model().train()
     if checkpointing:
         backbone.checkpoint_activations(model)
@@ -78,7 +77,7 @@ def test_weights_in_bfloat16_are_never_cast():
 def test_a_compiled_layer_launches_a_quarter_and_computes_the_same(as_on_a_gpu):
     part, inputs = launches.layer(torch.bfloat16)
     compiled = copy.deepcopy(part)
-    compiled.compile(dynamic=True)
+    compile_layers(compiled, same_length=False)
     with launches.after_fusion() as counts:
         for lengths in ([5, 2, 4], [7, 1]):
             given = inputs(lengths)

@@ -176,15 +176,15 @@ def plain_attention(model: nn.Module) -> None:
             part.set_attn_implementation("eager")
 
 
-def compile_layers(model: nn.Module, *, same_length: bool = True) -> None:
+def compile_layers(model: nn.Module, *, same_length: bool) -> None:
     """Compiles the Transformer's layers in place, at their first use; all of them share a graph.
 
     A graph is made for a forward pass with gradients and one for a pass without. Where all that is read has
-    one length, they are for this length, which is the fastest; else for any number and lengths of sequences.
+    one length, they are for this length, which is the fastest, and a second length makes those for all; else
+    they are for any number and lengths of sequences from the first on.
     Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
     shard the model afterwards.
     """
-    torch._dynamo.config.optimize_ddp = False  # else DDP's buckets cut layers into several graphs
     for layer in backbone.layers(model):
         layer.compile(dynamic=None if same_length else True)
 
