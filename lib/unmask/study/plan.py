@@ -24,7 +24,8 @@ Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
     weights, gradients, two moments in float32  16 P, under fsdp2 divided by the GPUs
     weights in bfloat16                         2 P under ddp; under fsdp2 2 W, gathered, W = E + two layers
     gradients before their reduction            under fsdp2 4 P
-    activations, per token that is held         n a + 8 H, where a = 16 H + 10 (A + K) + 8 M
+    activations, per token that is held         n a + 8 H, where a = 16 H + 10 (A + K) + 8 M,
+                                                compiled 8 H + 6 (A + K) + 6 M: the rest is computed again
         with gradient checkpointing             n h + a + 8 H, where h = 2 H
     logits of one chunk of R rows               16 R V, in pretraining, and with them
         the output matrix and its gradient      8 E: both in bfloat16, and the sum in float32
@@ -161,7 +162,7 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
     weights = 18 * total * len(models)
     if sharded:
         weights = 2 * (embeddings + 2 * _layer_parameters(shape)) + (16 / gpus + 4) * total * len(models)
-    layers = activation_bytes(shape)
+    layers = activation_bytes(shape, config.compile)
     if config.gradient_checkpointing:
         layers += shape.layers * 2 * shape.hidden_size
     else:
@@ -173,9 +174,11 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
     return weights + tokens * (layers + 8 * shape.hidden_size) + loss + RUNTIME_BYTES
 
 
-def activation_bytes(shape: BackboneConfig) -> int:
+def activation_bytes(shape: BackboneConfig, compiled: bool) -> int:
     """What autograd keeps of one layer per token, without gradient checkpointing."""
     attention = (shape.heads + shape.kv_heads) * shape.head_size
+    if compiled:
+        return 8 * shape.hidden_size + 6 * attention + 6 * shape.mlp_size
     return 16 * shape.hidden_size + 10 * attention + 8 * shape.mlp_size
 
 
