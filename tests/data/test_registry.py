@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from unmask.config import GROUPS, ConfigError
-from unmask.data.registry import FOLDER, Source, halves, load_registry, own_files, split_of
+from unmask.data.registry import CONTEB, FOLDER, Source, halves, load_registry, own_files, split_of
 from unmask.study.report import paper_table
 
 NAMES = ("HuggingFaceFW/fineweb-edu", "epfml/FineWeb2-HQ", "HuggingFaceFW/fineweb-2")
@@ -38,6 +38,7 @@ def test_a_registry_trains_every_stage(name):
     assert all(source.documented for source in sources if source.kind == "hub")  # tests/rehearsal.py reads it
     for role in ("pairs", "documents"):
         assert any(source.hold_out for source in sources if source.role == role)
+    assert not {source.task for source in sources} & CONTEB.keys()  # notebook 08 asks both
 
 
 def test_the_text_of_the_paper_is_table_10():
