@@ -2,7 +2,7 @@
 # The first hour on a machine with one GPU: what no other machine can show. Six commands of at most ten minutes each,
 # without internet; results/gpu keeps what each says but the first.
 #
-#   papermill_runs/first_gpu.sh tests | kernels | steps | sharded | decide | recipe
+#   papermill_runs/first_gpu.sh tests | kernels | steps [--large] | sharded | decide | recipe
 #
 # `tests` are the suite's that need a GPU; what the others do: tests/benchmarks/first_gpu.py. `decide` and `recipe` need
 # what `unmask prepare --preset gpu` makes on any machine; papermill_runs/README.md says how it is carried. Without .venv the

@@ -1,4 +1,4 @@
-"""What stands between markers in README.md and results/README.md, made from the committed results, and what
+"""What stands between markers in README.md and in pages of results, made from the committed results, and what
 the prose of pages must keep to. `python tests/pages.py` writes the blocks and the pictures anew.
 
     <!-- NAME -->
@@ -15,6 +15,7 @@ from statistics import mean
 
 import pytest
 
+from benchmarks import roofline
 from unmask.config import load_preset
 from unmask.evaluation import REFERENCE
 from unmask.run import Run
@@ -24,7 +25,7 @@ from unmask.study.recipe import recipe
 
 ROOT = repository()
 RESULTS = ROOT / "results"
-PAGES = (ROOT / "README.md", RESULTS / "README.md", RESULTS / "benchmarks" / "README.md")
+PAGES = tuple(folder / "README.md" for folder in (ROOT, RESULTS, RESULTS / "benchmarks", RESULTS / "gpu"))
 LINK = re.compile(r'\]\(([^)#]+)[^)]*\)|(?:src|srcset|href)="([^"#][^"]*)"')
 BLOCK = re.compile(r"(<!-- (?!end)([a-z-]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
 RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
@@ -114,6 +115,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "claims": verdicts,
     "example": example,
     "speed": speed,
+    "launches": roofline.launches,
+    "roofline": roofline.roofline,
 }
 
 

@@ -8,11 +8,12 @@ import pytest
 import pages
 from unmask.study import evidence
 
-README, RESULTS_README, SPEED = pages.PAGES
+README, RESULTS_README, SPEED, GPUS = pages.PAGES
 LIMITS = {  # bytes; words with a digit in a hundred
     README: (7_000, 5),
     RESULTS_README: (10_000, 6),
     SPEED: (10_000, 6),
+    GPUS: (8_000, 6),
     pages.RESULTS / "PROTOCOL.md": (6_000, 6),
     pages.RESULTS / "LOG.md": (15_000, 6),
 }

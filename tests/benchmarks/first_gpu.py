@@ -1,9 +1,11 @@
 """The first hour on a GPU, in commands of at most ten minutes that need no internet:
 
     kernels   attention and cross-entropy against float32: error and TFLOP/s
-    steps     diffusion, pair and contextual steps of the 0.6B model: MFU, memory beside the plan's, graphs
-              compiled again, waits for the GPU
-    sharded   FSDP2 on one GPU: the losses of the smoke preset beside those of DDP
+    steps     diffusion, pair and contextual steps of the 0.6B model and of SmolLM2, eager, compiled and
+              fused, in three minutes: MFU, memory beside the plan's, graphs compiled again, waits for the
+              GPU; with --large a step of 16,384 pairs
+    sharded   FSDP2 on one GPU, and where there are two on both: its rate, and the losses of the smoke preset,
+              beside those of a process that holds the whole model
     decide    preset gpu: is diffusion a better start? Notebooks 00, 01 and 07
     recipe    preset gpu: the recipe, notebooks 00 to 05
 
@@ -15,6 +17,7 @@ by SIGTERM before ten minutes are over, and go on when they are called again; `-
 import argparse
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,12 +29,12 @@ from typing import Any
 import gpu
 import measure
 import sittings
+import steps
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from unmask.config import load_preset
 from unmask.losses import pretraining
 from unmask.models.attention import varlen_attn
 from unmask.store import artifacts_root, repository
@@ -112,33 +115,9 @@ def kernels(small: bool) -> Iterator[Row]:
     yield compared("cross-entropy, all logits", work, plain, plain, hidden, unembedding)
 
 
-def steps(small: bool) -> Iterator[Row]:
-    """Whole training steps. The last row is a batch of the paper's size, once."""
-    preset, short = (load_preset("smoke"), {"batch": 4}) if small else (None, {})
-    for name, options in (
-        ("diffusion", {}),
-        ("pair", {}),
-        ("pair", {"compile": True}),
-        ("contextual", {}),
-        ("pair", {"batch": 8 if small else 16_384, "steps": 1, "warm_up": 1}),
-    ):
-        if small and options.get("compile"):
-            continue  # there may be no compiler
-        try:
-            yield {"name": name, "options": options} | gpu.measure(name, preset, **short | options)
-        except RuntimeError as error:  # such as a GPU with too little memory
-            yield {"name": name, "options": options, "why": f"not run: {str(error).splitlines()[0]}"}
-        torch.cuda.empty_cache()
-
-
-def unmask(run: str, preset: str, *arguments: str, stop_after: float | None = None) -> int:
-    command = [sys.executable, "-m", "unmask", "run", "--preset", preset, "--run", run, *arguments]
-    child = subprocess.Popen(command, cwd=repository())
-    try:
-        return child.wait(stop_after)
-    except subprocess.TimeoutExpired:
-        child.terminate()
-        return child.wait()
+def unmask(run: str, preset: str, *arguments: str) -> int:
+    command = ["-m", "unmask", "run", "--preset", preset, "--run", run, *arguments]
+    return subprocess.call([sys.executable, *command], cwd=repository())
 
 
 def losses(run: str) -> dict[str, list[float]]:
@@ -150,24 +129,52 @@ def losses(run: str) -> dict[str, list[float]]:
 
 
 def sharded(small: bool) -> Iterator[Row]:
-    """Trainings that differ in nothing but how the model is held, and whether its layers are compiled."""
-    held = {name: ["--set", f"parallel.strategy={name}", "--to", "03"] for name in ("ddp", "fsdp2")}
+    """Rates of steps that differ in how the model is held, and losses of trainings that differ in nothing
+    else or in whether layers are compiled."""
+    most, strategies = min(2, torch.cuda.device_count()), ("ddp", "fsdp2")
+    stages, counts = ("diffusion", "pair")[: 1 if small else 2], (1, 2)[: max(1, most)]
+    for stage, count, strategy in itertools.product(stages, counts, strategies):
+        yield held(stage, count, strategy, "smoke" if small else "paper-0.6b")
+    if small:
+        return
+    runs = {name: ["--set", f"parallel.strategy={name}", "--to", "03"] for name in strategies}
     compiled = ["--set", "ar.compile=true", "--set", "diffusion.compile=true", "--to", "01"]
-    held["compiled"] = [*held["fsdp2"][:2], *compiled]
-    if torch.cuda.device_count() > 1:  # one alone sends nothing
-        held |= {f"{name}-on-2": [*held[name], "--gpus", "2"] for name in ("ddp", "fsdp2")}
-    if small:  # there may be no compiler
-        held = {name: [*held[name][:2], "--to", "00"] for name in ("ddp", "fsdp2")}
-    for name, arguments in held.items():
+    runs["compiled"] = [*runs["fsdp2"][:2], *compiled]
+    if most > 1:  # one alone sends nothing
+        runs |= {f"{name}-on-2": [*runs[name], "--gpus", "2"] for name in strategies}
+    for name, arguments in runs.items():
         yield {"name": name, "status": unmask(f"gpu-{name}", "smoke", *arguments)}
     ddp = losses("gpu-ddp")
-    for held_as, (name, values) in itertools.product([*held][1:], ddp.items()):
+    for held_as, (name, values) in itertools.product([*runs][1:], ddp.items()):
         pairs = zip(values, losses(f"gpu-{held_as}").get(name, []))
         worst = max((abs(a - b) / abs(a) for a, b in pairs), default=None)
         yield {"name": f"{name}, {held_as}", "largest_relative_difference": worst}
 
 
-COMMANDS = {one.__name__: one for one in (kernels, steps, sharded)}
+def held(stage: str, count: int, strategy: str, preset: str) -> Row:
+    """The rate of a step on so many processes, from a process of its own for each."""
+    options = {"batch": gpu.BATCH[stage], "compile": GPU} if preset != "smoke" else {}
+    program = ["--standalone", f"--nproc-per-node={count}", gpu.__file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *program,
+        stage,
+        preset,
+        strategy,
+        json.dumps(options),
+    ]
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=paths)
+    name = {"name": f"{stage}, {strategy} on {count}"}
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "Error" in line]
+        return name | {"why": f"not run: {said[0] if said else done.stderr[-200:]}"}
+    return name | json.loads(done.stdout.splitlines()[-1])
+
+
+COMMANDS = {"kernels": kernels, "steps": steps.steps, "sharded": sharded}
 COMMANDS |= {name: partial(sittings.sit, name) for name in sittings.SITTINGS}
 
 
@@ -175,9 +182,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__.partition(",")[0])
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--small", action="store_true", help="toy size; nothing is kept")
+    parser.add_argument("--large", action="store_true", help="steps: the row of 16,384 pairs")
     parser.add_argument("--seed", type=int, metavar="N", help="decide, recipe: of their trainings")
     parser.add_argument("--dry-run", action="store_true", help="decide, recipe: what they will take")
     options = parser.parse_args(arguments)
+    if options.large and options.command != "steps":
+        parser.error("--large is for steps")
     if (options.seed or options.dry_run) and options.command not in sittings.SITTINGS:
         parser.error(f"--seed and --dry-run are for {' and '.join(sittings.SITTINGS)}")
     if options.dry_run:
@@ -188,14 +198,17 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     about = {"device": torch.cuda.get_device_name() if GPU else "CPU", "torch": torch.__version__}
     about["time"] = time.strftime("%Y-%m-%d %H:%M")
     found = []
-    named = {"seed": options.seed} if options.seed else {}
+    named = {key: value for key in ("seed", "large") if (value := getattr(options, key))}
     for row in COMMANDS[options.command](options.small, **named):
         print(json.dumps(row), flush=True)
         found.append(row)
         if not options.small:  # what was measured before an interruption stays
-            path = repository() / "results" / "gpu" / f"{options.command}.json"
+            name = options.command + "-large" * options.large
+            path = repository() / "results" / "gpu" / f"{name}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(about | {"rows": found}, indent=1) + "\n", encoding="utf8")
+    if options.command == "steps":
+        print(steps.table(found))
     return found
 
 

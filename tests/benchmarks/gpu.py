@@ -1,4 +1,4 @@
-"""Training steps of the 0.6B model on one GPU, for `first_gpu`. Others report 0.36 to 0.46 of the peak.
+"""Training steps on GPUs, for `first_gpu`. Others report 0.36 to 0.46 of the peak.
 
 Whole steps of `unmask.training.loop.steps`: batch, forward, backward, clipping, optimiser, log. Weights are
 untrained and tokens random; texts of pairs have an eighth of the length that the preset allows up to all of
@@ -8,11 +8,16 @@ MFU = FLOPs that the mathematics needs / time / the GPU's peak: attention counte
 masked positions, nothing for what is computed twice (gradient caching, logits in chunks). That is per token
 of a text of L tokens 3 (2 P + 4 n A L), P parameters without embeddings, n layers, A width of the queries,
 and 6 V H per predicted token.
+
+    torchrun --nproc-per-node N tests/benchmarks/gpu.py STAGE PRESET STRATEGY OPTIONS
+
+measures the same steps on several processes, or on one that holds the model as FSDP2 does.
 """
 
 import gc
 import json
 import statistics
+import sys
 import tempfile
 import warnings
 from dataclasses import replace
@@ -23,17 +28,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo.utils
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import tiny
 from unmask.config import ParallelConfig, Preset, load_preset
+from unmask.data.hub import PACKAGED
 from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.study.plan import PEAK, forward, memory_bytes, parameters
 from unmask.training import Contextual, Diffusion, Pair, Stage
+from unmask.training.distributed import ALONE, Processes
 from unmask.training.loop import steps as run_steps
 
-WARM_UP, STEPS = 3, 8
-BATCH = {"diffusion": 16, "pair": 512, "contextual": 16}  # of a step; several micro-batches each
+WARM_UP, STEPS = 2, 4
+BATCH = {
+    "diffusion": 16,
+    "pair": 512,
+    "contextual": 16,
+}  # of the 0.6B model's steps; the paper's are too long
 
 
 def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
@@ -66,29 +77,39 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
     return stage, [(n, config.query_length), (n, config.document_length)]
 
 
+def model_of(preset: Preset) -> PreTrainedModel:
+    """A language model in a preset's shape, with weights that are drawn where it will be trained."""
+    shape = preset.backbone
+    kind, config = (
+        (LlamaForCausalLM, LlamaConfig) if shape.checkpoint == PACKAGED else (Qwen3ForCausalLM, Qwen3Config)
+    )
+    sizes = tiny.sizes(shape, shape.layers, preset.data.vocab_size)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return kind(config(**sizes, tie_word_embeddings=True, is_causal=False))
+
+
 def measure(
     name: str,
-    preset: Preset | None = None,
+    preset: Preset,
     *,
-    batch: int = 0,
     steps: int = STEPS,
     warm_up: int = WARM_UP,
+    processes: Processes | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Trains for a few steps and returns the median rate, the MFU and the setting; the peak of the memory
-    beside the plan's, how often a step waited for the GPU, and graphs that were compiled late."""
-    preset, batch = preset or load_preset("paper-0.6b"), batch or BATCH[name]
-    changes |= {"batch": batch, "steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5}
-    config = replace(getattr(preset, name), **changes, checkpoint_seconds=3600)
-    preset = replace(preset, parallel=ParallelConfig(), **{name: config})  # one process, unsharded
-    (stage, texts), shape = work_of(preset, name), preset.backbone
-    sizes = tiny.sizes(shape, shape.layers, preset.data.vocab_size)
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True, is_causal=False))
+    """Trains for a few steps and returns the median rate, the MFU and the setting; the budgets that memory
+    was found to hold, its peak beside the plan's, how often a step waited for the GPU, and graphs that were
+    compiled late."""
+    changes |= {"steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5, "checkpoint_seconds": 3600}
+    config, peers = replace(getattr(preset, name), **changes), processes or ALONE
+    parallel = ParallelConfig(num_processes=peers.count, strategy=peers.strategy)
+    preset = replace(preset, parallel=parallel, **{name: config})
+    (stage, texts), model = work_of(preset, name), model_of(preset)
     graphs, cuda = [], torch.cuda.is_available()
 
-    def report(row: dict[str, Any]) -> None:  # before the first step, then after each
+    def report(row: dict[str, Any]) -> None:  # before the first step, then one step late
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if cuda and row.get("step") == warm_up - 1:
+        if cuda and row.get("step", -1) == warm_up - 2:
             torch.cuda.set_sync_debug_mode("warn")  # a warning for each wait
 
     gc.collect()  # compiled layers lie in cycles
@@ -99,26 +120,42 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trained = model if name == "diffusion" else model.model
+        options = {"fingerprint": "benchmark", "report": report, "processes": processes}
         try:
-            run_steps(stage, trained, Path(folder), fingerprint="benchmark", report=report)
+            run_steps(stage, trained, Path(folder), **options)
         finally:
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
+        if not peers.main:
+            return {}
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     rows = [json.loads(line) for line in lines][warm_up:]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
     tokens, (total, body) = sum(number * length for number, length in texts), parameters(preset)
     paid = tokens * preset.diffusion.masked_share if name == "diffusion" else 0
     flops = 3 * forward(preset, texts) + 6 * paid * (total - body)  # the formula stands at the top
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    found, kind = stage.config, "cuda" if cuda else "cpu"
+    device = torch.cuda.get_device_name() if cuda else "CPU"
     waits = sum("synchronizing CUDA operation" in str(one.message) for one in said)
     return {
         "rate": rate,
-        "mfu": flops / tokens * rate / PEAK[config.precision],
+        "mfu": flops / tokens * rate / PEAK[config.precision] / peers.count,
+        "token_budget": found.budget(kind),
+        "keep_tokens": found.kept(kind) if name != "diffusion" else 0,
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
-        "planned_gb": memory_bytes(preset, name, 1) / 1e9,
+        "planned_gb": memory_bytes(replace(preset, **{name: found}), name, peers.count) / 1e9,
         "waits_per_step": waits / steps if cuda else None,
         "graphs_after_warm_up": graphs[-1] - graphs[warm_up],
-        "setting": f"{device}; {batch} rows per step, token_budget {config.token_budget}, "
-        f"compile {config.compile}, {config.precision}",
+        "setting": f"{device} × {peers.count}, {peers.strategy}; {config.batch} rows per step, "
+        f"compile {config.compile}, fused {config.fused}, {config.precision}",
     }
+
+
+if __name__ == "__main__":
+    name, preset, strategy, options = sys.argv[1:]
+    every = Processes.join("bf16", strategy)
+    found = measure(name, load_preset(preset), processes=every, **json.loads(options))
+    if every.main:
+        print(json.dumps(found), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -11,6 +11,7 @@ import pytest
 import run
 import search
 import sittings
+import steps
 import torch
 
 import tiny
@@ -61,17 +62,30 @@ def test_every_row_that_is_known_can_be_measured_again():
 
 
 @pytest.mark.parametrize("command", ["kernels", "steps"])
-def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command):
+def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command, capsys):
     rows = first_gpu.main([command, "--small"])
     measured = [row for row in rows if "why" not in row]
     assert len(measured) >= 3
     if command == "kernels":
         assert max(max(row["errors"]) for row in measured) < 0.02
     else:
-        assert len(measured) == len(rows) and all(row["rate"] * row["mfu"] > 0 for row in measured)
+        assert {row["step"] for row in steps.best(rows)} == {"diffusion", "pair", "contextual"}
+        told = capsys.readouterr().out
+        assert all(row["rate"] * row["mfu"] > 0 for row in measured) and told.count("| **") == 3
+        assert (
+            torch.cuda.is_available()
+            or told.count("not run: fused layers are for Llama and Qwen3 on a GPU") == 6
+        )
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             first_gpu.main([command])
+
+
+@pytest.mark.slow
+def test_models_that_are_held_in_two_ways_are_measured():
+    rows = first_gpu.main(["sharded", "--small"])
+    assert [row["name"] for row in rows][:2] == ["diffusion, ddp on 1", "diffusion, fsdp2 on 1"]
+    assert all(row["rate"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("sitting", sittings.SITTINGS)
