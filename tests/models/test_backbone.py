@@ -116,3 +116,11 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monk
         backbone.save(tiny.model(seed=1), tiny.tokenizer(), path, stage="new")
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
     assert backbone.facts(path) == {"stage": "diffusion"}
+
+
+def test_a_gpu_without_bf16_says_that_it_computes_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: False)
+    with pytest.warns(match="this GPU has no bf16: it computes in float32"):
+        assert not backbone.computes_in_bf16("bf16")
+    assert not backbone.computes_in_bf16("fp32")

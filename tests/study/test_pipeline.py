@@ -249,15 +249,16 @@ def check_machine(monkeypatch, here, processes, machines, gpus, jobs):
     pipeline.check_machine(replace(load_preset("smoke"), parallel=parallel), gpus, jobs)
 
 
-def test_layers_are_compiled_only_where_something_compiles_c(monkeypatch):
-    compiled = load_preset("gpu", {"diffusion.compile": True, "pair.compile": False})
+@pytest.mark.parametrize(("gpus", "compiler"), [([], r"g\+\+"), (["GPU"], "gcc")])
+def test_layers_are_compiled_only_where_something_compiles(gpus, compiler, monkeypatch):
+    compiled = load_preset("smoke", {"diffusion.compile": True, "pair.fused": True})
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(pipeline, "gpu_names", list)
-    pipeline.check_machine(compiled, None, 1)
-    monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"])
+    for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pipeline, "gpu_names", lambda: gpus)
     pipeline.check_machine(load_preset("smoke"), None, 2)
-    with pytest.raises(ValueError, match=r"a C compiler and .*Python\.h.* --set diffusion\.compile=false"):
+    remedy = r"use --set diffusion\.compile=false --set pair\.fused=false"
+    with pytest.raises(ValueError, match=rf"need {compiler} and .*Python\.h.*{remedy}"):
         pipeline.check_machine(compiled, None, 1)
 
 

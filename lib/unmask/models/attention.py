@@ -22,13 +22,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from unmask.data.batches import parts
-from unmask.extras import extra
+from unmask.extras import extra, require_compiler
 from unmask.models import backbone
 
 VARLEN = "varlen"
 KERNEL_ON = {"cuda"}  # kinds of device for which torch has a kernel for it
 # torch 2.11 lets heads of queries share keys without a word; later versions want one.
-ASKS = "enable_gqa" in signature(varlen_attn).parameters
+SHARED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 ROWS = 512  # queries that are compared with all keys at once, at most
 SCORES = 2**19  # of their scores, at most: they stay in cache
 KERNELS = [Kernel.CUDNN_ATTENTION, Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
@@ -97,17 +97,16 @@ def varlen_attention(
         return sdpa_attention_forward(module, *all_1HTD, attention_mask, **kwargs)
     scaling, causal = kwargs.get("scaling"), kwargs.get("is_causal")
     causal = module.is_causal if causal is None else causal
-    grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
     device = query_1HTD.device.type
     if device in KERNEL_ON:
         # Autocast does not know this kernel, and Qwen3's norms return the query and the key in float32.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
-        options = {"scale": scaling, "window_size": (-1, 0 if causal else -1)}
-        options |= {"enable_gqa": grouped} if ASKS else {}
+        options = {"scale": scaling, "window_size": (-1, 0 if causal else -1)} | SHARED
         all_THD = [x[0].transpose(0, 1).to(dtype) for x in all_1HTD]
         division = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)  # of queries, and of keys
         return varlen_attn(*all_THD, *division, **options)[None], None
     found, start = [], 0
+    grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
     options = {"is_causal": causal, "scale": scaling, "enable_gqa": grouped}
     half = query_1HTD.dtype == torch.bfloat16 or torch.is_autocast_enabled(device)
     for length, run in groupby(cu_seq_lens_q.diff().tolist()):  # neighbours of one length at a time
@@ -160,8 +159,7 @@ def fast_attention(same_length: bool) -> AbstractContextManager:
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         return nullcontext()
-    cudnn, *others = KERNELS
-    return sdpa_kernel(KERNELS if same_length else [*others, cudnn], set_priority=True)
+    return sdpa_kernel(KERNELS if same_length else KERNELS[1:] + KERNELS[:1], set_priority=True)
 
 
 def plain_attention(model: nn.Module) -> None:
@@ -184,7 +182,10 @@ def compile_layers(model: nn.Module, *, same_length: bool) -> None:
     they are for any number and lengths of sequences from the first on.
     Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
     shard the model afterwards.
+
+    Raises: ValueError if nothing here compiles what they become.
     """
+    require_compiler(next(model.parameters()).device.type, "set compile to false")
     for layer in backbone.layers(model):
         layer.compile(dynamic=None if same_length else True)
 
@@ -205,19 +206,18 @@ def fused_layers(model: nn.Module) -> Iterator[None]:
         raise ValueError(f"fused layers are for Llama and Qwen3 on a GPU, this is {here}: set fused to false")
     with extra("gpu"):
         liger = import_module("liger_kernel.transformers")
-    names = [vars(sys.modules[type(decoder).__module__]) for decoder in decoders]
-    before = [dict(own) for own in names]
+    before = [(own := vars(sys.modules[type(decoder).__module__]), dict(own)) for decoder in decoders]
     try:
         for decoder in decoders:
             fuse = getattr(liger, f"apply_liger_kernel_to_{decoder.config.model_type}")
             fuse(model=decoder, fused_linear_cross_entropy=False)  # our own loss knows which rows pay
         yield
     finally:
-        for own, earlier in zip(names, before):
+        for own, earlier in before:
             own.update(earlier)
         for part in model.modules():
-            for name in ("forward", "extra_repr", "_get_name"):
-                vars(part).pop(name, None)
+            for name in vars(part).keys() & {"forward", "extra_repr", "_get_name"}:
+                delattr(part, name)
 
 
 def _decoder(model: nn.Module) -> PreTrainedModel:

@@ -13,6 +13,7 @@ import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import torch
 from filelock import FileLock
@@ -192,7 +193,11 @@ def has_bf16(device: str) -> bool:
 
 def computes_in_bf16(precision: str) -> bool:
     """Whether a preset's "bf16" is to be had: where it is emulated, float32 is taken instead."""
-    return precision == "bf16" and has_bf16("cuda" if torch.cuda.is_available() else "cpu")
+    gpu = torch.cuda.is_available()
+    here = has_bf16("cuda" if gpu else "cpu")
+    if precision == "bf16" and gpu and not here:
+        warn("this GPU has no bf16: it computes in float32, many times as slowly", stacklevel=2)
+    return precision == "bf16" and here
 
 
 def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:

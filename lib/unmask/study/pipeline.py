@@ -17,9 +17,7 @@ import itertools
 import os
 import platform
 import re
-import shutil
 import subprocess
-import sysconfig
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -29,6 +27,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
+from unmask.extras import require_compiler
 from unmask.run import Folders
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visible, write_json
 
@@ -274,10 +273,9 @@ def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
     Args:
         gpus, jobs: what --gpus and --jobs said; None: not given.
     Raises: ValueError if the machine has too few GPUs, trainings on several of them would run side by
-        side, nothing starts the other machines' processes, or layers are to be compiled for a GPU and nothing
-        compiles C, with which Triton starts its kernels.
+        side, nothing starts the other machines' processes, or layers are to be compiled and nothing does it.
     """
-    parallel, compiled = preset.parallel, [name for name in TRAINED if getattr(preset, name).compile]
+    parallel, kernels = preset.parallel, itertools.product(TRAINED, ("compile", "fused"))
     machines, found = parallel.num_machines, min(len(gpu_names()), len(_visible()))
     here = parallel.per_machine
     if machines > 1 and not parallel.launcher:
@@ -290,11 +288,9 @@ def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
         )
     if jobs > 1 and parallel.num_processes > 1 and (found or gpus or parallel.launcher):
         raise ValueError("a training on several GPUs takes all of them: --jobs 1")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    compilers = os.environ.get("CC", "gcc"), "clang"  # that Triton looks for
-    if found and compiled and not (header.is_file() and any(map(shutil.which, compilers))):
-        keys = " ".join(f"--set {name}.compile=false" for name in compiled)
-        raise ValueError(f"compiled layers need a C compiler and {header}: install both, or use {keys}")
+    if compiled := [(name, key) for name, key in kernels if getattr(getattr(preset, name), key)]:
+        remedy = " ".join(f"--set {name}.{key}=false" for name, key in compiled)
+        require_compiler("cuda" if found else "cpu", f"use {remedy}")
 
 
 def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
