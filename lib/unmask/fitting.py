@@ -39,10 +39,9 @@ from unmask.data.registry import Source
 from unmask.evaluation.tasks import Task, build_tasks, evaluate, evaluate_bm25
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
-from unmask.store import fingerprint, nearest, new_directory, write_json
+from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, train
 from unmask.training.job import SECTIONS
-from unmask.training.loop import alone_in
 
 
 def _filled(value: str | list[str]) -> str | list[str]:
@@ -164,7 +163,7 @@ def fit(
     held_N = _held_out(group_N, hold_out, stage)
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
-        stack.enter_context(alone_in(place))
+        stack.enter_context(alone(place))
         given = isinstance(model, Embedder)
         start = backbone.require_checkpoint(model.save_pretrained(place / "start") if given else model)
         own = model if given else Embedder.from_pretrained(start, mixed_precision=False)

@@ -10,12 +10,15 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(safetensors|onnx|onnx\.data)(\.index\.json)?")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -48,13 +51,47 @@ def preparing(what: str) -> None:
 
 
 @contextlib.contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Has errors of the system say what was being written, which a full disk's do not."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise RuntimeError(f"{path}: {error}") from error
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keeps other processes from making the same file or folder, and has errors of the system name it.
+
+    Raises: RuntimeError if one is at it.
+    """
+    path = path.resolve()
+    lock = FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RuntimeError(f"another process works on {path}: wait until it has ended") from None
+    try:
+        with naming(path):
+            yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: who has just opened it sees that
+        lock.release()
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A name to write a file under, which becomes `path` once it is whole: a reader sees the old or the new
     content, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # each writer has its own
     try:
-        yield temporary
+        with naming(path):
+            yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -73,6 +110,12 @@ def write_json(path: Path, value: Any) -> Path:
     Raises: ValueError for NaN and infinity, which JSON has not.
     """
     return write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def link(path: Path, target: Path) -> None:
+    """Makes `path` a link to a folder beside or below it, at once."""
+    with replacing(path) as new:
+        new.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -102,32 +145,41 @@ def new_directory(path: Path) -> Iterator[Path]:
     """A temporary name for a directory, which the block makes and fills; it then replaces `path`, which
     after an error is as it was.
 
-    Raises: ValueError if `path` is a file, or holds what the new one does not, weights in other pieces aside.
+    Raises: ValueError if `path` is a file, or holds what the new one does not, weights in other pieces aside;
+        RuntimeError if another process makes it, too.
     """
     path = path.resolve()  # a link stays one
     if path.is_file():
         raise ValueError(f"{path} is a file: name a folder")
     temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        yield temporary
-        there = [*path.iterdir()] if path.is_dir() else []
-        kept = {one.name for one in there if not (one.is_file() and WEIGHTS.fullmatch(one.name))}
-        if foreign := kept - {*os.listdir(temporary)}:
-            raise ValueError(f"{path} holds {min(foreign)}, which would be lost: name another folder")
-        replace_directory(temporary, path)
-    finally:
+    with alone(path):
+        if not path.exists() and (old := _old(path)).exists():  # a kill came between two renames
+            os.replace(old, path)
         shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            yield temporary
+            there = [*path.iterdir()] if path.is_dir() else []
+            kept = {one.name for one in there if not (one.is_file() and WEIGHTS.fullmatch(one.name))}
+            if foreign := kept - {*os.listdir(temporary)}:
+                raise ValueError(f"{path} holds {min(foreign)}, which would be lost: name another folder")
+            replace_directory(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def replace_directory(temporary: Path, path: Path) -> None:
     """Puts a finished directory in the place of an older one."""
-    old = path.with_name(f".{path.name}.old")
+    old = _old(path)
     shutil.rmtree(old, ignore_errors=True)  # left by a kill
     if path.exists():
         os.replace(path, old)
     os.replace(temporary, path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(path: Path) -> Path:
+    """Where a directory lies while a new one takes its place."""
+    return path.with_name(f".{path.name}.old")
 
 
 def fingerprint(*parts: Any) -> str:

@@ -115,10 +115,23 @@ def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
     states = checkout.unmask("status", "--preset", "smoke").stdout
     found = [(line.split()[0], line.split()[-1]) for line in states.splitlines()[2:]]
     assert found == [("00_good", "done"), ("01_bad", "yet"), ("02_never", "yet"), ("03_apart", "done")]
-    checkout.notebook("01_bad", ["import os; os._exit(9)"], needs=["00_good"])
+
+
+@pytest.mark.parametrize(
+    ("cell", "why"),
+    [
+        ("import os; os._exit(9)", "exit status 9\n"),
+        (
+            "import os, signal; os.kill(os.getpid(), 9)",
+            "exit status -9: killed, usually for lack of memory\n",
+        ),
+    ],
+)
+def test_a_dead_kernel_is_told_with_its_status(checkout, cell, why):
+    checkout.notebook("00_bad", [cell])
     died = checkout.unmask("run", "--preset", "smoke")
-    assert died.returncode == 1 and "[1/2] 01_bad · failed" in died.stdout
-    assert "01_bad.ipynb failed\n  Kernel died" in died.stderr
+    assert died.returncode == 1 and "[1/1] 00_bad · failed" in died.stdout
+    assert f"00_bad.ipynb failed\n  Kernel died, {why}" in died.stderr
 
 
 # As a training does at SIGTERM; its checkpoint tells how many came.
@@ -192,6 +205,16 @@ def test_a_kernel_that_was_told_to_stop_ends_the_run_as_if_pre_empted(checkout, 
     checkout.notebook("00_train", [cell])
     result = checkout.unmask("run", "--preset", "smoke")
     assert result.returncode == 75 and "00_train · stopped after" in result.stdout
+
+
+@pytest.mark.parametrize("cell", ["print('a long log' * 9999)", "1 / 0"])
+def test_a_log_that_cannot_be_written_is_told(checkout, cell):
+    checkout.notebook("00_bad", [cell])
+    checkout.folders.logs.mkdir(parents=True)
+    (checkout.folders.logs / "00_bad.log").symlink_to("/dev/full")
+    result = checkout.unmask("run", "--preset", "smoke")
+    assert result.returncode == 1
+    assert f"No space left on device: '{checkout.folders.logs}/00_bad.log or " in result.stderr
 
 
 def test_full_disk_is_told(checkout, monkeypatch):

@@ -1,6 +1,7 @@
 """Trainings in several processes: torchrun's, and what stands in for a cluster's launcher."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from toy_checkout import write_script
 from unmask.config import ParallelConfig
 from unmask.store import read_json
 from unmask.training import Pair, TrainingStopped, history, train
+from unmask.training.watch import Watch
 from waiting import live_in, wait_for
 
 TWO = ParallelConfig(num_processes=2)
@@ -64,8 +66,27 @@ def test_two_processes_train_as_one(start, tmp_path, capsys, monkeypatch):
     assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
 
 
+# Of another job, which this one may be part of, as its launcher or a cluster sets them.
+FOREIGN = {"PET_NNODES": "2", "PET_NO_PYTHON": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "none"}
+FOREIGN |= dict.fromkeys(
+    ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"
+)
+FOREIGN |= {"OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2", "MV2_COMM_WORLD_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+FOREIGN |= {"ACCELERATE_TORCH_DEVICE": "meta", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+FOREIGN |= {"TORCHELASTIC_ERROR_FILE": "/none/error", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
+
+
+def test_another_jobs_variables_do_not_reach_a_training(start, tmp_path, monkeypatch):
+    for name, value in FOREIGN.items():
+        monkeypatch.setenv(name, value)
+    one = trained(made(start, ParallelConfig(), steps=2), start, tmp_path / "pair")
+    assert len(history(one)) == 2
+
+
 @pytest.mark.slow
-def test_one_process_under_torchrun_ends_in_order(start, tmp_path):
+def test_one_process_under_torchrun_ends_in_order(start, tmp_path, monkeypatch):
+    for name, value in FOREIGN.items():
+        monkeypatch.setenv(name, value)
     one = trained(made(start, ParallelConfig(strategy="fsdp2"), steps=2), start, tmp_path / "pair")
     assert len(history(one)) == 2
 
@@ -107,6 +128,41 @@ def test_a_failure_is_told_with_its_log(start, tmp_path):
     with pytest.raises(RuntimeError, match=r"FloatingPointError: .* at step .*\n\(log: .*train\.log\)"):
         trained(made(start, lr=1e30), start, tmp_path / "pair")
     assert not list(tmp_path.glob("pair/*/model"))
+
+
+class Killed(Pair):
+    """The system kills one of two processes; the other sees a broken connection."""
+
+    def backward(self, module, batch, processes):
+        if processes.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().backward(module, batch, processes)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_told(start, tmp_path, monkeypatch):
+    tests = Path(tiny.__file__).parent
+    paths = [os.environ["PYTHONPATH"], tests, tests / "training"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    with pytest.raises(RuntimeError, match=r"^killed: memory is full\?[^\n]*\n\(log: .*train\.log\)$"):
+        trained(made(start, kind=Killed), start, tmp_path / "pair")
+
+
+class Full(Watch):
+    """From now on no file may grow: neither the log nor what a process wants to say can be written."""
+
+    def __call__(self, row):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_where_nothing_can_be_said_the_disk_is_told(start, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    stage = made(start, ParallelConfig(launcher=str(write_script(tmp_path / "srun", "sleep 1; exit 1"))))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/error\.txt'"):
+            train(stage, stage.model(start), tmp_path / "pair", watch=Full())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 class Cramped(Pair):

@@ -305,7 +305,7 @@ def test_two_processes_never_train_in_one_folder(start, tmp_path):
 
     class Meanwhile(Reported):
         def __call__(self, row):
-            with pytest.raises(RuntimeError, match="another process trains in"):
+            with pytest.raises(RuntimeError, match="another process works on"):
                 trained(made("pair", start), start, tmp_path / "pair")
 
     trained(stage, start, tmp_path / "pair", watch=Meanwhile())

@@ -10,6 +10,7 @@ looked at · W ranks of the window.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import faiss
@@ -351,5 +352,6 @@ def kept(kind: str, key: Sequence[Any], work: Callable[[], np.ndarray]) -> np.nd
     path = artifacts_root() / "data" / kind / f"{fingerprint(*key)}.npy"
     if not path.is_file():
         with replacing(path) as unfinished, unfinished.open("wb") as stream:
-            np.save(stream, work())
+            # Through Python, which says what is wrong with a disk: NumPy counts what it has written.
+            np.save(SimpleNamespace(write=stream.write), work())
     return np.load(path, mmap_mode="r")

@@ -27,7 +27,7 @@ from unmask.config import Preset
 from unmask.data import hub
 from unmask.data.reading import data_files, patterns, pulled, tables
 from unmask.data.registry import Source, conteb, halves, load_registry
-from unmask.store import sha256
+from unmask.store import alone, sha256
 
 ALL = 10**18  # bytes of text: more than there is of anything
 # Text to fetch for each byte that `data.max_text_mb` allows a source. Its share counts tokens: the cap
@@ -172,6 +172,7 @@ def pull(preset: Preset, folder: Path) -> None:
         folder: the mirror, which is created.
     Raises:
         ValueError: a registry cannot be read, or the mirror holds another version; and as `fetch`.
+        RuntimeError: another process pulls into it.
         OSError: the Hub cannot be reached or refuses, there is too little space, or the folder cannot be
             written. The same command goes on.
     """
@@ -181,8 +182,9 @@ def pull(preset: Preset, folder: Path) -> None:
         print(f"{hub.PACKAGED}: {hub.fetch(folder)}")
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror
     try:
-        for need in needs(preset):
-            _pull(need, folder / need.repo)
+        with alone(folder):  # of a branch that moves, two would mix two versions
+            for need in needs(preset):
+                _pull(need, folder / need.repo)
     except HTTPError as error:
         why = " ".join(str(error).split())
         raise OSError(f"the Hub fails ({why}); the same command goes on") from error

@@ -32,6 +32,7 @@ from unmask.store import (
     code_fingerprint,
     fingerprint,
     hash64,
+    naming,
     preparing,
     read_json,
     write_json,
@@ -92,7 +93,8 @@ class Prepared:
         """Appends the result of a unit."""
         sizes = {}
         for name, array in result[0].items():
-            with (self.folder / f"{name}.bin").open("ab") as file:
+            path = self.folder / f"{name}.bin"
+            with naming(path), path.open("ab") as file:
                 file.write(array.tobytes())
                 sizes[name] = file.tell()
         counters = dict(Counter(self.counters) + Counter(result[1]))

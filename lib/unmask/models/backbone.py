@@ -293,5 +293,6 @@ def dequantize(gguf: Path, folder: Path) -> None:
     config = {key: value for key, value in read.config.to_dict().items() if key not in theirs}
     model = type(read)(type(read.config).from_dict(config))  # what was read from GGUF refuses to be saved
     model.load_state_dict(read.state_dict())
-    save(model, tokenizer, folder, stage="base", source=CARD, fingerprint=hub.SHA256[:16])
-    (folder / "README.md").write_text(f"# {hub.PACKAGED}\n\n{CARD}\n", encoding="utf8")
+    with new_directory(folder) as new:
+        write(model, tokenizer, new, stage="base", source=CARD, fingerprint=hub.SHA256[:16])
+        (new / "README.md").write_text(f"# {hub.PACKAGED}\n\n{CARD}\n", encoding="utf8")

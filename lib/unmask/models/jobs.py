@@ -17,7 +17,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from unmask.models.embedder import Embedder
-from unmask.store import fingerprint, read_json, visible, write_json
+from unmask.store import alone, fingerprint, read_json, visible, write_json
 
 OUTPUT = "embedding"
 BATCH = 4096  # texts that are embedded at a time, and that an interruption costs at most; for each GPU 2**16
@@ -35,35 +35,38 @@ def encode_file(
         column: the texts in their file; "text" for .txt.
         precision, dimensions: as for `Embedder.encode`.
     Raises: ValueError for a row without a text, naming file and row, before anything is computed; for an
-        output that is no .npy file; and as `Embedder.encode`.
+        output that is no .npy file; and as `Embedder.encode`. RuntimeError if another process writes it.
     """
-    if output.suffix != ".npy" or not output.parent.is_dir():
+    if output.suffix != ".npy" or not output.parent.is_dir() or output.is_dir():
         raise ValueError(f"{output}: the embeddings go into an .npy file in a folder that exists")
-    embedder = Embedder.from_pretrained(model)
-    none = embedder.encode([], precision, dimensions)
-    count = sum(1 for _ in tqdm(_texts(texts, column), unit="text", desc="reading"))
-    partial, state = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "json"))
-    files = [texts, *sorted(visible(Path(embedder.model.name_or_path)))]
-    facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    job = fingerprint(column, precision, dimensions, facts)
-    known = read_json(state)
-    done = known["rows"] if known.get("job") == job and partial.is_file() else 0
-    shape, left = (count, none.shape[1]), islice(_texts(texts, column), done, None)
-    write_json(state, {"job": job, "rows": done})  # before another job's file is overwritten
-    rows_ND = np.lib.format.open_memmap(partial, "r+" if done else "w+", none.dtype, shape)
-    with partial.open("r+b") as file:  # a disk that is too small is an error now, and no signal later
-        os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-    size = BATCH if embedder.devices[0].type == "cpu" else 16 * BATCH * len(embedder.devices)
-    for start in tqdm(range(done, count, size), unit="batch", desc="embedding"):
-        try:
-            rows_ND[start : start + size] = embedder.encode(list(islice(left, size)), precision, dimensions)
-        except ValueError as error:
-            raise ValueError(f"{texts}, after its first {start:,} texts: {error}") from None
-        rows_ND.flush()
-        write_json(state, {"job": job, "rows": start + size})
-    os.replace(partial, output)
-    state.unlink(missing_ok=True)
-    print(f"{count:,} embeddings: {output}")
+    with alone(output):
+        embedder = Embedder.from_pretrained(model)
+        none = embedder.encode([], precision, dimensions)
+        count = sum(1 for _ in tqdm(_texts(texts, column), unit="text", desc="reading"))
+        partial, state = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "json"))
+        files = [texts, *sorted(visible(Path(embedder.model.name_or_path)))]
+        facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        job = fingerprint(column, precision, dimensions, facts)
+        known = read_json(state)
+        done = known["rows"] if known.get("job") == job and partial.is_file() else 0
+        shape, left = (count, none.shape[1]), islice(_texts(texts, column), done, None)
+        write_json(state, {"job": job, "rows": done})  # before another job's file is overwritten
+        rows_ND = np.lib.format.open_memmap(partial, "r+" if done else "w+", none.dtype, shape)
+        # A disk that is too small is an error now, and no signal later.
+        with partial.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
+        size = BATCH if embedder.devices[0].type == "cpu" else 16 * BATCH * len(embedder.devices)
+        for start in tqdm(range(done, count, size), unit="batch", desc="embedding"):
+            batch = list(islice(left, size))
+            try:
+                rows_ND[start : start + size] = embedder.encode(batch, precision, dimensions)
+            except ValueError as error:
+                raise ValueError(f"{texts}, after its first {start:,} texts: {error}") from None
+            rows_ND.flush()
+            write_json(state, {"job": job, "rows": start + size})
+        os.replace(partial, output)
+        state.unlink(missing_ok=True)
+        print(f"{count:,} embeddings: {output}")
 
 
 def _texts(path: Path, column: str) -> Iterator[str]:

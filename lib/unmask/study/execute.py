@@ -33,7 +33,7 @@ from traitlets.config import Config
 
 from unmask.children import ENVIRONMENT, on_signal
 from unmask.run import Folders, grace_seconds
-from unmask.store import read_json, write_atomic
+from unmask.store import naming, read_json, write_atomic
 from unmask.study.page import publish
 from unmask.study.pipeline import PAGE, Notebook, Pipeline, clock, utc
 
@@ -132,7 +132,8 @@ def _run(notebook: Notebook, pipeline: Pipeline, environment: dict[str, str], ke
     (folders.artifacts / name / "done.json").unlink(missing_ok=True)
     for figure in folders.results.glob(f"figures/{name}-*"):
         figure.unlink()
-    with path.open("w", encoding="utf8") as log, tempfile.TemporaryDirectory() as sockets:
+    written = naming(f"{path} or {executed}")  # papermill writes both
+    with written, path.open("w", encoding="utf8") as log, tempfile.TemporaryDirectory() as sockets:
 
         class Kernel(AsyncKernelManager):
             """This interpreter's, whatever kernels its user has."""
@@ -158,8 +159,10 @@ def _run(notebook: Notebook, pipeline: Pipeline, environment: dict[str, str], ke
             line = error.source.strip().partition("\n")[0]
             reason = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
         except RuntimeError as error:  # the kernel died
-            stopped = kernels[name].returncode == -signal.SIGTERM
-            reason = f"\n  {error}, usually for lack of memory"
+            status = kernels[name].returncode
+            stopped = status == -signal.SIGTERM
+            why = ": killed, usually for lack of memory" if status == -signal.SIGKILL else ""
+            reason = f"\n  {error}, exit status {status}{why}"
     _clean(executed, folders)
     if reason:
         told = f"notebook {executed.name} failed{reason}\n  log: {path}\n  as far as it got: {executed}"

@@ -5,6 +5,7 @@ decides: blues are the recipe, and the further trained, the more they stand out 
 are its neighbours; greys come from outside.
 """
 
+import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -16,6 +17,7 @@ import pandas as pd
 import yaml
 
 from unmask.extras import extra
+from unmask.store import replacing
 
 with extra("study"):
     import matplotlib.pyplot as plt
@@ -75,13 +77,15 @@ class Figure(plt.Figure):
 
     def save(self, path: Path) -> None:
         """Writes `path`, NAME.png, and its twin for dark pages, NAME-dark.png, beside it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.savefig(path, dpi=DPI)
+        drawn = io.BytesIO()
+        self.savefig(drawn, dpi=DPI)
         # Of few colours it is half the size, and the eye does not see it.
-        image = Image.open(path).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE)
-        image.save(path, optimize=True)
+        image = Image.open(drawn).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE)
+        with replacing(path) as unfinished:
+            image.save(unfinished, "png", optimize=True)
         image.putpalette(night(np.array(image.getpalette()).reshape(-1, 3)).ravel().tolist())
-        image.save(path.with_stem(f"{path.stem}-dark"), optimize=True)
+        with replacing(path.with_stem(f"{path.stem}-dark")) as unfinished:
+            image.save(unfinished, "png", optimize=True)
 
 
 def night(rgb_C3: np.ndarray) -> np.ndarray:

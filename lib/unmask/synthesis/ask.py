@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from unmask.config import SynthesisConfig
 from unmask.data.mining import Encoder, unit
 from unmask.extras import extra
-from unmask.store import fingerprint, write_atomic
+from unmask.store import fingerprint, naming, write_atomic
 from unmask.synthesis import prompts
 from unmask.synthesis.prompts import Choice, Message, Query, Task
 
@@ -75,6 +75,7 @@ class Chat:
         patience = {"max_retries": config.retries, "timeout": config.timeout}
         with (
             openai.OpenAI(base_url=config.endpoint, api_key=key, **patience) as self._client,
+            naming(self.journal),
             open(self.journal, "ab") as self._file,
             ThreadPoolExecutor(config.concurrency) as pool,
         ):

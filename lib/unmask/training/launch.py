@@ -5,6 +5,7 @@ says; this process shows their progress, hands on a request to stop, and takes t
 """
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -18,6 +19,7 @@ from joblib import cpu_count
 from unmask.children import ENVIRONMENT, bound, ended_together
 from unmask.config import ParallelConfig
 from unmask.run import grace_seconds
+from unmask.store import write_atomic
 from unmask.training.job import JOB, Job
 from unmask.training.watch import Watch
 
@@ -25,8 +27,10 @@ LOG = "train.log"  # of all processes, in the training's folder
 ERROR = "error.txt"  # what a process wrote that failed
 AGAIN = "out of memory: it begins again with half the tokens at a time"
 STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
-# What torchrun sets, and accelerate and torch believe.
-RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"
+# What launchers set, and torchrun, torch and accelerate believe.
+LAUNCHERS = re.compile(
+    "(ACCELERATE|MPI|MV2|OMPI|PET|PMI|TORCHELASTIC)_.*|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
+)
 
 
 class TrainingStopped(RuntimeError):
@@ -47,6 +51,7 @@ def launch(job: Job, watch: Watch) -> None:
 
     Raises:
         RuntimeError: it failed; the message carries the error and the path of its log.
+        OSError: it failed, and nothing can be written into its folder, which is likely to be why.
         TrainingStopped: it was told to stop, by SIGTERM or an interrupted cell; it is saved.
     """
     folder, parallel = Path(job.folder), job.parallel
@@ -55,8 +60,8 @@ def launch(job: Job, watch: Watch) -> None:
     # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
     environment = ENVIRONMENT | patience | os.environ
-    for name in () if parallel.launcher else RANKS:  # of another job's: one process would wait for others
-        environment.pop(name, None)
+    for name in [*filter(LAUNCHERS.fullmatch, environment)] * (not parallel.launcher):
+        del environment[name]  # another job's: one process would wait for others
     if parallel.per_machine > 1:  # this machine's processes share its cores
         cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
         environment["OMP_NUM_THREADS"] = str(max(1, cores // parallel.per_machine))
@@ -77,10 +82,7 @@ def launch(job: Job, watch: Watch) -> None:
     if child.returncode and AGAIN in _error(folder):
         return launch(job, watch)
     if child.returncode:
-        reason = _error(folder) or _last_line(folder / LOG)
-        if child.returncode == -signal.SIGKILL:
-            reason = "killed: memory is full? A lower token_budget or keep_tokens, or --jobs 1, needs less"
-        raise RuntimeError(f"{reason}\n(log: {folder / LOG})")
+        raise RuntimeError(f"{_reason(folder, child.returncode)}\n(log: {folder / LOG})")
 
 
 def _command(job: Job) -> list[str]:
@@ -99,6 +101,12 @@ def _error(folder: Path) -> str:
     return path.read_text(encoding="utf8") if path.is_file() else ""
 
 
-def _last_line(path: Path) -> str:
-    said = path.read_text(encoding="utf8", errors="replace").splitlines()
-    return next(filter(str.strip, reversed(said)), "it left no message")
+def _reason(folder: Path, status: int) -> str:
+    """Why a training failed: a process of it was killed, or wrote why, or left the last line of the log."""
+    said = (folder / LOG).read_text(encoding="utf8", errors="replace")
+    if status == -signal.SIGKILL or "(SIGKILL)" in said:  # torchrun's word; the others' is that one is gone
+        return "killed: memory is full? A lower token_budget or keep_tokens, or --jobs 1, needs less"
+    last = next(filter(str.strip, reversed(said.splitlines())), "it left no message")
+    if not _error(folder):
+        write_atomic(folder / ERROR, last)  # as the process that failed could not, if this fails
+    return _error(folder)

@@ -20,7 +20,6 @@ from time import monotonic, perf_counter
 from typing import Any, TextIO
 
 import torch
-from filelock import FileLock
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
@@ -30,7 +29,7 @@ from unmask.config import FEWEST, TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import fast_attention, fused_layers, plain_attention
-from unmask.store import fingerprint, read_json, replace_directory, write_atomic, write_json
+from unmask.store import alone, fingerprint, link, read_json, replace_directory, write_atomic, write_json
 from unmask.training.checkpoint import Checkpoints, load_checkpoint
 from unmask.training.distributed import Processes, full_weights, refresh
 from unmask.training.identity import identity
@@ -71,7 +70,7 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
         raise RuntimeError(f"{folder} holds a model of an earlier version of unmask: move it away")
     home = _home(folder, made_of)
     watch = watch or Watch()
-    with alone_in(home):
+    with alone(home):
         if (home / "model").is_dir():
             _finish(home)  # a kill may have come in between
             stage.restore(model, home / "model")
@@ -135,32 +134,6 @@ def data_report(checkpoint: Path) -> list[dict[str, Any]]:
 def milestones(checkpoint: Path) -> list[Path]:
     """What the training that made a checkpoint kept on its way (`Job.milestones`), in order."""
     return sorted((checkpoint.resolve().parent / MILESTONES).glob("step-*"))
-
-
-@contextmanager
-def alone_in(home: Path) -> Iterator[None]:
-    """Keeps other processes out of a training's folder.
-
-    Raises: RuntimeError if one is there.
-    """
-    home.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(home / ".lock", blocking=False)
-    try:
-        lock.acquire()
-    except TimeoutError:
-        raise RuntimeError(f"another process trains in {home}: wait until it has ended") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def link(path: Path, target: Path) -> None:
-    """Makes `path` a link to a folder beside or below it, at once."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
-    os.replace(new, path)
 
 
 def _home(folder: Path, made_of: dict[str, Any]) -> Path:

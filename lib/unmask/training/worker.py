@@ -49,8 +49,8 @@ def main(path: Path) -> None:
         _say(folder, "TrainingStopped")
         raise SystemExit(PREEMPTED) from None
     except Exception as error:
+        _say(folder, f"{type(error).__name__}: {error}")  # first: the log may be what cannot be written
         traceback.print_exc()
-        _say(folder, f"{type(error).__name__}: {error}")
         raise SystemExit(1) from None
     if torch.distributed.is_initialized():  # not where a launcher starts one process without torchrun
         torch.distributed.destroy_process_group()

@@ -1,0 +1,144 @@
+"""Files and folders that two processes write, that a kill interrupts, and that a disk does not hold."""
+
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny
+from unmask import Embedder
+from unmask.config import load_preset
+from unmask.data import mirror
+from unmask.data.mining import kept
+from unmask.data.tokenized import Prepared
+from unmask.models.jobs import encode_file
+from unmask.models.merge import slerp
+from unmask.store import alone, link, new_directory, write_json
+from unmask.study.figures import Figure
+
+TEXTS = 3000
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    return Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def model(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = embedder.save_pretrained(tmp_path_factory.mktemp("store") / "model")
+    shutil.copytree(model, model.with_name("other"))
+    return model
+
+
+def encoded(model: Path, output: Path) -> None:
+    texts = output.with_name("texts.txt")
+    texts.write_text("a text\n" * TEXTS)
+    encode_file(model, texts, output, "text", "float32", None)
+
+
+WRITERS: dict[str, Callable[[Path, Path], object]] = {
+    "save": lambda model, path: Embedder.from_pretrained(model).save_pretrained(path),
+    "merge": lambda model, path: slerp(model, model.with_name("other"), 0.5, path),
+    "encode": encoded,
+    "pull": lambda model, path: mirror.pull(load_preset("smoke"), path),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_of_two_writers_the_second_is_refused(model, tmp_path, write):
+    path = tmp_path / "out.npy"
+    with alone(path), pytest.raises(RuntimeError, match=r"another process works on .*/out\.npy: wait"):
+        write(model, path)
+    assert not path.is_file() and not list(tmp_path.glob("out.npy/*")) and not list(tmp_path.glob(".*"))
+
+
+def test_a_killed_writer_bars_nobody(tmp_path):
+    path = tmp_path / "model"
+    code = f"""
+import sys, time
+from pathlib import Path
+from unmask.store import new_directory
+with new_directory(Path({str(path)!r})) as new:
+    new.mkdir()
+    (new / "half").touch()
+    print(flush=True)
+    time.sleep(99)
+"""
+    killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    killed.stdout.readline()
+    with pytest.raises(RuntimeError, match="another process works on"), new_directory(path):
+        pass
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    with new_directory(path) as new:
+        new.mkdir()
+        (new / "whole").touch()
+    assert [one.name for one in tmp_path.rglob("*")] == ["model", "whole"]
+
+
+def test_what_a_kill_left_aside_comes_back(tmp_path):
+    """Between the two renames there is no folder; it must not be lost with the next failure."""
+    write_json(tmp_path / ".model.old" / "config.json", {})
+    (tmp_path / ".model.tmp").mkdir()
+    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "model"):
+        1 / 0  # noqa: B018
+    assert [one.name for one in tmp_path.rglob("*")] == ["model", "config.json"]
+
+
+def test_a_link_changes_at_once(tmp_path):
+    for target in ("one", "two"):
+        (tmp_path / target).mkdir()
+        link(tmp_path / "model", tmp_path / target)
+        assert (tmp_path / "model").resolve().name == target
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    """No file may grow beyond a kilobyte: the system enforces it, as it does a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def drawn(model: Path, path: Path) -> None:
+    figure = Figure()
+    figure.subplots().plot(range(9))
+    figure.save(path)
+
+
+TOO_LARGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "json": (lambda model, path: write_json(path, "x" * 9999), "out"),
+    "figure": (drawn, "out"),
+    "mined": (lambda model, path: kept("mined", ["a"], lambda: np.ones(9999)), ".npy"),
+    "tokens": (lambda model, path: Prepared(path.parent).extended(({"a": np.ones(9999)}, {})), "a.bin"),
+    "save": (WRITERS["save"], "out"),
+    "merge": (WRITERS["merge"], "out"),
+    "encode": (lambda model, path: encoded(model, path.with_suffix(".npy")), "out.npy"),
+}
+
+
+@pytest.mark.parametrize(("write", "name"), TOO_LARGE.values(), ids=TOO_LARGE)
+def test_what_a_disk_does_not_hold_is_told_with_its_place(model, tmp_path, monkeypatch, write, name):
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", 100)
+    with full(), pytest.raises((OSError, RuntimeError), match=r"[Ff]ile too large") as caught:
+        write(model, tmp_path / "out")
+    assert str(tmp_path) in str(caught.value) and name in str(caught.value)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_embeddings_go_into_no_folder(model, tmp_path):
+    (tmp_path / "out.npy").mkdir()
+    with pytest.raises(ValueError, match=r"go into an \.npy file"):
+        encoded(model, tmp_path / "out.npy")
