@@ -131,6 +131,18 @@ def test_a_query_of_several_rows_has_all_their_golds_and_one_large_document_is_l
     assert {task.chunks[gold] for gold in golds} == {"d 0 chunk 0", "d 0 chunk 1"}
 
 
+def test_a_query_or_document_spelt_in_two_ways_is_one():
+    again = {"query": "again\u00a0", "document": "docs  answer 3", "key": "k3"}
+    pairs = [*pair_rows("docs"), pair_rows("docs")[0] | again]
+    rows = [document_row("d", n) for n in range(8)]
+    rows[0] |= {"queries": ["who?", " who?"], "golds": [0, 1]}
+    made = SimpleNamespace(pairs=lambda split: pairs, documents=lambda split: rows)
+    plain, contextual = build_tasks(made, "test", CONFIG)
+    assert (len(plain.queries), len(plain.chunks), len(contextual.queries)) == (15, 14, 15)
+    both = [relevant for task in (plain, contextual) for relevant in task.relevant if len(relevant) == 2]
+    assert len(both) == 4  # of "again", of the two that have a synonym, of "who?"
+
+
 def test_limits_hold_and_every_query_keeps_its_answer(built):
     small = build_tasks(corpus(), "test", replace(CONFIG, max_queries=3, max_documents=9))
     for task, whole in zip(small, built, strict=True):

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unmask.config import GROUPS, ConfigError, explained
+from unmask.data.spelling import canonical
 from unmask.store import Strict, artifacts_root, hash64, nearest, repository
 
 # Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
@@ -126,12 +127,12 @@ def halves(source: Source) -> list[Source]:
 
 
 def split_of(source: Source, key: str) -> str:
-    """The split of all rows with this key: "test", "dev" or "train".
+    """The split of all rows with this key, however it is spelt: "test", "dev" or "train".
 
     A hash of the key, as a number u in [0, 1): u < hold_out is test, u < 4/3 hold_out dev. Sources that share
     keys and hold_out (the languages of one set, say) therefore hold out the same things.
     """
-    number = hash64(key.encode()) / 2**64
+    number = hash64(canonical(key).encode()) / 2**64
     if number < source.hold_out:
         return "test"
     return "dev" if number < source.hold_out * 4 / 3 else "train"
