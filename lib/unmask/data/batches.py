@@ -155,7 +155,9 @@ def apart(keys_NK: np.ndarray, most: int) -> list[int]:
     taken: set[tuple[int, Any]] = set()
     chosen: list[int] = []
     for row, keys in enumerate(keys_NK.tolist()):
-        if len(chosen) < most and taken.isdisjoint(own := [*enumerate(keys)]):
+        if len(chosen) == most:
+            break
+        if taken.isdisjoint(own := [*enumerate(keys)]):
             taken.update(own)
             chosen.append(row)
     return chosen

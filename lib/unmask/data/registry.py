@@ -63,7 +63,8 @@ class Source:
     share: Annotated[float, Field(gt=0)] | None = None  # text: percent of the packed blocks
     # No more training rows than these, of pieces of the files that are drawn at random; not for text.
     max_rows: Annotated[int, Field(ge=2)] | None = None
-    # Share of the keys held out for testing; a third as many for development.
+    # Share of the keys held out for testing; a third as many for development. Of 9 / hold_out keys, one in
+    # twenty draws leaves development without any.
     hold_out: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     rows: int | None = None  # documented size
     documented: str = ""  # URL of the page that its columns were checked against

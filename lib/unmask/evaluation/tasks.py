@@ -116,7 +116,7 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
         limit = "dev_documents" if split == "dev" and config.dev_documents else "max_documents"
         none = f"the {split} split gives no task of at most {config.max_documents} chunks"
         remedy = f"raise evaluation.{limit}, set hold_out in the registry, or name data.{split}_packages"
-        raise ValueError(f"{none}: {remedy}")
+        raise ValueError(f"{none}: {remedy}; hold_out needs about 9 / hold_out groups (held_by), 60 at 0.15")
     return tasks
 
 
