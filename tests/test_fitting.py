@@ -83,7 +83,21 @@ def test_rows_that_share_a_text_are_one_group(capsys):
     held_N = fitting._held_out(group_N, 0.1, "pair")
     assert len(set(group_N[held_N])) == 4 and not set(group_N[held_N]) & set(group_N[~held_N])
     assert not fitting._held_out(group_N[:10], 0.1, "pair").any()
-    assert "too few to hold any out" in capsys.readouterr().out
+    assert "nothing is held out or measured: hold_out=0.1 needs 20 groups" in capsys.readouterr().out
+
+
+def test_groups_are_blind_to_spelling():
+    pairs = [("a  b", "1"), ("a\u00a0b", "2"), ("c", "caf\u00e9"), ("d", "cafe\u0301"), ("A b", "3")]
+    assert len(set(fitting._groups("pair", fitting._rows(pairs, "pair")))) == 3
+    chunks = [{"chunks": ["one", text], "queries": [text], "golds": [0]} for text in ("1", " 1.0", "2")]
+    assert len(set(fitting._groups("contextual", fitting._rows(chunks, "contextual")))) == 2
+
+
+def test_where_no_group_is_small_enough_it_says_so(capsys):
+    """Each of 25 groups has two rows, and a hundredth of fifty rows is none."""
+    assert not fitting._held_out(np.arange(50) // 2, 0.01, "pair").any()
+    said = "hold_out=0.01 needs 20 groups of rows, one of at most 1; there are 25, 0 of them so small"
+    assert said in capsys.readouterr().out
 
 
 def test_interrupted_it_goes_on(model, tmp_path, monkeypatch):

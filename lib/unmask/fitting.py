@@ -36,6 +36,7 @@ from unmask.config import (
 from unmask.data.batches import permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
+from unmask.data.spelling import canonical
 from unmask.evaluation.tasks import Task, build_tasks, evaluate, evaluate_bm25
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
@@ -136,7 +137,7 @@ def fit(
         stage: one of these.
         folder: where the training is kept. The same call finds it there, or goes on with it after an
             interruption. Default: nothing is kept but the result.
-        hold_out: share of the groups; 0: none.
+        hold_out: share of the groups, of which it takes 20, small ones among them; 0: none.
         values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr. By default
             three epochs of batches of 128 rows, or of all rows if there are fewer, and the model's pooling.
             Look-alikes (`cluster_size`, `filter_margin`) are those of the model.
@@ -243,10 +244,11 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
 def _groups(stage: str, rows: list[dict[str, Any]]) -> np.ndarray:
     """The group of each row: rows that share a query or a text, directly or through others. Of a document
     with chunks it is the whole: what it shares with others is what its context is for."""
-    named = ("query", "document", "text", "chunks")
-    marks = [[f"{name} {row[name]}" for name in named if name in row] for row in rows]
+    named = {"query": str, "document": str, "text": str, "chunks": " ".join}
+    there = [[(name, of(row[name])) for name, of in named.items() if name in row] for row in rows]
+    marks = [[f"{name} {canonical(text)}" for name, text in own] for own in there]
     for own, row in zip(marks, rows):
-        own += [f"query {query}" for query in row.get("queries", ())]
+        own += [f"query {canonical(query)}" for query in row.get("queries", ())]
     number = {text: len(rows) + i for i, text in enumerate(dict.fromkeys(chain(*marks)))}
     owner = np.repeat(np.arange(len(rows)), [len(own) for own in marks])
     texts, size = [number[text] for own in marks for text in own], len(rows) + len(number)
@@ -262,11 +264,12 @@ def _held_out(group_N: np.ndarray, share: float, stage: str) -> np.ndarray:
     _, number_N, rows_G = np.unique(group_N, return_inverse=True, return_counts=True)
     groups, none = len(rows_G), stage == "diffusion" or not share
     count, least = 0 if none else max(1, round(share * groups)), 1 if stage == "diffusion" else 2
-    if count and least <= groups < FEWEST:
-        print(f"{groups} groups of rows are too few to hold any out: nothing is measured below {FEWEST}")
+    drawn, most = permuted(np.arange(groups), groups, 0), max(1, int(share * len(group_N)))
+    small = drawn[rows_G[drawn] <= most]
+    if count and groups >= least and (groups < FEWEST or not len(small)):
+        needs = f"hold_out={share} needs {FEWEST} groups of rows, one of at most {most}"
+        print(f"nothing is held out or measured: {needs}; there are {groups}, {len(small)} of them so small")
         count = 0
-    drawn = permuted(np.arange(groups), groups, 0)
-    small = drawn[rows_G[drawn] <= max(1, share * len(group_N))]
     if (left := groups - len(small[:count])) < least:
         raise ValueError(
             f"{len(group_N)} rows leave {left} groups to train on, which needs {least}: rows that share a "

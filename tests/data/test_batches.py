@@ -48,6 +48,17 @@ def test_a_batch_never_holds_two_rows_of_one_key(keys, batch):
         assert len(chosen) == len(set(chosen)) > 1
 
 
+def test_rows_that_share_any_of_their_keys_are_apart():
+    """Of several keys, each counts in its own place; a row that shares one with all others is passed over."""
+    keys = [(0, 0), *((0, i) for i in range(1, 5)), *((i, 0) for i in range(1, 5))]
+    one = BatchPlan({"x": keys}, SimpleNamespace(batch=3, steps=60, seed=0))
+    for step in range(60):
+        chosen = [keys[row] for row in one(step)[1]]
+        assert len(chosen) > 1 and all(len(set(column)) == len(chosen) for column in zip(*chosen))
+    with pytest.raises(ValueError, match=r"5 usable row.* at least 2"):
+        BatchPlan({"x": keys[:5]}, SimpleNamespace(batch=3, steps=1, seed=0))
+
+
 def test_the_curriculum_adds_languages_in_three_steps():
     groups = {"docs": "english", "cross": "cross-lingual", "multi": "multilingual", "code": "code"}
     allowed = curriculum(groups, (0.5, 0.25, 0.25), 100)

@@ -103,6 +103,17 @@ def test_mining_equals_the_rule_written_row_by_row(margin, window, monkeypatch):
     assert columns(mine(embedder, index, pairs, config)[0]) == expected
 
 
+def test_rows_of_one_query_or_document_are_own_however_they_are_spelt():
+    """Else the answer of one would be mined as a negative of the other."""
+    embedder, pairs, _ = case(12, queries=[0, 0, *range(2, 12)], documents=[*range(11), 10])
+    expected = columns(mine(embedder, index, pairs, CONFIG)[0])
+    spelt = {"query": {1: " q0\u00a0"}, "document": {11: "d10\n"}}
+    for name, texts in spelt.items():
+        column = [texts.get(i, text) for i, text in enumerate(pairs[name])]
+        pairs = pairs.remove_columns(name).add_column(name, column)
+    assert columns(mine(embedder, index, pairs, CONFIG)[0]) == expected
+
+
 SMALL = [({"keys": [0, 0, 2, 3]}, 2), ({"queries": [0, 0, 0, 3]}, 1), ({"documents": [0] * 4}, 0)]
 
 

@@ -134,7 +134,7 @@ def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored):
     found = pairs(PAIRS, stored, query=Limit(2))
     assert lists(found.queries) == tokens(PAIRS["query"][:], 2)
     assert lists(found.documents) == tokens(PAIRS["document"][:])
-    assert found.keys[0] == found.keys[1] != found.keys[2]
+    assert [len({*column}) for column in found.keys.T.tolist()] == [2, 3, 3]  # keys, queries, documents
     over = [len(ids) - 2 for ids in tokens(PAIRS["query"][:]) if len(ids) > 2]
     assert {"texts cut": len(over), "tokens cut": sum(over), "rows": 3}.items() <= found.counters.items()
     assert lists(pairs(PAIRS, stored).queries) == tokens(PAIRS["query"][:], 8)  # another preparation
@@ -155,7 +155,7 @@ def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
     expected += [(["seven", "eight"], ["seventh"], [0])]
     windows = [(lists(d.chunks), lists(d.queries), d.golds) for d in found]
     assert windows == [(tokens(chunks), tokens(queries), golds) for chunks, queries, golds in expected]
-    a, *same, b, last = found.keys
+    a, *same, b, last = found.keys[:, 0]
     assert same == [a, a] and last == a != b  # parts of one, or a document of its key
     counted = {"documents divided": 2, "chunks without a query near them": 1, "rows": 5}
     assert counted.items() <= found.counters.items()
@@ -180,7 +180,7 @@ def test_tables_are_prepared_in_pieces_by_any_number_of_workers(stored, cores, m
     found = pairs(many, stored)
     assert lists(found.queries) == tokens(many["query"][:], 8)
     assert lists(found.documents) == tokens(many["document"][:])
-    assert (len(set(found.keys.tolist())), found.counters["rows"]) == (60, 60)
+    assert (len(set(found.keys[:, 0].tolist())), found.counters["rows"]) == (60, 60)
 
 
 @pytest.mark.parametrize("column", ["query", "document"])

@@ -63,7 +63,7 @@ def test_there_is_a_task_for_each_data_set_in_order(built):
     assert {task.name: task.family for task in built} == PLAIN | dict.fromkeys(CONTEXTUAL, "contextual")
     assert built == build_tasks(corpus(order=-1), "test", CONFIG)
     empty = SimpleNamespace(pairs=lambda split: [], documents=lambda split: [])
-    with pytest.raises(ValueError, match=r"the test split gives no task.* set hold_out in the registry"):
+    with pytest.raises(ValueError, match=r"the test split gives no task.* set hold_out .* 60 at 0\.15"):
         build_tasks(empty, "test", CONFIG)
     twice = corpus()
     twice.documents = lambda split: [document_row(next(iter(PLAIN)), 0)]
@@ -129,6 +129,18 @@ def test_a_query_of_several_rows_has_all_their_golds_and_one_large_document_is_l
     assert len(task.documents) == 7 and len(task.queries) == 13
     (golds,) = (one for query, one in zip(task.queries, task.relevant, strict=True) if query == "who?")
     assert {task.chunks[gold] for gold in golds} == {"d 0 chunk 0", "d 0 chunk 1"}
+
+
+def test_a_query_or_document_spelt_in_two_ways_is_one():
+    again = {"query": "again\u00a0", "document": "docs  answer 3", "key": "k3"}
+    pairs = [*pair_rows("docs"), pair_rows("docs")[0] | again]
+    rows = [document_row("d", n) for n in range(8)]
+    rows[0] |= {"queries": ["who?", " who?"], "golds": [0, 1]}
+    made = SimpleNamespace(pairs=lambda split: pairs, documents=lambda split: rows)
+    plain, contextual = build_tasks(made, "test", CONFIG)
+    assert (len(plain.queries), len(plain.chunks), len(contextual.queries)) == (15, 14, 15)
+    both = [relevant for task in (plain, contextual) for relevant in task.relevant if len(relevant) == 2]
+    assert len(both) == 4  # of "again", of the two that have a synonym, of "who?"
 
 
 def test_limits_hold_and_every_query_keeps_its_answer(built):

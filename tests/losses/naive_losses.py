@@ -18,17 +18,18 @@ def pair(q, d, temperature, margin, negatives=None):
     return global_(q, d, list(range(len(q))), temperature, margin, negatives)
 
 
-def global_(q, documents, document, temperature, margin, negatives=None):
+def global_(q, documents, document, temperature, margin, negatives=None, query=None):
     """Sums over distinct documents; `pair` is the case of one query per document.
 
     `negatives[i][j]` False: document j and the queries about it are no negatives of query i, unless it is
-    that of query i.
+    that of query i. `query` are texts, of which equal ones ask the same; None: all differ.
     """
-    terms = []
+    terms, query = [], query or range(len(q))
     for i, own in enumerate(document):
         may = [negatives is None or j == own or negatives[i][j] for j in range(len(documents))]
-        others = [x for j, x in enumerate(documents) if j != own and may[j]]
-        others += [x for j, x in enumerate(q) if j != i and may[document[j]]]
+        answers = {document[j] for j in range(len(q)) if query[j] == query[i]}
+        others = [x for j, x in enumerate(documents) if j not in answers and may[j]]
+        others += [x for j, x in enumerate(q) if query[j] != query[i] and may[document[j]]]
         scores = [cosine(q[i], other) for other in others]
         terms.append(nats(cosine(q[i], documents[own]), scores, temperature, margin))
     return fmean(terms)
@@ -44,32 +45,35 @@ def global_of_the_paper(q, d, document, temperature, margin):
     return fmean(terms)
 
 
-def chunk_terms(q, chunks, document, gold, mask):
+def chunk_terms(q, chunks, document, gold, mask, query=None):
     """For each query its document, and the similarities with its gold chunk, with the other chunks of its
-    document, and with those of other documents."""
+    document, and with those of other documents; but those that answer the same query elsewhere. `query` as in
+    `global_`."""
+    query = query or range(len(q))
     for i, own in enumerate(document):
+        answers = {(document[j], gold[j]) for j in range(len(q)) if query[j] == query[i]}
         within, across = [], []
         for j, row in enumerate(chunks):
             for k, chunk in enumerate(row):
-                if mask[j][k] and (j, k) != (own, gold[i]):
+                if mask[j][k] and (j, k) not in answers:
                     (within if j == own else across).append(cosine(q[i], chunk))
         yield own, cosine(q[i], chunks[own][gold[i]]), within, across
 
 
-def sequence(q, chunks, document, gold, temperature, mask):
-    terms = chunk_terms(q, chunks, document, gold, mask)
+def sequence(q, chunks, document, gold, temperature, mask, query=None):
+    terms = chunk_terms(q, chunks, document, gold, mask, query)
     return fmean(nats(positive, within, temperature) for _, positive, within, _ in terms)
 
 
-def batch(q, chunks, document, gold, temperature, mask):
-    terms = chunk_terms(q, chunks, document, gold, mask)
+def batch(q, chunks, document, gold, temperature, mask, query=None):
+    terms = chunk_terms(q, chunks, document, gold, mask, query)
     return fmean(nats(positive, within + across, temperature) for _, positive, within, across in terms)
 
 
-def insent(q, chunks, document, gold, lam, temperature, mask):
+def insent(q, chunks, document, gold, lam, temperature, mask, query=None):
     """The mean over the queries of each document, then over the documents that have some."""
     of_document = {}
-    for own, positive, within, across in chunk_terms(q, chunks, document, gold, mask):
+    for own, positive, within, across in chunk_terms(q, chunks, document, gold, mask, query):
         parts = nats(positive, within, temperature), nats(positive, across, temperature)
         of_document.setdefault(own, []).append(lam * parts[0] + (1 - lam) * parts[1])
     return fmean(map(fmean, of_document.values()))

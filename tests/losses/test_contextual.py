@@ -45,6 +45,22 @@ def test_the_losses_are_the_formulas(shape, padded, temperature):
         assert insent_loss(*arguments, lam=lam, **options).item() == pytest.approx(insent, rel=1e-10)
 
 
+@pytest.mark.parametrize("query", [[0, 0, 1, 2, 0, 1, 3], [5] * 7])
+def test_what_answers_a_query_is_no_negative_where_it_is_asked_again(query):
+    """Of the same document, of another one, or of the same chunk."""
+    q, chunks, documents, document, gold, mask = problem(7, 3, 4, 5, 3)
+    document[1], gold[1] = document[0], gold[0]
+    where = [x.tolist() for x in (q, chunks, document, gold)]
+    told = {"temperature": 0.1, "mask": mask.tolist(), "query": query}
+    options = {"temperature": 0.1, "chunk_mask_MC": mask, "query_N": torch.tensor(query)}
+    local = 0.3 * naive_losses.sequence(*where, **told) + 0.7 * naive_losses.batch(*where, **told)
+    wide = naive_losses.global_(q.tolist(), documents.tolist(), document.tolist(), 0.1, 0.1, query=query)
+    found = contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options)
+    assert found.item() == pytest.approx(0.35 * wide + 0.65 * local, rel=1e-10)
+    found = insent_loss(q, chunks, document, gold, lam=0.3, **options)
+    assert found.item() == pytest.approx(naive_losses.insent(*where, 0.3, **told), rel=1e-10)
+
+
 @pytest.mark.parametrize("document", [[0, 0, 0], [0, 1, 2]])
 def test_distinct_documents_do_what_the_papers_mask_does(document):
     """The printed sum over queries with M^dup, where it meets no other document twice."""

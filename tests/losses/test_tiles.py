@@ -18,6 +18,7 @@ CQ, CHUNKS, DOCUMENTS, DOCUMENT, GOLD, MASK = test_contextual.problem(N, 4, 3, 4
 FILTER = torch.rand(N, N, generator=torch.Generator().manual_seed(29)) > 0.3
 NUMBER = test_contrastive.texts(N, 2, 11)
 WHERE = {"document_N": DOCUMENT, "gold_N": GOLD, "chunk_mask_MC": MASK}
+WHERE |= {"query_N": torch.tensor([0, 1, 1, 2, 0, 3, 4])}
 LOSSES = {
     "pair": (losses.pair_loss, (Q, D)),
     "filtered": (partial(losses.pair_loss, negatives_NN=FILTER), (Q, D)),

@@ -5,6 +5,7 @@ import torch
 
 import tiny
 from closeness import assert_close
+from unmask import losses
 from unmask.data.tokenized import TokenDocument
 
 DOCUMENTS = [
@@ -29,6 +30,16 @@ def test_queries_point_at_their_document_and_chunk(limit):
     for text, m, gold in zip(found.sequences, found.document_N, found.gold_N):
         asked = [ids.tolist() for ids in documents[m].queries]
         assert gold == documents[m].golds[asked.index(text.tokens_L.tolist())]
+
+
+def test_a_query_that_is_asked_twice_has_all_its_answers(monkeypatch):
+    """Of one document, and of another one: to the loss, equal queries are one."""
+    documents = [one._replace(queries=[tiny.sequences(1, seed=0)[0]] * len(one.queries)) for one in DOCUMENTS]
+    stage, seen = tiny_stages.stage("contextual", {"one": tiny.Distinct(documents)}), {}
+    monkeypatch.setattr(losses, "contextual_loss", lambda *_, **given: seen.update(given) or torch.zeros(()))
+    [found] = stage.batch(0)
+    stage.loss(torch.zeros(found.count + 8, 4), found)
+    assert found.count == 5 and not seen["query_N"].any()
 
 
 def test_rows_are_split_into_queries_chunks_and_documents():

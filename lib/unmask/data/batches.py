@@ -7,6 +7,7 @@ Shape suffixes: N rows · K clusters · P places.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,11 +94,10 @@ class BatchPlan:
     slices come in random order (CDE, section 4.1).
 
     Args:
-        keys: for each data set, one key per row (any sequence that NumPy compares, memory-mapped ones too).
-            Rows with the same key are the same thing (one document, one entity under two names); a batch
-            keeps the first and drops the others, since they must not be each other's negatives. Look-alikes
-            often are the same thing: a batch of a packing is filled up with the next rows in order, which
-            come again in the next slice.
+        keys: for each data set, one key per row or several (N, K), memory-mapped ones too: what it is, its
+            query, its document. Rows that share one, in the same place, must not be each other's negatives:
+            a batch keeps the first and drops the others. Look-alikes often are the same thing: a batch of a
+            packing is filled up with the next rows in order, which come again in the next slice.
         config: `steps`, `seed`, and `batch`, the rows per step; a smaller data set gives smaller batches.
         allowed: names of the data sets that may be drawn at a step (a curriculum); default: all, always.
         packings: data set -> clusters of look-alikes; one without has its rows in random order.
@@ -112,8 +112,9 @@ class BatchPlan:
     def __post_init__(self):
         if not self.keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
+        self.keys = {name: np.atleast_2d(np.transpose(own)).T for name, own in self.keys.items()}
         for name, own in self.keys.items():
-            if not (np.asarray(own) != own[:1]).any():
+            if (own == own[:1]).all(axis=0).any():
                 raise ValueError(
                     f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
                     "distinct ones; add data, ask for fewer negatives or leave the set out"
@@ -132,20 +133,34 @@ class BatchPlan:
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
         name, drawn = self._draws[step]
-        keys, packing = np.asarray(self.keys[name]), self.packings.get(name)
+        keys, packing = self.keys[name], self.packings.get(name)
         count, size = len(keys), min(self.config.batch, len(keys))
         epoch, slot = divmod(drawn, count // size)
         seed = [self.config.seed, 1, self.names.index(name), epoch]
         if packing:
             slot = int(permuted(np.array(slot), count // size, seed))
         # Where all are the same thing, go on in the epoch's order to other ones.
-        for width in (FILL * size if packing else size, count):
-            places = (slot * size + np.arange(min(width, count))) % count
+        widths = chain([(0, FILL * size if packing else size)], ((start, count) for start in range(count)))
+        for start, width in widths:
+            places = (slot * size + start + np.arange(min(width, count))) % count
             rows = packing(places, seed) if packing else permuted(places, count, seed)
-            first = np.sort(np.unique(keys[rows], return_index=True)[1])[:size]
-            if len(first) > 1 or size == 1:
+            chosen = rows[apart(keys[rows], size)]
+            if len(chosen) > 1 or size == 1:
                 break
-        return name, rows[first]
+        return name, chosen
+
+
+def apart(keys_NK: np.ndarray, most: int) -> list[int]:
+    """The first `most` rows, each of which shares no key with one before it."""
+    taken: set[tuple[int, Any]] = set()
+    chosen: list[int] = []
+    for row, keys in enumerate(keys_NK.tolist()):
+        if len(chosen) == most:
+            break
+        if taken.isdisjoint(own := [*enumerate(keys)]):
+            taken.update(own)
+            chosen.append(row)
+    return chosen
 
 
 def curriculum(groups: Mapping[str, str], shares: Sequence[float], steps: int) -> Callable[[int], set[str]]:

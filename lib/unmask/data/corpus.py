@@ -37,8 +37,8 @@ class Corpus:
 
     texts: text, package, kind ("prose", "code", "cldr" or "text"), language; "package" is where a
         text is from.
-    pairs: query, document, key, dataset, task, group, language, package; rows of one key are the same thing,
-        never negatives. A batch holds one data set, a held-out task may join several.
+    pairs: query, document, key, dataset, task, group, language, package; rows of one key, query or document
+        are the same thing, never negatives. A batch holds one data set, a held-out task may join several.
     triplets: as pairs, with negatives.
     documents: document_id, key, dataset, task, package, language, chunks, queries, golds (index of each
         query's gold chunk); those of one key are parts, copies or translations of one, and never negatives.

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 
 import faiss
 import numpy as np
-import pyarrow as pa
 from datasets import Dataset
 from numpy.random import Generator
 from scipy.sparse import csr_matrix
@@ -26,6 +25,7 @@ from unmask.config import ClustersConfig, PairConfig, TripletConfig
 from unmask.data import batches
 from unmask.data.batches import Packing, parts, permuted
 from unmask.data.corpus import Corpus
+from unmask.data.spelling import distinct
 from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import StoredTokenizer
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, replacing
@@ -84,8 +84,8 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     Raises: ValueError if the data set is too small to hold that many negatives.
     Source: pplx-embed, section 2.5; window and margin are choices of ours, the paper gives none.
     """
-    (queries, query_N), (documents, document_N) = (_distinct(pairs[name]) for name in ("query", "document"))
-    groups = (_distinct(pairs["key"])[1], query_N)  # the documents of all rows of a group are a row's own
+    (queries, query_N), (documents, document_N) = (distinct(pairs[name]) for name in ("query", "document"))
+    groups = (distinct(pairs["key"])[1], query_N)  # the documents of all rows of a group are a row's own
     own = sum(csr_matrix((np.ones(len(pairs), bool), (group_N, document_N)))[group_N] for group_N in groups)
     left_N = len(documents) - own.getnnz(axis=1)
     if left_N.min() < config.negatives:
@@ -129,12 +129,6 @@ def sample(tables: Mapping[str, Dataset], count: int, seed: int) -> dict[str, Da
         size = min(len(table), max(round(share * len(table)), FEWEST))
         drawn[name] = table.select(np.sort(rng.choice(len(table), size, replace=False)))
     return drawn
-
-
-def _distinct(column: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """The distinct texts of a column as they come, and each row's number among them."""
-    found = pa.array(column[:], pa.large_string()).dictionary_encode()
-    return found.dictionary.to_pylist(), found.indices.to_numpy()
 
 
 def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> Found:

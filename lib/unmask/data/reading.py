@@ -29,6 +29,7 @@ from pyarrow import parquet
 
 from unmask.data.hub import HOW_TO_MIRROR, root
 from unmask.data.registry import Source, halves, own_files, split_of
+from unmask.data.spelling import canonical
 from unmask.store import fingerprint, nearest
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
@@ -322,8 +323,8 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
     row = {}
     for name, path in paths.items():
         value = _value(raw, path)
-        if name in _LABELS and value is not None:
-            value = str(value)
+        if name in _LABELS and value is not None and value == value:  # NaN is none
+            value = canonical(value)
         elif name == "negatives" and isinstance(value, str):
             value = [value]
         if name != "golds" and not _are_texts(value if name in _LISTS else [value]):
@@ -332,7 +333,7 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
     if "golds" in row and not _are_golds(row["golds"], len(row["queries"]), len(row["chunks"])):
         raise BadRow("golds are not the number of a chunk, from 0, for each query", f": {row['golds']!r:.80}")
     if "document" in row:
-        row.setdefault("key", row["document"])
+        row.setdefault("key", canonical(row["document"]))
     row.setdefault("held_by", _held_by(row))
     return row
 

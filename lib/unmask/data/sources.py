@@ -17,11 +17,12 @@ from tqdm.auto import tqdm
 
 from unmask.children import dying_together
 from unmask.config import DataConfig
-from unmask.data import cldr, corpus, environment, reading, registry
+from unmask.data import cldr, corpus, environment, reading, registry, spelling
 from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, Rows, write_tables
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, halves, load_registry, own_files
+from unmask.data.spelling import canonical
 from unmask.store import (
     artifacts_root,
     code_fingerprint,
@@ -37,7 +38,7 @@ _ENVIRONMENT = Source("environment", "environment", "text", "mul", "")
 KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": "documents"}
 SAMPLE_BYTES = 16_000_000  # of a text source, whose rest only the preparation of tokens reads
 # What decides the rows of a source, beside its files.
-_CODE = [__file__, *(module.__file__ for module in (corpus, reading, registry))]
+_CODE = [__file__, *(module.__file__ for module in (corpus, reading, registry, spelling))]
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -246,7 +247,7 @@ def _gathered(rows: Rows, dropped: Counter[str]) -> Rows:
     for row in rows:
         new = {"id": row["title"], "split": row["split"], "chunks": {}, "queries": [], "golds": []}
         new |= {"key": row["key"]} if "key" in row else {}
-        document = documents.setdefault(row["title"], new)
+        document = documents.setdefault(canonical(row["title"]), new)
         place = document["chunks"].setdefault(row["chunk"], len(document["chunks"]))
         if "query" in row:
             document["queries"].append(row["query"])

@@ -23,9 +23,10 @@ from tqdm.auto import tqdm
 
 from unmask.children import dying_together
 from unmask.config import ContextualConfig, PretrainConfig
-from unmask.data import reading, tokens
+from unmask.data import reading, spelling, tokens
 from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.registry import Source
+from unmask.data.spelling import canonical
 from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
 from unmask.store import (
     artifacts_root,
@@ -40,7 +41,8 @@ from unmask.store import (
 
 Limits = Mapping[str, Limit]  # of the texts of each column; all have a length
 Tokenised = tuple[Mapping[str, np.ndarray], Mapping[str, int]]  # columns and counters
-Arranged = Iterator[tuple[Mapping[str, Sequence[str]], Sequence[int]]]  # texts of each column, golds
+# Texts of each column, golds, and what no two rows of a batch may share, beside their key.
+Arranged = Iterator[tuple[Mapping[str, Sequence[str]], Sequence[int], Sequence[str]]]
 Arrange = Callable[..., Arranged]  # of a row of a table: what is made of it
 UNITS_PER_WORKER = 4  # for fewer, a process takes longer to start than it saves
 ROWS = 4096  # of a table, tokenised at a time
@@ -154,7 +156,8 @@ def build(
 
 
 def _folder(kind: str, *key: Any) -> Path:
-    code = code_fingerprint(__file__, reading.__file__, tokens.__file__)  # what the tokens depend on
+    modules = reading, spelling, tokens  # what the tokens depend on
+    code = code_fingerprint(__file__, *(module.__file__ for module in modules))
     return artifacts_root() / "data" / "prepared" / f"{kind}-{fingerprint(*key, code)}"
 
 
@@ -273,7 +276,7 @@ class Table(NamedTuple):
 class TokenPairs:
     """A tokenised data set of pairs; `negatives` hold hard negatives per query where there are any.
 
-    Rows with the same key are the same thing. `counters` say what was cut or left out; `identity` is a
+    `keys` are as `BatchPlan` takes them. `counters` say what was cut or left out; `identity` is a
     hash of all of it.
     """
 
@@ -323,7 +326,8 @@ def token_pairs(table: Table, query: Limit, document: Limit, negatives: int = 0)
     limits = {"queries": query, "documents": document} | ({"negatives": document} if negatives else {})
     done, dtype = _prepared("pairs", table, limits, _pairs, negatives), table.stored.dtype
     queries, documents = (done.texts(column, dtype) for column in ("queries", "documents"))
-    keys, hard = done.array("keys", np.uint64), done.lists("negatives", dtype) if negatives else None
+    keys = done.array("keys", np.uint64).reshape(-1, 3)  # key, query, document
+    hard = done.lists("negatives", dtype) if negatives else None
     return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
 
 
@@ -337,7 +341,8 @@ def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
     done = _prepared("documents", table, limits, _windows, config.chunks)
     chunks, queries = (done.lists(column, table.stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
-    return TokenDocuments(chunks, queries, golds, done.array("keys", np.uint64), done.counters)
+    keys = done.array("keys", np.uint64).reshape(-1, 2)  # key, chunks
+    return TokenDocuments(chunks, queries, golds, keys, done.counters)
 
 
 def single_chunks(table: Table, config: ContextualConfig) -> TokenDocuments:
@@ -362,14 +367,15 @@ def _tokenised(table: Table, limits: Limits, arrange: Arrange, part: slice) -> T
     counters, rows = Counter(), []
     for number, row in enumerate(table.rows.select(range(part.start, part.stop)).to_list(), part.start):
         rows += [(number, row["key"], *one) for one in arrange(row, counters)]
-    columns = {"keys": np.array([hash64(key.encode()) for _, key, _, _ in rows], np.uint64)}
-    columns["golds"] = np.array([gold for _, _, _, golds in rows for gold in golds], np.int64)
+    keys = [[hash64(canonical(text).encode()) for text in (key, *own)] for _, key, _, _, own in rows]
+    columns = {"keys": np.array(keys, np.uint64)}
+    columns["golds"] = np.array([gold for _, _, _, golds, _ in rows for gold in golds], np.int64)
     for column, limit in limits.items():
-        texts = [(number, text) for number, _, own, _ in rows for text in own[column]]
+        texts = [(number, text) for number, _, own, *_ in rows for text in own[column]]
         ids = list(_cut(table.stored, f"data set {table.name!r}, {column}", texts, limit, counters))
         columns[column] = np.concatenate([np.empty(0, table.stored.dtype), *ids])
         columns[f"{column}.lengths"] = np.array([*map(len, ids)], np.int32)
-        columns[f"{column}.counts"] = np.array([len(own[column]) for _, _, own, _ in rows], np.int32)
+        columns[f"{column}.counts"] = np.array([len(own[column]) for _, _, own, *_ in rows], np.int32)
         counters["tokens"] += len(columns[column])
     counters["rows"] = len(rows)
     return columns, counters
@@ -400,7 +406,8 @@ def _pairs(negatives: int, row: Mapping[str, Any], counters: Counter[str]) -> Ar
     if len(hard) < negatives:
         counters["rows with too few negatives"] += 1
     else:
-        yield {"queries": [row["query"]], "documents": [row["document"]], "negatives": hard}, []
+        query, document = row["query"], row["document"]
+        yield {"queries": [query], "documents": [document], "negatives": hard}, [], [query, document]
 
 
 def _windows(most: int, row: Mapping[str, Any], counters: Counter[str]) -> Arranged:
@@ -413,6 +420,6 @@ def _windows(most: int, row: Mapping[str, Any], counters: Counter[str]) -> Arran
         near = [i for i, gold in enumerate(row["golds"]) if first <= gold < first + most]
         if near:
             texts = {"chunks": chunks, "queries": [row["queries"][i] for i in near]}
-            yield texts, [row["golds"][i] - first for i in near]
+            yield texts, [row["golds"][i] - first for i in near], [" ".join(chunks)]
         else:
             counters["chunks without a query near them"] += len(chunks)

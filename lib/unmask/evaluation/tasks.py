@@ -22,6 +22,7 @@ from tqdm import tqdm
 from unmask.config import FAMILIES, EvaluationConfig, RerankerConfig
 from unmask.data.corpus import Corpus
 from unmask.data.mining import kept
+from unmask.data.spelling import canonical, distinct
 from unmask.evaluation.metrics import Bm25, best_columns, retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models.backbone import computes_in_bf16
@@ -115,7 +116,7 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
         limit = "dev_documents" if split == "dev" and config.dev_documents else "max_documents"
         none = f"the {split} split gives no task of at most {config.max_documents} chunks"
         remedy = f"raise evaluation.{limit}, set hold_out in the registry, or name data.{split}_packages"
-        raise ValueError(f"{none}: {remedy}")
+        raise ValueError(f"{none}: {remedy}; hold_out needs about 9 / hold_out groups (held_by), 60 at 0.15")
     return tasks
 
 
@@ -125,30 +126,37 @@ def _hash(*texts: str) -> bytes:
 
 def _pair_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
     rows = sorted(rows, key=lambda row: _hash(row["query"], row["document"]))[: config.max_documents]
-    texts = sorted({row["document"] for row in rows})
-    number = {text: i for i, text in enumerate(texts)}
+    texts, _ = distinct(sorted({row["document"] for row in rows}))
+    number = {canonical(text): i for i, text in enumerate(texts)}
     of_key: dict[str, set[int]] = {}
     for row in rows:
-        of_key.setdefault(row["key"], set()).add(number[row["document"]])
-    relevant: dict[str, set[int]] = {}  # of each query once, whose rows may name several
-    for row in rows:
-        relevant.setdefault(row["query"], set()).update(of_key[row["key"]])
+        of_key.setdefault(row["key"], set()).add(number[canonical(row["document"])])
+    relevant = _answers([(row["query"], of_key[row["key"]]) for row in rows])
     asked = list(relevant)[: config.max_queries]
     return Task(name, family, asked, [[text] for text in texts], [relevant[query] for query in asked])
 
 
 def _document_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
-    documents, relevant, first = [], {}, 0
+    documents, told, first = [], [], 0
     rows = [row for row in rows if len(row["chunks"]) <= config.max_documents]
     for row in sorted(rows, key=lambda row: _hash(row["document_id"])):
         if first + len(row["chunks"]) > config.max_documents:
             break
         documents.append(list(row["chunks"]))
-        for query, gold in zip(row["queries"], row["golds"], strict=True):  # several rows may name its golds
-            relevant.setdefault(query, set()).add(first + gold)
+        told += [(query, {first + gold}) for query, gold in zip(row["queries"], row["golds"], strict=True)]
         first += len(row["chunks"])
+    relevant = _answers(told)
     asked = sorted(relevant, key=_hash)[: config.max_queries]
     return Task(name, family, asked, documents, [relevant[query] for query in asked])
+
+
+def _answers(told: Sequence[tuple[str, set[int]]]) -> dict[str, set[int]]:
+    """Each query once, with all that answers it in any row."""
+    queries, number_N = distinct([query for query, _ in told])
+    relevant: dict[str, set[int]] = {query: set() for query in queries}
+    for number, (_, golds) in zip(number_N, told):
+        relevant[queries[number]] |= golds
+    return relevant
 
 
 def embed_task(embedder: Embedder, task: Task, config: EvaluationConfig, *, late_chunking: bool) -> Vectors:

@@ -29,7 +29,7 @@ def sequence_loss(q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: 
         chunks_MCD: chunk embeddings of the M distinct documents of the batch.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        options: `temperature`, `chunk_mask_MC` and `queries` of `local_loss`.
+        options: `temperature`, `chunk_mask_MC`, `query_N` and `queries` of `local_loss`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -63,7 +63,7 @@ def batch_loss(q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Ten
         chunks_MCD: chunk embeddings of the M distinct documents of the batch.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        options: `temperature`, `chunk_mask_MC` and `queries` of `local_loss`.
+        options: `temperature`, `chunk_mask_MC`, `query_N` and `queries` of `local_loss`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -93,6 +93,7 @@ def local_loss(
     alpha: float = 0.2,
     temperature: float = 0.02,
     chunk_mask_MC: Tensor | None = None,
+    query_N: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """The chunk-level half of the contextual objective: L_local = α L_seq + (1−α) L_batch.
@@ -107,6 +108,8 @@ def local_loss(
         alpha: α, the weight of L_seq, in [0, 1].
         temperature: τ, above 0.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
+        query_N: a number for each query, equal for those that ask the same: what answers one of them is no
+            negative of the others. Default: all differ.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -127,7 +130,7 @@ def local_loss(
         '0.6576'
     """
     check_settings(temperature=temperature, alpha=alpha)
-    similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
+    similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, query_N)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         gold_T, own_TC, all_TMC = similarities(rows, q_TD)
@@ -145,6 +148,7 @@ def global_loss(
     *,
     temperature: float = 0.02,
     margin: float = 0.1,
+    query_N: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against its document, the other distinct documents and the other queries.
@@ -164,6 +168,8 @@ def global_loss(
         document_N: index of each query's document, in 0..M−1.
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; math.inf masks nothing.
+        query_N: a number for each query, equal for those that ask the same: what answers one of them is no
+            negative of the others. Default: all differ.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -181,17 +187,18 @@ def global_loss(
         >>> f"{global_loss(queries, documents, torch.tensor([0, 0, 1]), temperature=1.0):.4f}"
         '0.9188'
     """
-    check_shapes(q_ND=q_ND, documents_MD=documents_MD, document_N=document_N)
+    check_shapes(q_ND=q_ND, documents_MD=documents_MD, document_N=document_N, query_N=query_N)
     check_settings(temperature=temperature, margin=margin)
     check_index("document_N", document_N, len(documents_MD))
-    document_N = document_N.to(q_ND.device, non_blocking=True)
-    document_NM = _own_document(document_N, documents_MD)
+    query_N = torch.arange(len(q_ND)) if query_N is None else query_N
+    query_N, document_N = (x.to(q_ND.device, non_blocking=True) for x in (query_N, document_N))
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+        same_TN = query_N[rows, None] == query_N
         qd_TM, qq_TN = cosine(q_TD, documents_MD), cosine(q_TD, q_ND)
         positive_T = qd_TM.gather(1, document_N[rows, None]).squeeze(1)
-        documents_TM = counted(qd_TM, document_NM[rows], positive_T, margin)
-        queries_TN = counted(qq_TN, one_hot(rows, q_ND), positive_T, margin)
+        documents_TM = counted(qd_TM, _answers(same_TN, document_N, qd_TM), positive_T, margin)
+        queries_TN = counted(qq_TN, same_TN, positive_T, margin)
         return info_nce(positive_T, positive_T[:, None], documents_TM, queries_TN, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(documents_MD) + len(q_ND))
@@ -209,6 +216,7 @@ def contextual_loss(
     temperature: float = 0.02,
     margin: float = 0.1,
     chunk_mask_MC: Tensor | None = None,
+    query_N: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """The objective of contextual training: L_context = β L_global + (1−β) L_local.
@@ -222,6 +230,8 @@ def contextual_loss(
         temperature: τ, above 0.
         margin: how much better than its document a negative of L_global may be; math.inf masks nothing.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
+        query_N: a number for each query, equal for those that ask the same: what answers one of them is no
+            negative of the others. Default: all differ.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -244,7 +254,7 @@ def contextual_loss(
     """
     check_shapes(chunks_MCD=chunks_MCD, documents_MD=documents_MD)
     check_settings(temperature=temperature, beta=beta)
-    shared = {"temperature": temperature, "queries": queries}
+    shared = {"temperature": temperature, "query_N": query_N, "queries": queries}
     chunks = (chunks_MCD, document_N, gold_N)
     local = local_loss(q_ND, *chunks, alpha=alpha, chunk_mask_MC=chunk_mask_MC, **shared)
     document = global_loss(q_ND, documents_MD, document_N, margin=margin, **shared)
@@ -260,6 +270,7 @@ def insent_loss(
     lam: float = 0.5,
     temperature: float = 0.05,
     chunk_mask_MC: Tensor | None = None,
+    query_N: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InSeNT: the gold chunk against its own document, and against the chunks of the other documents.
@@ -280,6 +291,8 @@ def insent_loss(
         lam: λ, the weight of the in-sequence term, in [0, 1].
         temperature: τ, above 0.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
+        query_N: a number for each query, equal for those that ask the same: what answers one of them is no
+            negative of the others. Default: all differ.
         queries: the terms of these queries only, with the weights they have in the whole batch. Default: all.
 
     Returns:
@@ -299,10 +312,10 @@ def insent_loss(
         '0.4324'
     """
     check_settings(temperature=temperature, lam=lam)
-    similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC)
+    similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, query_N)
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
-    own_NM = _own_document(document_N.to(q_ND.device, non_blocking=True), chunks_MCD)
+    own_NM = one_hot(slice(None), chunks_MCD)[document_N.to(q_ND.device, non_blocking=True)]
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         gold_T, own_TC, all_TMC = similarities(rows, q_TD)
@@ -315,14 +328,18 @@ def insent_loss(
 
 
 def _to_chunks(
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, chunk_mask_MC: Tensor | None
+    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *given: Tensor | None
 ) -> Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Checks the chunk-level losses' arguments; returns the function from a tile to its similarities.
+    """Checks the chunk-level losses' arguments, `given` chunk_mask_MC and query_N too; returns the function
+    from a tile to its similarities.
 
     Given a slice of the N queries, and their embeddings, these are: with the gold chunk (T,), with the chunks
-    of the own document, the gold one among them (T, C), and with all chunks (T, M, C); −inf for padding.
+    of the own document, the gold one among them (T, C), and with all chunks (T, M, C); −inf for padding, and
+    for other chunks that answer the same query.
     """
-    index = {"document_N": document_N, "gold_N": gold_N}
+    chunk_mask_MC, query_N = given
+    query_N = torch.arange(len(q_ND)) if query_N is None else query_N
+    index = {"document_N": document_N, "gold_N": gold_N, "query_N": query_N}
     check_shapes(q_ND=q_ND, chunks_MCD=chunks_MCD, **index, chunk_mask_MC=chunk_mask_MC)
     check_index("document_N", document_N, len(chunks_MCD))
     check_index("gold_N", gold_N, chunks_MCD.shape[1])
@@ -331,12 +348,16 @@ def _to_chunks(
     if (bad_N := padding_MC[document_N, gold_N]).any():
         query = int(bad_N.nonzero()[0])
         raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
-    index = (x.to(q_ND.device, non_blocking=True) for x in (padding_MC, document_N, gold_N))
-    padding_MC, document_N, gold_N = index
+    index = (x.to(q_ND.device, non_blocking=True) for x in (padding_MC, document_N, gold_N, query_N))
+    padding_MC, document_N, gold_N, query_N = index
+    answer_N = document_N * chunks_MCD.shape[1] + gold_N  # among all chunks
 
     def similarities(rows: slice, q_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        all_TMC = cosine(q_TD, chunks_MCD.flatten(0, 1)).unflatten(1, chunks_MCD.shape[:2])
-        all_TMC = all_TMC.masked_fill(padding_MC, -torch.inf)
+        all_TX = cosine(q_TD, chunks_MCD.flatten(0, 1))
+        others_TX = _answers(query_N[rows, None] == query_N, answer_N, all_TX)
+        others_TX = others_TX.scatter(1, answer_N[rows, None], value=False)
+        none_TX = others_TX | padding_MC.flatten()
+        all_TMC = all_TX.masked_fill(none_TX, -torch.inf).unflatten(1, chunks_MCD.shape[:2])
         own_TC = all_TMC[torch.arange(len(all_TMC), device=all_TMC.device), document_N[rows]]
         gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
         return gold_T, own_TC, all_TMC
@@ -344,6 +365,12 @@ def _to_chunks(
     return similarities
 
 
-def _own_document(document_N: Tensor, x_MXD: Tensor) -> Tensor:
-    """Booleans (N, M): True at each query's document."""
-    return document_N[:, None] == torch.arange(len(x_MXD), device=document_N.device)
+def _answers(same_TN: Tensor, answer_N: Tensor, s_TX: Tensor) -> Tensor:
+    """Booleans (T, X): which of X candidates answer a tile's queries, in any row that asks the same.
+
+    Args:
+        same_TN: which queries ask the same as those of the tile.
+        answer_N: the candidate that answers each query.
+        s_TX: similarities with all candidates.
+    """
+    return torch.zeros_like(s_TX).index_add(1, answer_N, same_TN.to(s_TX.dtype)) > 0

@@ -613,6 +613,7 @@ class Contextual(Contrastive):
         config = self.config
         q_ND, chunks_MCD, documents_MD, mask_MC = batch.split(rows_RD)
         shared |= {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask_MC}
+        shared["query_N"] = numbered(batch.sequences[: batch.count])
         if config.objective == "insent":
             loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
         else:
