@@ -1,7 +1,9 @@
 """Rows of a source: formats, layouts, what is refused and how it is said; the mirror, the Hub."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -10,6 +12,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import tiny
@@ -113,6 +116,15 @@ def test_a_bad_row_is_refused(tmp_path, name, good, bad, detail):
     assert count == 1 and message.startswith(f"{path}, row 3: {reason}")
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
+@pytest.mark.parametrize("column", ["query", "key", "held_by"])
+def test_the_rows_of_a_column_of_nulls_are_counted(tmp_path, suffix, column):
+    rows = [{"query": "q", "document": "d", "key": "k", "held_by": "h"} | {column: None}] * 9
+    source = own(write_as(tmp_path / f"a.{suffix}", rows), columns={name: name for name in rows[0]})
+    assert rows_of(replace(source, bad_rows="drop"), dropped := Counter()) == []
+    assert dropped == {f"{column} is no text, or empty": 9}
+
+
 LINE = b'{"query": "q", "document": "d"}\n'
 UNKNOWN = "in no known format; there are .parquet, .arrow"
 UNREADABLE = {
@@ -121,14 +133,54 @@ UNREADABLE = {
     "d.jsonl.gz": (gzip.compress(LINE * 999)[:-20], "Compressed file ended"),
     "e.jsonl": (LINE + b'{"query": "\\ud83d", "document": "d"}\n', "line 2: 'utf-8' codec can't encode"),
     "g.jsonl": (LINE + b"7\n", "line 2: no names and values in braces"),
-    "f.csv": (b"query,document\na,b\nb,c,d\n", "line 3: more fields than names"),
-    "c.csv": (b"query,document\na,b,c\n", "line 2: more fields than names"),
+    "f.csv": (b"query,document\na,b\nb,c,d\n", "line 3: other than 2 fields"),
+    "c.csv": (b"query,document\na,b,c\n", "line 2: other than 2 fields"),
+    "l.csv": (b"query,document,other\na,b\n", "line 2: other than 3 fields"),
+    # As those write it who do not quote: six rows, three, one for each line.
+    "m.tsv": (
+        b'query\tdocument\n"a\tb\nc"\td\n' * 3,
+        "to line 3, a quote that opens a field takes in others",
+    ),
+    "n.tsv": (b'query\tdocument\tother\n"a\tb"\tc\n', "line 2: other than 3 fields"),
+    "o.tsv": (b'text\n"a\nb"\n', "to line 3, a quote that opens a field takes in others"),
     "q.tsv": (b'query\tdocument\n"a\tb\n"c\td\n', "expected after"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
     "i.jsonl": (b"", UNKNOWN),
-    "k.arrow": (b"ARROW1 of another kind", "Expected to read"),
+    "k.arrow": (b"ARROW1 of another kind", "Not an Arrow file"),
     "j.doc": (b"x", UNKNOWN),
 }
+
+
+def test_an_arrow_file_of_either_format_is_read_whole_or_not_at_all(tmp_path):
+    path = write_as(tmp_path / "a.arrow", PAIRS)
+    stream = path.read_bytes()
+    table = pa.ipc.open_stream(stream).read_all()
+    with pa.ipc.new_file(tmp_path / "b.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    assert rows_of(own(tmp_path / "b.arrow")) == rows_of(own(path))
+    ends = [end for end in range(8, len(stream), 8) if stream[end : end + 4] == b"\xff" * 4]
+    assert len(ends) == 9  # of the schema, and of eight batches of rows: pyarrow reads up to each of them
+    for data in (*(stream[:end] for end in ends), stream * 2):
+        path.write_bytes(data)
+        assert "its end is missing, or something follows it" in refusal(own(path))
+
+
+NAMES = ["a::b.jsonl", "file::a.csv", "a#b.tsv", "a?b.parquet", "a%20*[1]{2}.arrow", "~$a.csv", "http:a.tsv"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "a\n b.jsonl", "a.JSONL"])
+def test_a_path_may_hold_any_character(tmp_path, name):
+    lower = write_as(tmp_path / f"a{Path(name).suffix.lower()}", PAIRS)
+    assert len(rows_of(own(lower.rename(tmp_path / name)))) == len(PAIRS)
+
+
+@pytest.mark.parametrize("compressed", [bz2, gzip, lzma])
+def test_a_mirror_skips_no_compressed_table(mirror, compressed):
+    suffix = {"bz2": "bz2", "gzip": "gz", "lzma": "xz"}[compressed.__name__]
+    name = f"train-2.jsonl.{suffix}"
+    (mirror / "deu" / name).write_bytes(compressed.compress(b'{"text": "deu 2"}\n'))
+    tiny.write_card(mirror, {"deu": "deu/train-*"})
+    assert [row["text"] for row in rows_of(mirrored())] == ["deu 0", "deu 1", "deu 2"]
 
 
 @pytest.mark.parametrize("name", UNREADABLE)

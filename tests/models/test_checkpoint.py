@@ -67,22 +67,71 @@ def test_lengths_and_padding_in_a_models_own_files(tmp_path):
     assert_close(embedder.encode(TEXTS, "float32"), theirs.encode(TEXTS))
 
 
-def test_what_cannot_be_done_is_refused(tmp_path):
-    source = tiny_foreign.bert(tmp_path / "a")
-    for pooling in ("cls", ("mean", "cls")):
-        with pytest.raises(ValueError, match=r"pooling .* is not supported: only mean and lasttoken"):
-            load(tiny_foreign.sentence_transformers(source, tmp_path / "b", pooling))
-    path = tiny_foreign.sentence_transformers(source, tmp_path / "c")
-    tiny_foreign.edit(path / "1_Pooling" / "config.json", include_prompt=False)
-    with pytest.raises(ValueError, match="leaves the prompt out"):
+BERT, PLAIN, POOLING = (
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+)
+POOLER = {"text": {"method": "forward", "method_output_name": "pooler_output"}}
+CHANGE_VECTORS = [  # or their order
+    (PLAIN, {"default_prompt_name": "query", "prompts": {"query": "ask: "}}),
+    (PLAIN, {"truncate_dim": 16}),
+    (PLAIN, {"similarity_fn_name": "dot"}),
+    (PLAIN, {"model_type": "SparseEncoder"}),
+    (BERT, {"do_lower_case": True}),
+    (BERT, {"modality_config": POOLER}),
+    (BERT, {"config_args": {"num_hidden_layers": 1}}),
+    (BERT, {"tokenizer_args": {"model_max_length": 5}}),
+    (BERT, {"transformer_task": "fill-mask"}),
+    (BERT, {"of_a_later_version": 1}),
+    (POOLING, {"include_prompt": False}),
+    (POOLING, {"pooling_mode": "cls"}),
+    (POOLING, {"pooling_mode": ["mean", "cls"]}),
+    ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}),
+    ("tokenizer_config.json", {"truncation_side": "left"}),
+    ("config.json", {"quantization_config": {"quant_method": "fp8"}}),
+    ("config.json", {"auto_map": {"AutoModel": "modeling.Bidirectional"}}),
+]
+
+
+@pytest.mark.parametrize(("file", "change"), CHANGE_VECTORS)
+def test_a_setting_that_changes_vectors_is_refused_by_name(tmp_path, file, change):
+    path = tiny_foreign.sentence_transformers(
+        tiny_foreign.bert(tmp_path / "a"), tmp_path / "b", normalize=True
+    )
+    tiny_foreign.edit(path / file, **change)
+    with pytest.raises(ValueError, match=next(iter(change))):
         load(path)
-    tiny_foreign.edit(path / "1_Pooling" / "config.json", include_prompt=True)
+
+
+def test_what_adds_to_a_model_is_refused(tmp_path):
+    path = tiny_foreign.sentence_transformers(tiny_foreign.bert(tmp_path / "a"), tmp_path / "b")
     listed = json.loads((path / "modules.json").read_text())
     for kind in ("sentence_transformers.models.Dense", "their_code.Normalize"):
         more = {"idx": 2, "name": "2", "path": "2_More", "type": kind}
         (path / "modules.json").write_text(json.dumps([*listed, more]))
-        with pytest.raises(ValueError, match=f"modules .*{kind} are not supported"):
+        with pytest.raises(ValueError, match=f"modules .*{kind} of sentence-transformers are not supported"):
             load(path)
+    (path / "modules.json").write_text(json.dumps(listed))
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has adapter_config"):
+        load(path)
+
+
+def test_settings_that_change_nothing_are_read(tmp_path):
+    path = tiny_foreign.sentence_transformers(tiny_foreign.bert(tmp_path / "a"), tmp_path / "b")
+    tiny_foreign.edit(
+        path / PLAIN, default_prompt_name="document", truncate_dim=None, similarity_fn_name=None
+    )
+    older = {
+        f"pooling_mode_{mode}": mode == "mean_tokens" for mode in ("cls_token", "mean_tokens", "lasttoken")
+    }
+    (path / POOLING).write_text(json.dumps({"word_embedding_dimension": 32} | older))
+    tiny_foreign.edit(path / BERT, unpad_inputs=False, processing_kwargs={}, max_seq_length=20)
+    theirs, embedder = loaded(path)
+    expected = theirs.encode([*TEXTS, LONG])
+    assert_close(embedder.encode([*TEXTS, LONG], "float32"), expected)
+    assert_close(loaded(embedder.save_pretrained(tmp_path / "saved"))[0].encode([*TEXTS, LONG]), expected)
 
 
 def expected_of(chunks):

@@ -1,13 +1,17 @@
 """Merges against the formulas in float64."""
 
+import json
 import logging
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import tiny
 import tiny_families
 from closeness import assert_close
+from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
 from unmask.models.merge import slerp, slerp_all
 
@@ -63,6 +67,57 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
     (one,) = checkpoints(tmp_path, [1])
     with pytest.raises(ValueError, match="is no checkpoint"):
         slerp_all([one, tmp_path / "none"], tmp_path / "m")
-    with pytest.raises(ValueError, match="different numbers of layers"):
+    with pytest.raises(ValueError, match="num_hidden_layers: the same weights"):
         slerp(one, backbone.save(tiny.model(layers=3), tiny.tokenizer(), tmp_path / "3"), 0.5, tmp_path / "m")
+    for t in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"t must lie in \[0, 1\]"):
+            slerp(one, one, t, tmp_path / "m")
+    opposite = tiny_families.model("qwen3", bidirectional=True, seed=1)
+    for parameter in opposite.parameters():
+        parameter.data.neg_()
+    other = backbone.save(opposite, tiny.tokenizer(), tmp_path / "opposite", pooling="mean")
+    with pytest.raises(ValueError, match="zeros alone in embed_tokens"):
+        slerp(one, other, 0.5, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def another_tokenizer():
+    """As large as the usual one, with two of its tokens exchanged."""
+    content = json.loads(tiny.tokenizer().backend_tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    a, b = list(vocabulary)[10:12]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token=END_OF_TEXT
+    )
+
+
+# Of one shape each.
+OTHERS = {
+    "tokenizer": {},
+    "pooling": {"pooling": "last"},
+    "special_tokens": {"special_tokens": True},
+    "is_causal": {"is_causal": True},
+    "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "hidden_act": {"hidden_act": "gelu"},
+}
+
+
+@pytest.mark.parametrize(("what", "changed"), OTHERS.items())
+def test_parents_whose_weights_mean_different_things_are_refused(tmp_path, what, changed):
+    (one,) = checkpoints(tmp_path, [1])
+    model = tiny_families.model("qwen3", bidirectional=True, seed=2)
+    facts = {"pooling": "mean"} | {
+        key: changed[key] for key in changed.keys() & {"pooling", "special_tokens"}
+    }
+    for key in changed.keys() - facts.keys():
+        setattr(model.config, key, changed[key])
+    tokenizer = another_tokenizer() if what == "tokenizer" else tiny.tokenizer()
+    other = backbone.save(model, tokenizer, tmp_path / "other", **facts)
+    for merge in (
+        lambda: slerp(one, other, 0.5, tmp_path / "m"),
+        lambda: slerp_all([one, other], tmp_path / "m"),
+    ):
+        with pytest.raises(ValueError, match=f"have another {what}: the same weights"):
+            merge()
     assert not (tmp_path / "m").exists()

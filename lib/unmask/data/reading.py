@@ -33,7 +33,9 @@ from unmask.data.spelling import canonical
 from unmask.store import fingerprint, nearest
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
-FORMATS = (*TABLES, ".txt")  # on the Hub: licences and the like. Text, JSON and CSV may be compressed (.gz)
+FORMATS = (*TABLES, ".txt")  # on the Hub: licences and the like
+_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$")  # as text, JSON and CSV may be
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; pyarrow takes one that was cut short for a whole one
 # Of a definition: what decides no row.
 _NO_CONTENT = ["files", "share", "licence", "rows", "documented", "optional", "known_as"]
 BATCH = 1000  # rows of a table in memory at once
@@ -59,7 +61,7 @@ class DataFile(NamedTuple):
 
 def suffix_of(file: str) -> str:
     """The suffix that tells a file's format, the compression's left out."""
-    return PurePosixPath(file.lower().removesuffix(".gz")).suffix
+    return PurePosixPath(_COMPRESSED.sub("", file.lower())).suffix
 
 
 def data_files(source: Source) -> list[DataFile]:
@@ -249,10 +251,10 @@ def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
 
 
 def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
-    text = {"mode": "rt", "encoding": "utf-8-sig", "newline": "", "compression": "infer"}  # Windows marks it
+    text = {"mode": "rt", "encoding": "utf-8-sig", "newline": ""}  # Windows marks it
     match suffix_of(unit.file):
         case ".parquet":
-            with fsspec.open(unit.file) as stream:
+            with _open(unit.file) as stream:
                 file = parquet.ParquetFile(stream)
                 there = file.schema_arrow.names
                 wanted = {path if path in there else path.partition(".")[0] for path in columns}
@@ -262,28 +264,51 @@ def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
                 for batch in file.iter_batches(BATCH, groups, [*wanted]):
                     yield from batch.to_pylist()
         case ".arrow":
-            table = pa.ipc.open_stream(pa.memory_map(unit.file)).read_all()
+            table = _arrow_table(pa.memory_map(unit.file))
             start, stop = (len(table) * part // unit.parts for part in (unit.part, unit.part + 1))
             for batch in table.slice(start, stop - start).to_batches(BATCH):
                 yield from batch.to_pylist()
         case ".txt":
-            with fsspec.open(unit.file, **text) as lines:
+            with _open(unit.file, **text) as lines:
                 yield from ({"text": line.rstrip("\r\n")} for line in lines)
         case ".csv" | ".tsv" as suffix:
-            with fsspec.open(unit.file, **text) as lines:
+            with _open(unit.file, **text) as lines:
                 rows = csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
                 for row in rows:
-                    if None in row:
-                        raise ValueError(f"line {rows.line_num}: more fields than names")
+                    if None in row or None in row.values():
+                        raise ValueError(f"line {rows.line_num}: other than {len(rows.fieldnames)} fields")
+                    # Not all who write TSV quote: a quote that is a sign like others would join what follows.
+                    between = "\t" if len(row) > 1 else "\n"
+                    if suffix == ".tsv" and any(between in value for value in row.values()):
+                        joined = f"to line {rows.line_num}, a quote that opens a field takes in others"
+                        raise ValueError(f"{joined}; if they are one text, write it as .csv or .jsonl")
                     yield row
         case _:
             yield from _objects(unit.file)
 
 
+def _open(file: str, mode: str = "rb", **options: Any) -> Any:
+    """Opens a file, compressed or not. `fsspec.open` would take "::" in a path for a chain of systems."""
+    system = fsspec.filesystem("hf" if file.startswith("hf://") else "file")
+    return system.open(file, mode, compression="infer", **options)
+
+
+def _arrow_table(source: pa.NativeFile) -> pa.Table:
+    """The rows of an Arrow file, in either of its formats: random access, or a stream."""
+    if source.read(6) == b"ARROW1":
+        return pa.ipc.open_file(source).read_all()
+    source.seek(0)
+    table = pa.ipc.open_stream(source).read_all()
+    start = source.tell() - len(_ARROW_END)
+    if source.size() != source.tell() or source.read_at(len(_ARROW_END), start) != _ARROW_END:
+        raise ValueError("its end is missing, or something follows it")
+    return table
+
+
 def _objects(file: str) -> Iterator[dict[str, Any]]:
     """The rows of a JSON file, as they are: one in each line, or all in one list. Arrow would give the texts
     of a column one type, in blocks, and so alter or refuse some."""
-    with fsspec.open(file, "rb", compression="infer") as lines:
+    with _open(file) as lines:
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(b"\xef\xbb\xbf")  # the mark that Windows puts first
             try:

@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 from tokenizers.models import BPE
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
@@ -106,10 +106,20 @@ def sees_both_sides(model: PreTrainedModel) -> bool:
 def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
     """Loads a checkpoint in float32, by directory or Hub name; `head` keeps the language-model head.
 
-    Raises: ValueError if a directory is given that holds no checkpoint, or the head is more than a matrix,
-        and as `read`.
+    Raises: ValueError if a directory is given that holds no checkpoint, or one with code, an
+        adapter or quantised weights; if the head is more than a matrix; and as `read`.
     """
-    model = read(AutoModelForCausalLM if head else AutoModel, require_checkpoint(path))
+    source = require_checkpoint(path)
+    config, _ = PreTrainedConfig.get_config_dict(source)
+    known = {
+        "code (auto_map)": config.get("auto_map"),
+        "quantization_config": config.get("quantization_config"),
+    }
+    known["adapter_config.json"] = Path(source, "adapter_config.json").is_file()
+    if theirs := [name for name, there in known.items() if there]:
+        stock = "only plain weights of a stock class are read: convert them, or take it out if unused"
+        raise ValueError(f"{path} has {theirs[0]}; {stock}")
+    model = read(AutoModelForCausalLM if head else AutoModel, source)
     if head:
         with torch.inference_mode():
             ids_BL = torch.arange(4)[None]

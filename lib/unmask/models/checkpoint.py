@@ -20,6 +20,21 @@ from unmask.store import new_directory, read_json, write_json
 RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
 CARD = Path(__file__).with_name("card.md").read_text(encoding="utf8")
 CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])  # of sentence-transformers
+# What its files may say of them; whatever is not named has to be off, since it could change a vector.
+HONOURED = {"max_seq_length", "prompts", "embedding_dimension", "word_embedding_dimension"}
+HONOURED |= {"__version__", "requirements", "unpad_inputs"}  # which change none
+OFF = [None, False, "", [], {}]
+KNOWN = {
+    "model_type": ["SentenceTransformer"],
+    "transformer_task": ["feature-extraction"],
+    "modality_config": [{"method": "forward", "method_output_name": "last_hidden_state"}],  # of texts
+    "module_input_name": ["sentence_embedding"],
+    "module_output_name": ["token_embeddings", "sentence_embedding"],  # of Transformer and of Normalize
+    "pooling_mode": ["mean", "lasttoken", ["mean"], ["lasttoken"]],
+    "include_prompt": [True],
+    "similarity_fn_name": ["cosine", None],
+    "truncation_side": ["right"],  # of the tokenizer
+}
 
 
 @dataclass(frozen=True)
@@ -99,25 +114,32 @@ def _settings_of_sentence_transformers(folder: Path, tokenizer: PreTrainedTokeni
     modules = read_json(folder / "modules.json")
     kinds = [module["type"] for module in modules]
     names = [kind.rpartition(".")[2] for kind in kinds if kind.startswith("sentence_transformers.")]
-    found = sorted(folder.glob("sentence_*_config.json"))  # older ones name another family than "bert"
-    settings = read_json(found[0]) if found else {}
-    settings |= read_json(folder / "config_sentence_transformers.json")
-    odd = [key for key in ("do_lower_case", "processing_kwargs", "truncate_dim") if settings.get(key)]
-    if len(names) != len(kinds) or names not in CHAINS or odd:
+    if len(names) != len(kinds) or names not in CHAINS:
+        only = "only Transformer and Pooling, and Normalize after them"
         raise ValueError(
-            f"{folder}: the sentence-transformers modules {', '.join(kinds)} are not supported: only "
-            f"Transformer and Pooling, and Normalize after them, without {odd[0] if odd else 'do_lower_case'}"
+            f"{folder}: modules {', '.join(kinds)} of sentence-transformers are not supported: {only}"
         )
-    pooling = read_json(folder / modules[1]["path"] / "config.json")
-    older = [key.split("_", 2)[2] for key, on in pooling.items() if key.startswith("pooling_mode_") and on]
-    modes = pooling.get("pooling_mode", older)
-    if modes not in ("mean", ["mean"], ["mean_tokens"], "lasttoken", ["lasttoken"]):
-        raise ValueError(f"{folder}: pooling {modes} is not supported: only mean and lasttoken")
-    if not pooling.get("include_prompt", True):
-        raise ValueError(f"{folder}: pooling that leaves the prompt out (include_prompt) is not supported")
+    files = sorted(folder.glob("sentence_*_config.json"))[:1]  # older ones name another family than "bert"
+    files += [folder / "config_sentence_transformers.json"]
+    files += [folder / module["path"] / "config.json" for module in modules[1:]]
+    said = {key: value for file in files for key, value in read_json(file).items()}
+    said["truncation_side"] = tokenizer.truncation_side
+    older = [key for key in said if key.startswith("pooling_mode_")]
+    modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in older if said.pop(key)]
+    modes = said.setdefault("pooling_mode", modes)
+    if not said.get("prompts", {}).get(said.get("default_prompt_name")):
+        said.pop("default_prompt_name", None)
+    if "modality_config" in said:
+        said["modality_config"] = said["modality_config"].get("text", "without text")
+    for key in sorted(said.keys() - HONOURED):
+        if said[key] not in (values := KNOWN.get(key, OFF)):
+            only = f"only {values[0]!r}; what else it does is yours to do, to texts or vectors"
+            raise ValueError(
+                f"{folder}: {key} {said[key]!r} of sentence-transformers is not supported: {only}"
+            )
     return Settings(
         pooling="last" if "lasttoken" in modes else "mean",
-        max_length=settings.get("max_seq_length") or tokenizer.model_max_length,
+        max_length=said.get("max_seq_length") or tokenizer.model_max_length,
         special_tokens=True,
         normalize=names[-1] == "Normalize",
     )

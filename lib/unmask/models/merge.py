@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto import AutoConfig
+
+from unmask.data.tokens import StoredTokenizer
 from unmask.extras import extra
 from unmask.models import backbone
-from unmask.store import new_directory, read_json
+from unmask.store import new_directory
 
 with extra("study"):
     from mergekit.config import MergeConfiguration
     from mergekit.merge import MergeOptions, run_merge
+
+# Of a configuration: what may differ between parents. Dropout may, too.
+FREE = {"_name_or_path", "architectures", "transformers_version", "dtype", "use_cache", "initializer_range"}
 
 
 def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
@@ -24,9 +30,12 @@ def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
 
     mergekit falls back to linear interpolation where |cos θ| > 0.9995.
 
-    Raises: ValueError for a directory that is no checkpoint, for different numbers of layers, and if what
-        mergekit wrote is not a whole one (it returns normally even when it wrote no weights).
+    Raises: ValueError for a directory that is no checkpoint, a t outside of [0, 1], parents of which another
+        tokenizer, configuration or pooling makes use, parents that point opposite ways, and if what mergekit
+        wrote is not a whole checkpoint (it returns normally even when it wrote no weights).
     """
+    if not 0 <= t <= 1:
+        raise ValueError(f"t must lie in [0, 1], from one parent to the other; got {t}")
     recipe = {"merge_method": "slerp", "base_model": str(base.resolve()), "parameters": {"t": t}}
     return _merge(recipe, [base, other], path, t=t)
 
@@ -50,8 +59,13 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
     """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
     clears), checks the result, and writes it with the first parent's tokenizer and facts."""
     models = [{"model": backbone.require_checkpoint(parent.resolve())} for parent in parents]
-    if len({read_json(parent / "config.json").get("num_hidden_layers") for parent in parents}) > 1:
-        raise ValueError(f"{parents[0]} and others have different numbers of layers: only equal shapes merge")
+    first, *others = map(_meaning, parents)
+    for parent, other in zip(parents[1:], others, strict=True):
+        if differ := sorted(key for key in first | other if first.get(key) != other.get(key)):
+            what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
+            raise ValueError(
+                f"{what}: the same weights would mean different things, take parents of one kind"
+            )
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
@@ -65,10 +79,23 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
             logging.disable(logging.NOTSET)
             logging.root.removeHandler(silent)
         merged = backbone.load(folder / "merged")  # refuses what is not whole
-        if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
-            raise ValueError(f"the merge of {parents[0]} and others has NaN or infinity in {bad[0]}")
+        # Opposite parents have no middle: matrices of zeros.
+        tensors = merged.named_parameters()
+        if bad := [name for name, x in tensors if not x.isfinite().all() or (x.ndim > 1 and not x.any())]:
+            raise ValueError(
+                f"the merge of {parents[0]} and others has NaN, infinity or zeros alone in {bad[0]}"
+            )
         facts = backbone.inherited(parents[0]) | {"stage": "merge"} | facts
         backbone.write(merged, backbone.load_tokenizer(parents[0]), folder, **facts)
         del merged  # its weights may be mapped from what goes now
         shutil.rmtree(folder / "merged")
     return path
+
+
+def _meaning(parent: Path) -> dict[str, Any]:
+    """What gives weights their meaning: tokenizer, configuration, and how an embedder reads and pools."""
+    facts = backbone.facts(parent)
+    settings = {name: facts.get(name) for name in ("pooling", "special_tokens", "normalize")}
+    config = AutoConfig.from_pretrained(parent).to_dict()
+    config = {key: value for key, value in config.items() if key not in FREE and "dropout" not in key}
+    return config | settings | {"tokenizer": StoredTokenizer.of(backbone.load_tokenizer(parent))}
