@@ -15,7 +15,7 @@ help:
 	@echo "make smoke      the same pipeline at toy size, in a few minutes"
 	@echo "make rehearse   the presets that read the Hub, on made-up data and small models, on one and two processes"
 	@echo "make test       ruff, which part of the library may import which, then pytest"
-	@echo "make test-faults  kill trainings at random moments"
+	@echo "make test-faults  kill trainings, and whatever else writes files, at random moments; FAULTS=100 times"
 	@echo "make lint       ruff, and which part of the library may import which"
 	@echo "make lab        JupyterLab on the notebooks, which train in view; LAB=… is handed on, for instance"
 	@echo "                LAB='--no-browser --port=8890'"
@@ -44,8 +44,9 @@ test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 # Processes that are killed cannot give their semaphores back, which Python would remark at the end.
+FAULTS ?= 24
 test-faults: $(READY)
-	@UNMASK_FAULTS=1 PYTHONWARNINGS=ignore:resource_tracker:UserWarning $(BIN)/python -m pytest -s tests/faults
+	@UNMASK_FAULTS=$(FAULTS) PYTHONWARNINGS=ignore:resource_tracker:UserWarning $(BIN)/python -m pytest -s tests/faults
 
 lint: $(READY)
 	@$(BIN)/ruff check
