@@ -153,7 +153,9 @@ def sharded(small: bool) -> Iterator[Row]:
 
 def held(stage: str, count: int, strategy: str, preset: str) -> Row:
     """The rate of a step on so many processes, from a process of its own for each."""
-    options = {"batch": gpu.BATCH[stage], "compile": GPU} if preset != "smoke" else {}
+    # Budgets that fit: nobody would start these processes again.
+    options = {"batch": gpu.BATCH[stage], "compile": GPU, "token_budget": 16_384} if preset != "smoke" else {}
+    options |= {"keep_tokens": 1} if stage != "diffusion" else {}
     program = ["--standalone", f"--nproc-per-node={count}", gpu.__file__]
     command = [
         sys.executable,

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from inspect import signature
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ KERNEL_ON = {"cuda"}  # kinds of device for which torch has a kernel for it
 SHARED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 ROWS = 512  # queries that are compared with all keys at once, at most
 SCORES = 2**19  # of their scores, at most: they stay in cache
+_COMPILED: set[Any] = set()  # shapes of the layers that torch has graphs for, and whether for one length
 KERNELS = [Kernel.CUDNN_ATTENTION, Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
 
 
@@ -50,6 +52,13 @@ def unpadded(model: nn.Module, *, inference: bool = False) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and _supported(model)
 
 
+def shipped(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copies a CPU tensor to a device, a GPU's from pinned memory: from other memory the copy may wait for all
+    that the GPU has to do."""
+    device = torch.device(device)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
 def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device | str) -> dict[str, object]:
     """The keyword arguments that tell the model where its one row of tokens is divided into sequences.
 
@@ -59,9 +68,9 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
     _decoder(model).config._attn_implementation = VARLEN
     ends = torch.tensor([0, *lengths]).cumsum(0)
     position_T = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(torch.tensor(lengths))
-    starts = ends.to(device, torch.int32, non_blocking=True)
+    starts = shipped(ends.int(), device)
     return {
-        "position_ids": position_T[None].to(device, non_blocking=True),
+        "position_ids": shipped(position_T[None], device),
         # Four dimensions say that the mask is ready, so transformers derives none. Nobody reads it.
         "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device),
         "cu_seq_lens_q": starts,
@@ -179,14 +188,21 @@ def compile_layers(model: nn.Module, *, same_length: bool) -> None:
 
     A graph is made for a forward pass with gradients and one for a pass without. Where all that is read has
     one length, they are for this length, which is the fastest, and a second length makes those for all; else
-    they are for any number and lengths of sequences from the first on.
+    they are for any number and lengths of sequences from the first on. The next model of the same shapes
+    finds them, in this process; another begins anew, since torch keeps few for a function.
     Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
     shard the model afterwards.
 
     Raises: ValueError if nothing here compiles what they become.
     """
     require_compiler(next(model.parameters()).device.type, "set compile to false")
-    for layer in backbone.layers(model):
+    layers = backbone.layers(model)
+    shapes = {tuple((name, p.dtype, *p.shape) for name, p in layer.named_parameters()) for layer in layers}
+    if (kind := {same_length} | shapes) != _COMPILED:
+        torch.compiler.reset()
+        _COMPILED.clear()
+        _COMPILED.update(kind)
+    for layer in layers:
         layer.compile(dynamic=None if same_length else True)
 
 

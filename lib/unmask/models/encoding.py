@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from unmask.data.tokens import TokenSequence
-from unmask.models.attention import unpadded_inputs
+from unmask.models.attention import shipped, unpadded_inputs
 
 
 def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
@@ -224,9 +224,9 @@ def encode_rows(
     # For sequences of one length a CPU has a faster kernel, but for bfloat16. A GPU has the same, and with
     # a single way to read them compiled layers do without a graph for these.
     if packed and (different or device.type != "cpu" or torch.is_autocast_enabled("cpu")):
-        tokens_1T = tokens_T[None].to(device, non_blocking=True)
+        tokens_1T = shipped(tokens_T[None], device)
         inputs |= unpadded_inputs(model, lengths, device)
-        segment_T = _segments(sequences).to(device, non_blocking=True)
+        segment_T = shipped(_segments(sequences), device)
         hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
         if pooling == "last":
             return hidden_TD[inputs["cu_seq_lens_q"][1:].long() - 1].float()
@@ -234,7 +234,7 @@ def encode_rows(
 
     def padded(x_T: Tensor, filler: int = 0) -> Tensor:
         x_BL = pad_sequence(x_T.split(lengths), batch_first=True, padding_value=filler)
-        return x_BL.to(device, non_blocking=True)
+        return shipped(x_BL, device)
 
     tokens_BL = padded(tokens_T)
     mask_BL = padded(torch.ones_like(tokens_T)) if different else None

@@ -91,8 +91,13 @@ def cached_rows(
         rows = [np.arange(offsets[i], offsets[i + 1]) for i in group]  # of each sequence
         return processes.ship(torch.from_numpy(np.concatenate([np.arange(0), *rows])))
 
-    sizes = np.cumsum([sum(len(sequences[i]) for i in group) for group in own[::-1]])
-    kept = max(1, int(np.searchsorted(sizes, keep_tokens, side="right")))
+    # As many on every process as on the one that holds the fewest: FSDP2's must go forward and back together.
+    tokens = [sum(len(sequences[i]) for i in group) for group in groups[::-1]]
+    kept = [
+        np.searchsorted(np.cumsum(tokens[rank :: processes.count]), keep_tokens, side="right")
+        for rank in range(processes.count)
+    ]
+    kept = max(1, int(min(kept)))
     again = own[:-kept]  # embedded twice
     parts, random_states = [], []
     random = torch.cuda if processes.device.type == "cuda" else torch  # where dropout draws from

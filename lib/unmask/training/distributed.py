@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from unmask.models import backbone
-from unmask.models.attention import compile_layers
+from unmask.models.attention import compile_layers, shipped
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(hours=1)  # of those who wait for one that compiles, or writes a large checkpoint
@@ -56,6 +56,7 @@ class Processes:
     def alone(cls, precision: str) -> "Processes":
         """This process by itself, whatever others it was started with; on a GPU if there is one."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+        _leave_room()
         return cls(half=backbone.computes_in_bf16(precision), device=device)
 
     @classmethod
@@ -65,6 +66,7 @@ class Processes:
         cpu = not torch.cuda.is_available()  # accelerate joins CPU processes only where the CPU was asked for
         peers = Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[patience])
         half = backbone.computes_in_bf16(precision)
+        _leave_room()
         return cls(peers, strategy, half, peers.process_index, peers.num_processes, peers.device)
 
     @property
@@ -77,7 +79,7 @@ class Processes:
 
     def ship(self, x: Tensor) -> Tensor:
         """Copies a CPU tensor to this process's device without waiting for the copy."""
-        return (x.pin_memory() if self.device.type == "cuda" else x).to(self.device, non_blocking=True)
+        return shipped(x, self.device)
 
     def wait(self) -> None:
         """Returns when every process is here."""
@@ -158,6 +160,12 @@ class Processes:
             under_way = [torch.distributed.all_reduce(one, async_op=True) for one in gradients]
             for sent in under_way:
                 sent.wait()
+
+
+def _leave_room() -> None:
+    """Makes torch's allocator the first to run out of memory: not kernels that load, which end a training."""
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(0.95)
 
 
 ALONE = Processes()

@@ -178,11 +178,10 @@ def _before(folder: Path, home: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _released() -> Iterator[None]:
-    """What a training holds is given back in the end, for whatever this process does next: memory, compiled
-    layers, the state of random numbers."""
+    """What a training holds is given back in the end, for whatever this process does next: memory, the state
+    of random numbers."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         yield
-    torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -352,8 +351,10 @@ def _backward(
             )
         stage.config = replace(stage.config, **fewer)
         write_json(folder / MEMORY, fewer)
-        if processes.count > 1:
+        if processes.accelerator:  # the others wait for this one, and FSDP2 for the end of its pass
             raise OutOfMemory(AGAIN)
+        if stage.same_length:  # else the graph for the next size would be one for all sizes
+            torch.compiler.reset()
         optimizer.zero_grad()
         gc.collect()
         torch.cuda.empty_cache()
