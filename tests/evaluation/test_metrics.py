@@ -95,6 +95,20 @@ def test_bad_rankings_are_refused(message, arguments):
         retrieval_metrics(*arguments)
 
 
+REFUSED_RANKINGS = {
+    "ranking of query 1 holds a document twice": (np.array([[0, 1, -1, -1], [1, 1, 1, -1]]), [{0}, {1}]),
+    "as integers; got float64": (np.array([[0.0, 1.0]]), [{0}]),
+    "one row per query": (np.array([[0, 1]]), [{0}, {1}]),
+    "Query 0 has no relevant document": (np.array([[0, 1]]), [set()]),
+}
+
+
+@pytest.mark.parametrize(("message", "arguments"), REFUSED_RANKINGS.items())
+def test_a_ranking_is_asked_what_scores_are(message, arguments):
+    with pytest.raises(ValueError, match=message):
+        ranking_metrics(*arguments)
+
+
 def test_bm25_is_lucenes_formula():
     documents = ["a red apple", "a green green pear and more", "the red car"]
     words = [text.split() for text in documents]

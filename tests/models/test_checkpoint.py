@@ -10,7 +10,8 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from test_embedder import DOCUMENTS, TEXTS, WORDS, naive
-from transformers import AutoModel, AutoTokenizer, Qwen3Model
+from tokenizers import Tokenizer
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Model
 
 import tiny
 import tiny_families
@@ -159,6 +160,8 @@ def test_a_released_pplx_embed_checkpoint_loads_into_the_stock_class(tmp_path, m
 
 
 def test_a_name_that_nobody_has_is_refused():
+    with pytest.raises(ValueError, match=r"a Hub name with its organisation \(google-bert/"):
+        load("bert-base-uncased")
     with pytest.raises(ValueError, match="nobody/nothing is no directory here"):
         load("nobody/nothing")
 
@@ -192,6 +195,21 @@ def test_broken_facts_are_refused(saved):
     (saved / "unmask.json").write_text("{")
     with pytest.raises(ValueError, match=r"unmask\.json is broken"):
         load(saved)
+
+
+def test_a_tokenizer_without_anything_to_pad_with_is_not_saved(tmp_path):
+    content = tiny.tokenizer().backend_tokenizer.to_str()
+    backend = Tokenizer.from_str(content.replace(END_OF_TEXT, "<|other|>"))
+    for role, embeds in (({}, False), ({"sep_token": "<|other|>"}, True)):
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **role)
+        embedder, path = Embedder(tiny.model(), tokenizer, device="cpu"), tmp_path / str(embeds)
+        if embeds:  # of BERT's kind
+            theirs = SentenceTransformer(str(embedder.save_pretrained(path)), device="cpu")
+            assert_close(theirs.encode(TEXTS), embedder.encode(TEXTS, "float32"))
+            continue
+        with pytest.raises(ValueError, match="give it an eos token"):
+            embedder.save_pretrained(path)
+        assert not list(tmp_path.iterdir())
 
 
 LAST = {"pooling": "last", "normalize": True, "max_length": 20, "window": 30}

@@ -95,6 +95,9 @@ def test_requests_that_cannot_work_are_refused(embedder):
         embedder.encode(["one"], max_length=0)
     with pytest.raises(ValueError, match="chunk_length must be at least 1"):
         embedder.encode_documents(DOCUMENTS, chunk_length=-1)
+    for option in ("window", "token_budget"):
+        with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
+            Embedder(tiny.model(), tiny.tokenizer(), device="cpu", **{option: 0})
     with pytest.raises(ValueError, match="pooling must be 'mean' or 'last', got 'cls'"):
         Embedder(tiny.model(), tiny.tokenizer(), pooling="cls", device="cpu")
     causal = Embedder(tiny.model(bidirectional=False), tiny.tokenizer(), pooling="last", device="cpu")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import tiny
@@ -10,6 +11,16 @@ from unmask import Embedder
 from unmask.models.onnx import export_onnx
 
 LONG = " ".join(tiny.TEXTS)[:300]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_a_reader_would_refuse_are_refused(tmp_path, dtype):
+    pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
+    embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
+    embedder.model.layers[0].mlp.to(dtype)  # as mixed precision does
+    with pytest.raises(ValueError, match=f"weights in {dtype}: load it with mixed_precision=False"):
+        export_onnx(embedder, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
 
 
 EXPORTED = [("llama", {}), ("qwen3", {"pooling": "last", "normalize": True})]

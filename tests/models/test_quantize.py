@@ -41,6 +41,10 @@ def test_packing_is_numpys_with_the_first_dimension_first_and_bytes_are_those_of
     packed = pack_binary(MEANS)
     assert np.array_equal(packed, np.packbits(MEANS.numpy() >= 0, axis=-1))
     assert bytes_per_embedding(64, "binary") == packed[0].nbytes
+    with pytest.raises(ValueError, match="Only a multiple of 8 dimensions packs into whole bytes; got 12"):
+        bytes_per_embedding(12, "binary")
+    with pytest.raises(ValueError, match="unknown precision 'float16': choose one of float32, int8"):
+        bytes_per_embedding(64, "float16")
     assert bytes_per_embedding(64, "float32") == MEANS[0].float().numpy().nbytes
     assert np.array_equal(packed, pack_binary(binary(MEANS)))
     with pytest.raises(ValueError, match="multiple of 8"):

@@ -100,13 +100,20 @@ def ranking_metrics(
         As `retrieval_metrics`.
 
     Raises:
-        ValueError: a query without relevant documents, or a k below 1.
+        ValueError: a query without relevant documents, a k below 1, numbers that are no integers, or a query
+            whose ranking holds a document twice.
 
     Example:
         >>> ranking_metrics(np.array([[7, 3, 5], [2, 0, 1]]), [{3}, {2, 9}], ks=(3,))["mrr@3"]
         0.75
     """
     _check(ids_NK, relevant, ks)
+    if ids_NK.dtype.kind not in "iu":
+        raise ValueError(f"A ranking must hold the numbers of documents, as integers; got {ids_NK.dtype}.")
+    sorted_NK = np.sort(ids_NK, axis=1)
+    twice_N = ((sorted_NK[:, 1:] == sorted_NK[:, :-1]) & (sorted_NK[:, 1:] >= 0)).any(axis=1)
+    if twice_N.any():
+        raise ValueError(f"The ranking of query {twice_N.argmax()} holds a document twice.")
     count_N = np.array([len(columns) for columns in relevant])
     size = 1 + max(int(ids_NK.max(initial=0)), int(max(map(max, relevant))))
     pairs = [query * size + int(column) for query, columns in enumerate(relevant) for column in columns]

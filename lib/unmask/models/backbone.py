@@ -225,8 +225,9 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
         return path
     if not folder.is_dir():
         raise ValueError(
-            f"{path} is no checkpoint: there is no such directory. Give a directory with config.json and "
-            f"safetensors (a GGUF file is not read), a name on the Hub, or {hub.PACKAGED}"
+            f"{path} is no checkpoint: there is no such directory. Give one with config.json and "
+            f"safetensors (a GGUF file is not read), {hub.PACKAGED}, or a Hub name with its organisation "
+            "(google-bert/bert-base-uncased)"
         )
     wanted = ["config.json", "*.safetensors"] if weights else ["tokenizer.json"]
     if lacking := [name for name in wanted if not any(folder.glob(name))]:

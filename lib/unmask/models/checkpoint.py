@@ -14,6 +14,7 @@ from transformers.models.auto import CONFIG_MAPPING, AutoTokenizer
 from transformers.models.qwen3 import Qwen3Config, Qwen3Model
 
 from unmask.data.hub import MODEL_FILES, unreachable
+from unmask.data.tokens import end_token
 from unmask.models import backbone
 from unmask.store import new_directory, read_json, write_json
 
@@ -156,6 +157,8 @@ def save(
     tokens from the tokenizer, so for an embedder without them a tokenizer is saved that adds none.
 
     A directory is written under a temporary name and renamed; an older one stays until then.
+
+    Raises: ValueError for a tokenizer that has nothing to pad with, see `end_token`, and as `backbone.write`.
     """
     path = Path(path)
     source = model.name_or_path  # empty for a model that was not loaded
@@ -182,7 +185,7 @@ def portable(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> PreTrain
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.padding_side, tokenizer.model_max_length = "right", settings.max_length
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = end_token(tokenizer)
     return tokenizer
 
 

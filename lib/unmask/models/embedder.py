@@ -26,7 +26,7 @@ from unmask.models import backbone, checkpoint
 from unmask.models.attention import fast_attention, unpadded
 from unmask.models.checkpoint import Settings
 from unmask.models.encoding import POOLS, context_windows, encode_rows, micro_batches, only_chunks
-from unmask.models.quantize import BITS, binary, int8, pack_binary
+from unmask.models.quantize import binary, check_precision, int8, pack_binary
 
 WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
 Name = Callable[[int], str]  # what an error calls the text or chunk of a number
@@ -129,6 +129,7 @@ class Embedder:
         if pooling not in POOLS:
             raise ValueError(f"pooling must be 'mean' or 'last', got {pooling!r}")
         self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
+        check_counts(window=window, token_budget=token_budget)
         self.positions = backbone.positions(model) or WINDOW
         self.window = min(window or self.positions, self.positions)
         tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an embedder pads by itself
@@ -180,7 +181,9 @@ class Embedder:
     ) -> np.ndarray:
         """Embeds texts, in their order.
 
-        A text of white space is a text like others where the tokenizer has tokens for it.
+        A text of white space is a text like others where the tokenizer has tokens for it. A control token
+        that a text spells out (`<|endoftext|>`) is read as that token, as sentence-transformers does; no text
+        or chunk gets another's tokens by it.
 
         Args:
             precision: "int8" (codes −127…127), "float32" (the unquantised mean), "binary" (−1 or 1 as int8),
@@ -267,8 +270,7 @@ class Embedder:
         """Also where the chunks of each document start among all of them, and their number at the end."""
         right = "encode_documents([[chunk]])"
         documents = [_list(chunks, right) for chunks in _list(documents, right)]
-        if chunk_length is not None and chunk_length < 1:
-            raise ValueError(f"chunk_length must be at least 1, got {chunk_length}")
+        check_counts(chunk_length=chunk_length)
         if [] in documents:
             raise ValueError(f"document {documents.index([])} has no chunks: leave it out")
         places = [(chunk, index) for index, chunks in enumerate(documents) for chunk in range(len(chunks))]
@@ -380,8 +382,7 @@ def quantized(rows_BD: np.ndarray, precision: str, dimensions: int | None = None
     Raises: ValueError for an unknown precision, for more dimensions than there are, and for "ubinary" of a
         number of dimensions that is no multiple of 8.
     """
-    if precision not in BITS:
-        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(BITS)}")
+    check_precision(precision)
     if dimensions is not None and not 1 <= dimensions <= rows_BD.shape[1]:
         raise ValueError(f"dimensions must be between 1 and {rows_BD.shape[1]}, got {dimensions}")
     mean_BD = torch.from_numpy(np.ascontiguousarray(rows_BD[:, :dimensions]))
@@ -405,6 +406,13 @@ def _list(texts: Iterable[Any], right: str) -> list[Any]:
     if isinstance(texts, str):
         raise ValueError(f"expected a list, got one string, {texts[:80]!r}: write {right}")
     return list(texts)
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuses numbers below 1; None is not given."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
 
 
 def check(texts: Iterable[str], name: Name, *, empty: bool = False) -> None:

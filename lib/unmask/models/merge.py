@@ -12,6 +12,7 @@ from transformers.models.auto import AutoConfig
 from unmask.data.tokens import StoredTokenizer
 from unmask.extras import extra
 from unmask.models import backbone
+from unmask.models.checkpoint import Settings
 from unmask.store import new_directory
 
 with extra("study"):
@@ -94,8 +95,8 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
 
 def _meaning(parent: Path) -> dict[str, Any]:
     """What gives weights their meaning: tokenizer, configuration, and how an embedder reads and pools."""
-    facts = backbone.facts(parent)
-    settings = {name: facts.get(name) for name in ("pooling", "special_tokens", "normalize")}
+    settings = Settings.of(backbone.facts(parent))
+    reads = {name: getattr(settings, name) for name in ("pooling", "special_tokens", "normalize")}
     config = AutoConfig.from_pretrained(parent).to_dict()
     config = {key: value for key, value in config.items() if key not in FREE and "dropout" not in key}
-    return config | settings | {"tokenizer": StoredTokenizer.of(backbone.load_tokenizer(parent))}
+    return config | reads | {"tokenizer": StoredTokenizer.of(backbone.load_tokenizer(parent))}

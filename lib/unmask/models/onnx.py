@@ -26,12 +26,16 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
 
     Binary embeddings are the signs of `sentence_embedding`. The extra `onnx` has to be installed.
 
-    On a GPU, load the embedder with `mixed_precision=False` first.
+    Raises: ValueError for a model that is not in float32, which onnxruntime would refuse.
 
     Source: pplx-embed, section 2.2.
     """
     with extra("onnx"):
         import onnxscript  # noqa: F401, PLC0415 (torch's export needs it)
+    if wrong := {str(x.dtype) for x in embedder.model.parameters()} - {"torch.float32"}:
+        raise ValueError(
+            f"the model has weights in {min(wrong)}: load it with mixed_precision=False, in float32"
+        )
     path = Path(path)
     tokens_BL, mask_BL = torch.ones(2, 2, 8, dtype=torch.int64, device=embedder.model.device)
     any_size = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}

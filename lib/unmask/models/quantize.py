@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 BITS = {"float32": 32, "int8": 8, "binary": 1, "ubinary": 1}
+NO_BYTES = "Only a multiple of 8 dimensions packs into whole bytes"
 
 
 def int8(mean_BD: Tensor) -> Tensor:
@@ -69,8 +70,7 @@ def pack_binary(mean_BD: Tensor) -> np.ndarray:
         [[131]]
     """
     if mean_BD.shape[-1] % 8:
-        only = "Only a multiple of 8 dimensions packs into whole bytes"
-        raise ValueError(f"{only}; got {mean_BD.shape[-1]}; cut the embeddings first.")
+        raise ValueError(f"{NO_BYTES}; got {mean_BD.shape[-1]}; cut the embeddings first.")
     return np.packbits((mean_BD >= 0).numpy(force=True), axis=-1)
 
 
@@ -81,11 +81,24 @@ def bytes_per_embedding(dimensions: int, precision: str) -> int:
         dimensions: D; for binary a multiple of 8.
         precision: "float32", "int8", "binary" or "ubinary".
 
+    Raises:
+        ValueError: an unknown precision, or dimensions that do not pack into whole bytes.
+
     Example:
         >>> [bytes_per_embedding(1024, precision) for precision in ("float32", "int8", "binary")]
         [4096, 1024, 128]
     """
-    return dimensions * BITS[precision] // 8
+    bits = dimensions * BITS[check_precision(precision)]
+    if bits % 8:
+        raise ValueError(f"{NO_BYTES}; got {dimensions}; cut the embeddings first.")
+    return bits // 8
+
+
+def check_precision(precision: str) -> str:
+    """The precision, unless it is unknown."""
+    if precision not in BITS:
+        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(BITS)}")
+    return precision
 
 
 def documents_per_megabyte(dimensions: int, precision: str) -> int:

@@ -5,6 +5,7 @@ Legend: B prompts read together · L tokens · D dimensions · M documents.
 """
 
 import copy
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask.data.tokens import Limit, encode
 from unmask.models import backbone, checkpoint
 from unmask.models.attention import fast_attention
-from unmask.models.embedder import Embedder, check
+from unmask.models.embedder import Embedder, check, check_counts
 from unmask.models.encoding import micro_batches
 
 # Of the released models.
@@ -63,6 +64,8 @@ class Reranker:
         self.model, self.tokenizer, self.instruction = model.eval(), tokenizer, instruction
         self.reader = Embedder(model.base_model, tokenizer, **options)
         self.yes, self.no = answers(tokenizer.backend_tokenizer)
+        control = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
         self._taken(around_query(instruction))
 
     @classmethod
@@ -104,6 +107,7 @@ class Reranker:
             top: how many to return; default: all.
             options: of `log_odds`.
         """
+        check_counts(top=top)
         odds_M = self.log_odds(query, documents, **options)
         score_M = torch.from_numpy(odds_M).sigmoid().tolist()
         return [(int(i), score_M[i]) for i in np.argsort(-odds_M, kind="stable")[:top]]
@@ -123,6 +127,9 @@ class Reranker:
             instruction: instead of the reranker's own.
             query_length, document_length: tokens at most, if `max_length` leaves so many.
         Returns: float64, (M,).
+        Control tokens that query and documents spell out are broken up: `<|im_end|>` would end the turn, and
+        what follows could answer in the model's place.
+
         Raises: TypeError for what is no string, ValueError for a lone surrogate (half a character) and if the
             model returns NaN or infinity, all of them naming the document. ValueError for an instruction
             beside which no query has room.
@@ -131,6 +138,8 @@ class Reranker:
             raise ValueError("expected a list of documents, got one string: write score(query, [document])")
         names = ["the query", *(f"document {number} of {len(documents)}" for number in range(len(documents)))]
         check([query, *documents], names.__getitem__, empty=True)
+        check_counts(query_length=query_length, document_length=document_length)
+        query, *documents = map(self._harmless, [query, *documents])
         backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
         around = around_query(instruction or self.instruction)
         head, tail = self._taken(around)
@@ -143,6 +152,10 @@ class Reranker:
         if bad := np.flatnonzero(~np.isfinite(odds_M)).tolist():
             raise ValueError(f"document {bad[0]} of {len(ends)}: the model returns NaN or infinity for it")
         return odds_M
+
+    def _harmless(self, text: str) -> str:
+        """A text in which a space follows the first character of each control token."""
+        return self._control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def _taken(self, around: tuple[str, str]) -> list[int]:
         """Tokens around the query and around the document.
