@@ -53,8 +53,8 @@ def unpadded(model: nn.Module, *, inference: bool = False) -> bool:
 
 
 def shipped(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a CPU tensor to a device, a GPU's from pinned memory: from other memory the copy may wait for all
-    that the GPU has to do."""
+    """Copies a CPU tensor to a device; to a GPU from pinned memory, since other copies may wait for all that
+    it has to do."""
     device = torch.device(device)
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
