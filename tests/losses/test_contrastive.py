@@ -104,6 +104,7 @@ REFUSED = {
     r"d_ND must have the shape \(3, 2\); got \(2, 2\)": lambda: pair_loss(torch.ones(3, 2), TWO),
     "at least two pairs": lambda: pair_loss(TWO[:1], TWO[:1]),
     "temperature must be above 0": lambda: pair_loss(TWO, TWO, temperature=0),
+    "above 0, and finite": lambda: pair_loss(TWO, TWO, temperature=math.inf),
     "a slice without a step": lambda: pair_loss(TWO, TWO, queries=slice(0, 2, 2)),
     "margin must be 0 or more": lambda: pair_loss(TWO, TWO, margin=-0.1),
     r"hard_NKD must have the shape \(2, K, 2\)": lambda: triplet_loss(TWO, TWO, torch.ones(3, 1, 2)),

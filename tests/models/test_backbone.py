@@ -69,7 +69,7 @@ def test_what_cannot_become_bidirectional_is_refused():
 def test_what_is_no_checkpoint_is_refused(load, tmp_path):
     (tmp_path / "own.gguf").write_bytes(b"GGUF")
     for path in (tmp_path / "nothing", tmp_path / "own.gguf"):
-        with pytest.raises(ValueError, match=r"Give a directory .*, a name on the Hub, or smollm2-135m"):
+        with pytest.raises(ValueError, match=r"Give one with .*, smollm2-135m, or a Hub name with its"):
             load(path)
     with pytest.raises(ValueError, match=r"is no checkpoint: config.json and \*.safetensors missing"):
         load(tmp_path)

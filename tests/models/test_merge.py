@@ -67,7 +67,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
     (one,) = checkpoints(tmp_path, [1])
     with pytest.raises(ValueError, match="is no checkpoint"):
         slerp_all([one, tmp_path / "none"], tmp_path / "m")
-    with pytest.raises(ValueError, match="num_hidden_layers: the same weights"):
+    with pytest.raises(ValueError, match="num_hidden_layers: their weights"):
         slerp(one, backbone.save(tiny.model(layers=3), tiny.tokenizer(), tmp_path / "3"), 0.5, tmp_path / "m")
     for t in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"t must lie in \[0, 1\]"):
@@ -118,6 +118,6 @@ def test_parents_whose_weights_mean_different_things_are_refused(tmp_path, what,
         lambda: slerp(one, other, 0.5, tmp_path / "m"),
         lambda: slerp_all([one, other], tmp_path / "m"),
     ):
-        with pytest.raises(ValueError, match=f"have another {what}: the same weights"):
+        with pytest.raises(ValueError, match=f"have another {what}: their weights"):
             merge()
     assert not (tmp_path / "m").exists()

@@ -299,8 +299,7 @@ def _arrow_table(source: pa.NativeFile) -> pa.Table:
         return pa.ipc.open_file(source).read_all()
     source.seek(0)
     table = pa.ipc.open_stream(source).read_all()
-    start = source.tell() - len(_ARROW_END)
-    if source.size() != source.tell() or source.read_at(len(_ARROW_END), start) != _ARROW_END:
+    if source.size() != source.tell() or source.read_at(8, source.tell() - 8) != _ARROW_END:
         raise ValueError("its end is missing, or something follows it")
     return table
 

@@ -178,7 +178,8 @@ def _check(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]], ks: Sequence
     if rows.ndim != 2 or len(rows) != len(relevant) or not len(relevant):
         raise ValueError(f"There must be one row per query; got {tuple(rows.shape)} for {len(relevant)}.")
     for query, columns in enumerate(relevant):
-        if not columns or min(columns) < 0:
-            raise ValueError(f"Query {query} has no relevant document, or one below 0: {sorted(columns)}.")
+        if not columns or min(columns) < 0 or len(set(columns)) < len(columns):
+            what = f"Query {query} has no relevant document, or one below 0, or one twice"
+            raise ValueError(f"{what}: {sorted(columns)}.")
     if not ks or min(ks) < 1:
         raise ValueError(f"Cut-offs must be 1 or more; got {list(ks)}.")

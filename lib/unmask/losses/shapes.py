@@ -1,5 +1,7 @@
 """What every loss asks of its arguments, before it computes anything."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,8 @@ def check_shapes(**tensors: Tensor | None) -> None:
 def check_settings(*, temperature: float, margin: float = 0.0, **weights: float) -> None:
     """Refuses a temperature that is not above 0, a margin below 0 (which would take the positive for a false
     negative), and weights outside of [0, 1]."""
-    if not temperature > 0:
-        raise ValueError(f"The temperature must be above 0; got {temperature}.")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"The temperature must be above 0, and finite; got {temperature}.")
     if not margin >= 0:
         raise ValueError(f"The margin must be 0 or more (math.inf masks nothing); got {margin}.")
     for name, weight in weights.items():

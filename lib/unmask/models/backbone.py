@@ -111,14 +111,10 @@ def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
     """
     source = require_checkpoint(path)
     config, _ = PreTrainedConfig.get_config_dict(source)
-    known = {
-        "code (auto_map)": config.get("auto_map"),
-        "quantization_config": config.get("quantization_config"),
-    }
-    known["adapter_config.json"] = Path(source, "adapter_config.json").is_file()
-    if theirs := [name for name, there in known.items() if there]:
+    more = [key for key in ("auto_map", "quantization_config") if config.get(key)]  # code, codes for weights
+    if more := more + [file.name for file in Path(source).glob("adapter_config.json")]:
         stock = "only plain weights of a stock class are read: convert them, or take it out if unused"
-        raise ValueError(f"{path} has {theirs[0]}; {stock}")
+        raise ValueError(f"{path} has {more[0]}; {stock}")
     model = read(AutoModelForCausalLM if head else AutoModel, source)
     if head:
         with torch.inference_mode():

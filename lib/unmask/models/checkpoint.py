@@ -117,9 +117,7 @@ def _settings_of_sentence_transformers(folder: Path, tokenizer: PreTrainedTokeni
     names = [kind.rpartition(".")[2] for kind in kinds if kind.startswith("sentence_transformers.")]
     if len(names) != len(kinds) or names not in CHAINS:
         only = "only Transformer and Pooling, and Normalize after them"
-        raise ValueError(
-            f"{folder}: modules {', '.join(kinds)} of sentence-transformers are not supported: {only}"
-        )
+        raise ValueError(f"{folder}: the modules {', '.join(kinds)} are not supported: {only}")
     files = sorted(folder.glob("sentence_*_config.json"))[:1]  # older ones name another family than "bert"
     files += [folder / "config_sentence_transformers.json"]
     files += [folder / module["path"] / "config.json" for module in modules[1:]]
@@ -135,9 +133,7 @@ def _settings_of_sentence_transformers(folder: Path, tokenizer: PreTrainedTokeni
     for key in sorted(said.keys() - HONOURED):
         if said[key] not in (values := KNOWN.get(key, OFF)):
             only = f"only {values[0]!r}; what else it does is yours to do, to texts or vectors"
-            raise ValueError(
-                f"{folder}: {key} {said[key]!r} of sentence-transformers is not supported: {only}"
-            )
+            raise ValueError(f"{folder}: {key} {said[key]!r} is not supported: {only}")
     return Settings(
         pooling="last" if "lasttoken" in modes else "mean",
         max_length=said.get("max_seq_length") or tokenizer.model_max_length,

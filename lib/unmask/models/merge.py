@@ -64,9 +64,7 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
     for parent, other in zip(parents[1:], others, strict=True):
         if differ := sorted(key for key in first | other if first.get(key) != other.get(key)):
             what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
-            raise ValueError(
-                f"{what}: the same weights would mean different things, take parents of one kind"
-            )
+            raise ValueError(f"{what}: their weights mean different things, take parents of one kind")
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
@@ -83,9 +81,7 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
         # Opposite parents have no middle: matrices of zeros.
         tensors = merged.named_parameters()
         if bad := [name for name, x in tensors if not x.isfinite().all() or (x.ndim > 1 and not x.any())]:
-            raise ValueError(
-                f"the merge of {parents[0]} and others has NaN, infinity or zeros alone in {bad[0]}"
-            )
+            raise ValueError(f"the merge of {parents[0]} has NaN, infinity or zeros alone in {bad[0]}")
         facts = backbone.inherited(parents[0]) | {"stage": "merge"} | facts
         backbone.write(merged, backbone.load_tokenizer(parents[0]), folder, **facts)
         del merged  # its weights may be mapped from what goes now
