@@ -9,6 +9,7 @@ import pages
 from unmask.study import evidence
 
 README, RESULTS_README, SPEED, GPUS = pages.PAGES
+PAPERS = pages.RESULTS / "PAPERS.md"
 LIMITS = {  # bytes; words with a digit in a hundred
     README: (7_000, 5),
     RESULTS_README: (10_000, 6),
@@ -16,6 +17,7 @@ LIMITS = {  # bytes; words with a digit in a hundred
     GPUS: (8_000, 6),
     pages.RESULTS / "PROTOCOL.md": (6_000, 6),
     pages.RESULTS / "LOG.md": (15_000, 6),
+    PAPERS: (10_000, 8),
 }
 
 
@@ -43,6 +45,24 @@ def test_the_readme_shows_a_picture_within_sixty_words():
 @pytest.mark.parametrize("page", LIMITS, ids=lambda page: page.parent.name + page.name)
 def test_links_lead_somewhere(page):
     assert not pages.dead_links(page)
+
+
+@pytest.mark.parametrize(
+    ("paper", "tables", "figures"),
+    [("pplx-embed", 12, 2), ("ConTEB and InSeNT", 4, 4), ("CDE", 7, 18), ("Qwen3-Embedding", 9, 2)],
+)
+def test_each_table_and_figure_of_the_papers_has_a_notebook_or_says_what_is_missing(paper, tables, figures):
+    """Links are followed by another test."""
+    page = PAPERS.read_text("utf8")
+    section, missing = (page.partition(f"## {name}\n")[2] for name in (paper, "What is missing"))
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", section.partition("\n## ")[0], re.M)[1:]
+    numbered = {found[0] for what, *_ in rows if (found := re.match(r"(table|figure) \d+", what))}
+    expected = {f"table {number + 1}" for number in range(tables)}
+    assert numbered == expected | {f"figure {number + 1}" for number in range(figures)}
+    for what, here, _ in rows:
+        (number,) = re.findall(r"not built \((\d+)\)", here) or [""]
+        assert not number or f"\n{number}. " in missing, what
+        assert number or pages.LINK.search(here) or "missing from the text" in here, what
 
 
 def test_every_link_of_the_committed_reports_leads_somewhere():
