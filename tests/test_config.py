@@ -40,6 +40,7 @@ def test_a_seed_is_that_of_every_training_and_not_of_the_corpus():
         ({"pair.pooling": "max"}, "pair.pooling must be 'mean' or 'last', got 'max'"),
         ({"pair.warmup": 10_000}, r"pair: warmup \+ decay exceed steps"),
         ({"pair.curriculum": [0, 0, 0]}, "curriculum gives no step to any"),
+        ({"pair.shares": [0.05, 0.9, 0.05, 0]}, "reads more of its first languages than shares"),
         ({"diffusion.t_max": 0}, "t_min 0.001 lies above t_max 0.0: no token can be masked"),
         ({"backbone.heads": 7, "backbone.kv_heads": 2}, "7 heads cannot share 2 kv_heads evenly"),
         ({"pair.margin": -1}, "pair.margin must be greater than or equal to 0"),

@@ -210,10 +210,17 @@ class PairConfig(ContrastiveConfig):
     cluster_size: Whole = 0  # rows of a cluster of look-alikes, from which batches are filled; 0: at random
     filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; below 0: off
     curriculum: tuple[Share, Share, Share]  # shares of the steps: English; + cross-lingual; everything
+    # What all of the steps read of each of GROUPS, in their order; empty: data sets are drawn by size.
+    shares: tuple[()] | tuple[Share, Share, Share, Share] = ()
 
     def __post_init__(self):
         if not any(self.curriculum):
             raise ValueError("curriculum gives no step to any of its three parts")
+        first, second = (sum(self.curriculum[:n]) / sum(self.curriculum) - 1e-9 for n in (1, 2))
+        english, crossing, *_ = self.shares or (1, 0)
+        if first > english or second > english + crossing:
+            told = f"curriculum {[*self.curriculum]} reads more of its first languages than shares"
+            raise ValueError(f"{told} {[*self.shares]} give them: make its last part longer")
 
     @property
     def looks_around(self) -> bool:

@@ -71,6 +71,20 @@ def test_the_curriculum_adds_languages_in_three_steps():
     assert curriculum({"a": "code"}, (0.5, 0.25, 0.25), 100)(0) == {"a"}
 
 
+def test_shares_hold_whatever_the_sizes_and_the_curriculum():
+    """A set whose share is used up is drawn where no other may be."""
+    groups = {"docs": "english", "cross": "cross-lingual", "multi": "multilingual", "code": "code"}
+    keys = dict(zip(groups, map(np.arange, (900, 30, 50, 8)), strict=True))
+    shares, config = dict(zip(groups, (0.6, 0.1, 0.2, 0.1))), SimpleNamespace(batch=4, steps=1000, seed=0)
+    for parts, most in (((0.1, 0.1, 0.8), 600), ((0, 0, 1), 600), ((0.7, 0, 0.3), 700)):
+        plan = BatchPlan(keys, config, curriculum(groups, parts, 1000), shares=shares)
+        drawn = [plan(step)[0] for step in range(1000)]
+        assert set(drawn[: int(1000 * parts[0])]) <= {"docs"}
+        assert drawn.count("docs") == most
+        left = {name: drawn.count(name) * 0.4 / (1 - most / 1000) for name in ("cross", "multi", "code")}
+        assert left == pytest.approx({"cross": 100, "multi": 200, "code": 100}, abs=30 if most > 600 else 1)
+
+
 def test_one_pair_only_is_refused():
     with pytest.raises(ValueError, match=r"3 usable row.* at least 2"):
         BatchPlan({"x": ["a", "a", "a"]}, SimpleNamespace(batch=4, steps=1, seed=0))

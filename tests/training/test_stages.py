@@ -1,4 +1,5 @@
 import math
+from collections import Counter
 from dataclasses import fields, is_dataclass, replace
 from statistics import fmean
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from tiny_stages import assert_same, backpropagated, step
 
 from unmask import losses
+from unmask.config import load_preset
 from unmask.data.tokens import TokenSequence
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
@@ -97,6 +99,21 @@ def test_a_stage_follows_its_curriculum():
     stage.job, stage.groups = replace(stage.job, only_groups=()), lambda: {"one": "english", "two": "code"}
     names = [stage.plan(step)[0] for step in range(40)]
     assert set(names[:20]) == {"one"} and "two" in names[20:]
+
+
+def test_the_papers_preset_reads_the_shares_that_the_paper_states():
+    """Section 2.6, whatever the sets' sizes; sets of a group by size."""
+    pair = load_preset("paper-0.6b").pair
+    stage = tiny_stages.stage("pair", steps=2000, curriculum=pair.curriculum, shares=pair.shares)
+    groups = dict(zip("abcde", ("english", "english", "cross-lingual", "multilingual", "code"), strict=True))
+    sizes = dict(zip("abcde", (9000, 3000, 100, 700, 20), strict=True))
+    stage.job, stage.groups = replace(stage.job, only_groups=()), lambda: groups
+    stage.keys = lambda: {name: np.arange(count) for name, count in sizes.items()}
+    read = Counter(stage.plan(step)[0] for step in range(2000))
+    told = {"a": 65.6 * 0.75, "b": 65.6 * 0.25, "c": 6.7, "d": 26.7, "e": 1.0}
+    assert {name: count / 20 for name, count in read.items()} == pytest.approx(told, abs=0.1)
+    stage = tiny_stages.stage("pair", shares=pair.shares)
+    assert stage.job.only_groups and stage.drawing()["shares"] == {}  # as the groups that are named
 
 
 def test_a_job_reads_the_groups_that_it_names():

@@ -87,8 +87,9 @@ class Packing(NamedTuple):
 
 @dataclass
 class BatchPlan:
-    """Single-dataset batches: each step draws one data set with probability proportional to its size, then
-    the next slice of that data set's current epoch (pplx-embed, appendix B).
+    """Single-dataset batches: each step draws one data set with probability proportional to its size, or to
+    what is left of its share of the steps, then the next slice of that data set's current epoch (pplx-embed,
+    appendix B).
 
     No list of rows is permuted. With a packing, slices are cut from clusters of look-alikes, and an epoch's
     slices come in random order (CDE, section 4.1).
@@ -101,6 +102,8 @@ class BatchPlan:
         config: `steps`, `seed`, and `batch`, the rows per step; a smaller data set gives smaller batches.
         allowed: names of the data sets that may be drawn at a step (a curriculum); default: all, always.
         packings: data set -> clusters of look-alikes; one without has its rows in random order.
+        shares: data set -> share of the steps, whatever its size; default: by size. A set whose share is used
+            up is drawn only where no other is allowed.
     Raises: ValueError if no data set is left, or one cannot give two distinct rows.
     """
 
@@ -108,6 +111,7 @@ class BatchPlan:
     config: TrainConfig
     allowed: Callable[[int], set[str]] | None = None
     packings: Mapping[str, Packing] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         if not self.keys:
@@ -120,14 +124,19 @@ class BatchPlan:
                     "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
         self.names = sorted(self.keys)
-        sizes_K = np.array([len(self.keys[name]) for name in self.names], np.float64)
+        weights_K = np.array([len(self.keys[name]) for name in self.names], np.float64)
+        if self.shares:  # the steps that are due to each; 1e-6: none
+            weights_K = np.maximum([self.shares[name] for name in self.names], 1e-6)
+            weights_K *= self.config.steps / weights_K.sum()
         rng, seen = np.random.default_rng([self.config.seed, 0]), Counter()
         self._draws: list[tuple[str, int]] = []  # for each step the data set, and how often it came before
         for step in range(self.config.steps):
             names = self.allowed(step) if self.allowed else self.names
-            weights_K = sizes_K * [name in names for name in self.names]
-            name = str(rng.choice(self.names, p=weights_K / weights_K.sum()))
-            self._draws.append((name, seen[name]))
+            allowed_K = weights_K * [name in names for name in self.names]
+            number = rng.choice(len(self.names), p=allowed_K / allowed_K.sum())
+            if self.shares:
+                weights_K[number] = max(weights_K[number] - 1, 1e-6)
+            self._draws.append((name := self.names[number], seen[name]))
             seen[name] += 1
 
     def __call__(self, step: int) -> tuple[str, np.ndarray]:

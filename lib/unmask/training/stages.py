@@ -529,9 +529,16 @@ class Pair(Contrastive):
         clusters = fingerprint(replace(self.job.clusters, surrogate=""))
         return super().inputs() | {"surrogate": self.surrogate.identity, "clusters": clusters}
 
+    def shares(self) -> dict[str, float]:
+        """Each data set's share of the steps: by size, of its group's; none where the preset has none."""
+        groups, keys, share = self.groups(), self.keys(), dict(zip(GROUPS, self.config.shares))
+        rows = {group: sum(len(keys[x]) for x in groups if groups[x] == group) for group in share}
+        return {x: share[group] * len(keys[x]) / rows[group] for x, group in groups.items() if share}
+
     def drawing(self) -> dict[str, Any]:
-        near = self.neighbours.items() if self.config.cluster_size else ()
-        return {"allowed": self.allowed(), "packings": {name: own.packing for name, own in near}}
+        near, allowed = self.neighbours.items() if self.config.cluster_size else (), self.allowed()
+        drawn = {"allowed": allowed, "packings": {name: own.packing for name, own in near}}
+        return drawn | {"shares": self.shares() if allowed else {}}
 
     def batch(self, step: int) -> list[Batch]:
         name, rows = self.plan(step)
