@@ -93,11 +93,8 @@ def cached_rows(
 
     # As many on every process as on the one that holds the fewest: FSDP2's must go forward and back together.
     tokens = [sum(len(sequences[i]) for i in group) for group in groups[::-1]]
-    kept = [
-        np.searchsorted(np.cumsum(tokens[rank :: processes.count]), keep_tokens, side="right")
-        for rank in range(processes.count)
-    ]
-    kept = max(1, int(min(kept)))
+    shares = [np.cumsum(tokens[rank :: processes.count]) for rank in range(processes.count)]
+    kept = max(1, min(int(np.searchsorted(sizes, keep_tokens, side="right")) for sizes in shares))
     again = own[:-kept]  # embedded twice
     parts, random_states = [], []
     random = torch.cuda if processes.device.type == "cuda" else torch  # where dropout draws from

@@ -31,6 +31,7 @@ from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, ope
 from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
 from unmask.extras import extra
 from unmask.models import backbone
+from unmask.models.attention import shipped
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
@@ -418,7 +419,7 @@ class ContextualBatch(Batch):
         mask_MC = self.chunk_tokens_MC > 0
         places, counts = mask_MC.flatten().nonzero().squeeze(1), self.chunk_tokens_MC
         # Known here, on the CPU: a mask on the GPU would make this process wait in the backward pass.
-        places_X, counts_MC = (x.to(rows_RD.device, non_blocking=True) for x in (places, counts))
+        places_X, counts_MC = (shipped(x, rows_RD.device) for x in (places, counts))
         empty_XD = rows_RD.new_zeros(mask_MC.numel(), rows_RD.shape[1])
         chunks_MCD = empty_XD.index_copy(0, places_X, rows_RD[self.count :]).unflatten(0, mask_MC.shape)
         weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
