@@ -38,7 +38,6 @@ from unmask.study.page import publish
 from unmask.study.pipeline import PAGE, Notebook, Pipeline, clock, utc
 
 logger.disabled = True  # what it says of a kernel that died is in the error, too
-SELDOM = "--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"
 Kernels = dict[str, subprocess.Popen]  # notebook → its kernel, once that has started
 
 
@@ -138,7 +137,7 @@ def _run(notebook: Notebook, pipeline: Pipeline, environment: dict[str, str], ke
         class Kernel(AsyncKernelManager):
             """This interpreter's, whatever kernels its user has."""
 
-            kernel_spec = KernelSpec(**get_kernel_dict([SELDOM]))
+            kernel_spec = KernelSpec(**get_kernel_dict())
 
             async def start_kernel(self, **options: Any) -> None:
                 options |= {"cwd": folders.notebooks, "env": environment, "stdout": log, "stderr": log}
