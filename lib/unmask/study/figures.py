@@ -353,8 +353,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
             y, look = rows.index(one["short"]), VERDICTS[one["verdict"]]
             value, bar = 100 * one["value"], 100 * one["bar"]
             ax.plot([bar, bar], [y - 0.3, y + 0.3], color=INK, linewidth=1.4)
-            if one["interval"]:
-                ax.hlines(y, *(100 * end for end in one["interval"]), color=look.color, linewidth=2.4)
+            ax.hlines(y, *(100 * end for end in one["interval"]), color=look.color, linewidth=2.4)
             seeds = [100 * seed for seed in one["seeds"].values()]
             ax.plot(seeds, [y + 0.22] * len(seeds), ".", color=look.color, markersize=4)
             ax.plot(value, y, **look.line, markersize=6)
