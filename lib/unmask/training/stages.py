@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
@@ -203,8 +202,7 @@ class Stage:
             for name in np.unique(names):
                 sources[str(name)] = rows.select(np.flatnonzero(names == name)), file
         for name, (rows, file) in sources.items():
-            parts = rows.select_columns("negatives").with_format("arrow").iter(10_000)
-            count_N = np.concatenate([pc.list_value_length(part["negatives"]) for part in parts])
+            count_N = [len(row["negatives"]) for row in rows.select_columns("negatives")]
             enough = max(1, int(np.quantile(count_N, 0.1, method="lower")))
             data[name] = self._tokenised(name, rows, file, negatives=min(self.config.negatives, enough))
         return data
@@ -354,8 +352,7 @@ class Diffusion(Pretraining):
             noised = processes.ship(tokens.masked_fill(masked, self.mask_token_id))
             mask = valid
             if batch.seen_LL is not None:
-                mask = batch.seen_LL.expand(len(rows), 1, -1, -1)
-                mask = mask if valid is None else mask & valid[:, None, None]
+                mask = batch.seen_LL & batch.valid_BL[rows, None, None]
             return module(noised, None if mask is None else processes.ship(mask), loss)
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
