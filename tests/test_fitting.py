@@ -85,18 +85,17 @@ def test_rows_that_share_a_text_are_one_group(capsys):
     assert "nothing is held out or measured: hold_out=0.1 needs 20 groups" in capsys.readouterr().out
 
 
-def test_groups_are_blind_to_spelling():
+def grouped(stage, rows):
+    return len(set(fitting._groups(stage, fitting._rows(rows, stage))))
+
+
+def test_groups_are_blind_to_spelling_and_a_query_of_two_documents_is_one():
     pairs = [("a  b", "1"), ("a\u00a0b", "2"), ("c", "caf\u00e9"), ("d", "cafe\u0301"), ("A b", "3")]
-    assert len(set(fitting._groups("pair", fitting._rows(pairs, "pair")))) == 3
+    assert grouped("pair", pairs) == 3
     chunks = [{"chunks": ["one", text], "queries": [text], "golds": [0]} for text in ("1", " 1.0", "2")]
-    assert len(set(fitting._groups("contextual", fitting._rows(chunks, "contextual")))) == 2
-
-
-def test_where_no_group_is_small_enough_it_says_so(capsys):
-    """Each of 25 groups has two rows, and a hundredth of fifty rows is none."""
-    assert not fitting._held_out(np.arange(50) // 2, 0.01, "pair").any()
-    said = "hold_out=0.01 needs 20 groups of rows, one of at most 1; there are 25, 0 of them so small"
-    assert said in capsys.readouterr().out
+    assert grouped("contextual", chunks) == 2
+    asked = ["how many?", "how many?", "2?", "3?"]
+    assert grouped("contextual", [([f"{i}", "the same end"], [q], [0]) for i, q in enumerate(asked)]) == 3
 
 
 def test_interrupted_it_goes_on(model, tmp_path, monkeypatch):
@@ -128,7 +127,11 @@ def test_before_is_the_given_embedders_own(tmp_path, model):
     assert embedder.pooling == "last"
 
 
-def test_a_large_group_is_never_held_out():
+def test_a_large_group_is_never_held_out(capsys):
+    """Nor is one of 25 groups of two rows, where a hundredth of fifty rows is none."""
+    assert not fitting._held_out(np.arange(50) // 2, 0.01, "pair").any()
+    said = "hold_out=0.01 needs 20 groups of rows, one of at most 1; there are 25, 0 of them so small"
+    assert said in capsys.readouterr().out
     group_N = np.repeat(np.arange(31), [70, *[1] * 30])
     for share in (0.1, 0.3, 0.5):
         held_N = fitting._held_out(group_N, share, "pair")
@@ -151,13 +154,6 @@ def test_only_what_stands_beside_a_query_answers_it():
     assert answers == {"a": {"one"}, "b": {"one", "two"}} and len(task.chunks) == 42
     task = fitting._task(DOCUMENTS, np.arange(30) == 7)
     assert [task.chunks[i] for i in task.relevant[0]] == ["Then comes 8."] and task.queries == ["after 7?"]
-
-
-def test_a_query_of_two_documents_is_one_group():
-    rows = [
-        {"chunks": [f"{i}", "the same end"], "queries": ["how many?" if i < 2 else f"{i}?"]} for i in range(4)
-    ]
-    assert len(set(fitting._groups("contextual", rows))) == 3
 
 
 def test_other_shapes_of_rows_are_read():

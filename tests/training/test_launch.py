@@ -56,9 +56,7 @@ def assert_alike(two, one):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(start, tmp_path, capsys, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):  # of a job that this one is part of
-        monkeypatch.setenv(name, "2")
+def test_two_processes_train_as_one(start, tmp_path, capsys):
     stage = made(start)
     model = stage.model(start)
     two = train(stage, model, tmp_path / "two")
@@ -78,18 +76,12 @@ FOREIGN |= {"ACCELERATE_TORCH_DEVICE": "meta", "ACCELERATE_USE_PARALLELISM_CONFI
 FOREIGN |= {"TORCHELASTIC_ERROR_FILE": "/none/error", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 
 
-def test_another_jobs_variables_do_not_reach_a_training(start, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_another_jobs_variables_do_not_reach_a_training(start, tmp_path, monkeypatch, strategy):
+    """In this process, and in one that torchrun starts."""
     for name, value in FOREIGN.items():
         monkeypatch.setenv(name, value)
-    one = trained(made(start, ParallelConfig(), steps=2), start, tmp_path / "pair")
-    assert len(history(one)) == 2
-
-
-@pytest.mark.slow
-def test_one_process_under_torchrun_ends_in_order(start, tmp_path, monkeypatch):
-    for name, value in FOREIGN.items():
-        monkeypatch.setenv(name, value)
-    one = trained(made(start, ParallelConfig(strategy="fsdp2"), steps=2), start, tmp_path / "pair")
+    one = trained(made(start, ParallelConfig(strategy=strategy), steps=2), start, tmp_path / "pair")
     assert len(history(one)) == 2
 
 
@@ -105,15 +97,20 @@ NOTEBOOK = """
 """
 
 
+@pytest.fixture
+def importable(start, monkeypatch):
+    """Other processes find what lies beside the tests."""
+    tests = Path(tiny.__file__).parent
+    paths = os.environ["PYTHONPATH"], str(tests), str(tests / "training")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_stopped_with_its_notebook_it_goes_on(start, tmp_path, number):
+def test_stopped_with_its_notebook_it_goes_on(start, importable, tmp_path, number):
     folder, log = tmp_path / "pair", (tmp_path / "log").open("w")
-    tests = str(Path(tiny.__file__).parent)
-    paths = os.pathsep.join([os.environ["PYTHONPATH"], tests, f"{tests}/training"])
     command = [sys.executable, "-c", textwrap.dedent(NOTEBOOK), str(start), str(folder)]
-    options = {"env": os.environ | {"PYTHONPATH": paths}, "stdout": log, "stderr": log}
-    process = subprocess.Popen(command, **options)
+    process = subprocess.Popen(command, stdout=log, stderr=log)
     wait_for(lambda: len(list(folder.glob("*/checkpoints/step-*"))) or process.poll() is not None)
     process.send_signal(number)
     process.wait()
@@ -142,10 +139,7 @@ class Killed(Pair):
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_told(start, tmp_path, monkeypatch):
-    tests = Path(tiny.__file__).parent
-    paths = [os.environ["PYTHONPATH"], tests, tests / "training"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+def test_a_killed_process_is_told(start, importable, tmp_path):
     with pytest.raises(RuntimeError, match=r"^killed: memory is full\?[^\n]*\n\(log: .*train\.log\)$"):
         trained(made(start, kind=Killed), start, tmp_path / "pair")
 
@@ -177,10 +171,7 @@ class Cramped(Pair):
 
 
 @pytest.mark.slow
-def test_a_full_gpu_makes_all_begin_again_with_less(start, tmp_path, monkeypatch):
-    tests = Path(tiny.__file__).parent
-    paths = [os.environ["PYTHONPATH"], tests, tests / "training"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+def test_a_full_gpu_makes_all_begin_again_with_less(start, importable, tmp_path):
     two = trained(made(start, kind=Cramped), start, tmp_path / "two")
     assert read_json(two.parent / "memory.json")["token_budget"] == 512
     assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
