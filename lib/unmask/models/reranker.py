@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask.data.tokens import Limit, encode
 from unmask.models import backbone, checkpoint
 from unmask.models.attention import fast_attention
-from unmask.models.embedder import Embedder, check, check_counts
+from unmask.models.embedder import Embedder, as_list, check, check_counts
 from unmask.models.encoding import micro_batches
 
 # Of the released models.
@@ -130,8 +130,7 @@ class Reranker:
             model returns NaN or infinity, all of them naming the document. ValueError for an instruction
             beside which no query has room.
         """
-        if isinstance(documents, str):
-            raise ValueError("expected a list of documents, got one string: write score(query, [document])")
+        documents = as_list(documents, "score(query, [document])")
         names = ["the query", *(f"document {number} of {len(documents)}" for number in range(len(documents)))]
         check([query, *documents], names.__getitem__, empty=True)
         check_counts(query_length=query_length, document_length=document_length)
