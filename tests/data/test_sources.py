@@ -56,8 +56,6 @@ def test_a_registry_becomes_a_corpus(config):
     document = corpus.documents("train")[0]
     assert document["chunks"][document["golds"][0]] == "open it"
     assert len(corpus.triplets("train")) == 0
-    with pytest.raises(ValueError, match="no pairs 'answers' in 'train'; it has"):
-        corpus.pairs("train", "answers")
 
 
 def test_families_that_are_not_asked_for_are_not_there(config):
@@ -138,18 +136,14 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path))
     monkeypatch.setattr(sources, "FileLock", None)  # its place may allow no lock
     assert (identity(make_config()), open_corpus(make_config())) == (environment.path.name, environment)
-    with pytest.raises(ValueError, match=r"differs from the preset in data\.test_packages"):
+    with pytest.raises(ValueError, match=r"is no environment-… corpus of .*'delta'"):
         open_corpus(make_config(test_packages=("delta",)))
     (text,) = environment.text_sources()
     known = reading.identity(text)
     os.utime(text.files[0], (0, 0))  # as a copy may have it
     assert known == reading.identity(*open_corpus(make_config()).text_sources())
-    card = environment.path / "card.json"
-    card.write_text(card.read_text().replace('"bad_rows"', '"worse_rows"'))
-    with pytest.raises(ValueError, match="is no environment-… corpus of this version"):
-        open_corpus(make_config())
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path.rename(tmp_path / "corpus")))
-    with pytest.raises(ValueError, match="is no environment-… corpus of this version"):
+    with pytest.raises(ValueError, match="is no environment-… corpus"):
         open_corpus(make_config())
 
 

@@ -3,7 +3,7 @@ split."""
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -81,11 +81,11 @@ class Corpus:
             return names
         if kind == "documents":
             return names if "contextual" in self.families else []
-        return [name for name in names if self._rows(kind, split, [name])[0]["group"] in self.families]
+        return [name for name in names if self._read(kind, split, name)[0]["group"] in self.families]
 
     def texts(self, split: str) -> Dataset:
         """Text for pretraining; of a large source a sample (`sources.SAMPLE_BYTES`)."""
-        return self._read("texts", split, None)
+        return self._read("texts", split)
 
     def pairs(self, split: str, dataset: str | None = None) -> Dataset:
         """Queries with the document that answers each, of one data set or of all."""
@@ -99,16 +99,8 @@ class Corpus:
         """Documents in chunks, with the queries that one of the chunks answers, of one data set or of all."""
         return self._read("documents", split, dataset)
 
-    def _read(self, kind: str, split: str, dataset: str | None) -> Dataset:
-        if split not in SPLITS:
-            raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
-        names = self.datasets(kind, split)
-        if dataset and dataset not in names:
-            raise ValueError(f"The corpus has no {kind} {dataset!r} in {split!r}; it has {names}.")
-        return self._rows(kind, split, [dataset] if dataset else names)
-
-    def _rows(self, kind: str, split: str, names: Sequence[str]) -> Dataset:
-        folders = self.card["folders"][kind]
+    def _read(self, kind: str, split: str, dataset: str | None = None) -> Dataset:
+        folders, names = self.card["folders"][kind], [dataset] if dataset else self.datasets(kind, split)
         parts = [_mapped(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
 
