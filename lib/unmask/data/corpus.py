@@ -68,10 +68,10 @@ class Corpus:
         """What pretraining reads: text, too much of it perhaps for a table."""
         sources = []
         for one in self.card["text_sources"]:
-            # Known by its name, also in a copy with other dates; not so a user's own file.
-            own = [os.path.normpath(f"{self.path.name}/{f}") for f in one["files"] if not os.path.isabs(f)]
             files = tuple(str(self.path / file) for file in one["files"])
-            sources.append(Source(**one | {"files": files} | ({"known_as": own[0]} if own else {})))
+            # A folder's name says what is in it, also in a copy with other dates.
+            known = one["known_as"] or self.path.name
+            sources.append(Source(**one | {"files": files, "known_as": known}))
         return sources
 
     def datasets(self, kind: str, split: str) -> list[str]:

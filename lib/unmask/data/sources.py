@@ -182,9 +182,8 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
         if kind == "texts":
             its = card["text_sources"][0] if source.kind == "environment" else asdict(source)
             own = [os.path.join(relative, file) for file in its["files"]]
-            # So that training processes need not ask the Hub.
-            known = {} if its["files"] else {"known_as": reading.identity(source)}
-            text.append(its | {"name": source.name, "share": source.share, "files": own} | known)
+            told = {"name": source.name, "share": source.share, "files": own, "known_as": held.path.name}
+            text.append(its | told)
     if not text or not sizes["pairs"]:
         lacking = f"{config.source} has no source of {'pairs' if text else 'text'}, which every run needs"
         raise ValueError(f"{lacking}; `kind: environment` gives the installed packages'")
