@@ -59,13 +59,13 @@ def columns(mined):
 
 
 def naive(pairs, scores_NN, config):
-    """The rule, row by row, from the matrix of all scores: the negatives of each row, and which of them are
-    below the window."""
+    """The rule, row by row, from the matrix of all scores: the negatives of each row, and the ranks of these
+    and of its document."""
     query, document, key = pairs["query"][:], pairs["document"][:], pairs["key"][:]
     candidates = sorted({document.index(text) for text in document})
     window = min(max(config.rank_window, config.negatives), len(candidates))
     lottery_NW = np.random.default_rng(config.seed).random((len(pairs), window))
-    negatives, below = [], []
+    negatives, ranks, own_ranks = [], [], []
     for i, score_N in enumerate(scores_NN):
         like = [j for j in range(len(pairs)) if key[j] == key[i] or query[j] == query[i]]
         own = {document[j] for j in like} | {document[i]}
@@ -79,8 +79,9 @@ def naive(pairs, scores_NN, config):
         if len(chosen) < config.negatives:
             chosen = sorted(others, key=lambda j, s=score_N: (s[j], j))
         negatives.append(chosen[: config.negatives])
-        below.append([j not in top for j in negatives[-1]])
-    return [[int(document[j][1:]) for j in row] for row in negatives], below
+        ranks.append([min(others.index(j), window) + 1 for j in negatives[-1]])
+        own_ranks.append(1 + sum(score_N[j] > score_N[i] for j in top))
+    return [[int(document[j][1:]) for j in row] for row in negatives], ranks, own_ranks
 
 
 @pytest.mark.parametrize("margin", [-2.5, 0.0, 0.05, 0.3, 2.5])
@@ -90,9 +91,10 @@ def test_mining_equals_the_rule_written_row_by_row(margin, window, monkeypatch):
     embedder, pairs, scores_NN = linked()
     config = replace(CONFIG, margin=margin, rank_window=window)
     mined, found = mine(embedder, index, pairs, config)
-    expected, below = naive(pairs, scores_NN, config)
+    expected, ranks, own_ranks = naive(pairs, scores_NN, config)
     assert columns(mined) == expected and embedder.lengths == [config.query_length, config.document_length]
-    assert found.below_window.tolist() == below and found.documents == 55
+    assert (found.negative_rank.tolist(), found.positive_rank.tolist()) == (ranks, own_ranks)
+    assert (found.documents, found.window) == (55, min(max(window, 3), 55))
     assert_close(found.positive_similarity, np.diag(scores_NN), 1e-6)
     first_N = [pairs["document"][:].index(f"d{j}") for row in expected for j in row]  # columns of the scores
     of_negatives = scores_NN[np.repeat(np.arange(60), 3), first_N].reshape(60, 3)

@@ -49,12 +49,15 @@ class Encoder(Protocol):
 
 
 class Mining(NamedTuple):
-    """What was mined for one data set."""
+    """What was mined for one data set. A rank counts the documents that could be negatives; what is below the
+    window has rank W + 1."""
 
     documents: int  # distinct ones
+    window: int
     positive_similarity: np.ndarray  # (N,)
     negative_similarity: np.ndarray  # (N, K)
-    below_window: np.ndarray  # (N, K), booleans: which negatives are not of the window
+    positive_rank: np.ndarray  # (N,)
+    negative_rank: np.ndarray  # (N, K)
 
 
 def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig) -> tuple[Dataset, Mining]:
@@ -88,13 +91,15 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
         raise ValueError(f"data set {pairs[0]['dataset']!r} has {few}: {remedy}")
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
+    window = min(max(config.rank_window, config.negatives), len(documents))
+    config = replace(config, rank_window=window)  # never wider than all documents
     search, rng, blocks = index(d_MD), np.random.default_rng(config.seed), []
     for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False):
         q_RD, d_RD = q_UD[query_N[part]], d_MD[document_N[part]]
         blocks.append(_choose(search, q_RD, d_RD, own[part], rng, config))
     ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
     mined = pairs.add_column("negatives", [[documents[i] for i in row] for row in ids_NK])
-    return mined, Mining(len(documents), *facts)
+    return mined, Mining(len(documents), window, *facts)
 
 
 def draw(corpus: Corpus, groups: Sequence[str], count: int, seed: int) -> dict[str, Dataset]:
@@ -137,9 +142,10 @@ def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> Fou
 def _choose(
     search: Search, q_RD: np.ndarray, d_RD: np.ndarray, own: csr_matrix, rng: Generator, config: TripletConfig
 ) -> tuple[np.ndarray, ...]:
-    """The documents (R, K) that `mine` chooses for some rows, and what `Mining` says of them."""
+    """The documents (R, K) that `mine` chooses for some rows; similarities and ranks of positives and
+    negatives."""
     count, positive_R = config.negatives, _cosines(q_RD, d_RD)
-    score_RW, ids_RW = _window(search, q_RD, own, max(config.rank_window, count))
+    score_RW, ids_RW = _window(search, q_RD, own, config.rank_window)
     lottery_RW = rng.random(score_RW.shape)
     ceiling_R = positive_R + np.float32(config.margin)
     safe_RW = (ids_RW >= 0) & (score_RW <= ceiling_R[:, None])
@@ -153,7 +159,10 @@ def _choose(
             score_RK[rows], ids_RK[rows], enough_S = found
             left.append(rows[~enough_S])
         short = np.concatenate(left) if depth < own.shape[1] else ()
-    return ids_RK, positive_R, score_RK, (ids_RK[..., None] != ids_RW[:, None]).all(axis=2)
+    hit_RKW = ids_RK[..., None] == ids_RW[:, None]
+    rank_RK = 1 + np.where(hit_RKW.any(axis=2), hit_RKW.argmax(axis=2), ids_RW.shape[1])
+    rank_R = 1 + (score_RW > positive_R[:, None]).sum(axis=1)
+    return ids_RK, positive_R, score_RK, rank_R, rank_RK
 
 
 def _below(
