@@ -200,9 +200,9 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         except BadRow as bad:
             if source.bad_rows == "stop":
                 part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
-                what = f"{unit.file}, row {number}{part}: {''.join(bad.args)}; correct it"
-                or_else = f", or have source {source.name} count such rows (bad_rows: drop)"
-                raise ValueError(what + or_else * bool(source.name)) from None
+                what = f"{unit.file}, row {number}{part}: {''.join(bad.args)}"
+                remedy = "correct it (in a registry `bad_rows: drop` leaves such rows out)"
+                raise ValueError(f"{what}; {remedy}") from None
             dropped[bad.args[0]] += 1
         else:
             yield row | {"split": split_of(source, row.pop("held_by"))}
@@ -300,10 +300,7 @@ def _open(file: str, mode: str = "rb", **options: Any) -> Any:
 
 
 def _arrow_table(source: pa.NativeFile) -> pa.Table:
-    """The rows of an Arrow file, in either of its formats: random access, or a stream."""
-    if source.read(6) == b"ARROW1":
-        return pa.ipc.open_file(source).read_all()
-    source.seek(0)
+    """The rows of an Arrow stream, as `datasets` writes it."""
     table = pa.ipc.open_stream(source).read_all()
     if source.size() != source.tell() or source.read_at(8, source.tell() - 8) != _ARROW_END:
         raise ValueError("its end is missing, or something follows it")
@@ -360,8 +357,11 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
         if name != "golds" and not _are_texts(value if name in _LISTS else [value]):
             raise BadRow(f"{name} is no text, or empty", f": {value!r:.80}")
         row[name] = value
-    if "golds" in row and not _are_golds(row["golds"], len(row["queries"]), len(row["chunks"])):
-        raise BadRow("golds are not the number of a chunk, from 0, for each query", f": {row['golds']!r:.80}")
+    if "golds" in row:
+        golds, chunks = row["golds"], range(len(row["chunks"]))
+        one_each = isinstance(golds, list) and len(golds) == len(row["queries"])
+        if not (one_each and all(type(gold) is int and gold in chunks for gold in golds)):
+            raise BadRow("golds are not the number of a chunk, from 0, for each query", f": {golds!r:.80}")
     if "document" in row:
         row.setdefault("key", canonical(row["document"]))
     row.setdefault("held_by", _held_by(row))
@@ -370,11 +370,6 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
 
 def _are_texts(values: Any) -> bool:
     return isinstance(values, list) and values != [] and all(isinstance(v, str) and v.strip() for v in values)
-
-
-def _are_golds(values: Any, queries: int, chunks: int) -> bool:
-    one_each = isinstance(values, list) and len(values) == queries
-    return one_each and all(type(value) is int and 0 <= value < chunks for value in values)
 
 
 def _held_by(row: Mapping[str, Any]) -> str:
