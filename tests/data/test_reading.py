@@ -13,6 +13,7 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import tiny

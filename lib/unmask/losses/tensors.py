@@ -1,4 +1,4 @@
-"""What every loss asks of its arguments, before it computes anything."""
+"""What every loss asks of its arguments before it computes anything, and how they get to its device."""
 
 import math
 
@@ -45,3 +45,11 @@ def check_index(name: str, index_N: Tensor, size: int) -> None:
     if index_N.dtype != torch.int64 or ((index_N < 0) | (index_N >= size)).any():
         found = f"{index_N.dtype} in {int(index_N.min())}..{int(index_N.max())}"
         raise ValueError(f"{name} must hold int64 in 0..{size - 1}; got {found}.")
+
+
+def shipped(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copies a CPU tensor to a device; to a GPU from pinned memory, since other copies may wait for all that
+    it has to do. What is there already stays."""
+    device = torch.device(device)
+    pinned = x.device.type == "cpu" and device.type == "cuda"
+    return (x.pin_memory() if pinned else x).to(device, non_blocking=True)
