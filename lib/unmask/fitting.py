@@ -37,7 +37,7 @@ from unmask.data.registry import Source
 from unmask.data.spelling import canonical, distinct
 from unmask.evaluation.tasks import Task, evaluate, evaluate_bm25
 from unmask.models import backbone
-from unmask.models.embedder import Embedder
+from unmask.models.embedder import LONE_SURROGATE, Embedder, as_list
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, train
 from unmask.training.job import SECTIONS
@@ -46,6 +46,8 @@ from unmask.training.job import SECTIONS
 def _filled(value: str | list[str]) -> str | list[str]:
     if not (value.strip() if isinstance(value, str) else value):
         raise ValueError("must not be empty")
+    if isinstance(value, str) and LONE_SURROGATE.search(value):
+        raise ValueError("has a lone surrogate, half a character: repair or remove it")
     return value
 
 
@@ -214,7 +216,7 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     kind, wanted, rows = ROWS[stage], [*ROWS[stage].__dataclass_fields__], []
     if hasattr(data, "itertuples"):  # a data frame, which iterates over its columns' names
         data = data.to_dict("records")
-    for number, row in enumerate(data):
+    for number, row in enumerate(as_list(data, "[row, row]")):
         try:
             if not isinstance(row, Mapping):
                 row = dict(zip(wanted, [row] if isinstance(row, str) else row, strict=True))

@@ -12,12 +12,15 @@ def check_shapes(**tensors: Tensor | None) -> None:
     The letters after a name's last underscore are its axes, and a letter has one size: `q_ND` and `d_ND` have
     the same shape.
 
-    Raises: ValueError that names the tensor, the shape it should have and the one it has.
+    Raises: ValueError that names the tensor, the shape it should have and the one it has; TypeError for what
+        is no tensor.
     """
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         axes, shape = name.rpartition("_")[2], tuple(tensor.shape)
         expected = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
         wrong = (sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True))

@@ -659,7 +659,12 @@ def parted(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def numbered(sequences: Sequence[TokenSequence]) -> Tensor:
-    """A number for each text (R,): equal tokens, equal numbers."""
+    """A number for each text (R,): equal tokens, equal numbers.
+
+    They are what the model reads: also of two texts that only begin alike and are cut, the vectors are equal.
+    Rows with two spellings of one text are in no batch together, by their `keys`; negatives have no keys, and
+    one that differs from a document in white space alone counts.
+    """
     seen: dict[bytes, int] = {}
     return torch.tensor([seen.setdefault(text.tokens_L.tobytes(), len(seen)) for text in sequences])
 
