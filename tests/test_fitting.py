@@ -77,7 +77,7 @@ def test_a_data_set_is_read_and_the_result_loads_elsewhere(model, tmp_path):
 
 def test_rows_that_share_a_text_are_one_group(capsys):
     rows = fitting._rows([*PAIRS, ("another", PAIRS[0][1]), ("another", "b")], "pair")
-    group_N = fitting._groups("pair", rows)
+    group_N = fitting._groups(rows)
     assert len({group_N[0], group_N[-1], group_N[-2]}) == 1 and len(set(group_N)) == 40
     held_N = fitting._held_out(group_N, 0.1, "pair")
     assert len(set(group_N[held_N])) == 4 and not set(group_N[held_N]) & set(group_N[~held_N])
@@ -86,7 +86,7 @@ def test_rows_that_share_a_text_are_one_group(capsys):
 
 
 def grouped(stage, rows):
-    return len(set(fitting._groups(stage, fitting._rows(rows, stage))))
+    return len(set(fitting._groups(fitting._rows(rows, stage))))
 
 
 def test_groups_are_blind_to_spelling_and_a_query_of_two_documents_is_one():
@@ -119,7 +119,7 @@ def test_interrupted_it_goes_on(model, tmp_path, monkeypatch):
 def test_before_is_the_given_embedders_own(tmp_path, model):
     mine = Embedder.from_pretrained(model, pooling="last", special_tokens=True)
     embedder = fit(mine, PAIRS, hold_out=0.5, **SHORT)
-    held = fitting._held_out(fitting._groups("pair", ROWS["pair"]), 0.5, "pair").nonzero()[0]
+    held = fitting._held_out(fitting._groups(ROWS["pair"]), 0.5, "pair").nonzero()[0]
     queries, documents = zip(*PAIRS)
     scores = similarity(mine.encode([queries[i] for i in held]), mine.encode(documents))
     naive = retrieval_metrics(scores, [{int(i)} for i in held], document_ids=list(documents))["ndcg@10"]

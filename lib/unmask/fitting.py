@@ -17,8 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import AfterValidator, ValidationError
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from scipy.cluster.hierarchy import DisjointSet
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from unmask.config import (
@@ -155,7 +154,7 @@ def fit(
     check_keys(SECTIONS[stage], values, stage)
     if not 0 <= hold_out < 1:
         raise ValueError(f"hold_out must be a share below 1, got {hold_out!r}")
-    group_N = _groups(stage, rows)
+    group_N = _groups(rows)
     held_N = _held_out(group_N, hold_out, stage)
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
@@ -231,19 +230,16 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _groups(stage: str, rows: list[dict[str, Any]]) -> np.ndarray:
+def _groups(rows: list[dict[str, Any]]) -> np.ndarray:
     """The group of each row: rows that share a query or a text, directly or through others. Of a document
     with chunks it is the whole: what it shares with others is what its context is for."""
-    named = {"query": str, "document": str, "text": str, "chunks": " ".join}
-    there = [[(name, of(row[name])) for name, of in named.items() if name in row] for row in rows]
-    marks = [[f"{name} {canonical(text)}" for name, text in own] for own in there]
-    for own, row in zip(marks, rows):
-        own += [f"query {canonical(query)}" for query in row.get("queries", ())]
-    number = {text: len(rows) + i for i, text in enumerate(dict.fromkeys(chain(*marks)))}
-    owner = np.repeat(np.arange(len(rows)), [len(own) for own in marks])
-    texts, size = [number[text] for own in marks for text in own], len(rows) + len(number)
-    edges = coo_array((np.ones(len(owner), bool), (owner, texts)), shape=(size, size))
-    return connected_components(edges, directed=False)[1][: len(rows)]
+    groups, first = DisjointSet(range(len(rows))), {}
+    for number, row in enumerate(rows):
+        text = row.get("document") or row.get("text") or " ".join(row["chunks"])
+        queries = [row["query"]] if "query" in row else row.get("queries", [])
+        for mark in (f"text {canonical(text)}", *(f"query {canonical(query)}" for query in queries)):
+            groups.merge(number, first.setdefault(mark, number))
+    return np.array([groups[number] for number in range(len(rows))])
 
 
 def _held_out(group_N: np.ndarray, share: float, stage: str) -> np.ndarray:
