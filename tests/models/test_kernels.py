@@ -1,8 +1,9 @@
-"""Compiled and fused layers: few graphs, the same values."""
+"""Compiled and fused layers: few graphs, few launches, the same values."""
 
 import copy
 import itertools
 import os
+import shutil
 import sys
 from functools import partial
 from importlib import import_module
@@ -65,6 +66,27 @@ def test_two_graphs_serve_any_mixture_of_lengths(checkpointing, as_on_a_gpu, mon
         assert_close(*results)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+def test_weights_in_bfloat16_are_never_cast():
+    half, single = launches.eager(torch.bfloat16), launches.eager(torch.float32)
+    assert [one["products"] for one in (*half, *single)] == [7, 14, 7, 14]
+    assert [one["casts of weights"] for one in (*half, *single)] == [0, 0, 7, 0]
+    assert [one["casts"] for one in half] == [8, 8]  # of the four norms, which compute in float32
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler on this machine")
+def test_a_compiled_layer_launches_a_quarter_and_computes_the_same(as_on_a_gpu):
+    part, inputs = launches.layer(torch.bfloat16)
+    compiled = copy.deepcopy(part)
+    compile_layers(compiled, same_length=False)
+    with launches.after_fusion() as counts:
+        for lengths in ([5, 2, 4], [7, 1]):
+            given = inputs(lengths)
+            results = [tiny.with_gradients(one(**given), one) for one in (compiled, part)]
+            assert_close(*results, 2e-2)
+    assert len(counts) == 2 and sum(one["all"] for one in counts) <= 50  # forward and backward; asked for: 70
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from unmask.training.identity import identity
 from unmask.training.job import JOB, Job
 from unmask.training.launch import AGAIN, STOP, OutOfMemory, TrainingStopped, launch, several
 from unmask.training.stages import Stage
-from unmask.training.watch import METRICS, Watch
+from unmask.training.watch import METRICS, Watch, history
 
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
 MEMORY = "memory.json"  # in a training's folder: budgets of tokens, once memory did not hold the preset's
@@ -78,7 +78,10 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
             write_json(home / DATA_REPORT, stage.prepare())
             job = stage.begun(model, home)
             write_json(home / JOB, {"made_of": made_of} | read_json(home / JOB) | {"job": resolved(job)})
-            watch.open(f"{folder.parent.name}/{folder.name}", home)
+            last = (folder / "model").resolve().parent
+            by_hand = "UNMASK_CODE" not in os.environ and last != home and (last / METRICS).is_file()
+            before = history(last / "model") if by_hand else []
+            watch.open(f"{folder.parent.name}/{folder.name}", home, before)
             with watch:
                 if several(job.parallel):
                     launch(job, watch)

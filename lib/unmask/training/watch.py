@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
@@ -42,9 +43,11 @@ class Watch:
         self.curve, self.title = curve and draws(), title
         self.bar = tqdm(disable=True)
 
-    def open(self, title: str, folder: Path) -> None:
-        """Says what is trained, and in which folder."""
+    def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
+        """Says what is trained, in which folder, and the steps of the last training of this name, whose curve
+        is drawn beneath."""
         self.title, self.folder = self.title or title, folder
+        self.before = [row["loss"] for row in before]
         self.loss, self.handle, self.next, self.size = [], None, 0.0, 0
 
     def __enter__(self) -> "Watch":
@@ -95,9 +98,13 @@ class Watch:
         figure = Figure(figsize=(6, 2.2), layout="constrained")
         axes = figure.subplots()
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
-        axes.plot(pd.Series(self.loss, dtype=float).ewm(alpha=SHARE).mean(), color="C0")
-        axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, max(self.total, 2) - 1))
+        for told, color, loss in (("the last training", "0.75", self.before), ("this one", "C0", self.loss)):
+            axes.plot(pd.Series(loss, dtype=float).ewm(alpha=SHARE).mean(), color=color, label=told)
+        steps = max(self.total, len(self.before), 2)
+        axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, steps - 1))
         axes.spines[["top", "right"]].set_visible(False)
+        if self.before:
+            axes.legend(frameon=False)
         file = io.BytesIO()
         figure.savefig(file, dpi=100)
         picture = Image(file.getvalue(), alt=f"loss of {self.title}")
