@@ -14,7 +14,6 @@ from sentence_transformers import SentenceTransformer
 import tiny
 import tiny_families
 from unmask import Embedder, fit, fitting
-from unmask.config import EvaluationConfig
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
@@ -140,20 +139,18 @@ def test_few_held_out_rows_are_asked_of_many(monkeypatch):
     monkeypatch.setattr(fitting, "AMONG", 50)
     held_N = np.zeros(1_000, bool)
     held_N[[7, 900]] = True
-    drawn = fitting._asked_of([{}] * 1_000, held_N)
-    assert len(drawn) == len(set(drawn)) == 50 and {7, 900} <= set(drawn)
+    task = fitting._task([{"query": f"q{i}", "document": str(i)} for i in range(1_000)], held_N)
+    assert len(task.documents) == 50 and sorted(task.queries) == ["q7", "q900"]
+    assert [task.chunks[i] for (i,) in task.relevant] == [query[1:] for query in task.queries]
 
 
-def test_only_what_stands_beside_a_query_answers_it(model, tmp_path):
+def test_only_what_stands_beside_a_query_answers_it():
     chain = [("a", "one"), ("b", "one"), ("b", "two"), *PAIRS]
-    rows = fitting._rows(chain, "pair")
-    held_N = np.arange(len(rows)) < 3
-    corpus = fitting._corpus(tmp_path, "pair", rows, fitting._groups("pair", rows), held_N)
-    every = dict.fromkeys(("query_length", "document_length", "chunk_length"), 9)
-    limits = EvaluationConfig(**every, **dict.fromkeys(fitting.LIMITS, 99))
-    task = fitting._task(corpus, rows, held_N, limits)
+    task = fitting._task(fitting._rows(chain, "pair"), np.arange(len(chain)) < 3)
     answers = {q: {task.chunks[i] for i in found} for q, found in zip(task.queries, task.relevant)}
-    assert answers == {"a": {"one"}, "b": {"one", "two"}}
+    assert answers == {"a": {"one"}, "b": {"one", "two"}} and len(task.chunks) == 42
+    task = fitting._task(DOCUMENTS, np.arange(30) == 7)
+    assert [task.chunks[i] for i in task.relevant[0]] == ["Then comes 8."] and task.queries == ["after 7?"]
 
 
 def test_a_query_of_two_documents_is_one_group():
@@ -192,20 +189,20 @@ REFUSED = {
     "no rows": ([], {}, "no rows: there is nothing to train on"),
     "one group": ([(f"q {i}", "a") for i in range(30)], {}, "leave 1 groups to train on, which needs 2"),
     "all held out": (PAIRS, {"hold_out": 0.99}, "40 rows leave 0 groups to train on"),
-    "a dict of columns": ({"query": ["a"], "document": ["b"]}, {}, r"row 0 is \('query',\): give"),
+    "a dict of columns": ({"query": ["a"], "document": ["b"]}, {}, "expected a list, got one dict"),
     "no negatives": ([("a", "b", [])], {"stage": "triplet"}, "negatives must not be empty"),
-    "a file as folder": (PAIRS, {"folder": __file__}, "is a file: name a folder"),
     "another stage": (PAIRS, {"stage": "pairs"}, "unknown stage 'pairs'; did you mean 'pair'"),
+    "no stage": (PAIRS, {"stage": None}, "unknown stage None; known: pair"),
     "unknown key": (PAIRS, {"lrr": 1.0}, "pair: unknown key 'lrr'; did you mean 'lr'"),
     "bad value": (PAIRS, {"lr": -1.0}, "lr"),
     "no batch": (PAIRS, {"batch": 0}, "pair.batch must be greater than or equal to 2, got 0"),
-    "no column": ([{"query": "a", "documents": "b"}], {}, "row 0 has no 'document'; did you mean"),
+    "no column": ([{"query": "a", "documents": "b"}], {}, "row 0: missing document"),
     "three columns": ([("a", "b", "c")], {}, r"row 0 is .*: give \(query, document\)"),
-    "one text": ("ab", {}, r"row 0 is \('a',\): give \(query, document\)"),
+    "one text": ("ab", {"stage": "diffusion"}, "expected a list, got one string, 'ab'"),
+    "half a character": ([("a", "b"), ("a", "\ud83d")], {}, "row 1: document has a lone surrogate"),
     "empty text": ([("a", "b"), ("a", " ")], {}, "row 1: document must not be empty"),
     "number": ([("a", 7)], {}, "row 0: document must be a valid string, got 7"),
     "hold_out": (PAIRS, {"hold_out": 1.0}, "hold_out must be a share below 1"),
-    "hold_out as text": (PAIRS, {"hold_out": "0.1"}, "hold_out must be a share below 1, got '0.1'"),
     "gold": ([DOCUMENTS[0] | {"golds": [2]}], {"stage": "contextual"}, "row 0: golds must be .* 0 to 1"),
 }
 

@@ -8,10 +8,12 @@ import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import tiny
@@ -128,6 +130,7 @@ UNREADABLE = {
     "a.jsonl": (LINE * 2 + b'{"query": "q", "document": }\n', "line 3: Expecting value"),
     "b.jsonl": (LINE + b'{"query": "\xff", "document": "d"}\n', "line 2: 'utf-8' codec can't decode"),
     "d.jsonl.gz": (gzip.compress(LINE * 999)[:-20], "Compressed file ended"),
+    "p.jsonl.zst": (pa.compress(LINE * 999, "zstd", asbytes=True)[:-9], "Truncated compressed stream"),
     "e.jsonl": (LINE + b'{"query": "\\ud83d", "document": "d"}\n', "line 2: 'utf-8' codec can't encode"),
     "g.jsonl": (LINE + b"7\n", "line 2: no names and values in braces"),
     "f.csv": (b"query,document\na,b\nb,c,d\n", "line 3: other than 2 fields"),
@@ -140,6 +143,7 @@ UNREADABLE = {
     "i.jsonl": (b"", UNKNOWN),
     "k.arrow": (b"ARROW1, of the format for random access", ""),
     "j.doc": (b"x", UNKNOWN),
+    "r.arrow.gz": (gzip.compress(b"ARROW1"), UNKNOWN),
 }
 
 
@@ -153,6 +157,8 @@ def test_an_arrow_stream_is_read_whole_or_not_at_all(tmp_path):
         assert "its end is missing, or something follows it" in refusal(own(path))
 
 
+COMPRESSED = {"bz2": bz2.compress, "gz": gzip.compress, "xz": lzma.compress}
+COMPRESSED |= {"zst": partial(pa.compress, codec="zstd", asbytes=True)}
 NAMES = ["a::b.jsonl", "file::a.csv", "a#b.tsv", "a?b.parquet", "a%20*[1]{2}.arrow", "a\n b.jsonl", "a.JSONL"]
 
 
@@ -162,9 +168,10 @@ def test_a_path_may_hold_any_character(tmp_path, name):
     assert len(rows_of(own(lower.rename(tmp_path / name)))) == len(PAIRS)
 
 
-@pytest.mark.parametrize(("compress", "suffix"), [(bz2.compress, "bz2"), (lzma.compress, "xz")])
-def test_a_mirror_skips_no_compressed_table(mirror, compress, suffix):
-    (mirror / "deu" / f"train-2.jsonl.{suffix}").write_bytes(compress(b'{"text": "deu 2"}\n'))
+@pytest.mark.parametrize("compressed", COMPRESSED)
+def test_a_mirror_skips_no_compressed_table(mirror, compressed):
+    path = mirror / "deu" / f"train-2.jsonl.{compressed}"
+    path.write_bytes(COMPRESSED[compressed](b'{"text": "deu 2"}\n'))
     tiny.write_card(mirror, {"deu": "deu/train-*"})
     assert [row["text"] for row in rows_of(mirrored())] == ["deu 0", "deu 1", "deu 2"]
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from test_embedder import DOCUMENTS, TEXTS, WORDS, naive
 from tokenizers import Tokenizer
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Model
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 import tiny
 import tiny_families
@@ -195,6 +195,19 @@ def test_broken_facts_are_refused(saved):
     (saved / "unmask.json").write_text("{")
     with pytest.raises(ValueError, match=r"unmask\.json is broken"):
         load(saved)
+
+
+def test_what_its_reader_does_not_know_is_not_published(tmp_path):
+    class OwnConfig(Qwen3Config):
+        model_type = "own"
+
+    class OwnModel(Qwen3Model):
+        config_class = OwnConfig
+
+    model = OwnModel(OwnConfig(**tiny.model().config.to_dict()))
+    with pytest.raises(ValueError, match="the architecture 'own' is unknown to the installed transformers"):
+        Embedder(model, tiny.tokenizer(), device="cpu").save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_tokenizer_without_anything_to_pad_with_is_not_saved(tmp_path):

@@ -21,7 +21,9 @@ from toy_checkout import write_script
 from unmask.config import ParallelConfig
 from unmask.store import read_json
 from unmask.training import Pair, TrainingStopped, history, train
+from unmask.training.identity import own_code
 from unmask.training.watch import Watch
+from unmask.training.worker import stage_of
 from waiting import live_in, wait_for
 
 TWO = ParallelConfig(num_processes=2)
@@ -184,18 +186,14 @@ def test_a_full_gpu_makes_all_begin_again_with_less(start, tmp_path, monkeypatch
     assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
 
 
-class Mine(Pair):
-    pass
-
-
-def test_code_of_a_notebook_needs_one_process(start, tmp_path, monkeypatch):
-    loss = lambda self, rows_RD, batch, **shared: rows_RD.sum()  # noqa: E731
-    loss.__module__ = "__main__"
-    monkeypatch.setattr(Mine, "loss", loss)
-    stage = tiny_stages.on_the_corpus("pair", start, kind=Mine)
-    stage.job = replace(stage.job, parallel=TWO)
-    with pytest.raises(RuntimeError, match="other processes cannot import the code of a notebook"):
-        trained(stage, start, tmp_path / "pair")
+def test_code_of_a_notebook_needs_one_process(start, tmp_path):
+    """A class of a cell, and a loss that a cell has put into one."""
+    stage = made(start)
+    job, own = stage.begun(stage.model(start), tmp_path), own_code(stage)
+    assert stage_of(job, own).job == job
+    for other in ((replace(job, stage="__main__:OfACell"), own), (job, {"__main__.loss": "of a cell"})):
+        with pytest.raises(ValueError, match="other processes cannot import the code of a notebook"):
+            stage_of(*other)
 
 
 @pytest.mark.slow

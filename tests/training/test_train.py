@@ -294,12 +294,6 @@ def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, number):
     assert not (parts.parent / "checkpoints").exists()
 
 
-def test_a_model_of_an_earlier_version_stays(start, tmp_path):
-    (tmp_path / "pair" / "model").mkdir(parents=True)
-    with pytest.raises(RuntimeError, match="of an earlier version of unmask: move it away"):
-        trained(made("pair", start), start, tmp_path / "pair")
-
-
 def test_two_processes_never_train_in_one_folder(start, tmp_path):
     stage = made("pair", start)
 

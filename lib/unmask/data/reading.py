@@ -6,6 +6,7 @@ counted, as the source says (`bad_rows`). No text is altered.
 """
 
 import csv
+import io
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 from datasets.data_files import get_data_patterns, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
+from fsspec.compression import register_compression
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.hf_api import RepoFile
 from pyarrow import parquet
@@ -34,7 +36,7 @@ from unmask.store import fingerprint, nearest
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 FORMATS = (*TABLES, ".txt")  # on the Hub: licences and the like
-_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$")  # as text, JSON and CSV may be
+_COMPRESSED = re.compile(r"(?<!\.arrow)\.(gz|bz2|xz|zst)$")  # Arrow files are mapped into memory
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; pyarrow takes one that was cut short for a whole one
 # Of a definition: what decides no row.
 _NO_CONTENT = ["files", "share", "licence", "rows", "documented", "optional", "known_as"]
@@ -45,6 +47,10 @@ _LISTS = ("negatives", "chunks", "queries")
 _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides its split, unless held_by does
 
 csv.field_size_limit(2**31 - 1)  # of a text; 128 kB unless it is set
+# fsspec knows .zst only where another package is installed, and reads its bytes as text elsewhere.
+register_compression(
+    "zstd", lambda file, **_: io.BufferedReader(pa.CompressedInputStream(file, "zstd")), "zst", force=True
+)
 
 
 class BadRow(ValueError):

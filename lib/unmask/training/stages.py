@@ -30,8 +30,8 @@ from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sampl
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
 from unmask.extras import extra
+from unmask.losses.tensors import shipped
 from unmask.models import backbone
-from unmask.models.attention import shipped
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
@@ -58,7 +58,7 @@ class Stage:
         shown(step): the lines of `show`.
 
     Args:
-        preset: has the stage's section, `backbone`, `clusters` and `parallel`.
+        preset: has the stage's section, `backbone`, `clusters` and `parallel`; or the job that it is to do.
         corpus: what it reads.
         tokenizer: of the model that it trains.
         section: of the preset; default: the stage's own.
@@ -82,22 +82,15 @@ class Stage:
         section: str = "",
         **more: Any,
     ):
-        kind, section = type(self), section or self.section
-        told = {key: more.pop(key) for key in more.keys() & TOLD}
-        shared = {key: getattr(preset, key) for key in ("backbone", "clusters", "parallel")}
-        config = changed(getattr(preset, section), more, section)
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        self._take(Job(stage=name, section=section, config=config, **shared, **told), corpus, tokenizer)
-
-    @classmethod
-    def of(cls, job: Job, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> "Stage":
-        """The stage that a job describes."""
-        stage = cls.__new__(cls)
-        stage._take(job, corpus, tokenizer)
-        return stage
-
-    def _take(self, job: Job, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.job, self.config, self.corpus, self.tokenizer = job, job.config, corpus, tokenizer
+        if isinstance(preset, Job):
+            self.job = preset
+        else:
+            kind, section = type(self), section or self.section
+            told = {key: more.pop(key) for key in more.keys() & TOLD}
+            told |= {key: getattr(preset, key) for key in ("backbone", "clusters", "parallel")}
+            told |= {"section": section, "config": changed(getattr(preset, section), more, section)}
+            self.job = Job(stage=f"{kind.__module__}:{kind.__qualname__}", **told)
+        self.config, self.corpus, self.tokenizer = self.job.config, corpus, tokenizer
 
     def begun(self, model: nn.Module, folder: Path) -> Job:
         """The whole job, as it is known when it begins."""
@@ -669,7 +662,12 @@ def parted(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def numbered(sequences: Sequence[TokenSequence]) -> Tensor:
-    """A number for each text (R,): equal tokens, equal numbers."""
+    """A number for each text (R,): equal tokens, equal numbers.
+
+    They are what the model reads: also of two texts that only begin alike and are cut, the vectors are equal.
+    Rows with two spellings of one text are in no batch together, by their `keys`; negatives have no keys, and
+    one that differs from a document in white space alone counts.
+    """
     seen: dict[bytes, int] = {}
     return torch.tensor([seen.setdefault(text.tokens_L.tobytes(), len(seen)) for text in sequences])
 

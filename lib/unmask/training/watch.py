@@ -3,17 +3,18 @@
 import io
 import json
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import pandas as pd
 from tqdm import tqdm
 
 from unmask.extras import extra
 
 METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
+SHARE = 0.1  # of a loss in its moving average
 RARE = 30  # times what drawing takes: the least between two curves
 
 
@@ -41,16 +42,10 @@ class Watch:
         self.curve, self.title = curve and draws(), title
         self.bar = tqdm(disable=True)
 
-    def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
-        """Says what is trained.
-
-        Args:
-            folder: of the training.
-            before: the steps of another training, whose curve is drawn beneath.
-        """
+    def open(self, title: str, folder: Path) -> None:
+        """Says what is trained, and in which folder."""
         self.title, self.folder = self.title or title, folder
-        self.loss, self.before = [], [row["loss"] for row in before]
-        self.handle, self.next, self.size = None, 0.0, 0
+        self.loss, self.handle, self.next, self.size = [], None, 0.0, 0
 
     def __enter__(self) -> "Watch":
         return self
@@ -99,15 +94,10 @@ class Watch:
 
         figure = Figure(figsize=(6, 2.2), layout="constrained")
         axes = figure.subplots()
-        if self.before:
-            axes.plot(smoothed(self.before), color="0.75", label="the last training")
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
-        axes.plot(smoothed(self.loss), color="C0", label="this one" if self.before else None)
-        steps = max(self.total, len(self.before), 2)
-        axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, steps - 1))
+        axes.plot(pd.Series(self.loss, dtype=float).ewm(alpha=SHARE).mean(), color="C0")
+        axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, max(self.total, 2) - 1))
         axes.spines[["top", "right"]].set_visible(False)
-        if self.before:
-            axes.legend(frameon=False)
         file = io.BytesIO()
         figure.savefig(file, dpi=100)
         picture = Image(file.getvalue(), alt=f"loss of {self.title}")
@@ -115,12 +105,3 @@ class Watch:
             self.handle.update(picture)
         else:
             self.handle = display(picture, display_id=True)
-
-
-def smoothed(values: Sequence[float], share: float = 0.1) -> list[float]:
-    """Exponential moving average, each value of which counts only what came before: no start is zero."""
-    found, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = (1 - share) * total + value, (1 - share) * weight + 1
-        found.append(total / weight)
-    return found
