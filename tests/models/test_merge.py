@@ -51,7 +51,7 @@ def check(merged, parents, formula, facts):
 @pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2"])
 def test_slerp_is_the_formula(family, tmp_path):
     parents = checkpoints(tmp_path, [1, 2], family)
-    merged = slerp(*parents, 0.3, tmp_path / "m")
+    merged = slerp(*map(str, parents), 0.3, str(tmp_path / "m"))
     check(merged, parents, lambda a, b: naive_slerp(0.3, a, b), {"t": 0.3})
 
 

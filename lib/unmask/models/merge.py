@@ -25,7 +25,7 @@ FREE = {"_name_or_path", "architectures", "transformers_version", "dtype", "use_
 NEARLY_ONE = 0.9995  # |cos θ| above which mergekit interpolates linearly
 
 
-def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
+def slerp(base: str | Path, other: str | Path, t: float, path: str | Path) -> Path:
     """Spherical interpolation of two checkpoints of one shape, tensor by tensor; t = 0 is `base`, t = 1 is
     `other`.
 
@@ -40,11 +40,11 @@ def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
     """
     if not 0 <= t <= 1:
         raise ValueError(f"t must lie in [0, 1], from one parent to the other; got {t}")
-    recipe = {"merge_method": "slerp", "base_model": str(base.resolve()), "parameters": {"t": t}}
+    recipe = {"merge_method": "slerp", "base_model": str(Path(base).resolve()), "parameters": {"t": t}}
     return _merge(recipe, [base, other], path, t=t)
 
 
-def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
+def slerp_all(checkpoints: Sequence[str | Path], path: str | Path) -> Path:
     """The middle of several checkpoints of one shape, on the sphere, tensor by tensor, in whatever order.
 
         m(a_1, …, a_n) = r · Σ_i u_i / ‖Σ_i u_i‖,   u_i = a_i/‖a_i‖,   r the mean of the ‖a_i‖
@@ -59,9 +59,10 @@ def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
     return _merge(recipe, checkpoints, path, merged=len(checkpoints))
 
 
-def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts: Any) -> Path:
+def _merge(recipe: dict[str, Any], parents: Sequence[str | Path], path: str | Path, **facts: Any) -> Path:
     """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
     clears), checks the result, and writes it with the first parent's tokenizer and facts."""
+    path, parents = Path(path), [*map(Path, parents)]
     models = [{"model": backbone.require_checkpoint(parent.resolve())} for parent in parents]
     first, *others = map(_meaning, parents)
     for parent, other in zip(parents[1:], others, strict=True):
