@@ -8,6 +8,7 @@ import sys
 import nbformat
 import pytest
 
+from chat_servers import chat_server
 from unmask.store import repository
 from unmask.study.evidence import VERDICTS
 
@@ -60,6 +61,19 @@ def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on
     due = [stage for stage in STAGES if stage in plan]
     later = ["04_triplet", "05_merge", "06_quantization", "08_conteb", "09_retrieval", "11_qwen3_embedding"]
     assert due == ["03_contextual", *later, "12_report"], plan
+
+
+@pytest.mark.slow
+def test_a_reader_answers_from_what_was_found(smoke):
+    """One that repeats what it is told contains an answer where a passage does."""
+    run, _, _ = smoke
+    with chat_server(write=lambda prompt: prompt) as server:
+        reader = {"endpoint": server.url, "model": "echo", "questions": 20}
+        told = [part for key, value in reader.items() for part in ("--set", f"reader.{key}={value}")]
+        assert run("--only", "09", *told).returncode == 0
+    found = json.loads((repository() / "results" / "smoke" / "09_retrieval.json").read_text())["reader"]
+    assert {"no passages", "ours (INT8)", "ours (BIN)", "BM25"} <= found.keys()
+    assert found["no passages"]["functions"] < found["BM25"]["functions"] <= 1
 
 
 @pytest.mark.slow
