@@ -169,6 +169,7 @@ class DiffusionConfig(PretrainConfig):
     t_max: Share = 1.0  # t_min = t_max: a fixed share of masks (LLM2Vec)
     log_uniform: bool = False  # low t: drawn more often, not weighed more
     cut_fraction: Share = 0.01  # share of the sequences that are cut to a random length
+    anneal: Share = 0.0  # share of the steps in which the causal mask fades away; 0: it is off from the start
 
     def __post_init__(self):
         if self.t_min > self.t_max:
@@ -439,6 +440,7 @@ class AblationConfig(Section):
     rates: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1.0,)
     rate_steps: Whole = 0  # of the trainings that choose among several rates; 0: as many as `steps`
     controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
+    anneal: Share = 0.0  # also pretrain with a causal mask that fades over this share of the steps; 0: no
     parts: bool = False  # also leave out each part of the pair loss and its curriculum
     benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones
     squad: bool = False  # also ask SQuAD's questions, where a mirror holds it

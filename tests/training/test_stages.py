@@ -16,7 +16,7 @@ from unmask.data.tokens import TokenSequence
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
-from unmask.training.stages import cosine_ramp, noise
+from unmask.training.stages import cosine_ramp, fading_mask, noise
 
 
 def plain(value):
@@ -60,6 +60,31 @@ def test_pretraining_stages_compute_the_loss_of_the_whole_batch():
     tokens = stage.batch(0)
     loss = next_token_loss(model.model(tokens).last_hidden_state, model.lm_head.weight, tokens)
     assert_same(step(stage, model, tokens), backpropagated(loss, model))
+
+
+def test_the_causal_mask_fades_over_a_share_of_the_steps():
+    """At its start the model sees what a causal one sees; in between also later tokens, drawn anew each step;
+    then all."""
+    stage = tiny_stages.stage("diffusion", cut_fraction=0.5, batch=8, steps=10, anneal=0.5)
+    seen = [stage.batch(step).seen_LL for step in range(10)]
+    assert seen[0].equal(torch.ones(16, 16).bool().tril()) and seen[5:] == [None] * 5
+    assert all((mask | seen[0]).equal(mask) for mask in seen[:5])
+    wide = fading_mask(400, 0.3, np.random.default_rng(0))[~np.tri(400, dtype=bool)]
+    assert wide.mean() == pytest.approx(0.3, abs=0.01)
+
+    model = tiny_stages.model("diffusion")
+    for number, sees in ((0, "causal"), (3, "some of both sides")):
+        batch = stage.batch(number)
+        noisy = batch.tokens_BL.masked_fill(batch.masked_BL, tiny_stages.MASK_ID)
+        assert not batch.valid_BL.all()
+        if sees == "causal":
+            model.config.is_causal, mask = True, batch.valid_BL.long()
+        else:
+            mask = batch.seen_LL[None, None] & batch.valid_BL[:, None, None]
+        hidden = model.model(noisy, attention_mask=mask).last_hidden_state
+        model.config.is_causal = False
+        expected = backpropagated(diffusion_loss(hidden, model.lm_head.weight, *batch[:4]), model)
+        assert_same(step(stage, model, batch), expected)
 
 
 def forward_process(count=2000, length=64, **changes):

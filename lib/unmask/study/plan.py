@@ -201,9 +201,9 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
     if ablation.controls:
         same = {field.name: getattr(preset.diffusion, field.name) for field in fields(PretrainConfig)}
         yield "07_diffusion_vs_ar", "ar", 1, _with(preset, "ar", **same)
-        yield "07_diffusion_vs_ar", "diffusion", 1, preset
+        yield "07_diffusion_vs_ar", "diffusion", 2 if ablation.anneal else 1, preset
     short = _with(preset, "pair", steps=ablation.steps, batch=ablation.batch or preset.pair.batch)
-    arms = 7 if ablation.controls else 5
+    arms = 5 + (2 + (ablation.anneal > 0)) * ablation.controls
     if len(ablation.rates) > 1:
         trial = _with(short, "pair", steps=ablation.rate_steps or ablation.steps)
         yield "07_diffusion_vs_ar", "pair", arms * len(ablation.rates), trial

@@ -236,9 +236,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens_BL: Tensor, valid_BL: Tensor | None, loss: Callable[..., Tensor]) -> Tensor:
-        mask_BL = None if valid_BL is None else valid_BL.long()
-        hidden_BLD = self.model.base_model(tokens_BL, attention_mask=mask_BL, use_cache=False)[0]
+    def forward(self, tokens_BL: Tensor, mask: Tensor | None, loss: Callable[..., Tensor]) -> Tensor:
+        hidden_BLD = self.model.base_model(tokens_BL, attention_mask=mask, use_cache=False)[0]
         return loss(hidden_BLD, self.model.get_output_embeddings().weight)
 
 
@@ -313,12 +312,13 @@ class NextToken(Pretraining):
 
 class Noised(NamedTuple):
     """A batch of the forward process: clean tokens, what was masked, what its nats are divided by (t, if t is
-    uniform); `valid_BL` False beyond a cut."""
+    uniform); `valid_BL` False beyond a cut; `seen_LL` while the causal mask fades: which token sees which."""
 
     tokens_BL: Tensor
     masked_BL: Tensor
     divisor_B: Tensor
     valid_BL: Tensor
+    seen_LL: Tensor | None = None
 
 
 class Diffusion(Pretraining):
@@ -343,18 +343,27 @@ class Diffusion(Pretraining):
         return self.tokenizer.convert_tokens_to_ids(self.job.backbone.mask_token)
 
     def batch(self, step: int) -> Noised:
-        return noise(self.blocks(step), self.config, np.random.default_rng([self.config.seed, 2, step]))
+        tokens_BL, rng = self.blocks(step), np.random.default_rng([self.config.seed, 2, step])
+        noised, fading = noise(tokens_BL, self.config, rng), self.config.anneal * self.config.steps
+        if step >= fading:
+            return noised
+        seen_LL = fading_mask(tokens_BL.shape[1], step / fading, rng)
+        return noised._replace(seen_LL=torch.from_numpy(seen_LL))
 
     def backward(self, module: nn.Module, batch: Noised, processes: Processes) -> dict[str, Any]:
         predictable = int((batch.valid_BL.sum(1) - 1).sum())
 
         def forward(rows: Tensor) -> Tensor:
-            tokens, masked, divisor, valid = (x[rows] for x in batch)
+            tokens, masked, divisor, valid = (x[rows] for x in batch[:4])
             valid = None if valid.all() else valid
             drawn = {"tokens_BL": tokens, "masked_BL": masked, "t_B": divisor, "valid_BL": valid}
             loss = partial(losses.diffusion_loss, **drawn, normalizer=predictable)
             noised = processes.ship(tokens.masked_fill(masked, self.mask_token_id))
-            return module(noised, None if valid is None else processes.ship(valid), loss)
+            mask = valid
+            if batch.seen_LL is not None:
+                mask = batch.seen_LL.expand(len(rows), 1, -1, -1)
+                mask = mask if valid is None else mask & valid[:, None, None]
+            return module(noised, None if mask is None else processes.ship(mask), loss)
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
         order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
@@ -386,6 +395,12 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     valid_BL = np.arange(length) < cut_B[:, None]
     drawn = tokens_BL, masked_BL & valid_BL, divisor_B.astype(np.float32), valid_BL
     return Noised(*map(torch.from_numpy, drawn))
+
+
+def fading_mask(length: int, share: float, rng: np.random.Generator) -> np.ndarray:
+    """A causal mask of which a share has faded: (L, L), True where a row's token sees a column's. Each later
+    token is seen with probability `share` (DiffuLLaMA, 2410.17891; pplx-embed, section 2.1, tried it)."""
+    return np.tri(length, dtype=bool) | (rng.random((length, length)) < share)
 
 
 @dataclass(frozen=True, kw_only=True)
