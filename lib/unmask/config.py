@@ -43,6 +43,8 @@ def _whole(text: str) -> str:
 
 
 Place = Annotated[str, AfterValidator(_whole)]  # or a name
+# Of a pool: BM25, n-grams of characters, latent semantic analysis, the pair stage's model, or an embedder.
+System = Literal["bm25", "characters", "lsa", "pair"] | Annotated[Place, Field(pattern="/")]
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
 
@@ -280,16 +282,14 @@ class EndpointConfig(Section):
     concurrency: Count = 16  # requests under way at a time
     timeout: Positive = 60.0  # seconds of one request
     retries: Whole = 5  # of one request, with growing pauses
-    temperature: Share
-    max_tokens: Count  # of one answer
+    temperature: Share = 0.7
+    max_tokens: Count = 400  # of one answer
 
 
 class SynthesisConfig(EndpointConfig):
     """Queries written by a language model. Without one, notebook 02a shows what it would be sent."""
 
     section = "synthesis"
-    temperature: Share = 0.7
-    max_tokens: Count = 400
     passages: Whole = 100  # that get a query each
     documents: Whole = 20  # that get queries for their chunks
     queries_per_document: Count = 4
@@ -354,6 +354,10 @@ class RetrievalConfig(Section):
     log_queries: Count  # asked in the query-to-query and in the query-to-document benchmark, at most
     query_sizes: Sizes  # corpora of the query-to-query benchmark
     document_sizes: Sizes  # corpora of the query-to-document benchmark
+    # A search log of one's own instead of held-out queries: JSON lines in the order of time, each with a
+    # query and, where known, its language ("en"), intent and form, and the url that it led to.
+    log: Place = ""
+    pool: Annotated[tuple[System, ...], Field(min_length=1)] = ("bm25", "characters", "lsa", "pair")
     pool_depth: Count  # documents that each system puts into the pool of a query
     xquad: tuple[str, ...] = ("en",)  # languages of XQuAD, where a mirror holds it
 

@@ -82,9 +82,9 @@ def test_squad_in_passages_of_a_hundred_words(tmp_path, monkeypatch):
     ]
     path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
     Dataset.from_list(rows).to_parquet(path)
-    asked = squad()
-    assert asked.questions == ["Same?"] * 2 and sorted(asked.labels) == [["w5", "w6"], ["w9"]]
-    assert asked.passages == [" ".join(words[:100]), " ".join(words[100:200]), " ".join(words[200:])]
+    questions, labels, found = squad()
+    assert questions == ["Same?"] * 2 and sorted(labels) == [["w5", "w6"], ["w9"]]
+    assert found == [" ".join(words[:100]), " ".join(words[100:200]), " ".join(words[200:])]
     assert passages(["a  b", "", "a b"]) == ["a b"]
 
 

@@ -49,7 +49,7 @@ def needs(preset: Preset) -> list[Need]:
 
     Raises: ValueError for a registry that cannot be read.
     """
-    models = (preset.backbone.checkpoint, preset.clusters.surrogate)
+    models = (preset.backbone.checkpoint, preset.clusters.surrogate, *preset.retrieval.pool)
     found = {(name, "", ""): Need(name) for name in models if hub.is_name(name)}
     sources = [conteb(name) for name in preset.conteb.tasks]
     if preset.data.source != "environment":
@@ -85,8 +85,11 @@ def require(preset: Preset) -> None:
 
     Raises: ValueError that says what is missing, and how to get it.
     """
-    for key in ("backbone.checkpoint", "clusters.surrogate"):
-        name = attrgetter(key)(preset)
+    places = {name: "retrieval.pool" for name in preset.retrieval.pool if "/" in name}
+    places |= {attrgetter(key)(preset): key for key in ("backbone.checkpoint", "clusters.surrogate")}
+    if (log := preset.retrieval.log) and not Path(log).is_file():
+        raise ValueError(f"retrieval.log: there is no file {log}")
+    for name, key in places.items():
         if name not in ("", hub.PACKAGED) and not hub.is_name(name) and not Path(name).is_dir():
             what = f"{key}: {name} is no directory here, no name on the Hub, and not {hub.PACKAGED}"
             raise ValueError(what)

@@ -4,7 +4,6 @@
 import re
 import string
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from unmask.data.batches import parts
 from unmask.data.spelling import distinct
@@ -17,23 +16,15 @@ SYSTEM += "and to answer to questions as briefly as possible."
 WITHOUT = "You are a helpful assistant. Answer the questions as briefly as possible."
 
 
-class Questions(NamedTuple):
-    """A data set: questions, for each the answers that count as right, and the passages to search."""
-
-    questions: list[str]
-    labels: list[list[str]]
-    passages: list[str]
-
-
-def squad(paragraphs: int = 0) -> Questions | None:
-    """The questions of `conteb.squad`, with its paragraphs as passages; None where no mirror holds SQuAD."""
+def squad(paragraphs: int = 0) -> tuple[list[str], list[list[str]], list[str]] | None:
+    """The questions of `conteb.squad`, the right answers to each, and its paragraphs as passages; None where
+    no mirror holds SQuAD."""
     if not (task := conteb.squad(paragraphs)):
         return None
     rows = conteb.validation(conteb.SQUAD, "plain_text")
     answers = {(row["context"], row["question"]): row["answers"]["text"] for row in rows}
-    asked = zip(task.queries, task.relevant, strict=True)
-    labels = [answers[task.chunks[min(golds)], question] for question, golds in asked]
-    return Questions(task.queries, labels, passages(task.chunks))
+    labels = [answers[task.chunks[min(golds)], query] for query, golds in zip(task.queries, task.relevant)]
+    return task.queries, labels, passages(task.chunks)
 
 
 def passages(texts: Iterable[str]) -> list[str]:
@@ -45,13 +36,11 @@ def passages(texts: Iterable[str]) -> list[str]:
 def messages(question: str, found: Sequence[str]) -> list[dict[str, str]]:
     """What the reader is asked, with the passages found, the best one first, each cut to `WORDS` words; or
     without any."""
-    cut = [" ".join(text.split()[:WORDS]) for text in found]
+    cut = (" ".join(text.split()[:WORDS]) for text in found)
     background = "".join(f"Document {number}: {text}\n" for number, text in enumerate(cut, 1))
     content = f"Background:\n{background}\n\nQuestion: {question}" if found else f"Question: {question}"
-    return [
-        {"role": "system", "content": SYSTEM if found else WITHOUT},
-        {"role": "user", "content": content},
-    ]
+    system = {"role": "system", "content": SYSTEM if found else WITHOUT}
+    return [system, {"role": "user", "content": content}]
 
 
 def normalised(text: str) -> str:
