@@ -48,7 +48,7 @@ def needs(preset: Preset) -> list[Need]:
 
     Raises: ValueError for a registry that cannot be read.
     """
-    models = (preset.backbone.checkpoint, preset.clusters.surrogate)
+    models = (preset.backbone.checkpoint, preset.clusters.surrogate, *preset.retrieval.pool)
     found = {(name, "", ""): Need(name) for name in models if hub.is_name(name)}
     sources = [conteb(name) for name in preset.conteb.tasks]
     if preset.data.source != "environment":
@@ -82,7 +82,10 @@ def require(preset: Preset) -> None:
 
     Raises: ValueError that says what is missing, and how to get it.
     """
-    for name in (preset.backbone.checkpoint, preset.clusters.surrogate):
+    if (log := preset.retrieval.log) and not Path(log).is_file():
+        raise ValueError(f"retrieval.log: there is no file {log}")
+    pool = [name for name in preset.retrieval.pool if "/" in name]
+    for name in (preset.backbone.checkpoint, preset.clusters.surrogate, *pool):
         if name not in ("", hub.PACKAGED) and not hub.is_name(name) and not Path(name).is_dir():
             raise ValueError(f"{name} is no directory here, no name on the Hub, and not {hub.PACKAGED}")
     if hub.root() and (lacking := _lacking(preset)):
