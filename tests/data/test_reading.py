@@ -141,15 +141,19 @@ UNREADABLE = {
     "q.tsv": (b'query\tdocument\n"a\tb\n"c\td\n', "expected after"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
     "i.jsonl": (b"", UNKNOWN),
-    "k.arrow": (b"ARROW1, of the format for random access", ""),
+    "k.arrow": (b"ARROW1 of another kind", "Not an Arrow file"),
     "j.doc": (b"x", UNKNOWN),
     "r.arrow.gz": (gzip.compress(b"ARROW1"), UNKNOWN),
 }
 
 
-def test_an_arrow_stream_is_read_whole_or_not_at_all(tmp_path):
+def test_an_arrow_file_of_either_format_is_read_whole_or_not_at_all(tmp_path):
     path = write_as(tmp_path / "a.arrow", PAIRS)
     stream = path.read_bytes()
+    table = pa.ipc.open_stream(stream).read_all()
+    with pa.ipc.new_file(tmp_path / "b.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    assert rows_of(own(tmp_path / "b.arrow")) == rows_of(own(path))
     ends = [end for end in range(8, len(stream), 8) if stream[end : end + 4] == b"\xff" * 4]
     assert len(ends) == 9  # of the schema, and of eight batches of rows: pyarrow reads up to each of them
     for data in (*(stream[:end] for end in ends), stream * 2):

@@ -300,7 +300,10 @@ def _open(file: str, mode: str = "rb", **options: Any) -> Any:
 
 
 def _arrow_table(source: pa.NativeFile) -> pa.Table:
-    """The rows of an Arrow stream, as `datasets` writes it."""
+    """The rows of an Arrow file, in either of its formats: random access, or a stream."""
+    if source.read(6) == b"ARROW1":
+        return pa.ipc.open_file(source).read_all()
+    source.seek(0)
     table = pa.ipc.open_stream(source).read_all()
     if source.size() != source.tell() or source.read_at(8, source.tell() - 8) != _ARROW_END:
         raise ValueError("its end is missing, or something follows it")
