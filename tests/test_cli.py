@@ -95,10 +95,7 @@ REFUSED = {
     "unknown preset": ("run --preset smok", "unknown preset 'smok'; did you mean 'smoke'?"),
     "no value": ("run --set pair.steps", "write key=value"),
     "no YAML": ("run --set pair.lr=[1", "--set pair.lr=[1: the value is no YAML"),
-    "no directory": (
-        "run --set backbone.checkpoint=/none",
-        "backbone.checkpoint: /none is no directory here",
-    ),
+    "no directory": ("run --set backbone.checkpoint=/none", "/none is no directory here"),
     "unknown notebook": ("run --only 2_pair", "no notebook '2_pair'; did you mean '02_pair'?"),
     "empty notebook": ("run --only ", "no notebook ''; "),
     "not of a seed": ("run --seed 1 --only 12", "repetitions leave these notebooks out: give the command"),

@@ -39,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
-from unmask.config import FEWEST, BackboneConfig, ContrastiveConfig, Preset, PretrainConfig, TrainConfig
+from unmask.config import BackboneConfig, ContrastiveConfig, Preset, PretrainConfig, TrainConfig
 from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
@@ -116,7 +116,7 @@ def trainings(preset: Preset, gpus: int, gpu_memory: float = 80e9) -> list[Train
     for notebook, stage, number, changed in _started(preset):
         while memory_bytes(changed, stage, gpus) > gpu_memory:
             fewer = getattr(changed, stage).halved("cuda")
-            if fewer["token_budget"] < FEWEST:
+            if not fewer:
                 break
             changed = _with(changed, stage, **fewer)
         steps = getattr(changed, stage).steps
