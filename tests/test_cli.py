@@ -144,10 +144,17 @@ def kept(trained: Path) -> set[str]:
     return {one.name for one in (trained / "02_pair" / "pair").iterdir() if not one.is_symlink()}
 
 
-def test_preparing_says_what_is_not_there(capsys, monkeypatch) -> None:
+def test_preparing_says_what_is_not_there_and_where_a_disk_is_full(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("UNMASK_PREPARED", "")  # --check sets it
     assert main(["prepare", "--preset", "smoke", "--check"]) == 2
     assert "unmask: corpus environment-" in (said := capsys.readouterr().err) and "not prepared" in said
+
+    def full(config):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("unmask.data.sources.open_corpus", full)
+    assert main(["prepare", "--preset", "smoke"]) == 1
+    assert capsys.readouterr().err == f"unmask: [Errno 28] No space left on device: {tmp_path}\n"
 
 
 def test_clean_lists_and_removes_only_when_told(checkout: Checkout, trained: Path, monkeypatch) -> None:

@@ -22,7 +22,6 @@ from toy_checkout import write_script
 from unmask import cli, config, store
 from unmask.__main__ import main
 from unmask.data import environment
-from unmask.extras import require_compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
@@ -122,17 +121,6 @@ import unmask.models.merge
 def test_an_extra_that_is_lacking_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", LACKING], capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith("mergekit is not installed: pip install 'unmask[study]'")
-
-
-@pytest.mark.parametrize(("device", "compiler"), [("cpu", r"g\+\+"), ("cuda", "gcc")])
-def test_a_compiler_that_is_lacking_is_named(
-    monkeypatch: pytest.MonkeyPatch, device: str, compiler: str
-) -> None:
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match=rf"need {compiler} and .*Python\.h: install both, or use another"):
-        require_compiler(device, "use another")
 
 
 def test_run_names_the_extra_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

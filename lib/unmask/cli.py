@@ -2,6 +2,7 @@
 the command that needs it, so that help is there at once."""
 
 import argparse
+import errno
 import inspect
 import os
 import shlex
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     # A wrong request; a preset that is no YAML; a failed notebook; a full disk; an extra that is lacking.
     except (ValueError, yaml.YAMLError, RuntimeError, OSError, ImportError) as error:
-        print(f"unmask: {error}", file=sys.stderr)
+        full = getattr(error, "errno", None) == errno.ENOSPC and not error.filename
+        print(f"unmask: {error}{f': {artifacts_root()}' * full}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError | OSError | ImportError) else 2
     except KeyboardInterrupt as error:
         number = next((one for one in error.args if isinstance(one, signal.Signals)), signal.SIGINT)
@@ -153,7 +155,7 @@ def run(options: argparse.Namespace) -> None:
         elif due:
             from unmask.study.execute import execute
 
-            check_machine(preset.parallel, options.gpus, options.jobs)
+            check_machine(preset, options.gpus, options.jobs)
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
             code = "anew" if options.force else "accept" if options.accept_code else "ask"

@@ -1,7 +1,9 @@
 """The graph of notebooks: selection, and what makes a notebook due."""
 
 import json
+import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -207,8 +209,22 @@ def test_a_machine_that_cannot_is_refused(monkeypatch, machine, refused):
     )
     monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * 8)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
+    preset = replace(load_preset("smoke"), parallel=parallel)
     with pytest.raises(ValueError, match=refused) if refused else nullcontext():
-        pipeline.check_machine(parallel, gpus, jobs)
+        pipeline.check_machine(preset, gpus, jobs)
+
+
+@pytest.mark.parametrize(("gpus", "compiler"), [([], r"g\+\+"), (["GPU"], "gcc")])
+def test_layers_are_compiled_only_where_something_compiles(gpus, compiler, monkeypatch):
+    compiled = load_preset("smoke", {"diffusion.compile": True, "pair.fused": True})
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    for name in ("CUDA_VISIBLE_DEVICES", "CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pipeline, "gpu_names", lambda: gpus)
+    pipeline.check_machine(load_preset("smoke"), None, 2)
+    remedy = r"use --set diffusion\.compile=false --set pair\.fused=false"
+    with pytest.raises(ValueError, match=rf"need {compiler} and .*Python\.h.*{remedy}"):
+        pipeline.check_machine(compiled, None, 1)
 
 
 SEEN = [

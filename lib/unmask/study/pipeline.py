@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from unmask.config import ParallelConfig, Preset, comparable, resolved
+from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
+from unmask.extras import require_compiler
 from unmask.run import Folders
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visible, write_json
 
@@ -257,16 +258,17 @@ def clock(seconds: float) -> str:
 # ---- what trainings find on this machine
 
 
-def check_machine(parallel: ParallelConfig, gpus: int | None, jobs: int) -> None:
+def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
     """Makes sure that the trainings of a run can be started here.
 
     Args:
         gpus, jobs: what --gpus and --jobs said; None: not given.
     Raises: ValueError if the machine has too few GPUs, trainings on several of them would run side by
-        side, or nothing starts the other machines' processes.
+        side, nothing starts the other machines' processes, or layers are to be compiled and nothing does it.
     """
-    machines, here = parallel.num_machines, parallel.per_machine
-    found = min(len(gpu_names()), len(_visible()))
+    parallel, kernels = preset.parallel, itertools.product(TRAINED, ("compile", "fused"))
+    machines, found = parallel.num_machines, min(len(gpu_names()), len(_visible()))
+    here = parallel.per_machine
     if machines > 1 and not parallel.launcher:
         need = f"trainings on {machines} machines need parallel.launcher, the command that starts them, see"
         raise ValueError(f"{need} papermill_runs/slurm.sbatch; for one: --set parallel.num_machines=1")
@@ -277,6 +279,9 @@ def check_machine(parallel: ParallelConfig, gpus: int | None, jobs: int) -> None
         )
     if jobs > 1 and parallel.num_processes > 1 and (found or gpus or parallel.launcher):
         raise ValueError("a training on several GPUs takes all of them: --jobs 1")
+    if compiled := [(name, key) for name, key in kernels if getattr(getattr(preset, name), key)]:
+        remedy = " ".join(f"--set {name}.{key}=false" for name, key in compiled)
+        require_compiler("cuda" if found else "cpu", f"use {remedy}")
 
 
 def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
