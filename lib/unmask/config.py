@@ -240,6 +240,9 @@ class ContextualConfig(ContrastiveConfig):
     queries_per_document: Count = 4  # at most, drawn anew each time
     chunk_length: Count
     chunks: Count  # per document, at most
+    recut: bool = (
+        False  # chunks of chunk_length tokens, exactly `chunks` a document (appendix B), not the data's
+    )
     single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
     objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ
     alpha: Share = 0.2  # weight of the in-sequence term in the local loss

@@ -166,6 +166,29 @@ def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
     assert counted.items() <= found.counters.items()
 
 
+def test_a_document_is_cut_anew_into_a_fixed_number_of_chunks(stored):
+    """Of equally many tokens; what is left at the end goes, and with it the queries that it answers."""
+    sizes = {"a": 9, "b": 2, "c": 7, "d": 4}
+    chunks = [" ".join(f"{word}{i}" for i in range(count)) for word, count in sizes.items()]
+    row = {"key": "k", "chunks": chunks, "queries": ["qa", "qb", "qc", "qd"], "golds": [0, 1, 2, 3]}
+    config = replace(CONTEXTUAL, recut=True, chunk_length=5, chunks=2)
+    found = token_documents(Table(Dataset.from_list([row]), "d", "", stored), config)
+    text = " ".join(chunks)
+    (whole,) = tokens([text], None)
+    windows = [[whole[i : i + 5], whole[i + 5 : i + 10]] for i in range(0, len(whole) - 9, 10)]
+    # Where the middle letter of a query's chunk lies now.
+    middles = [text.index(chunk) + len(chunk) // 2 for chunk in chunks]
+    tokens_before = [len(tokens([text[: middle + 1]], None)[0]) - 1 for middle in middles]
+    now = {query: place // 5 for query, place in zip(row["queries"], tokens_before)}
+    expected = [
+        (window, tokens(asked), [now[query] % 2 for query in asked])
+        for number, window in enumerate(windows)
+        if (asked := [query for query, place in now.items() if place // 2 == number])
+    ]
+    assert [(lists(d.chunks), lists(d.queries), d.golds) for d in found] == expected
+    assert now["qd"] // 2 == len(windows) and found.counters["queries of what is left at the end"] == 1
+
+
 def test_single_chunks_are_random_pairs_of_different_keys(stored):
     many = Dataset.from_list([row | {"key": str(i // 2)} for i, row in enumerate(PAIRS.to_list() * 40)])
     rows = [(tokens([row["document"]]), tokens([row["query"]]), [0]) for row in PAIRS.to_list()]
