@@ -95,7 +95,7 @@ REFUSED = {
     "unknown preset": ("--preset smok", "unknown preset 'smok'; did you mean 'smoke'?"),
     "no value": ("--set pair.steps", "write key=value"),
     "no YAML": ("--set pair.lr=[1", "--set pair.lr=[1: the value is no YAML"),
-    "no directory": ("--set backbone.checkpoint=/none", "backbone.checkpoint: /none is no directory here"),
+    "no directory": ("--set backbone.checkpoint=/none", "/none is no directory here"),
     "unknown notebook": ("--only 2_pair", "no notebook '2_pair'; did you mean '02_pair'?"),
     "empty notebook": ("--only ", "no notebook ''; "),
     "not of a seed": ("--seed 1 --only 12", "repetitions leave these notebooks out: give the command"),

@@ -111,8 +111,9 @@ class ComputeConfig(Section):
         return self.token_budget or (2_048 if device == "cpu" else 65_536)
 
     def halved(self, device: str) -> dict[str, int]:
-        """The keys that put half as many tokens into memory at a time."""
-        return {"token_budget": self.budget(device) // 2}
+        """The keys that put half as many tokens into memory at a time; none where it would be too few."""
+        half = self.budget(device) // 2
+        return {"token_budget": half} if half >= FEWEST else {}
 
 
 FEWEST = 256  # tokens of a micro-batch that is worth a try
@@ -199,7 +200,8 @@ class ContrastiveConfig(TrainConfig):
 
     def halved(self, device: str) -> dict[str, int]:
         most = max(self.kept(device), self.budget(device)) // 2
-        return {"token_budget": min(most, self.budget(device)), "keep_tokens": most}
+        budget = min(most, self.budget(device))
+        return {"token_budget": budget, "keep_tokens": most} if budget >= FEWEST else {}
 
 
 class PairConfig(ContrastiveConfig):

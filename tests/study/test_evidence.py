@@ -286,9 +286,6 @@ def test_earlier_numbers_are_shown_until_kept_scores_suffice(study):
     for seed in (1, 2):
         execute(study, seed)
     assert claims(study)["works"]["value"] > 0
-    none = earlier | {"interval": None, "seeds": {"0": -0.1}, "definition": "d"}
-    write_json(study.results / "earlier.json", {"sized": none})
-    assert claims(study)["sized"]["effect"] == "-10.0"
 
 
 def test_runs_that_cannot_be_compared_are_left_out_and_named(study):

@@ -46,7 +46,7 @@ DRAWINGS = {
     "bands": lambda: figures.lines(CURVES, intervals=dict.fromkeys(NAMES, [(0.0, 0.2)] * 3), **AXES),
     "lines with labels": lambda: figures.lines(TWICE, reference={"before": 0.1}, **AXES),
     "histograms": lambda: figures.histograms({name: np.arange(50.0) for name in NAMES}, **AXES),
-    "pareto": lambda: figures.pareto({"ours": POINTS, "theirs": POINTS, "third": POINTS}, **AXES),
+    "pareto": lambda: figures.pareto(POINTS, **AXES),
     "differences": lambda: figures.differences(dict.fromkeys(NAMES, (0.1, -0.02, 0.3)), **GAIN),
     "horizontal_bars": lambda: figures.horizontal_bars(SIZES, xlabel="text (MB)", title=TITLE),
     "beside": lambda: figures.beside(PANELS, **CHANGE),
@@ -122,9 +122,8 @@ def _rgb(color):
 
 def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
     int8, binary = [(100, 0.5, "256"), (400, 0.4, "64")], [(800, 0.45, "256"), (50, 0.5, "2048")]
-    points = {"one": {"int8": int8, "binary": binary}, "two": {"int8": [(1, 0.1, "a")]}}
-    figure = figures.pareto(points, **AXES)
-    axes, _ = figure.axes
+    figure = figures.pareto({"int8": int8, "binary": binary}, **AXES)
+    (axes,) = figure.axes
     (frontier,) = [line for line in axes.lines if line.get_label() == "frontier"]
     assert list(zip(frontier.get_xdata(), frontier.get_ydata())) == [(100, 0.5), (800, 0.45)]
     shown = [text for text in axes.texts if text.get_visible()]

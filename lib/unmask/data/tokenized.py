@@ -385,12 +385,12 @@ def _cut(
     stored: StoredTokenizer, what: str, texts: list[tuple[int, str]], limit: Limit, counters: Counter[str]
 ) -> Iterator[np.ndarray]:
     """Token ids of texts, cut. For messages: `what` they are, and the row where each stands."""
-    tokenizer, (length, (before, after)) = stored.load(), limit
+    tokenizer, length, (before, after) = stored.load(), limit.length, limit.around
     taken, end = encode(tokenizer, [before + after, after], stored.dtype)
     if len(taken) >= length:
         room = f"{length} tokens at most, of which what is put around a text takes {len(taken)}"
         raise ValueError(f"{what}: {room}: raise the length")
-    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, Limit(around=limit.around))
+    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, limit._replace(length=None))
     for (row, text), ids in zip(texts, encoded, strict=True):
         if not (text and len(ids)):
             raise ValueError(f"{what}, row {row}: {text!r} has no tokens. Remove or fill it.")
