@@ -367,6 +367,7 @@ class CdeConfig(PairConfig):
     cluster_sizes: Sizes  # of the study of batches, beside random ones
     # context documents at inference, `context` at most
     context_sizes: Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
+    benchmarks: tuple[str, ...] = ()  # public ones of every type of task, as `retrieval.benchmarks`
 
     def __post_init__(self):
         super().__post_init__()
@@ -397,6 +398,7 @@ class Qwen3EmbeddingConfig(PairConfig):
     scratch: bool = False  # start from a backbone that was not pretrained, instead of the causal one
     weak_steps: Count  # of the first phase, on all pairs and without mined negatives
     weak_lr: Positive  # of the first phase
+    benchmarks: tuple[str, ...] = ()  # public ones of every type of task, as `retrieval.benchmarks`
     checkpoints: Count = 3  # of the second phase that are merged, evenly spaced, the last one among them
 
 
