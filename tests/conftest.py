@@ -48,10 +48,14 @@ def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
+    """In which the test then works."""
     no_output = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "lib", tmp_path / "lib", ignore=no_output)
     for name in ("presets", "sources"):
         shutil.copytree(ROOT / "papermill_runs" / name, tmp_path / "papermill_runs" / name)
     (tmp_path / "notebooks").mkdir()
+    monkeypatch.setattr("unmask.run.repository", lambda: tmp_path)
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.chdir(tmp_path)
     return Checkout(tmp_path)

@@ -172,18 +172,33 @@ def write_base(folder: Path, family: str) -> None:
         (folder / name).write_text(json.dumps(content, indent=2))
 
 
-def write_gtr(folder: Path) -> None:
-    """A random encoder with the modules of gtr-t5-base: Transformer, Pooling, Dense and Normalize."""
-    plain = folder.with_name("t5")
-    vocabulary = TOLD["qwen3"]["sizes"]["vocab_size"]
-    shape = {"vocab_size": vocabulary, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
-    transformers.T5EncoderModel(transformers.T5Config(**shape)).save_pretrained(plain)
+def write_embedder(
+    folder: Path, kind: Any, shape: dict, pooling: str, *more: Any, prompts: Any = None
+) -> None:
+    """A random encoder of sentence-transformers: Transformer, Pooling, what else is given, Normalize."""
+    plain = folder.with_name(f"{folder.name}-plain")
+    torch.manual_seed(0)
+    kind(kind.config_class(vocab_size=TOLD["qwen3"]["sizes"]["vocab_size"], **shape)).save_pretrained(plain)
     special = dict.fromkeys(("pad_token", "eos_token"), "<|endoftext|>")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer("qwen3"), **special)
     fast.save_pretrained(plain)
-    parts = [Transformer(str(plain), max_seq_length=512), Pooling(32, "mean")]
+    parts = [Transformer(str(plain), max_seq_length=512), Pooling(32, pooling), *more, Normalize()]
+    SentenceTransformer(modules=parts, device="cpu", prompts=prompts).save(str(folder))
+
+
+def write_embedders(mirror: Path) -> None:
+    """CDE's surrogate, and the embedders of the paper's pool."""
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     dense = Dense(32, 24, bias=False, activation_function=torch.nn.Identity())
-    SentenceTransformer(modules=[*parts, dense, Normalize()], device="cpu").save(str(folder))
+    gtr = mirror / "sentence-transformers" / "gtr-t5-base"
+    write_embedder(gtr, transformers.T5EncoderModel, t5, "mean", dense)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    roberta = transformers.XLMRobertaModel, shape | {"max_position_embeddings": 514}
+    write_embedder(mirror / "BAAI" / "bge-m3", *roberta, "cls")
+    write_embedder(mirror / "intfloat" / "multilingual-e5-large-instruct", *roberta, "mean")
+    qwen3 = transformers.Qwen3Model, shape | {"num_key_value_heads": 2, "head_dim": 8}
+    prompts = {"query": "Instruct: Given a web search query, …\nQuery:", "document": ""}
+    write_embedder(mirror / "Qwen" / "Qwen3-Embedding-0.6B", *qwen3, "lasttoken", prompts=prompts)
 
 
 def told(changes: dict[str, Any]) -> list[str]:
@@ -207,7 +222,7 @@ def prepare(folder: Path) -> None:
     for size in ("0.6B", "4B"):
         write_base(mirror / "Qwen" / f"Qwen3-{size}-Base", "qwen3")
     write_base(mirror / "HuggingFaceTB" / "SmolLM2-135M", "smollm2")
-    write_gtr(mirror / "sentence-transformers" / "gtr-t5-base")
+    write_embedders(mirror)
 
 
 def main() -> int:

@@ -92,23 +92,25 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
 
 
 REFUSED = {
-    "unknown preset": ("--preset smok", "unknown preset 'smok'; did you mean 'smoke'?"),
-    "no value": ("--set pair.steps", "write key=value"),
-    "no YAML": ("--set pair.lr=[1", "--set pair.lr=[1: the value is no YAML"),
-    "no directory": ("--set backbone.checkpoint=/none", "backbone.checkpoint: /none is no directory here"),
-    "unknown notebook": ("--only 2_pair", "no notebook '2_pair'; did you mean '02_pair'?"),
-    "empty notebook": ("--only ", "no notebook ''; "),
-    "not of a seed": ("--seed 1 --only 12", "repetitions leave these notebooks out: give the command"),
-    "path as run": ("--run ../elsewhere", "--run ../elsewhere: a run's name is its folders'"),
-    "run of the lab": ("--run lab", "--run lab: a run's name is its folders'"),
-    "no GPUs": ("--gpus 0", "parallel.num_processes must be greater than or equal to 1, got 0"),
-    "too many GPUs": ("--gpus 99", "99 GPUs are needed on this machine, and it has "),
+    "unknown preset": ("run --preset smok", "unknown preset 'smok'; did you mean 'smoke'?"),
+    "no value": ("run --set pair.steps", "write key=value"),
+    "no YAML": ("run --set pair.lr=[1", "--set pair.lr=[1: the value is no YAML"),
+    "no directory": ("run --set backbone.checkpoint=/none", "/none is no directory here"),
+    "unknown notebook": ("run --only 2_pair", "no notebook '2_pair'; did you mean '02_pair'?"),
+    "empty notebook": ("run --only ", "no notebook ''; "),
+    "not of a seed": ("run --seed 1 --only 12", "repetitions leave these notebooks out: give the command"),
+    "path as run": ("run --run ../elsewhere", "--run ../elsewhere: a run's name is its folders'"),
+    "run of the lab": ("run --run lab", "--run lab: a run's name is its folders'"),
+    "no GPUs": ("run --gpus 0", "parallel.num_processes must be greater than or equal to 1, got 0"),
+    "too many GPUs": ("run --gpus 99", "99 GPUs are needed on this machine, and it has "),
+    "unknown run": ("clean --run never", "/never does not exist"),
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused_request(capsys, tmp_path, options, message):
-    assert main(["run", "--preset", "smoke", *options.split(" ")]) == 2
+@pytest.mark.parametrize(("command", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_request(capsys, tmp_path, command, message):
+    name, *options = command.split(" ")
+    assert main([name, "--preset", "smoke", *options]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("unmask: ") and message in errors and errors.count("\n") == 1
     assert not any(tmp_path.iterdir())
@@ -184,11 +186,6 @@ def test_clean_waits_for_nobody(checkout: Checkout, trained: Path, lock: str) ->
         result = cleaned(checkout, trained, "--yes")
     assert result.returncode == 2 and "another process works in this run" in result.stderr
     assert kept(trained) == {OLD, NEW, NEXT}
-
-
-def test_clean_of_unknown_run(checkout: Checkout) -> None:
-    result = checkout.unmask("clean", "--preset", "smoke", "--run", "never")
-    assert result.returncode == 2 and "artifacts/never does not exist" in result.stderr
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(0, False), (1, False), (75, True)])

@@ -14,7 +14,6 @@ from sentence_transformers import SentenceTransformer
 import tiny
 import tiny_families
 from unmask import Embedder, fit, fitting
-from unmask.config import EvaluationConfig
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
@@ -78,7 +77,7 @@ def test_a_data_set_is_read_and_the_result_loads_elsewhere(model, tmp_path):
 
 def test_rows_that_share_a_text_are_one_group(capsys):
     rows = fitting._rows([*PAIRS, ("another", PAIRS[0][1]), ("another", "b")], "pair")
-    group_N = fitting._groups("pair", rows)
+    group_N = fitting._groups(rows)
     assert len({group_N[0], group_N[-1], group_N[-2]}) == 1 and len(set(group_N)) == 40
     held_N = fitting._held_out(group_N, 0.1, "pair")
     assert len(set(group_N[held_N])) == 4 and not set(group_N[held_N]) & set(group_N[~held_N])
@@ -86,18 +85,17 @@ def test_rows_that_share_a_text_are_one_group(capsys):
     assert "nothing is held out or measured: hold_out=0.1 needs 20 groups" in capsys.readouterr().out
 
 
-def test_groups_are_blind_to_spelling():
+def grouped(stage, rows):
+    return len(set(fitting._groups(fitting._rows(rows, stage))))
+
+
+def test_groups_are_blind_to_spelling_and_a_query_of_two_documents_is_one():
     pairs = [("a  b", "1"), ("a\u00a0b", "2"), ("c", "caf\u00e9"), ("d", "cafe\u0301"), ("A b", "3")]
-    assert len(set(fitting._groups("pair", fitting._rows(pairs, "pair")))) == 3
+    assert grouped("pair", pairs) == 3
     chunks = [{"chunks": ["one", text], "queries": [text], "golds": [0]} for text in ("1", " 1.0", "2")]
-    assert len(set(fitting._groups("contextual", fitting._rows(chunks, "contextual")))) == 2
-
-
-def test_where_no_group_is_small_enough_it_says_so(capsys):
-    """Each of 25 groups has two rows, and a hundredth of fifty rows is none."""
-    assert not fitting._held_out(np.arange(50) // 2, 0.01, "pair").any()
-    said = "hold_out=0.01 needs 20 groups of rows, one of at most 1; there are 25, 0 of them so small"
-    assert said in capsys.readouterr().out
+    assert grouped("contextual", chunks) == 2
+    asked = ["how many?", "how many?", "2?", "3?"]
+    assert grouped("contextual", [([f"{i}", "the same end"], [q], [0]) for i, q in enumerate(asked)]) == 3
 
 
 def test_interrupted_it_goes_on(model, tmp_path, monkeypatch):
@@ -121,7 +119,7 @@ def test_interrupted_it_goes_on(model, tmp_path, monkeypatch):
 def test_before_is_the_given_embedders_own(tmp_path, model):
     mine = Embedder.from_pretrained(model, pooling="last", special_tokens=True)
     embedder = fit(mine, PAIRS, hold_out=0.5, **SHORT)
-    held = fitting._held_out(fitting._groups("pair", ROWS["pair"]), 0.5, "pair").nonzero()[0]
+    held = fitting._held_out(fitting._groups(ROWS["pair"]), 0.5, "pair").nonzero()[0]
     queries, documents = zip(*PAIRS)
     scores = similarity(mine.encode([queries[i] for i in held]), mine.encode(documents))
     naive = retrieval_metrics(scores, [{int(i)} for i in held], document_ids=list(documents))["ndcg@10"]
@@ -129,7 +127,11 @@ def test_before_is_the_given_embedders_own(tmp_path, model):
     assert embedder.pooling == "last"
 
 
-def test_a_large_group_is_never_held_out():
+def test_a_large_group_is_never_held_out(capsys):
+    """Nor is one of 25 groups of two rows, where a hundredth of fifty rows is none."""
+    assert not fitting._held_out(np.arange(50) // 2, 0.01, "pair").any()
+    said = "hold_out=0.01 needs 20 groups of rows, one of at most 1; there are 25, 0 of them so small"
+    assert said in capsys.readouterr().out
     group_N = np.repeat(np.arange(31), [70, *[1] * 30])
     for share in (0.1, 0.3, 0.5):
         held_N = fitting._held_out(group_N, share, "pair")
@@ -140,27 +142,18 @@ def test_few_held_out_rows_are_asked_of_many(monkeypatch):
     monkeypatch.setattr(fitting, "AMONG", 50)
     held_N = np.zeros(1_000, bool)
     held_N[[7, 900]] = True
-    drawn = fitting._asked_of([{}] * 1_000, held_N)
-    assert len(drawn) == len(set(drawn)) == 50 and {7, 900} <= set(drawn)
+    task = fitting._task([{"query": f"q{i}", "document": str(i)} for i in range(1_000)], held_N)
+    assert len(task.documents) == 50 and sorted(task.queries) == ["q7", "q900"]
+    assert [task.chunks[i] for (i,) in task.relevant] == [query[1:] for query in task.queries]
 
 
-def test_only_what_stands_beside_a_query_answers_it(model, tmp_path):
+def test_only_what_stands_beside_a_query_answers_it():
     chain = [("a", "one"), ("b", "one"), ("b", "two"), *PAIRS]
-    rows = fitting._rows(chain, "pair")
-    held_N = np.arange(len(rows)) < 3
-    corpus = fitting._corpus(tmp_path, "pair", rows, fitting._groups("pair", rows), held_N)
-    every = dict.fromkeys(("query_length", "document_length", "chunk_length"), 9)
-    limits = EvaluationConfig(**every, **dict.fromkeys(fitting.LIMITS, 99))
-    task = fitting._task(corpus, rows, held_N, limits)
+    task = fitting._task(fitting._rows(chain, "pair"), np.arange(len(chain)) < 3)
     answers = {q: {task.chunks[i] for i in found} for q, found in zip(task.queries, task.relevant)}
-    assert answers == {"a": {"one"}, "b": {"one", "two"}}
-
-
-def test_a_query_of_two_documents_is_one_group():
-    rows = [
-        {"chunks": [f"{i}", "the same end"], "queries": ["how many?" if i < 2 else f"{i}?"]} for i in range(4)
-    ]
-    assert len(set(fitting._groups("contextual", rows))) == 3
+    assert answers == {"a": {"one"}, "b": {"one", "two"}} and len(task.chunks) == 42
+    task = fitting._task(DOCUMENTS, np.arange(30) == 7)
+    assert [task.chunks[i] for i in task.relevant[0]] == ["Then comes 8."] and task.queries == ["after 7?"]
 
 
 def test_other_shapes_of_rows_are_read():
@@ -192,20 +185,20 @@ REFUSED = {
     "no rows": ([], {}, "no rows: there is nothing to train on"),
     "one group": ([(f"q {i}", "a") for i in range(30)], {}, "leave 1 groups to train on, which needs 2"),
     "all held out": (PAIRS, {"hold_out": 0.99}, "40 rows leave 0 groups to train on"),
-    "a dict of columns": ({"query": ["a"], "document": ["b"]}, {}, r"row 0 is \('query',\): give"),
+    "a dict of columns": ({"query": ["a"], "document": ["b"]}, {}, "expected a list, got one dict"),
     "no negatives": ([("a", "b", [])], {"stage": "triplet"}, "negatives must not be empty"),
-    "a file as folder": (PAIRS, {"folder": __file__}, "is a file: name a folder"),
     "another stage": (PAIRS, {"stage": "pairs"}, "unknown stage 'pairs'; did you mean 'pair'"),
+    "no stage": (PAIRS, {"stage": None}, "unknown stage None; known: pair"),
     "unknown key": (PAIRS, {"lrr": 1.0}, "pair: unknown key 'lrr'; did you mean 'lr'"),
     "bad value": (PAIRS, {"lr": -1.0}, "lr"),
     "no batch": (PAIRS, {"batch": 0}, "pair.batch must be greater than or equal to 2, got 0"),
-    "no column": ([{"query": "a", "documents": "b"}], {}, "row 0 has no 'document'; did you mean"),
+    "no column": ([{"query": "a", "documents": "b"}], {}, "row 0: missing document"),
     "three columns": ([("a", "b", "c")], {}, r"row 0 is .*: give \(query, document\)"),
-    "one text": ("ab", {}, r"row 0 is \('a',\): give \(query, document\)"),
+    "one text": ("ab", {"stage": "diffusion"}, "expected a list, got one string, 'ab'"),
+    "half a character": ([("a", "b"), ("a", "\ud83d")], {}, "row 1: document has a lone surrogate"),
     "empty text": ([("a", "b"), ("a", " ")], {}, "row 1: document must not be empty"),
     "number": ([("a", 7)], {}, "row 0: document must be a valid string, got 7"),
     "hold_out": (PAIRS, {"hold_out": 1.0}, "hold_out must be a share below 1"),
-    "hold_out as text": (PAIRS, {"hold_out": "0.1"}, "hold_out must be a share below 1, got '0.1'"),
     "gold": ([DOCUMENTS[0] | {"golds": [2]}], {"stage": "contextual"}, "row 0: golds must be .* 0 to 1"),
 }
 

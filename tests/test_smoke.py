@@ -8,6 +8,7 @@ import sys
 import nbformat
 import pytest
 
+from chat_servers import chat_server
 from unmask.store import repository
 from unmask.study.evidence import VERDICTS
 
@@ -60,6 +61,36 @@ def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on
     due = [stage for stage in STAGES if stage in plan]
     later = ["04_triplet", "05_merge", "06_quantization", "08_conteb", "09_retrieval", "11_qwen3_embedding"]
     assert due == ["03_contextual", *later, "12_report"], plan
+
+
+LOG = [
+    {"query": f"{word} {what}", "language": language, "intent": intent, "form": form, "url": f"/{word}"}
+    for word in ("cell", "kernel", "trait", "widget", "template", "filter")
+    for what, language, intent, form in (
+        ("of a notebook", "en", "Informational", "Keyword-based"),
+        ("in a notebook", "en", "Exploratory", "Natural language question"),
+        ("im Notizbuch", "de", "Informational", "Telegraphic"),
+    )
+]
+
+
+@pytest.mark.slow
+def test_a_reader_answers_from_what_was_found_and_a_log_asks(smoke):
+    """A reader that repeats what it is told contains an answer where a passage does."""
+    run, _, artifacts = smoke
+    (artifacts / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LOG))
+    changes = {"retrieval.log": artifacts / "log.jsonl", "retrieval.pool": "[bm25, characters, pair]"}
+    with chat_server(write=lambda prompt: prompt) as server:
+        changes |= {"reader.endpoint": server.url, "reader.model": "echo", "reader.questions": 20}
+        told = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+        assert run("--only", "09", *told).returncode == 0
+    found = json.loads((repository() / "results" / "smoke" / "09_retrieval.json").read_text())
+    read = found["reader"]
+    assert {"no passages", "ours (INT8)", "ours (BIN)", "BM25"} <= read.keys()
+    assert read["no passages"]["functions"] < read["BM25"]["functions"] <= 1
+    english, others = found["query_to_document"].values()
+    assert {"ours (INT8)", "ours (BIN)", "BM25"} == english.keys() == others.keys() and english != others
+    assert found["query_to_query"].keys() > english.keys() or found["query_to_query"].keys() == english.keys()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from unmask.data.mining import kept
 from unmask.data.tokenized import Prepared
 from unmask.models.jobs import encode_file
 from unmask.models.merge import slerp
-from unmask.store import alone, link, new_directory, write_json
+from unmask.store import alone, link, new_directory, read_json, write_json
 from unmask.study.figures import Figure
 
 TEXTS = 3000
@@ -82,6 +83,33 @@ with new_directory(Path({str(path)!r})) as new:
         new.mkdir()
         (new / "whole").touch()
     assert [one.name for one in tmp_path.rglob("*")] == ["model", "whole"]
+
+
+WRITE = """
+import sys
+from pathlib import Path
+from unmask.store import write_json
+path, times, text = sys.argv[1:]
+for _ in range(int(times)):
+    write_json(Path(path), text * 10**6)
+    print(flush=True)
+"""
+
+
+def test_a_file_is_one_of_those_that_writers_meant_and_a_kill_leaves_nothing_for_good(tmp_path):
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-c", WRITE, str(path)]
+    one, other = (
+        subprocess.Popen([*command, *how], stdout=subprocess.PIPE) for how in (("20", "a"), ("999", "b"))
+    )
+    other.stdout.readline()
+    time.sleep(0.05)
+    other.send_signal(signal.SIGKILL)
+    assert one.wait(60) == 0 and other.wait() == -signal.SIGKILL
+    assert len(set(read_json(path))) == 1
+    (tmp_path / ".out.json.tmp").write_text("half of it")
+    write_json(path, "whole")
+    assert read_json(path) == "whole" and [one.name for one in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_what_a_kill_left_aside_comes_back(tmp_path):

@@ -11,8 +11,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from unmask.cli import main
 from unmask.run import Folders
 
@@ -40,7 +38,7 @@ class Checkout:
 
     @property
     def folders(self) -> Folders:
-        return Folders("smoke", root=self.root)
+        return Folders("smoke")
 
     def notebook(self, name: str, cells: Sequence[str] = (), prose: str = "# A question", **about) -> Path:
         """Writes notebooks/<name>.ipynb; `about` is its metadata: needs, reads and so on."""
@@ -53,8 +51,7 @@ class Checkout:
 
     def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """Starts the command line in this checkout, as a process of its own."""
-        own = {key: value for key, value in os.environ.items() if key != "UNMASK_ARTIFACTS"}
-        own |= {"PYTHONPATH": str(self.root / "lib")} | environment
+        own = os.environ | {"PYTHONPATH": str(self.root / "lib")} | environment
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "-m", "unmask", *arguments]
         return subprocess.Popen(command, cwd=self.root, env=own, **pipes)
@@ -62,10 +59,7 @@ class Checkout:
     def unmask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """What the command line says and returns in this checkout; it need not be loaded again."""
         output, errors = StringIO(), StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(errors):
-            patch.setattr("unmask.run.repository", lambda: self.root)
-            patch.setenv("UNMASK_ARTIFACTS", str(self.root / "artifacts"))
-            patch.chdir(self.root)
+        with redirect_stdout(output), redirect_stderr(errors):
             status = main(arguments)
         return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
 

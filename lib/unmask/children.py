@@ -9,10 +9,8 @@ passed it on waits.
 Run as `python -m unmask.children PID COMMAND …` this is the start of such a process.
 """
 
-import atexit
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import subprocess
@@ -62,14 +60,6 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which survives exec
         if os.getppid() != parent:
             os._exit(1)
-
-
-def collect_rarely() -> None:
-    """Makes cyclic garbage collection rare, and skips it at exit. The 440,000 objects of torch and
-    transformers stay anyway; going through them takes a quarter of their import time, and a second and a
-    half at exit."""
-    gc.set_threshold(20_000)
-    atexit.register(gc.freeze)
 
 
 def dying_together() -> dict[str, Any]:

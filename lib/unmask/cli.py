@@ -27,6 +27,7 @@ from unmask.study.pipeline import PAGE, Pipeline, check_machine, clock, own_gpus
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
 PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
+PATHS |= {"retrieval.log": Path.is_file}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, dataclass_transform, get_args
+from typing import Annotated, Any, ClassVar, Literal, dataclass_transform, get_args
 
 import yaml
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo
@@ -43,6 +43,8 @@ def _whole(text: str) -> str:
 
 
 Place = Annotated[str, AfterValidator(_whole)]  # or a name
+# Of a pool: BM25, n-grams of characters, latent semantic analysis, the pair stage's model, or an embedder.
+System = Literal["bm25", "characters", "lsa", "pair"] | Annotated[Place, Field(pattern="/")]
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
 
@@ -109,8 +111,9 @@ class ComputeConfig(Section):
         return self.token_budget or (2_048 if device == "cpu" else 65_536)
 
     def halved(self, device: str) -> dict[str, int]:
-        """The keys that put half as many tokens into memory at a time."""
-        return {"token_budget": self.budget(device) // 2}
+        """The keys that put half as many tokens into memory at a time; none where it would be too few."""
+        half = self.budget(device) // 2
+        return {"token_budget": half} if half >= FEWEST else {}
 
 
 FEWEST = 256  # tokens of a micro-batch that is worth a try
@@ -197,7 +200,8 @@ class ContrastiveConfig(TrainConfig):
 
     def halved(self, device: str) -> dict[str, int]:
         most = max(self.kept(device), self.budget(device)) // 2
-        return {"token_budget": min(most, self.budget(device)), "keep_tokens": most}
+        budget = min(most, self.budget(device))
+        return {"token_budget": budget, "keep_tokens": most} if budget >= FEWEST else {}
 
 
 class PairConfig(ContrastiveConfig):
@@ -236,6 +240,9 @@ class ContextualConfig(ContrastiveConfig):
     queries_per_document: Count = 4  # at most, drawn anew each time
     chunk_length: Count
     chunks: Count  # per document, at most
+    recut: bool = (
+        False  # chunks of chunk_length tokens, exactly `chunks` a document (appendix B), not the data's
+    )
     single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
     objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ
     alpha: Share = 0.2  # weight of the in-sequence term in the local loss
@@ -270,26 +277,43 @@ class ClustersConfig(Section):
     attempts: Count = 3  # of k-means, of which the best counts; CDE's
 
 
-class SynthesisConfig(Section):
-    """Queries written by a language model behind an OpenAI-compatible endpoint."""
+class EndpointConfig(Section):
+    """A language model behind an OpenAI-compatible endpoint."""
 
-    endpoint: str = ""  # for instance http://localhost:8000/v1; empty: notebook 02a shows what it would send
+    section: ClassVar[str]  # of the preset, for what is said to a user
+    endpoint: str = ""  # for instance http://localhost:8000/v1; empty: nothing is asked
     model: str = ""  # as the endpoint calls it
     api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key, which is stored nowhere
-    passages: Whole = 100  # that get a query each
-    documents: Whole = 20  # that get queries for their chunks
-    queries_per_document: Count = 4
-    personas: Count = 5  # most relevant ones, of which the model picks the character; the paper's top-5
     concurrency: Count = 16  # requests under way at a time
     timeout: Positive = 60.0  # seconds of one request
     retries: Whole = 5  # of one request, with growing pauses
     temperature: Share = 0.7
     max_tokens: Count = 400  # of one answer
+
+
+class SynthesisConfig(EndpointConfig):
+    """Queries written by a language model. Without one, notebook 02a shows what it would be sent."""
+
+    section = "synthesis"
+    passages: Whole = 100  # that get a query each
+    documents: Whole = 20  # that get queries for their chunks
+    queries_per_document: Count = 4
+    personas: Count = 5  # most relevant ones, of which the model picks the character; the paper's top-5
     min_similarity: float = 0.7  # cosine below which a pair is dropped; Qwen3-Embedding's filter
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("English",)  # of the queries, drawn
     price_in: float = 0.0  # per million tokens of prompts; 0: the estimate names no price
     price_out: float = 0.0  # per million tokens of answers
     seed: Whole = 0
+
+
+class ReaderConfig(EndpointConfig):
+    """Answers of a language model that reads retrieved passages (notebook 09)."""
+
+    section = "reader"
+    temperature: Share = 0.0  # BERGEN's
+    max_tokens: Count = 128  # BERGEN's
+    passages: Count = 5  # that it reads; the paper's
+    questions: Count = 500  # of each data set, at most
 
 
 class MergeConfig(Section):
@@ -335,6 +359,10 @@ class RetrievalConfig(Section):
     log_queries: Count  # asked in the query-to-query and in the query-to-document benchmark, at most
     query_sizes: Sizes  # corpora of the query-to-query benchmark
     document_sizes: Sizes  # corpora of the query-to-document benchmark
+    # A search log of one's own instead of held-out queries: JSON lines in the order of time, each with a
+    # query and, where known, its language ("en"), intent and form, and the url that it led to.
+    log: Place = ""
+    pool: Annotated[tuple[System, ...], Field(min_length=1)] = ("bm25", "characters", "lsa", "pair")
     pool_depth: Count  # documents that each system puts into the pool of a query
     xquad: tuple[str, ...] = ("en",)  # languages of XQuAD, where a mirror holds it
 
@@ -448,6 +476,7 @@ class Preset(Section):
     evaluation: EvaluationConfig
     quantization: QuantizationConfig
     retrieval: RetrievalConfig
+    reader: ReaderConfig = Field(default_factory=ReaderConfig)
     conteb: ContebConfig
     cde: CdeConfig
     qwen3: Qwen3EmbeddingConfig

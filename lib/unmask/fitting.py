@@ -5,13 +5,11 @@ data, and with an answer to the question whether it helped.
 """
 
 import math
-import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -19,8 +17,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import AfterValidator, ValidationError
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
+from scipy.cluster.hierarchy import DisjointSet
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from unmask.config import (
@@ -36,10 +33,10 @@ from unmask.config import (
 from unmask.data.batches import permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
-from unmask.data.spelling import canonical
-from unmask.evaluation.tasks import Task, build_tasks, evaluate, evaluate_bm25
+from unmask.data.spelling import canonical, distinct
+from unmask.evaluation.tasks import Task, evaluate, evaluate_bm25
 from unmask.models import backbone
-from unmask.models.embedder import Embedder
+from unmask.models.embedder import LONE_SURROGATE, Embedder, as_list
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, train
 from unmask.training.job import SECTIONS
@@ -48,6 +45,8 @@ from unmask.training.job import SECTIONS
 def _filled(value: str | list[str]) -> str | list[str]:
     if not (value.strip() if isinstance(value, str) else value):
         raise ValueError("must not be empty")
+    if isinstance(value, str) and LONE_SURROGATE.search(value):
+        raise ValueError("has a lone surrogate, half a character: repair or remove it")
     return value
 
 
@@ -93,7 +92,6 @@ MASKS = "<|fim_pad|>", "<empty_output>"  # rare tokens of Qwen3's and of SmolLM2
 EPOCHS = 3
 FEWEST = 20  # groups of which a part can be held out
 ASKED, AMONG = 1_000, 10_000  # held-out queries, and texts that they are asked of, at most
-LIMITS = "max_queries", "max_documents"
 
 
 @dataclass(frozen=True)
@@ -152,15 +150,11 @@ def fit(
         >>> embedder.encode(["how is 7 written?"]).dtype
         dtype('int8')
     """
-    if not isinstance(model, Embedder | str | Path):
-        raise TypeError(f"model must be an Embedder, a directory or a name, got {type(model).__name__}")
-    if folder and Path(folder).is_file():
-        raise ValueError(f"{folder} is a file: name a folder")
     rows = _rows(data, stage)
     check_keys(SECTIONS[stage], values, stage)
-    if not (isinstance(hold_out, Real) and 0 <= hold_out < 1):
+    if not 0 <= hold_out < 1:
         raise ValueError(f"hold_out must be a share below 1, got {hold_out!r}")
-    group_N = _groups(stage, rows)
+    group_N = _groups(rows)
     held_N = _held_out(group_N, hold_out, stage)
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
@@ -175,17 +169,15 @@ def fit(
             f"{stage}: {len(kept):,} rows in {groups:,} groups, {config.steps:,} steps of "
             f"{min(config.batch, groups):,}; {held_N.sum():,} rows are held out"
         )
-        corpus, before = _corpus(place, stage, rows, group_N, held_N), 0.0
         lengths = ("query_length", "document_length", "chunk_length")
-        every = {key: getattr(config, key, 1) for key in lengths} | dict.fromkeys(LIMITS, sys.maxsize)
-        limits = EvaluationConfig(**every)  # `_corpus` has drawn already
+        own_lengths = {key: getattr(config, key, 1) for key in lengths}
+        limits = EvaluationConfig(**own_lengths, max_queries=ASKED, max_documents=AMONG)
+        task = _task(rows, held_N) if held_N.any() else None
 
         def ndcg(embedder: Embedder) -> float:
-            return float(evaluate(embedder, [task], limits, late_chunking=True)[stage].mean())
+            return float(evaluate(embedder, [task], limits, late_chunking=True)[task.name].mean())
 
-        if held_N.any():
-            task = _task(corpus, rows, held_N, limits)
-            before = ndcg(own)
+        before = ndcg(own) if task else 0.0
         causal = not backbone.sees_both_sides(own.model)
         if not given:
             own.close()
@@ -195,6 +187,7 @@ def fit(
             parallel=ParallelConfig(num_processes=max(1, torch.cuda.device_count())),
             **{stage: config},
         )
+        corpus = _corpus(place, stage, kept, group_N[~held_N])
         training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=causal)
         network = training.model(start)
         try:
@@ -205,9 +198,9 @@ def fit(
             raise TrainingStopped("told to stop; only with a folder is what it did kept: folder=…") from None
         embedder = Embedder.from_pretrained(checkpoint, mixed_precision=False)  # else it could not be saved
         embedder.checkpoint, embedder.helped = checkpoint if folder else None, None
-        if held_N.any():
-            bm25, size = float(evaluate_bm25([task])[stage].mean()), (len(task.queries), len(task.chunks))
-            embedder.helped = Helped(before, ndcg(embedder), bm25, *size)
+        if task:
+            bm25 = float(evaluate_bm25([task])[task.name].mean())
+            embedder.helped = Helped(before, ndcg(embedder), bm25, len(task.queries), len(task.chunks))
             print(embedder.helped)
     return embedder
 
@@ -222,38 +215,31 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     kind, wanted, rows = ROWS[stage], [*ROWS[stage].__dataclass_fields__], []
     if hasattr(data, "itertuples"):  # a data frame, which iterates over its columns' names
         data = data.to_dict("records")
-    for number, row in enumerate(data):
-        if not isinstance(row, Mapping):
-            row = (row,) if isinstance(row, str) else row
-            if not isinstance(row, Sequence | np.ndarray) or len(row) != len(wanted):
-                told = f"({', '.join(wanted)})"
-                raise ValueError(f"row {number} is {str(row)[:80]}: give {told}, or a dict of these")
-            row = dict(zip(wanted, row))
-        if lacking := [name for name in wanted if name not in row]:
-            near = nearest(lacking[0], map(str, row))
-            raise ValueError(f"row {number} has no {lacking[0]!r}{near}: {stage} reads {', '.join(wanted)}")
+    for number, row in enumerate(as_list(data, "[row, row]")):
         try:
-            rows.append(vars(kind(**{name: row[name] for name in wanted})))
+            if not isinstance(row, Mapping):
+                row = dict(zip(wanted, [row] if isinstance(row, str) else row, strict=True))
+            rows.append(vars(kind(**{name: row[name] for name in wanted if name in row})))
         except ValidationError as error:
             raise ValueError(f"row {number}: {explained(error, kind).lstrip()}") from None
+        except (TypeError, ValueError):
+            told = f"({', '.join(wanted)})"
+            raise ValueError(f"row {number} is {str(row)[:80]}: give {told}, or a dict of these") from None
     if not rows:
         raise ValueError("no rows: there is nothing to train on")
     return rows
 
 
-def _groups(stage: str, rows: list[dict[str, Any]]) -> np.ndarray:
+def _groups(rows: list[dict[str, Any]]) -> np.ndarray:
     """The group of each row: rows that share a query or a text, directly or through others. Of a document
     with chunks it is the whole: what it shares with others is what its context is for."""
-    named = {"query": str, "document": str, "text": str, "chunks": " ".join}
-    there = [[(name, of(row[name])) for name, of in named.items() if name in row] for row in rows]
-    marks = [[f"{name} {canonical(text)}" for name, text in own] for own in there]
-    for own, row in zip(marks, rows):
-        own += [f"query {canonical(query)}" for query in row.get("queries", ())]
-    number = {text: len(rows) + i for i, text in enumerate(dict.fromkeys(chain(*marks)))}
-    owner = np.repeat(np.arange(len(rows)), [len(own) for own in marks])
-    texts, size = [number[text] for own in marks for text in own], len(rows) + len(number)
-    edges = coo_array((np.ones(len(owner), bool), (owner, texts)), shape=(size, size))
-    return connected_components(edges, directed=False)[1][: len(rows)]
+    groups, first = DisjointSet(range(len(rows))), {}
+    for number, row in enumerate(rows):
+        text = row.get("document") or row.get("text") or " ".join(row["chunks"])
+        queries = [row["query"]] if "query" in row else row.get("queries", [])
+        for mark in (f"text {canonical(text)}", *(f"query {canonical(query)}" for query in queries)):
+            groups.merge(number, first.setdefault(mark, number))
+    return np.array([groups[number] for number in range(len(rows))])
 
 
 def _held_out(group_N: np.ndarray, share: float, stage: str) -> np.ndarray:
@@ -262,20 +248,19 @@ def _held_out(group_N: np.ndarray, share: float, stage: str) -> np.ndarray:
     Raises: ValueError if too little is left to train on.
     """
     _, number_N, rows_G = np.unique(group_N, return_inverse=True, return_counts=True)
-    groups, none = len(rows_G), stage == "diffusion" or not share
-    count, least = 0 if none else max(1, round(share * groups)), 1 if stage == "diffusion" else 2
+    groups, asked, least = len(rows_G), share and stage != "diffusion", 1 if stage == "diffusion" else 2
     drawn, most = permuted(np.arange(groups), groups, 0), max(1, int(share * len(group_N)))
     small = drawn[rows_G[drawn] <= most]
-    if count and groups >= least and (groups < FEWEST or not len(small)):
-        needs = f"hold_out={share} needs {FEWEST} groups of rows, one of at most {most}"
-        print(f"nothing is held out or measured: {needs}; there are {groups}, {len(small)} of them so small")
-        count = 0
-    if (left := groups - len(small[:count])) < least:
+    held = small[: max(1, round(share * groups))] if asked and groups >= FEWEST else small[:0]
+    if (left := groups - len(held)) < least:
         raise ValueError(
             f"{len(group_N)} rows leave {left} groups to train on, which needs {least}: rows that share a "
             "query or a text are one group"
         )
-    return np.isin(number_N, small[:count])
+    if asked and not len(held):
+        needs = f"hold_out={share} needs {FEWEST} groups of rows, one of at most {most}"
+        print(f"nothing is held out or measured: {needs}; there are {groups}, {len(small)} of them so small")
+    return np.isin(number_N, held)
 
 
 # --- values
@@ -325,51 +310,42 @@ def _backbone(start: str, tokenizer: PreTrainedTokenizerBase) -> BackboneConfig:
 # --- the corpus, and the question whether it helped
 
 
-def _corpus(
-    place: Path, stage: str, rows: list[dict[str, Any]], group_N: np.ndarray, held_N: np.ndarray
-) -> Corpus:
-    """The rows as a corpus, in a folder that their hash names: those to train on, and in its split "test"
-    those that held-out queries are asked of."""
-    made_of = fingerprint(stage, rows, group_N.tolist(), held_N.tolist())
-    path, kinds = place / f"data-{made_of}", {KIND[stage], "pairs" if stage == "triplet" else KIND[stage]}
-    same = {
-        "dataset": "rows",
-        "task": stage,
-        "group": "english",
-        "language": "mul",
-        "package": "",
-        "kind": "text",
-    }
+def _corpus(place: Path, stage: str, rows: list[dict[str, Any]], group_N: np.ndarray) -> Corpus:
+    """The rows to train on as a corpus, in a folder that their hash names."""
+    made_of = fingerprint(stage, rows, group_N.tolist())
+    path = place / f"data-{made_of}"
+    same = {"dataset": "rows", "task": stage, "group": "english", "language": "mul", "split": "train"}
+    same |= {"package": "", "kind": "text"}
     if not path.exists():
-        told = [
-            same | rows[i] | {"key": str(group_N[i]), "document_id": str(i), "split": "train"}
-            for i in np.flatnonzero(~held_N)
-        ]
-        told += [  # what answers a query is what stands in a row with it
-            same | rows[i] | {"key": rows[i].get("query", ""), "document_id": str(i), "split": "test"}
-            for i in (_asked_of(rows, held_N) if held_N.any() else ())
-        ]
+        own = ({"key": str(group), "document_id": str(i)} for i, group in enumerate(group_N))
         file = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
         source = vars(Source("rows", "files", "text", "mul", "", **file))
         with new_directory(path) as folder:
-            card = write_tables(folder, [(kind, "rows", told) for kind in kinds]) | {"hash": made_of}
+            told = [same | row | facts for row, facts in zip(rows, own)]
+            card = write_tables(folder, [(KIND[stage], "rows", told)]) | {"hash": made_of}
             write_json(folder / "card.json", card | {"text_sources": [source] * (stage == "diffusion")})
     return Corpus(path)
 
 
-def _asked_of(rows: list[dict[str, Any]], held_N: np.ndarray) -> np.ndarray:
-    """Rows with at most `AMONG` texts together, at random: first those that are held out, up to `ASKED`."""
-    drawn = permuted(np.arange(len(rows)), len(rows), 0)
-    first = drawn[held_N[drawn]][:ASKED]
-    drawn = np.concatenate([first, drawn[~np.isin(drawn, first)]])
-    texts = np.cumsum([len(rows[i].get("chunks", [""])) for i in drawn])
-    return drawn[: max(1, np.searchsorted(texts, AMONG, side="right"))]
-
-
-def _task(corpus: Corpus, rows: list[dict[str, Any]], held_N: np.ndarray, limits: EvaluationConfig) -> Task:
-    """The held-out queries, and the texts of the split "test"."""
-    [task] = build_tasks(corpus, "test", limits)
-    held = [row for row, out in zip(rows, held_N) if out]
-    own = {query for row in held for query in row.get("queries", [row.get("query")])}
-    asked = [i for i, query in enumerate(task.queries) if query in own][:ASKED]
-    return replace(task, queries=[task.queries[i] for i in asked], relevant=[task.relevant[i] for i in asked])
+def _task(rows: list[dict[str, Any]], held_N: np.ndarray) -> Task:
+    """Held-out queries, `ASKED` at most, and `AMONG` texts at most, those of the held-out rows first. What
+    answers a query is what stands in a row with it."""
+    order_N = permuted(np.arange(len(rows)), len(rows), 0)
+    order_N = order_N[np.argsort(~held_N[order_N], kind="stable")]
+    texts = np.cumsum([len(rows[i].get("chunks", [""])) for i in order_N])
+    order_N = order_N[: max(1, np.searchsorted(texts, AMONG, side="right"))]
+    own, held = [rows[i] for i in order_N], held_N[order_N].sum()
+    if "chunks" in own[0]:
+        family, documents = "contextual", [row["chunks"] for row in own]
+        firsts = np.cumsum([0, *map(len, documents)])
+        answers = [[first + gold for gold in row["golds"]] for first, row in zip(firsts, own)]
+    else:
+        family, (texts, number_N) = "english", distinct([row["document"] for row in own])
+        documents, answers = [[text] for text in texts], [[number] for number in number_N]
+    asked = [row.get("queries", [row.get("query")]) for row in own]
+    queries, query_N = distinct([*chain(*asked)])
+    relevant: list[set[int]] = [set() for _ in queries]
+    for query, answer in zip(query_N, chain(*answers)):
+        relevant[query].add(int(answer))
+    count = min(ASKED, len({*query_N[: sum(map(len, asked[:held]))].tolist()}))  # held-out ones come first
+    return Task("rows", family, queries[:count], documents, relevant[:count])

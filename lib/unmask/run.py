@@ -45,14 +45,13 @@ def seed_runs(results: Path) -> dict[int, Path]:
 
 
 class Folders:
-    """Where the notebooks of a run come from and where its output goes, by default in this checkout."""
+    """Where the notebooks of a run come from and where its output goes."""
 
-    def __init__(self, run: str, root: Path | None = None):
-        artifacts = root / "artifacts" if root else artifacts_root()
-        self.root = root = root or repository()
+    def __init__(self, run: str):
+        self.root = root = repository()
         self.notebooks = root / "notebooks"
         self.library = root / "lib" / "unmask"  # the package, whose code is an input of every notebook
-        self.artifacts = artifacts / run  # checkpoints and logs of this run
+        self.artifacts = artifacts_root() / run  # checkpoints and logs of this run
         self.logs = self.artifacts / "logs"
         self.executed = root / "papermill_runs" / run  # its executed notebooks
         self.results = root / "results" / run  # its metrics, figures and report
@@ -62,16 +61,14 @@ class Folders:
         return read_json(self.artifacts / notebook / "done.json")
 
     def repetitions(self, notebooks: Iterable[str]) -> dict[str, str]:
-        """For each run that repeats this one with another seed, a hash of its preset and of what some
+        """For each run that repeats this one with another seed, a hash of its provenance and of what some
         notebooks saved, scores included."""
-        notebooks, made = [*notebooks], {}
+        saved = [kind.format(name) for name in notebooks for kind in ("{}.json", "scores/{}.npz")]
+        made = {}
         for folder in seed_runs(self.results).values():
-            rows = [read_json(folder / f"{name}.json") for name in notebooks]
-            kept = [folder / "scores" / f"{name}.npz" for name in notebooks]
-            if any(rows):
-                hashes = [sha256(path) for path in kept if path.is_file()]
-                preset = read_json(folder / "provenance.json").get("preset")
-                made[folder.name] = fingerprint(preset, rows, hashes)
+            files = [folder / name for name in ("provenance.json", *saved)]
+            if hashes := [sha256(path) for path in files if path.is_file()]:
+                made[folder.name] = fingerprint(hashes)
         return made
 
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -86,15 +85,18 @@ def alone(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A name to write a file under, which becomes `path` once it is whole: a reader sees the old or the new
-    content, never half of it."""
+    content, never half of it. A second writer waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # each writer has its own
-    try:
-        with naming(path):
-            yield temporary
-        os.replace(temporary, path)
-    finally:
+    temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
+    with FileLock(temporary.with_suffix(".tmp.lock")) as lock:
         temporary.unlink(missing_ok=True)
+        try:
+            with naming(path):
+                yield temporary
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held, as in `alone`
 
 
 def write_atomic(path: Path, text: str) -> Path:
@@ -220,7 +222,7 @@ def visible(folder: Path, pattern: str = "*") -> list[Path]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, or all of them."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(str(name), known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 

@@ -120,7 +120,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trained = model if name == "diffusion" else model.model
-        options = {"fingerprint": "benchmark", "report": report, "processes": processes}
+        options = {"report": report, "processes": processes}
         try:
             run_steps(stage, trained, Path(folder), **options)
         finally:

@@ -150,7 +150,7 @@ def test_of_text_only_as_much_as_is_needed(fake, to, monkeypatch):
     assert to.pull("data.max_text_mb=1")[0] == 0 and to.check() == to.check(**little) == ""
 
 
-def test_check_finds_what_is_missing_or_short(to):
+def test_check_finds_what_is_missing_or_short_and_a_revision_can_be_pinned(fake, to):
     with pytest.raises(ValueError, match=f"no mirror at {to.folder}: UNMASK_MIRROR names one"):
         to.check()
     assert to.pull()[0] == 0
@@ -162,19 +162,12 @@ def test_check_finds_what_is_missing_or_short(to):
     assert "org/base config.json not there or not whole" in lacking
     assert f"org/web {WEB[0]} not there or not whole" in lacking
     os.utime(first, (2e9, 2e9))  # within the second of its arrival the library does not see a change
+    pinned = REGISTRY.replace("config: eng", f"config: eng, revision: {fake.repos['org/web'].commit}")
+    to.registry.write_text(pinned)
     status, said = to.pull()
     assert status == 0, said
     assert to.check() == "" and to.whole(ALL)
-
-
-def test_a_mirror_stays_at_its_commit_and_a_revision_can_be_pinned(fake, to):
-    def pin(revision):
-        to.registry.write_text(REGISTRY.replace("config: eng", f"config: eng, revision: {revision}"))
-
-    assert to.pull()[0] == 0
-    pin(fake.repos["org/web"].commit)
-    assert to.check() == "" and to.pull()[0] == 0
-    pin("f" * 40)
+    to.registry.write_text(pinned.replace(fake.repos["org/web"].commit, "f" * 40))
     status, message = to.pull()
     assert status == 2 and "the mirror holds revision" in message
     assert "the mirror holds revision" in to.check()

@@ -56,8 +56,6 @@ def test_a_registry_becomes_a_corpus(config):
     document = corpus.documents("train")[0]
     assert document["chunks"][document["golds"][0]] == "open it"
     assert len(corpus.triplets("train")) == 0
-    with pytest.raises(ValueError, match="no pairs 'answers' in 'train'; it has"):
-        corpus.pairs("train", "answers")
 
 
 def test_families_that_are_not_asked_for_are_not_there(config):
@@ -87,16 +85,18 @@ def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):
     assert second.hash != first.hash
     assert second.identity("documents", "manuals") == first.identity("documents", "manuals")
     assert second.identity("pairs", "questions") != first.identity("pairs", "questions")
-    assert len(first.pairs("train")) > len(second.pairs("train"))
-    change(config, "{text: body}", "{text: body}, share: 100")
-    assert open_corpus(config).hash != second.hash
-    change(config, "{text: body}", "{text: body}, licence: mit, optional: true")
-    assert open_corpus(config).path != second.path
+    read.reset_mock()
+    change(config, "{text: body}", "{text: body}, share: 100, licence: mit, optional: true, rows: 100")
+    assert open_corpus(config).hash != second.hash and not read.called
+    change(config, "hold_out: 0.2", "hold_out: 0.3")
+    third = open_corpus(config)
+    assert read.call_count == 3
+    os.utime(config.folder / "manuals.jsonl", ns=(1, 1))
+    assert identity(config) != third.path.name
 
 
 def test_an_optional_source_joins_once_it_is_there(config):
     before = identity(config)
-    open_corpus(config)
     write_as(config.folder / "synthetic.jsonl", [{"q": f"Was ist {i}?", "a": f"{i} ist"} for i in range(9)])
     corpus = open_corpus(config)
     assert identity(config) != before
@@ -138,18 +138,14 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path))
     monkeypatch.setattr(sources, "FileLock", None)  # its place may allow no lock
     assert (identity(make_config()), open_corpus(make_config())) == (environment.path.name, environment)
-    with pytest.raises(ValueError, match=r"differs from the preset in data\.test_packages"):
+    with pytest.raises(ValueError, match=r"is no environment-… corpus of .*'delta'"):
         open_corpus(make_config(test_packages=("delta",)))
     (text,) = environment.text_sources()
     known = reading.identity(text)
     os.utime(text.files[0], (0, 0))  # as a copy may have it
     assert known == reading.identity(*open_corpus(make_config()).text_sources())
-    card = environment.path / "card.json"
-    card.write_text(card.read_text().replace('"bad_rows"', '"worse_rows"'))
-    with pytest.raises(ValueError, match="is no environment-… corpus of this version"):
-        open_corpus(make_config())
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path.rename(tmp_path / "corpus")))
-    with pytest.raises(ValueError, match="is no environment-… corpus of this version"):
+    with pytest.raises(ValueError, match="is no environment-… corpus"):
         open_corpus(make_config())
 
 
@@ -177,10 +173,7 @@ def tables(source, folder):
     """What `collect` wrote: the card, and the rows by split."""
     collect(source, folder)
     corpus, kind = Corpus(folder), sources.KIND[source.role]
-    stored = {split: getattr(corpus, kind)(split) for split in SPLITS}
-    assert corpus.card["sizes"][kind]["mine"] == {split: {"rows": len(stored[split])} for split in SPLITS}
-    assert all(rows.column_names == SCHEMAS[kind].names for rows in stored.values())
-    return corpus.card, stored
+    return corpus.card, {split: getattr(corpus, kind)(split) for split in SPLITS}
 
 
 def test_pairs_are_stored_by_split(tmp_path):
@@ -191,12 +184,11 @@ def test_pairs_are_stored_by_split(tmp_path):
     assert card["dropped"] == {"mine": {}} and sum(map(len, stored.values())) == 400
     for split, found in stored.items():
         assert len(found) and all(split_of(source, row["document"]) == split for row in found)
+        assert card["sizes"]["pairs"]["mine"][split] == {"rows": len(found)}
     row = stored["train"][0]
     expected = {"dataset": "mine", "task": "numbers", "group": "english", "language": "eng_Latn"}
-    assert {name: row[name] for name in expected} == expected
+    assert row.keys() == {*SCHEMAS["pairs"].names} and expected.items() <= row.items()
     assert tables(source, tmp_path / "again")[0]["hash"] == card["hash"]
-    write_as(path, [*rows[1:], {"query": "q", "document": "d"}])
-    assert tables(source, tmp_path / "other")[0]["hash"] != card["hash"]
 
 
 @pytest.mark.parametrize("role", ["triplets", "documents"])
@@ -251,12 +243,3 @@ def test_chunks_and_queries_of_two_configurations_are_joined(tmp_path, monkeypat
     assert (first["chunks"], first["queries"], first["golds"]) == (["first", "second"], ["q1", "q2"], [1, 0])
     assert (second["chunks"], second["queries"], second["golds"]) == (["other"], ["q3"], [0])
     assert card["dropped"]["mine"] == {"query of a missing chunk": 2, "document without a query": 1}
-
-
-def test_identity_changes_with_what_decides_the_rows(tmp_path):
-    source = own(write_as(tmp_path / "a.jsonl", [{"query": "q", "document": "d"}]))
-    first = reading.identity(source)
-    assert reading.identity(replace(source, rows=5, documented="https://example.org")) == first
-    assert reading.identity(replace(source, hold_out=0.1)) != first
-    os.utime(source.files[0], ns=(1, 1))
-    assert reading.identity(source) != first

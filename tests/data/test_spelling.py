@@ -48,26 +48,13 @@ def test_one_topic_of_two_files_is_in_one_split(tmp_path, suffix):
     assert len(splits) == 100 and all(len(found) == 1 for found in splits.values())
 
 
-def test_what_is_no_number_is_no_topic(tmp_path):
-    """Else all rows without one would be one group, and in one split."""
-    row = {"query": "q", "document": "d", "topic": float("nan")}
-    source = own(write_as(tmp_path / "a.jsonl", [row]), columns=PAIR_COLUMNS | {"held_by": "topic"})
-    with pytest.raises(ValueError, match="row 1: held_by is no text, or empty: nan"):
-        [*reading.read(source, *reading.units(source), {})]
-
-
 def test_equal_documents_and_titles_are_one_however_spelt(tmp_path):
-    rows = [
-        {"query": str(i), "document": text} for i, text in enumerate(("a b", "a  b", "a\u00a0b\n", "A b"))
-    ]
-    collect(own(write_as(tmp_path / "a.jsonl", rows), group="english"), tmp_path / "pairs")
+    spelt = enumerate(("1 b", "1  b", "1\u00a0b\n", "1 B"))
+    rows = [{"query": str(i), "document": text, "title": text, "chunk": f"c {i}"} for i, text in spelt]
+    path, flat = write_as(tmp_path / "a.csv", rows), {name: name for name in ("title", "chunk", "query")}
+    collect(own(path, group="english"), tmp_path / "pairs")
     assert len(set(Corpus(tmp_path / "pairs").pairs("train")["key"])) == 2
-    rows = [
-        {"title": title, "chunk": f"c {i}", "query": "q"} for i, title in enumerate(("1", "1.0", " 1", "2"))
-    ]
-    columns = {name: name for name in rows[0]}
-    source = own(write_as(tmp_path / "b.csv", rows), role="documents", columns=columns)
-    collect(source, tmp_path / "documents")
+    collect(own(path, role="documents", columns=flat), tmp_path / "documents")
     assert [*map(len, Corpus(tmp_path / "documents").documents("train")["chunks"])] == [3, 1]
 
 

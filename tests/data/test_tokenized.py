@@ -15,6 +15,7 @@ import tiny
 from tiny_sources import own, write_as
 from unmask.config import load_preset
 from unmask.data import tokenized
+from unmask.data.registry import split_of
 from unmask.data.tokenized import Table, build, open_blocks, single_chunks, token_documents, token_pairs
 from unmask.data.tokens import Limit, StoredTokenizer, pack
 from unmask.study.report import paper_table
@@ -130,13 +131,17 @@ def pairs(rows, stored, **options):
     return token_pairs(Table(rows, "b", "", stored), **{"query": Limit(8), "document": Limit(12)} | options)
 
 
-def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored):
-    found = pairs(PAIRS, stored, query=Limit(2))
-    assert lists(found.queries) == tokens(PAIRS["query"][:], 2)
-    assert lists(found.documents) == tokens(PAIRS["document"][:])
-    assert [len({*column}) for column in found.keys.T.tolist()] == [2, 3, 3]  # keys, queries, documents
-    over = [len(ids) - 2 for ids in tokens(PAIRS["query"][:]) if len(ids) > 2]
-    assert {"texts cut": len(over), "tokens cut": sum(over), "rows": 3}.items() <= found.counters.items()
+def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored, cores, monkeypatch):
+    """By any number of workers."""
+    monkeypatch.setattr(tokenized, "ROWS", 5)
+    cores(2)
+    many = Dataset.from_list([row | {"key": str(i)} for i, row in enumerate(PAIRS.to_list() * 20)]).shuffle(0)
+    found = pairs(many, stored, query=Limit(2))
+    assert lists(found.queries) == tokens(many["query"][:], 2)
+    assert lists(found.documents) == tokens(many["document"][:])
+    assert [len({*column}) for column in found.keys.T.tolist()] == [60, 3, 3]  # keys, queries, documents
+    over = [len(ids) - 2 for ids in tokens(many["query"][:]) if len(ids) > 2]
+    assert {"texts cut": len(over), "tokens cut": sum(over), "rows": 60}.items() <= found.counters.items()
     assert lists(pairs(PAIRS, stored).queries) == tokens(PAIRS["query"][:], 8)  # another preparation
 
 
@@ -161,6 +166,29 @@ def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
     assert counted.items() <= found.counters.items()
 
 
+def test_a_document_is_cut_anew_into_a_fixed_number_of_chunks(stored):
+    """Of equally many tokens; what is left at the end goes, and with it the queries that it answers."""
+    sizes = {"a": 9, "b": 2, "c": 7, "d": 4}
+    chunks = [" ".join(f"{word}{i}" for i in range(count)) for word, count in sizes.items()]
+    row = {"key": "k", "chunks": chunks, "queries": ["qa", "qb", "qc", "qd"], "golds": [0, 1, 2, 3]}
+    config = replace(CONTEXTUAL, recut=True, chunk_length=5, chunks=2)
+    found = token_documents(Table(Dataset.from_list([row]), "d", "", stored), config)
+    text = " ".join(chunks)
+    (whole,) = tokens([text], None)
+    windows = [[whole[i : i + 5], whole[i + 5 : i + 10]] for i in range(0, len(whole) - 9, 10)]
+    # Where the middle letter of a query's chunk lies now.
+    middles = [text.index(chunk) + len(chunk) // 2 for chunk in chunks]
+    tokens_before = [len(tokens([text[: middle + 1]], None)[0]) - 1 for middle in middles]
+    now = {query: place // 5 for query, place in zip(row["queries"], tokens_before)}
+    expected = [
+        (window, tokens(asked), [now[query] % 2 for query in asked])
+        for number, window in enumerate(windows)
+        if (asked := [query for query, place in now.items() if place // 2 == number])
+    ]
+    assert [(lists(d.chunks), lists(d.queries), d.golds) for d in found] == expected
+    assert now["qd"] // 2 == len(windows) and found.counters["queries of what is left at the end"] == 1
+
+
 def test_single_chunks_are_random_pairs_of_different_keys(stored):
     many = Dataset.from_list([row | {"key": str(i // 2)} for i, row in enumerate(PAIRS.to_list() * 40)])
     rows = [(tokens([row["document"]]), tokens([row["query"]]), [0]) for row in PAIRS.to_list()]
@@ -171,16 +199,6 @@ def test_single_chunks_are_random_pairs_of_different_keys(stored):
 
     assert len(drawn(50, 0)) == 50 and drawn(50, 0) != drawn(50, 1)
     assert len(drawn(1000, 0)) == 60  # as many as there are keys
-
-
-def test_tables_are_prepared_in_pieces_by_any_number_of_workers(stored, cores, monkeypatch):
-    monkeypatch.setattr(tokenized, "ROWS", 5)
-    cores(2)
-    many = Dataset.from_list([row | {"key": str(i)} for i, row in enumerate(PAIRS.to_list() * 20)]).shuffle(0)
-    found = pairs(many, stored)
-    assert lists(found.queries) == tokens(many["query"][:], 8)
-    assert lists(found.documents) == tokens(many["document"][:])
-    assert (len(set(found.keys[:, 0].tolist())), found.counters["rows"]) == (60, 60)
 
 
 @pytest.mark.parametrize("column", ["query", "document"])
@@ -222,22 +240,23 @@ def test_shares_are_exact_to_the_block(tmp_path):
     np.testing.assert_allclose([row["share"] for row in found.report], shares)
 
 
-def test_blocks_are_the_packed_texts(tmp_path):
-    texts = varied(300)
-    found = opened(source(tmp_path, "a", texts), length=32, seed=1)
-    packed = pack(tiny.tokenizer(), texts, 32)
+def test_blocks_are_the_packed_texts_without_what_is_held_out_or_bad(tmp_path):
+    texts = varied(400)
+    one = source(tmp_path, "a", [*texts, " ", ""], hold_out=0.3, bad_rows="drop")
+    found = opened(one, length=32, seed=1)
+    packed = pack(tiny.tokenizer(), [text for text in texts if split_of(one, text) == "train"], 32)
     assert sorted(found[np.arange(len(found))].tolist()) == sorted(packed.tolist())
     assert found[np.arange(len(found))].tolist() != packed.tolist()  # in another order
     assert found[np.array([3, 3])].dtype == np.uint16
     (row,) = found.report
-    assert (row["texts"], row["epochs"], row["share"]) == (300, 1.0, 100.0)
+    assert (row["epochs"], row["share"]) == (1.0, 100.0)
+    assert row["texts"] + row["held out"] == 400 and 100 < row["held out"] < 220
+    assert sum(count for key, count in row.items() if key.startswith("dropped: ")) == 2
 
 
 def test_a_larger_appetite_later_changes_no_earlier_block(tmp_path):
-    sources = [source(tmp_path, "a", varied(400), share=60.0), source(tmp_path, "b", varied(300), share=40.0)]
-    for i, one in enumerate(sources):
-        files = [source(tmp_path, f"{one.name}{part}", varied(40, 40 * part)).files[0] for part in range(9)]
-        sources[i] = replace(one, files=tuple(files))
+    files = tuple(source(tmp_path, f"{i}", varied(40, 40 * i)).files[0] for i in range(9))
+    sources = [own(*files, role="text", name=name, share=share) for name, share in (("a", 60.0), ("b", 40.0))]
     few = opened(*sources, wanted=40)
     before, texts = few[np.arange(40)].tolist(), few.report[0]["texts"]
     assert 0 < texts < opened(*sources, wanted=300, length=8).report[0]["texts"]
@@ -263,13 +282,6 @@ def test_a_small_source_repeats_in_another_order(tmp_path):
     one, two = rows[:distinct], rows[distinct : 2 * distinct]
     assert sorted(one) == sorted(two) and one != two
     assert found.report[0]["epochs"] == pytest.approx(100 / distinct)
-
-
-def test_held_out_and_bad_rows_are_left_out_and_counted(tmp_path):
-    texts = varied(400)
-    (row,) = opened(source(tmp_path, "a", [*texts, " ", ""], hold_out=0.3, bad_rows="drop")).report
-    assert row["texts"] + row["held out"] == 400 and 100 < row["held out"] < 220
-    assert sum(count for key, count in row.items() if key.startswith("dropped: ")) == 2
 
 
 def test_less_than_a_block_is_refused(tmp_path):

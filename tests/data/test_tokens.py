@@ -25,14 +25,11 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(path)
 
 
-def test_round_trip(tokenizer):
+def test_texts_survive_and_special_tokens_are_single(tokenizer):
     for text, ids in zip(TEXTS, tiny.tokenize(tokenizer, TEXTS, 1_000)):
         assert ids.dtype == np.int32
         assert tokenizer.decode(ids) == text
         assert tokenizer(text)["input_ids"] == ids.tolist()  # and nothing is added to an encoding
-
-
-def test_special_tokens(tokenizer):
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2, 3]
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
     assert tokenizer.mask_token == MASK

@@ -82,6 +82,8 @@ REFUSED = {
     "Query 1 has no relevant document": (torch.eye(2), [{0}, set()]),
     "no document 2, which is said to be relevant: 2 columns": (torch.eye(2), [{0}, {2}]),
     "one row per query": (torch.eye(2), [{0}]),
+    r"no number from 0 on, or one twice: \[False, True\]": (torch.eye(2), [[False, True], [True, False]]),
+    r"no number from 0 on, or one twice: \[0.5\]": (torch.eye(2), [{0.5}, {1}]),
     "Cut-offs must be 1 or more": (torch.eye(2), [{0}, {1}], (0,)),
     "each differently": (torch.eye(2), [{0}, {1}], (10,), ["a", "a"]),
     "must name the 2 columns": (torch.eye(2), [{0}, {1}], (10,), ["a"]),
@@ -99,6 +101,7 @@ REFUSED_RANKINGS = {
     "ranking of query 1 holds a document twice": (np.array([[0, 1, -1, -1], [1, 1, 1, -1]]), [{0}, {1}]),
     "as integers; got float64": (np.array([[0.0, 1.0]]), [{0}]),
     "one row per query": (np.array([[0, 1]]), [{0}, {1}]),
+    "no room for document 4611686018427387904": (np.array([[2**62], [0]]), [{0}, {1}]),
     r"or one twice: \[0, 0\]": (np.array([[0, 1]]), [[0, 0]]),
     "Query 0 has no relevant document": (np.array([[0, 1]]), [set()]),
 }
@@ -147,6 +150,15 @@ def test_bm25_of_nothing():
     assert Bm25(["word", "", "other"]).scores(["", "…", "word"])[:2].tolist() == [[0, 0, 0], [0, 0, 0]]
     with pytest.raises(ValueError, match="at least one document with a word"):
         Bm25(["", "!"])
+
+
+def test_one_string_is_no_list_of_letters():
+    with pytest.raises(ValueError, match="got one string, 'a text'"):
+        Bm25("a text")
+    with pytest.raises(ValueError, match="got one string, 'a query'"):
+        Bm25(["a text"]).scores("a query")
+    with pytest.raises(TypeError, match="Text 1 of 2 is no string"):
+        Bm25(["a text", None])
 
 
 @pytest.mark.gpu

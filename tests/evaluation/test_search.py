@@ -90,6 +90,24 @@ def test_a_pair_scores_the_same_in_any_search(tiling):
 FLOATS = np.ones((2, 6), np.float32)
 
 
+def test_what_becomes_an_array_is_searched_as_one():
+    q_ND, d_MD = np.eye(5), np.tri(5)
+    for make in (np.ndarray.tolist, torch.from_numpy):
+        same(top_k(make(q_ND), make(d_MD), 3), top_k(q_ND, d_MD, 3))
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.ones(2), np.ones((1, 3)), np.ones((1, 2), np.int64), np.ones((1, 2), bool)]
+)
+def test_what_has_no_similarity_is_refused(wrong):
+    right = np.ones((3, 2), np.int8)
+    for pair in ((wrong, right), (right, wrong)):
+        with pytest.raises(
+            ValueError, match=r"rows of two matrices of one width|embeddings are floats, int8 or"
+        ):
+            similarity(*pair)
+
+
 REFUSED = {
     "k is 0: ask for one document or more": (codes(2), codes(5), 0),
     "queries have 8 columns of int8, documents 6 columns of int8": (codes(2, 8), codes(5), 1),
@@ -99,6 +117,11 @@ REFUSED = {
     "row 1 of the documents contains NaN or infinity": (FLOATS, FLOATS * [[1], [np.inf]], 1),
     "queries as floats, int8 or uint8, got int16": (codes(2).astype(np.int16), codes(5), 1),
     r"needs queries as a matrix of one or more rows, got shape \(0, 6\)": (codes(2)[:0], codes(5), 1),
+    r"needs documents as a matrix of one or more rows, got shape \(5, 0\)": (
+        codes(2)[:, :0],
+        codes(5)[:, :0],
+        1,
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from test_embedder import DOCUMENTS, TEXTS, WORDS, naive
 from tokenizers import Tokenizer
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Model
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 import tiny
 import tiny_families
@@ -171,9 +171,16 @@ def saved(tmp_path):
     return backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m")
 
 
-def test_an_unknown_architecture_is_refused(saved):
-    tiny_foreign.edit(saved / "config.json", model_type="mamba7", auto_map={"AutoModel": "code.Mamba"})
-    with pytest.raises(ValueError, match="architecture 'mamba7' is unknown to the installed transformers"):
+UNFIT = {
+    "the architecture 'mamba7' is unknown to the installed transformers": {"model_type": "mamba7"},
+    r"weights are not those .* another shape, the first is layers\.0": {"intermediate_size": 40},
+}
+
+
+@pytest.mark.parametrize(("message", "changed"), UNFIT.items())
+def test_a_configuration_of_another_model_is_refused(saved, message, changed):
+    tiny_foreign.edit(saved / "config.json", **changed)
+    with pytest.raises(ValueError, match=message):
         load(saved)
 
 
@@ -185,16 +192,23 @@ def test_missing_weights_are_refused(tmp_path):
         load(tmp_path / "a")
 
 
-def test_weights_of_another_shape_are_refused(saved):
-    tiny_foreign.edit(saved / "config.json", intermediate_size=40)
-    with pytest.raises(ValueError, match=r"weights are not those .* another shape, the first is layers\.0"):
-        load(saved)
-
-
 def test_broken_facts_are_refused(saved):
     (saved / "unmask.json").write_text("{")
     with pytest.raises(ValueError, match=r"unmask\.json is broken"):
         load(saved)
+
+
+def test_what_its_reader_does_not_know_is_not_published(tmp_path):
+    class OwnConfig(Qwen3Config):
+        model_type = "own"
+
+    class OwnModel(Qwen3Model):
+        config_class = OwnConfig
+
+    model = OwnModel(OwnConfig(**tiny.model().config.to_dict()))
+    with pytest.raises(ValueError, match="the architecture 'own' is unknown to the installed transformers"):
+        Embedder(model, tiny.tokenizer(), device="cpu").save_pretrained(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_tokenizer_without_anything_to_pad_with_is_not_saved(tmp_path):

@@ -3,6 +3,7 @@ import math
 import weakref
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tokenizers import normalizers, processors
@@ -82,21 +83,28 @@ def test_requests_that_cannot_work_are_refused(embedder):
             encode("a text")
         with pytest.raises(ValueError, match="unknown precision 'int4': choose one of float32, int8"):
             encode([], "int4")
-        for dimensions in (0, 33, -1):
-            with pytest.raises(ValueError, match="between 1 and 32"):
-                encode([], "int8", dimensions)
+        with pytest.raises(ValueError, match="there are 32 dimensions, not 33"):
+            encode([], "int8", 33)
     with pytest.raises(ValueError, match="multiple of 8"):
         embedder.encode(TEXTS, "ubinary", 12)
     with pytest.raises(ValueError, match="document 1 has no chunks"):
         embedder.encode_documents([["one"], []])
     with pytest.raises(ValueError, match="got one string"):
         embedder.encode_documents([["one"], "a text"])
-    with pytest.raises(ValueError, match="max_length must be at least 1"):
-        embedder.encode(["one"], max_length=0)
+    for wrong in ({"one": 1}, {"one"}, pd.DataFrame({"texts": ["one"]})):
+        with pytest.raises(ValueError, match=f"expected a list, got one {type(wrong).__name__}"):
+            embedder.encode(wrong)
+        with pytest.raises(ValueError, match=f"expected a list, got one {type(wrong).__name__}"):
+            embedder.encode_documents([wrong])
+    for number in (0, 2.5, "2", float("nan")):
+        with pytest.raises(ValueError, match="max_length must be at least 1, and whole, got"):
+            embedder.encode(["one"], max_length=number)
+        with pytest.raises(ValueError, match="dimensions must be at least 1, and whole, got"):
+            embedder.encode(["one"], dimensions=number)
     with pytest.raises(ValueError, match="chunk_length must be at least 1"):
         embedder.encode_documents(DOCUMENTS, chunk_length=-1)
     for option in ("window", "token_budget"):
-        with pytest.raises(ValueError, match=f"{option} must be at least 1, got 0"):
+        with pytest.raises(ValueError, match=f"{option} must be at least 1, and whole, got 0"):
             Embedder(tiny.model(), tiny.tokenizer(), device="cpu", **{option: 0})
     with pytest.raises(ValueError, match="pooling must be 'mean' or 'last', got 'cls'"):
         Embedder(tiny.model(), tiny.tokenizer(), pooling="cls", device="cpu")
@@ -284,9 +292,6 @@ def test_mixed_precision_is_close_and_halved_weights_are_what_autocast_reads(emb
     with pytest.raises(ValueError, match="were rounded to bfloat16: load it with mixed_precision=False"):
         half.save_pretrained(tmp_path / "model")
     assert not any(tmp_path.iterdir())
-    monkeypatch.setattr("unmask.models.attention._plainly", None)
-    with pytest.raises(TypeError):  # a text alone is read as several are
-        half.encode(TEXTS[:1])
 
 
 def test_a_closed_embedder_gives_its_memory_back():

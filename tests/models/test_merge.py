@@ -2,6 +2,8 @@
 
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ def check(merged, parents, formula, facts):
 @pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2"])
 def test_slerp_is_the_formula(family, tmp_path):
     parents = checkpoints(tmp_path, [1, 2], family)
-    merged = slerp(*parents, 0.3, tmp_path / "m")
+    merged = slerp(*map(str, parents), 0.3, str(tmp_path / "m"))
     check(merged, parents, lambda a, b: naive_slerp(0.3, a, b), {"t": 0.3})
 
 
@@ -76,8 +78,12 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
     for parameter in opposite.parameters():
         parameter.data.neg_()
     other = backbone.save(opposite, tiny.tokenizer(), tmp_path / "opposite", pooling="mean")
-    with pytest.raises(ValueError, match="zeros alone in embed_tokens"):
-        slerp(one, other, 0.5, tmp_path / "m")
+    for merge in (lambda path: slerp(one, other, 0.3, path), lambda path: slerp_all([one, other], path)):
+        with pytest.raises(ValueError, match=r"^embed_tokens\.weight of .* point opposite ways"):
+            merge(tmp_path / "m")
+    with pytest.raises(ValueError, match="weighted sum of the input tensors is zero"):
+        copies = [Path(shutil.copytree(path, f"{path}-again")) for path in (one, other)]
+        slerp_all([one, other, *copies], tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 

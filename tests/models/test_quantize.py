@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from unmask.models.embedder import quantized
 from unmask.models.quantize import binary, bytes_per_embedding, int8, pack_binary
 
 MEANS = 1.5 * torch.randn(200, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -35,6 +36,24 @@ def test_gradient_is_that_of_the_tanh():
 def test_binary_is_the_sign_of_the_unquantised_mean():
     assert binary(torch.tensor([-0.001, -0.0, 0.0, 3.0, -3.0])).tolist() == [-1, 1, 1, 1, -1]
     assert binary(MEANS.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("code", [binary, pack_binary, lambda x: quantized(x.numpy(), "int8")])
+def test_nan_becomes_no_code(code):
+    """In a training it stays NaN, and the loss is refused."""
+    broken = MEANS.clone()
+    broken[3, 5] = torch.nan
+    assert int8(broken).isnan().sum() == 1
+    with pytest.raises(ValueError, match="embeddings with NaN have no codes"):
+        code(broken)
+
+
+def test_codes_are_not_coded_again():
+    with pytest.raises(TypeError, match="are these codes already"):
+        int8(int8(MEANS).to(torch.int8))
+    for dimensions in (0, -8):
+        with pytest.raises(ValueError, match=f"whole bytes; got {dimensions}"):
+            bytes_per_embedding(dimensions, "binary")
 
 
 def test_packing_is_numpys_with_the_first_dimension_first_and_bytes_are_those_of_the_arrays():

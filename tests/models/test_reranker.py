@@ -134,10 +134,10 @@ def test_no_text_ends_its_turn(forged):
 
 def test_what_cannot_work_is_refused():
     for option in ("query_length", "document_length"):
-        for length in (0, -5):
-            with pytest.raises(ValueError, match=f"{option} must be at least 1, got {length}"):
+        for length in (0, -5, 2.5):
+            with pytest.raises(ValueError, match=f"{option} must be at least 1, and whole, got {length}"):
                 reranker().score("q", ["d"], **{option: length})
-    with pytest.raises(ValueError, match="top must be at least 1, got -1"):
+    with pytest.raises(ValueError, match="top must be at least 1, and whole, got -1"):
         reranker().rerank("q", ["d"], top=-1)
     with pytest.raises(ValueError, match=r"is_causal is false.* needs a causal one"):
         Reranker(tiny.model(head=True), tiny.tokenizer())

@@ -52,12 +52,6 @@ def test_an_effect_is_the_mean_over_tasks_with_documents_drawn_within_them():
     assert (found.high - found.low) / 2 == pytest.approx(1.98 * np.std(drawn), rel=0.08)
 
 
-def test_a_task_of_many_queries_counts_no_more_than_another():
-    gain = {"large": np.full(900, 0.2), "small": np.zeros(9)}
-    found = evidence.effect([gain], {task: np.arange(len(x_N)) for task, x_N in gain.items()})
-    assert found == pytest.approx((0.1, 0.1, 0.1))
-
-
 def test_one_document_is_drawn_by_queries_and_one_query_tells_nothing():
     found = evidence.effect([{"t": np.array([0.0, 1, 1])}], {"t": [7, 7, 7]})
     assert found.low < 2 / 3 < found.high
@@ -74,24 +68,16 @@ def test_compare_takes_the_documents_that_queries_ask_for():
     )
 
 
-@pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])  # of the seeds, in standard errors of one seed's queries
-def test_intervals_over_seeds_hold_the_truth(seeds, spread):
+def test_intervals_over_seeds_hold_the_truth(spread):
     """Documents, seeds, and each document in each seed have effects of their own; the truth is 0."""
-    rng, trials, n, held = np.random.default_rng(0), 200, 100, 0
+    rng, trials, n, seeds, held = np.random.default_rng(0), 200, 100, 3, 0
     for _ in range(trials):
         values_SN = rng.standard_normal((seeds, 1)) * spread / n**0.5 + rng.standard_normal((seeds, n)) / 2
         values_SN += rng.standard_normal(n)
         found = evidence.effect([{"t": values_N} for values_N in values_SN], {"t": np.arange(n)})
         held += found.low <= 0 <= found.high
     assert held / trials >= 0.93
-
-
-@pytest.mark.parametrize("documents", [8, 13])
-def test_intervals_of_few_documents_hold_the_truth(documents):
-    trials = np.random.default_rng(0).standard_normal((400, documents))
-    found = [evidence.effect([{"t": x_N}], {"t": np.arange(documents)}) for x_N in trials]
-    assert 0.92 <= np.mean([one.low <= 0 <= one.high for one in found]) <= 0.98
 
 
 def test_intervals_hold_the_truth_where_documents_are_asked_for_unequally():
@@ -104,9 +90,9 @@ def test_intervals_hold_the_truth_where_documents_are_asked_for_unequally():
     assert 0.9 <= held / 400 <= 0.98
 
 
-def test_other_seeds_add_what_they_differ_by():
-    gains = [{"t": np.full(50, value)} for value in (0.1, 0.2, 0.3)]
-    found = evidence.effect(gains, {"t": np.arange(50)})
+def test_tasks_count_alike_and_other_seeds_add_what_they_differ_by():
+    gains = [{"t": np.full(50, 2 * value), "small": np.zeros(9)} for value in (0.1, 0.2, 0.3)]
+    found = evidence.effect(gains, {"t": np.arange(50), "small": np.arange(9)})
     assert found.high - 0.2 == pytest.approx(stats.sem([0.1, 0.2, 0.3]) * stats.t.ppf(0.975, 2), rel=0.02)
 
 
@@ -286,9 +272,6 @@ def test_earlier_numbers_are_shown_until_kept_scores_suffice(study):
     for seed in (1, 2):
         execute(study, seed)
     assert claims(study)["works"]["value"] > 0
-    none = earlier | {"interval": None, "seeds": {"0": -0.1}, "definition": "d"}
-    write_json(study.results / "earlier.json", {"sized": none})
-    assert claims(study)["sized"]["effect"] == "-10.0"
 
 
 def test_runs_that_cannot_be_compared_are_left_out_and_named(study):

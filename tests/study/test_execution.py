@@ -117,18 +117,13 @@ def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
     assert found == [("00_good", "done"), ("01_bad", "yet"), ("02_never", "yet"), ("03_apart", "done")]
 
 
-@pytest.mark.parametrize(
-    ("cell", "why"),
-    [
-        ("import os; os._exit(9)", "exit status 9\n"),
-        (
-            "import os, signal; os.kill(os.getpid(), 9)",
-            "exit status -9: killed, usually for lack of memory\n",
-        ),
-    ],
-)
-def test_a_dead_kernel_is_told_with_its_status(checkout, cell, why):
-    checkout.notebook("00_bad", [cell])
+DEATHS = {"_exit(9)": "exit status 9\n"}
+DEATHS |= {"kill(os.getpid(), 9)": "exit status -9: killed, usually for lack of memory\n"}
+
+
+@pytest.mark.parametrize(("call", "why"), DEATHS.items())
+def test_a_dead_kernel_is_told_with_its_status(checkout, call, why):
+    checkout.notebook("00_bad", [f"import os; os.{call}"])
     died = checkout.unmask("run", "--preset", "smoke")
     assert died.returncode == 1 and "[1/1] 00_bad · failed" in died.stdout
     assert f"00_bad.ipynb failed\n  Kernel died, {why}" in died.stderr
@@ -215,20 +210,6 @@ def test_a_log_that_cannot_be_written_is_told(checkout, cell):
     result = checkout.unmask("run", "--preset", "smoke")
     assert result.returncode == 1
     assert f"No space left on device: '{checkout.folders.logs}/00_bad.log or " in result.stderr
-
-
-def test_full_disk_is_told(checkout, monkeypatch):
-    """Where the run writes, rather than the notebook."""
-    checkout.notebook("00_backbone", ["1"])
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device", "00_backbone.ipynb")
-
-    monkeypatch.setattr("unmask.study.execute._clean", full)
-    result = checkout.unmask("run", "--preset", "smoke")
-    assert result.returncode == 1
-    assert "unmask: [Errno 28] No space left on device: '00_backbone.ipynb'\n" in result.stderr
-    assert not (checkout.folders.artifacts / "00_backbone" / "done.json").exists()
 
 
 def meeting(me, other):

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import openai
 import pytest
-from chat_servers import Words, chat_server, config, good, many_pairs, passage, passage_of
 
 import tiny
+from chat_servers import Words, chat_server, config, good, many_pairs, passage, passage_of
 from unmask.synthesis import prompts, synthesize_documents, synthesize_pairs
 from unmask.synthesis.ask import EndpointError
 from unmask.synthesis.prompts import estimate, plan_documents, plan_pairs, sample

@@ -21,7 +21,9 @@ from toy_checkout import write_script
 from unmask.config import ParallelConfig
 from unmask.store import read_json
 from unmask.training import Pair, TrainingStopped, history, train
+from unmask.training.identity import own_code
 from unmask.training.watch import Watch
+from unmask.training.worker import stage_of
 from waiting import live_in, wait_for
 
 TWO = ParallelConfig(num_processes=2)
@@ -54,9 +56,7 @@ def assert_alike(two, one):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one(start, tmp_path, capsys, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):  # of a job that this one is part of
-        monkeypatch.setenv(name, "2")
+def test_two_processes_train_as_one(start, tmp_path, capsys):
     stage = made(start)
     model = stage.model(start)
     two = train(stage, model, tmp_path / "two")
@@ -76,18 +76,12 @@ FOREIGN |= {"ACCELERATE_TORCH_DEVICE": "meta", "ACCELERATE_USE_PARALLELISM_CONFI
 FOREIGN |= {"TORCHELASTIC_ERROR_FILE": "/none/error", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 
 
-def test_another_jobs_variables_do_not_reach_a_training(start, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_another_jobs_variables_do_not_reach_a_training(start, tmp_path, monkeypatch, strategy):
+    """In this process, and in one that torchrun starts."""
     for name, value in FOREIGN.items():
         monkeypatch.setenv(name, value)
-    one = trained(made(start, ParallelConfig(), steps=2), start, tmp_path / "pair")
-    assert len(history(one)) == 2
-
-
-@pytest.mark.slow
-def test_one_process_under_torchrun_ends_in_order(start, tmp_path, monkeypatch):
-    for name, value in FOREIGN.items():
-        monkeypatch.setenv(name, value)
-    one = trained(made(start, ParallelConfig(strategy="fsdp2"), steps=2), start, tmp_path / "pair")
+    one = trained(made(start, ParallelConfig(strategy=strategy), steps=2), start, tmp_path / "pair")
     assert len(history(one)) == 2
 
 
@@ -103,15 +97,20 @@ NOTEBOOK = """
 """
 
 
+@pytest.fixture
+def importable(start, monkeypatch):
+    """Other processes find what lies beside the tests."""
+    tests = Path(tiny.__file__).parent
+    paths = os.environ["PYTHONPATH"], str(tests), str(tests / "training")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_stopped_with_its_notebook_it_goes_on(start, tmp_path, number):
+def test_stopped_with_its_notebook_it_goes_on(start, importable, tmp_path, number):
     folder, log = tmp_path / "pair", (tmp_path / "log").open("w")
-    tests = str(Path(tiny.__file__).parent)
-    paths = os.pathsep.join([os.environ["PYTHONPATH"], tests, f"{tests}/training"])
     command = [sys.executable, "-c", textwrap.dedent(NOTEBOOK), str(start), str(folder)]
-    options = {"env": os.environ | {"PYTHONPATH": paths}, "stdout": log, "stderr": log}
-    process = subprocess.Popen(command, **options)
+    process = subprocess.Popen(command, stdout=log, stderr=log)
     wait_for(lambda: len(list(folder.glob("*/checkpoints/step-*"))) or process.poll() is not None)
     process.send_signal(number)
     process.wait()
@@ -140,10 +139,7 @@ class Killed(Pair):
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_told(start, tmp_path, monkeypatch):
-    tests = Path(tiny.__file__).parent
-    paths = [os.environ["PYTHONPATH"], tests, tests / "training"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+def test_a_killed_process_is_told(start, importable, tmp_path):
     with pytest.raises(RuntimeError, match=r"^killed: memory is full\?[^\n]*\n\(log: .*train\.log\)$"):
         trained(made(start, kind=Killed), start, tmp_path / "pair")
 
@@ -175,27 +171,20 @@ class Cramped(Pair):
 
 
 @pytest.mark.slow
-def test_a_full_gpu_makes_all_begin_again_with_less(start, tmp_path, monkeypatch):
-    tests = Path(tiny.__file__).parent
-    paths = [os.environ["PYTHONPATH"], tests, tests / "training"]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+def test_a_full_gpu_makes_all_begin_again_with_less(start, importable, tmp_path):
     two = trained(made(start, kind=Cramped), start, tmp_path / "two")
     assert read_json(two.parent / "memory.json")["token_budget"] == 512
     assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
 
 
-class Mine(Pair):
-    pass
-
-
-def test_code_of_a_notebook_needs_one_process(start, tmp_path, monkeypatch):
-    loss = lambda self, rows_RD, batch, **shared: rows_RD.sum()  # noqa: E731
-    loss.__module__ = "__main__"
-    monkeypatch.setattr(Mine, "loss", loss)
-    stage = tiny_stages.on_the_corpus("pair", start, kind=Mine)
-    stage.job = replace(stage.job, parallel=TWO)
-    with pytest.raises(RuntimeError, match="other processes cannot import the code of a notebook"):
-        trained(stage, start, tmp_path / "pair")
+def test_code_of_a_notebook_needs_one_process(start, tmp_path):
+    """A class of a cell, and a loss that a cell has put into one."""
+    stage = made(start)
+    job, own = stage.begun(stage.model(start), tmp_path), own_code(stage)
+    assert stage_of(job, own).job == job
+    for other in ((replace(job, stage="__main__:OfACell"), own), (job, {"__main__.loss": "of a cell"})):
+        with pytest.raises(ValueError, match="other processes cannot import the code of a notebook"):
+            stage_of(*other)
 
 
 @pytest.mark.slow

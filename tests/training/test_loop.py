@@ -12,18 +12,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tiny
 from closeness import assert_close
 from unmask.training import loop
-from unmask.training.checkpoint import Checkpoints
 from unmask.training.distributed import Processes
 from unmask.training.launch import STOP, OutOfMemory, TrainingStopped
 from unmask.training.loop import lr_factor, parameter_groups, steps
 
 
-def fit(
-    folder, name="pair", fingerprint="a", backward=None, report=lambda row: None, processes=None, **changes
-):
+def fit(folder, name="pair", backward=None, report=lambda row: None, processes=None, **changes):
     stage, model = tiny_stages.stage(name, **changes), tiny_stages.model(name)
     stage.backward = backward or stage.backward
-    return steps(stage, model, folder, fingerprint=fingerprint, report=report, processes=processes)
+    return steps(stage, model, folder, report=report, processes=processes)
 
 
 def rows(folder):
@@ -70,18 +67,17 @@ def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tm
         assert_close(one, two)
 
 
-def test_another_training_is_not_continued_and_its_checkpoints_stay(tmp_path):
-    """Without pickle; what a kill left half-written is not taken, and does not stay."""
+def test_checkpoints_hold_no_pickle_and_what_a_kill_left_half_written_is_not_taken(tmp_path):
     with pytest.raises(Interrupted):
-        fit(tmp_path, fingerprint="other", report=stop_at(5))
-    (paid,) = (tmp_path / "checkpoints").iterdir()
-    assert [path.name for path in paid.iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
-    shutil.copytree(paid, paid.with_name(".step-0000007-a.tmp"))
+        fit(tmp_path, report=stop_at(3))
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert [path.name for path in saved.iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
+    saved.rename(saved.with_name(".new.tmp"))
     seen = []
-    fresh = fit(tmp_path, report=seen.append)
+    with pytest.raises(Interrupted):
+        fit(tmp_path, report=lambda row: (seen.append(row), stop_at(3)(row)))
     assert seen[0]["done"] == 0
-    assert_same(fresh, fit(tmp_path / "again"), (tmp_path, tmp_path / "again"))
-    assert paid.is_dir()
+    assert [*saved.parent.iterdir()] == [saved]
 
 
 @pytest.mark.parametrize("loss", [True, False])
@@ -99,7 +95,7 @@ def test_what_is_no_number_stops_the_training_and_never_reaches_a_checkpoint(tmp
     message = r"at step 5: .* rows \[\d+, .* of data set '(one|two)'; last good checkpoint: .*step-0000004"
     with pytest.raises(FloatingPointError, match=message):
         fit(tmp_path, backward=backward)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004-a"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0000004"]
 
 
 def ahead(count):
@@ -129,12 +125,12 @@ def test_what_is_no_number_is_never_kept_however_late_it_is_seen(tmp_path, monke
             parameter.grad = torch.full_like(parameter, float("nan") if bad else 0.0)
         return {"loss": torch.tensor(1.0), "tokens": 1}
 
-    def save(self, model, optimizer, step, processes):
+    def save(folder, model, optimizer, step, processes, keep):
         saved.append(all(p.isfinite().all() for p in model.parameters()))
         assert step <= 5
-        return self.folder
+        return folder
 
-    monkeypatch.setattr(Checkpoints, "save", save)
+    monkeypatch.setattr(loop, "save_checkpoint", save)
     with pytest.raises(FloatingPointError, match="at step 5:"):
         fit(tmp_path, backward=backward, processes=ahead(late))
     assert saved and all(saved)
@@ -160,7 +156,7 @@ def test_memory_is_found_out_and_remembered(tmp_path):
     budgets = {"token_budget": 2048, "keep_tokens": 8192}
     whole, stage = fit(tmp_path / "whole", **budgets), tiny_stages.stage("pair", **budgets)
     stage.backward = crowded(stage, 600)
-    found = steps(stage, tiny_stages.model("pair"), tmp_path / "small", fingerprint="a")
+    found = steps(stage, tiny_stages.model("pair"), tmp_path / "small")
     for one, two in zip(found.parameters(), whole.parameters(), strict=True):
         assert_close(one, two)
     remembered = json.loads((tmp_path / "small" / "memory.json").read_text())
@@ -171,7 +167,7 @@ def test_memory_is_found_out_and_remembered(tmp_path):
     backward = again.backward
     again.backward = lambda *arguments: (next(tries), backward(*arguments))[1]
     shutil.rmtree(tmp_path / "small" / "checkpoints")
-    steps(again, tiny_stages.model("pair"), tmp_path / "small", fingerprint="a")
+    steps(again, tiny_stages.model("pair"), tmp_path / "small")
     assert next(tries) == again.config.steps  # none in vain
 
 
@@ -179,7 +175,7 @@ def test_what_never_fits_is_told(tmp_path):
     stage = tiny_stages.stage("diffusion", token_budget=4096)
     stage.backward = crowded(stage, 0)
     with pytest.raises(OutOfMemory, match=r"diffusion's longest text: .*gradient_checkpointing=true"):
-        steps(stage, tiny_stages.model("diffusion"), tmp_path, fingerprint="a")
+        steps(stage, tiny_stages.model("diffusion"), tmp_path)
 
 
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_usable(tmp_path):
@@ -208,7 +204,7 @@ def test_told_to_stop_by_a_file_it_saves_itself(tmp_path, monkeypatch):
         fit(tmp_path / "parts", report=lambda row: row.get("step") == 4 and file.touch(), **options)
     file.unlink()
     saved = [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()]
-    assert saved == ["step-0000006-a"]
+    assert saved == ["step-0000006"]
     resumed, whole = fit(tmp_path / "parts", **options), fit(tmp_path / "whole", **options)
     assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
 
@@ -217,7 +213,7 @@ def test_where_a_checkpoint_takes_long_there_are_fewer(tmp_path, monkeypatch):
     """One takes a second of the tests' clock, and is due after two; then after four times what it took."""
     saved = []
     monkeypatch.setattr(loop, "RARE", 4)
-    monkeypatch.setattr(Checkpoints, "save", lambda *arguments: saved.append(arguments[3]))
+    monkeypatch.setattr(loop, "save_checkpoint", lambda *arguments, keep: saved.append(arguments[3]))
     fit(tmp_path)
     assert saved == [2, 6]
 

@@ -22,7 +22,7 @@ from unmask.data.mining import negative_similarity
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.store import write_atomic
-from unmask.training import Pair, TrainingStopped, data_report, history, train
+from unmask.training import Pair, TrainingStopped, Watch, data_report, history, train
 from unmask.training import identity as same
 from unmask.training.identity import identity, own_code
 
@@ -294,10 +294,11 @@ def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, number):
     assert not (parts.parent / "checkpoints").exists()
 
 
-def test_a_model_of_an_earlier_version_stays(start, tmp_path):
-    (tmp_path / "pair" / "model").mkdir(parents=True)
-    with pytest.raises(RuntimeError, match="of an earlier version of unmask: move it away"):
-        trained(made("pair", start), start, tmp_path / "pair")
+def test_a_new_curve_is_drawn_over_that_of_the_last_training(start, tmp_path):
+    before = history(trained(made("pair", start), start, tmp_path / "pair"))
+    watch = Watch(curve=False)
+    trained(made("pair", start, lr=0.5), start, tmp_path / "pair", watch=watch)
+    assert watch.before == [row["loss"] for row in before] and watch.before[1:] != watch.loss[1:]
 
 
 def test_two_processes_never_train_in_one_folder(start, tmp_path):

@@ -70,7 +70,7 @@ def train_stage(name, folder, processes=ALONE, stop_after=-1):
             os._exit(1)
 
     stage, model = tiny_stages.stage(name, **CASES[name]), tiny_stages.model(name)
-    loop.steps(stage, model, folder, fingerprint="a", report=report, processes=processes)
+    loop.steps(stage, model, folder, report=report, processes=processes)
     return model, seen[0]
 
 

@@ -3,7 +3,7 @@ split."""
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -68,10 +68,10 @@ class Corpus:
         """What pretraining reads: text, too much of it perhaps for a table."""
         sources = []
         for one in self.card["text_sources"]:
-            # Known by its name, also in a copy with other dates; not so a user's own file.
-            own = [os.path.normpath(f"{self.path.name}/{f}") for f in one["files"] if not os.path.isabs(f)]
             files = tuple(str(self.path / file) for file in one["files"])
-            sources.append(Source(**one | {"files": files} | ({"known_as": own[0]} if own else {})))
+            # A folder's name says what is in it, also in a copy with other dates.
+            known = one["known_as"] or self.path.name
+            sources.append(Source(**one | {"files": files, "known_as": known}))
         return sources
 
     def datasets(self, kind: str, split: str) -> list[str]:
@@ -81,11 +81,11 @@ class Corpus:
             return names
         if kind == "documents":
             return names if "contextual" in self.families else []
-        return [name for name in names if self._rows(kind, split, [name])[0]["group"] in self.families]
+        return [name for name in names if self._read(kind, split, name)[0]["group"] in self.families]
 
     def texts(self, split: str) -> Dataset:
         """Text for pretraining; of a large source a sample (`sources.SAMPLE_BYTES`)."""
-        return self._read("texts", split, None)
+        return self._read("texts", split)
 
     def pairs(self, split: str, dataset: str | None = None) -> Dataset:
         """Queries with the document that answers each, of one data set or of all."""
@@ -99,16 +99,8 @@ class Corpus:
         """Documents in chunks, with the queries that one of the chunks answers, of one data set or of all."""
         return self._read("documents", split, dataset)
 
-    def _read(self, kind: str, split: str, dataset: str | None) -> Dataset:
-        if split not in SPLITS:
-            raise ValueError(f"There is no split {split!r} in a corpus; take one of {', '.join(SPLITS)}.")
-        names = self.datasets(kind, split)
-        if dataset and dataset not in names:
-            raise ValueError(f"The corpus has no {kind} {dataset!r} in {split!r}; it has {names}.")
-        return self._rows(kind, split, [dataset] if dataset else names)
-
-    def _rows(self, kind: str, split: str, names: Sequence[str]) -> Dataset:
-        folders = self.card["folders"][kind]
+    def _read(self, kind: str, split: str, dataset: str | None = None) -> Dataset:
+        folders, names = self.card["folders"][kind], [dataset] if dataset else self.datasets(kind, split)
         parts = [_mapped(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
 

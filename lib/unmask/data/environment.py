@@ -265,8 +265,7 @@ def _code_without_docstring(function: Function, lines: list[str]) -> str:
     """Source of a documented function from `def` on, without the docstring; "" if hardly any is left."""
     documentation = function.body[0]
     body = lines[documentation.end_lineno : function.end_lineno]
-    on_one_line = documentation.lineno == function.lineno
-    if len(function.body) < 2 or on_one_line or sum(bool(line.strip()) for line in body) < 2:
+    if sum(bool(line.strip()) for line in body) < 2:
         return ""
     kept = lines[function.lineno - 1 : documentation.lineno - 1] + body
     indent = len(kept[0]) - len(kept[0].lstrip())

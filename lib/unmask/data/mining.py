@@ -39,9 +39,6 @@ ROWS = 1024  # queries searched at once
 SCORES = 2**23  # scores beyond the window in memory at once
 
 TEXTS = 4096  # embedded at once
-ASSIGNED = 16_384  # assigned to clusters at once
-SAMPLE = 2**30  # bytes of the points that centroids are computed from, unless that were fewer than
-LEAST = 8  # points per centroid
 
 
 class Encoder(Protocol):
@@ -89,9 +86,9 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     own = sum(csr_matrix((np.ones(len(pairs), bool), (group_N, document_N)))[group_N] for group_N in groups)
     left_N = len(documents) - own.getnnz(axis=1)
     if left_N.min() < config.negatives:
-        few = f"data set {pairs[0]['dataset']!r}: too few distinct documents for {config.negatives} negatives"
-        left = f"row {left_N.argmin()} leaves {left_N.min()} of {len(documents)} that share no key, query"
-        raise ValueError(f"{few} per query: {left} or document; leave it out, or lower triplet.negatives")
+        few = f"a query with {left_N.min()} documents that are not its own"
+        remedy = "leave it out, or lower triplet.negatives"
+        raise ValueError(f"data set {pairs[0]['dataset']!r} has {few}: {remedy}")
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
     window = min(max(config.rank_window, config.negatives), len(documents))
@@ -287,21 +284,16 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
     cluster of its [q⊕d]. Starting at random, each cluster is followed by the nearest one left (by
     centroid): K² D multiplications.
 
-    Memory: the points that centroids are computed from (1 GiB, or 8 per centroid if more), those that faiss
-    samples (256 per centroid), some numbers per row. Larger data are represented by a random sample of rows.
+    Memory: all points in float32, 16 D bytes per row, and those that faiss samples, 256 per centroid.
     """
-    count, width = len(own.query_N), 2 * own.vectors_UD.shape[1]
-    k = -(-count // cluster_size)
-    fits = max(SAMPLE // (4 * width), LEAST * k) // 2
-    rows = np.arange(count) if count <= fits else np.sort(permuted(np.arange(fits), count, seed))
-    q_ND, d_ND = own.points(rows)
+    count = len(own.query_N)
+    q_ND, d_ND = own.points(np.arange(count))
+    points = np.block([[q_ND, d_ND], [d_ND, q_ND]]).astype(np.float32)
     options = {"niter": config.iterations, "nredo": config.attempts, "seed": seed, "spherical": True}
     options["min_points_per_centroid"] = 1  # else it prints a warning
-    kmeans = faiss.Kmeans(width, k, **options)
-    kmeans.train(np.block([[q_ND, d_ND], [d_ND, q_ND]]).astype(np.float32))
-    blocks = (np.hstack(own.points(np.arange(part.start, part.stop))) for part in parts(count, ASSIGNED))
-    cluster_N = np.concatenate([kmeans.assign(x_ND.astype(np.float32))[1] for x_ND in blocks])
-    found_K, cluster_N = np.unique(cluster_N, return_inverse=True)
+    kmeans = faiss.Kmeans(points.shape[1], -(-count // cluster_size), **options)
+    kmeans.train(points)
+    found_K, cluster_N = np.unique(kmeans.assign(points[:count])[1], return_inverse=True)
     order_K = tour(kmeans.centroids[found_K], start=int(permuted(np.array(0), len(found_K), seed)))
     return np.argsort(order_K)[cluster_N]
 

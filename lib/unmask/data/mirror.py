@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +48,7 @@ def needs(preset: Preset) -> list[Need]:
 
     Raises: ValueError for a registry that cannot be read.
     """
-    models = (preset.backbone.checkpoint, preset.clusters.surrogate)
+    models = (preset.backbone.checkpoint, preset.clusters.surrogate, *preset.retrieval.pool)
     found = {(name, "", ""): Need(name) for name in models if hub.is_name(name)}
     sources = [conteb(name) for name in preset.conteb.tasks]
     if preset.data.source != "environment":
@@ -60,9 +59,7 @@ def needs(preset: Preset) -> list[Need]:
             slack = SLACK_LATIN if source.language.endswith("_Latn") else SLACK
             text = slack * preset.data.max_text_mb * 1e6 * (source.share or 100) / 100
         for half in halves(source):
-            need, part = Need(source.repo, half, text), (source.repo, half.config, half.split)
-            known = found.get(part, need)  # of another source; what needs more counts
-            found[part] = max(known, need, key=attrgetter("text_bytes"))
+            found.setdefault((source.repo, half.config, half.split), Need(source.repo, half, text))
     return list(found.values())
 
 
@@ -86,11 +83,12 @@ def require(preset: Preset) -> None:
 
     Raises: ValueError that says what is missing, and how to get it.
     """
-    for key in ("backbone.checkpoint", "clusters.surrogate"):
-        name = attrgetter(key)(preset)
+    if (log := preset.retrieval.log) and not Path(log).is_file():
+        raise ValueError(f"retrieval.log: there is no file {log}")
+    pool = [name for name in preset.retrieval.pool if "/" in name]
+    for name in (preset.backbone.checkpoint, preset.clusters.surrogate, *pool):
         if name not in ("", hub.PACKAGED) and not hub.is_name(name) and not Path(name).is_dir():
-            what = f"{key}: {name} is no directory here, no name on the Hub, and not {hub.PACKAGED}"
-            raise ValueError(what)
+            raise ValueError(f"{name} is no directory here, no name on the Hub, and not {hub.PACKAGED}")
     if hub.root() and (lacking := _lacking(preset)):
         what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
         raise ValueError(f"the mirror {hub.root()} lacks {what}: {hub.HOW_TO_MIRROR}")

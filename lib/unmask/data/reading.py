@@ -6,6 +6,7 @@ counted, as the source says (`bad_rows`). No text is altered.
 """
 
 import csv
+import io
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 from datasets.data_files import get_data_patterns, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
+from fsspec.compression import register_compression
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.hf_api import RepoFile
 from pyarrow import parquet
@@ -34,7 +36,7 @@ from unmask.store import fingerprint, nearest
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
 FORMATS = (*TABLES, ".txt")  # on the Hub: licences and the like
-_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst)$")  # as text, JSON and CSV may be
+_COMPRESSED = re.compile(r"(?<!\.arrow)\.(gz|bz2|xz|zst)$")  # Arrow files are mapped into memory
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; pyarrow takes one that was cut short for a whole one
 # Of a definition: what decides no row.
 _NO_CONTENT = ["files", "share", "licence", "rows", "documented", "optional", "known_as"]
@@ -45,6 +47,10 @@ _LISTS = ("negatives", "chunks", "queries")
 _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides its split, unless held_by does
 
 csv.field_size_limit(2**31 - 1)  # of a text; 128 kB unless it is set
+# fsspec knows .zst only where another package is installed, and reads its bytes as text elsewhere.
+register_compression(
+    "zstd", lambda file, **_: io.BufferedReader(pa.CompressedInputStream(file, "zstd")), "zst", force=True
+)
 
 
 class BadRow(ValueError):
@@ -194,9 +200,9 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         except BadRow as bad:
             if source.bad_rows == "stop":
                 part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
-                what = f"{unit.file}, row {number}{part}: {''.join(bad.args)}; correct it"
-                or_else = f", or have source {source.name} count such rows (bad_rows: drop)"
-                raise ValueError(what + or_else * bool(source.name)) from None
+                what = f"{unit.file}, row {number}{part}: {''.join(bad.args)}"
+                remedy = "correct it (in a registry `bad_rows: drop` leaves such rows out)"
+                raise ValueError(f"{what}; {remedy}") from None
             dropped[bad.args[0]] += 1
         else:
             yield row | {"split": split_of(source, row.pop("held_by"))}
@@ -354,8 +360,11 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
         if name != "golds" and not _are_texts(value if name in _LISTS else [value]):
             raise BadRow(f"{name} is no text, or empty", f": {value!r:.80}")
         row[name] = value
-    if "golds" in row and not _are_golds(row["golds"], len(row["queries"]), len(row["chunks"])):
-        raise BadRow("golds are not the number of a chunk, from 0, for each query", f": {row['golds']!r:.80}")
+    if "golds" in row:
+        golds, chunks = row["golds"], range(len(row["chunks"]))
+        one_each = isinstance(golds, list) and len(golds) == len(row["queries"])
+        if not (one_each and all(type(gold) is int and gold in chunks for gold in golds)):
+            raise BadRow("golds are not the number of a chunk, from 0, for each query", f": {golds!r:.80}")
     if "document" in row:
         row.setdefault("key", canonical(row["document"]))
     row.setdefault("held_by", _held_by(row))
@@ -364,11 +373,6 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
 
 def _are_texts(values: Any) -> bool:
     return isinstance(values, list) and values != [] and all(isinstance(v, str) and v.strip() for v in values)
-
-
-def _are_golds(values: Any, queries: int, chunks: int) -> bool:
-    one_each = isinstance(values, list) and len(values) == queries
-    return one_each and all(type(value) is int and 0 <= value < chunks for value in values)
 
 
 def _held_by(row: Mapping[str, Any]) -> str:

@@ -70,7 +70,7 @@ class Source:
     documented: str = ""  # URL of the page that its columns were checked against
     bad_rows: Literal["drop", "stop"] = "drop"  # count them, or the first one is an error, as in own files
     optional: bool = False  # kind files: left out while its files do not exist
-    known_as: str = ""  # in a corpus: its identity when that was made, see `reading.identity`
+    known_as: str = ""  # in a corpus: its identity, so that training processes need not ask the Hub
 
 
 class _Registry(BaseModel, extra="forbid", strict=True):

@@ -142,16 +142,12 @@ def _folder(source: Source, config: DataConfig) -> Path:
 def _made_elsewhere(path: Path, config: DataConfig) -> Path:
     """The environment's corpus of another machine, whose packages may be others.
 
-    Raises: ValueError if there is none, the preset asks for another one, or other code made it.
+    Raises: ValueError if there is none, or the preset asks for another one.
     """
+    made, asked = read_json(path / "card.json").get("parameters"), environment.parameters(config)
     # The name identifies the rows, also for data made from them.
-    card = read_json(path / "card.json") if path.name.startswith("environment-") else {}
-    made, asked = card.get("parameters", {}), environment.parameters(config)
-    named = f"UNMASK_CORPUS={path}"
-    if not made or any(one.keys() - asdict(_ENVIRONMENT) for one in card.get("text_sources", ())):
-        raise ValueError(f"{named} is no environment-… corpus of this version: name another folder, or none")
-    if other := next((key for key in asked if fingerprint(made.get(key)) != fingerprint(asked[key])), ""):
-        raise ValueError(f"{named} differs from the preset in data.{other}: name another folder, or none")
+    if not path.name.startswith("environment-") or fingerprint(made) != fingerprint(asked):
+        raise ValueError(f"UNMASK_CORPUS={path} is no environment-… corpus of {asked}: name another, or none")
     return path
 
 
@@ -186,9 +182,8 @@ def _compose(path: Path, sources: Sequence[Source], config: DataConfig) -> dict[
         if kind == "texts":
             its = card["text_sources"][0] if source.kind == "environment" else asdict(source)
             own = [os.path.join(relative, file) for file in its["files"]]
-            # So that training processes need not ask the Hub.
-            known = {} if its["files"] else {"known_as": reading.identity(source)}
-            text.append(its | {"name": source.name, "share": source.share, "files": own} | known)
+            told = {"name": source.name, "share": source.share, "files": own, "known_as": held.path.name}
+            text.append(its | told)
     if not text or not sizes["pairs"]:
         lacking = f"{config.source} has no source of {'pairs' if text else 'text'}, which every run needs"
         raise ValueError(f"{lacking}; `kind: environment` gives the installed packages'")

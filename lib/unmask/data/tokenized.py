@@ -10,8 +10,9 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -335,10 +336,12 @@ def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
     """Documents with their queries, tokenised on first use; see `token_pairs`.
 
     A document of more than `config.chunks` chunks becomes several, each with the queries that its chunks
-    answer; one without any query is left out.
+    answer; one without any query is left out. With `config.recut` chunks are cut anew, see `_recut`.
     """
     limits = {"chunks": Limit(config.chunk_length), "queries": Limit(config.query_length)}
-    done = _prepared("documents", table, limits, _windows, config.chunks)
+    recut = partial(_recut, table.stored, config.chunk_length)
+    kind, arrange = ("recut", recut) if config.recut else ("documents", _windows)
+    done = _prepared(kind, table, limits, arrange, config.chunks)
     chunks, queries = (done.lists(column, table.stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
     keys = done.array("keys", np.uint64).reshape(-1, 2)  # key, chunks
@@ -352,7 +355,7 @@ def single_chunks(table: Table, config: ContextualConfig) -> TokenDocuments:
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
     drawn = rows.select(np.sort(order[np.sort(first)[: config.single]]))
     identity = fingerprint(table.identity, config.single, config.seed)
-    return token_documents(table._replace(rows=drawn, identity=identity), config)
+    return token_documents(table._replace(rows=drawn, identity=identity), replace(config, recut=False))
 
 
 def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: int) -> Prepared:
@@ -385,12 +388,12 @@ def _cut(
     stored: StoredTokenizer, what: str, texts: list[tuple[int, str]], limit: Limit, counters: Counter[str]
 ) -> Iterator[np.ndarray]:
     """Token ids of texts, cut. For messages: `what` they are, and the row where each stands."""
-    tokenizer, (length, (before, after)) = stored.load(), limit
+    tokenizer, length, (before, after) = stored.load(), limit.length, limit.around
     taken, end = encode(tokenizer, [before + after, after], stored.dtype)
     if len(taken) >= length:
         room = f"{length} tokens at most, of which what is put around a text takes {len(taken)}"
         raise ValueError(f"{what}: {room}: raise the length")
-    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, Limit(around=limit.around))
+    encoded = encode(tokenizer, [text for _, text in texts], stored.dtype, limit._replace(length=None))
     for (row, text), ids in zip(texts, encoded, strict=True):
         if not (text and len(ids)):
             raise ValueError(f"{what}, row {row}: {text!r} has no tokens. Remove or fill it.")
@@ -423,3 +426,24 @@ def _windows(most: int, row: Mapping[str, Any], counters: Counter[str]) -> Arran
             yield texts, [row["golds"][i] - first for i in near], [" ".join(chunks)]
         else:
             counters["chunks without a query near them"] += len(chunks)
+
+
+def _recut(
+    stored: StoredTokenizer, length: int, count: int, row: Mapping[str, Any], counters: Counter[str]
+) -> Arranged:
+    """A document in chunks of `length` tokens, in parts of exactly `count` (pplx-embed, appendix B). What is
+    left at its end is left out, with the queries that it answers; a query's chunk is the one where the middle
+    of its former one lies."""
+    text = " ".join(row["chunks"])
+    starts = [start for start, _ in stored.load().encode(text, add_special_tokens=False).offsets]
+    whole = len(starts) // (length * count) * count
+    borders = [*starts, len(text)][::length][: whole + 1]
+    ends = np.cumsum([len(chunk) + 1 for chunk in row["chunks"]])
+    middles = ends - np.array([len(chunk) / 2 + 1 for chunk in row["chunks"]])
+    place = np.searchsorted(borders, middles, side="right") - 1
+    kept = [i for i, gold in enumerate(row["golds"]) if place[gold] < whole]
+    counters["queries of what is left at the end"] += len(row["golds"]) - len(kept)
+    new = {"chunks": [text[a:b] for a, b in pairwise(borders)]}
+    new |= {"queries": [row["queries"][i] for i in kept]}
+    new |= {"golds": [int(place[row["golds"][i]]) for i in kept]}
+    return _windows(count, row | new, counters)

@@ -3,6 +3,7 @@ sequences that a model reads."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,9 @@ class Limit(NamedTuple):
     # What is put before and after each text and tokenised with it, since tokens may span both: an
     # instruction, or an end token. Texts that are too long lose their own end, never what stands after.
     around: tuple[str, str] = ("", "")
+    # A space follows the first character of each control token that a text spells out: in a prompt
+    # `<|im_end|>` would end the turn, and what follows could answer in the model's place.
+    harmless: bool = False
 
 
 WHOLE = Limit()
@@ -183,6 +187,10 @@ def encode(
     tokenizer.no_truncation()  # both may be set in its file, and by whoever used it before
     tokenizer.no_padding()
     end = np.array(tokenizer.encode(after, add_special_tokens=False).ids, dtype)
+    if limit.harmless:
+        added = tokenizer.get_added_tokens_decoder().values()
+        control = re.compile("|".join(re.escape(token.content) for token in added if token.special) or "(?!)")
+        texts = (control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) for text in texts)
     for batch in batches(texts, len, BATCH_CHARACTERS):
         whole = [before + text + after for text in batch]
         for encoding in tokenizer.encode_batch_fast(whole, add_special_tokens=False):

@@ -84,13 +84,16 @@ def xquad(language: str) -> Task | None:
     return _articles(f"XQuAD {language}", XQUAD, f"xquad.{language}")
 
 
-def _articles(name: str, repo: str, config: str, paragraphs: int = 0) -> Task | None:
+def validation(repo: str, config: str) -> list[dict]:
+    """The rows of a validation split in the mirror; none without a mirror, or where it does not hold it."""
     folder = hub.local(repo)
     files = sorted(map(str, folder.glob(f"{config}/validation-*.parquet"))) if folder else []
-    if not files:
-        return None
-    rows = load_dataset("parquet", data_files=files, split="train").to_list()
-    if "title" not in rows[0]:
+    return load_dataset("parquet", data_files=files, split="train").to_list() if files else []
+
+
+def _articles(name: str, repo: str, config: str, paragraphs: int = 0) -> Task | None:
+    rows = validation(repo, config)
+    if not rows or "title" not in rows[0]:
         return None
     articles: dict[str, dict[str, None]] = {}  # paragraphs by article, in the data's order
     for row in rows:

@@ -4,12 +4,15 @@ Shape suffixes: N queries · M documents · D dimensions · K ranks, up to the l
 """
 
 from collections.abc import Sequence, Set
+from numbers import Integral
 
 import bm25s
 import numpy as np
 import regex
 import torch
 from torch import Tensor
+
+from unmask.models.embedder import as_list, check
 
 # A word is a run of letters, digits and the combining marks that Indic scripts write vowels with, so that an
 # identifier is the words that underscores join, as other systems here read it; scripts that put no spaces
@@ -45,8 +48,8 @@ def retrieval_metrics(
         names: ndcg_cut, recall, map_cut, recip_rank (zero beyond k) and P.
 
     Raises:
-        ValueError: a query without relevant documents, a column that does not exist, NaN scores, ids that do
-            not match the columns or repeat, or a k below 1.
+        ValueError: a query without relevant documents, a column that does not exist or is no number, NaN
+            scores, ids that do not match the columns or repeat, or a k below 1.
 
     Example:
         >>> scores = torch.tensor([[0.9, 0.5, 0.1], [0.3, 0.2, 0.2]])
@@ -100,13 +103,14 @@ def ranking_metrics(
         As `retrieval_metrics`.
 
     Raises:
-        ValueError: a query without relevant documents, a k below 1, numbers that are no integers, or a query
-            whose ranking holds a document twice.
+        ValueError: a query without relevant documents, a k below 1, numbers that are no integers or of 64
+            bits, or a query whose ranking holds a document twice.
 
     Example:
         >>> ranking_metrics(np.array([[7, 3, 5], [2, 0, 1]]), [{3}, {2, 9}], ks=(3,))["mrr@3"]
         0.75
     """
+    ids_NK = np.asarray(ids_NK)
     _check(ids_NK, relevant, ks)
     if ids_NK.dtype.kind not in "iu":
         raise ValueError(f"A ranking must hold the numbers of documents, as integers; got {ids_NK.dtype}.")
@@ -116,6 +120,8 @@ def ranking_metrics(
         raise ValueError(f"The ranking of query {twice_N.argmax()} holds a document twice.")
     count_N = np.array([len(columns) for columns in relevant])
     size = 1 + max(int(ids_NK.max(initial=0)), int(max(map(max, relevant))))
+    if size * len(relevant) >= 2**63:
+        raise ValueError(f"There is no room for document {size - 1}: number the documents from 0.")
     pairs = [query * size + int(column) for query, columns in enumerate(relevant) for column in columns]
     hit_NK = np.isin(np.arange(len(relevant))[:, None] * size + ids_NK, pairs) & (ids_NK >= 0)
     rank_K = np.arange(1, hit_NK.shape[1] + 1)
@@ -145,7 +151,8 @@ class Bm25:
         documents: texts.
 
     Raises:
-        ValueError: no document holds a word.
+        ValueError: one string instead of a list, or no document holds a word. TypeError: a document that is
+            no string.
 
     Example:
         >>> Bm25(["A red apple.", "A green pear."]).scores(["red apple"]).argmax(axis=1)
@@ -153,7 +160,7 @@ class Bm25:
     """
 
     def __init__(self, documents: Sequence[str]):
-        words = [WORD.findall(text.lower()) for text in documents]
+        words = _words(documents)
         if not any(words):
             raise ValueError("Bm25 needs at least one document with a word.")
         self._engine = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
@@ -167,19 +174,26 @@ class Bm25:
 
     def scores(self, queries: Sequence[str]) -> np.ndarray:
         """(N, M), float32: every query with every document; zero where they share no word."""
+        queries = _words(queries)
         scores_NM = np.empty((len(queries), self._engine.scores["num_docs"]), np.float32)
-        for scores_M, text in zip(scores_NM, queries, strict=True):
-            known = self._engine.get_tokens_ids(WORD.findall(text.lower()))
-            scores_M[:] = self._engine.get_scores_from_ids(known)
+        for scores_M, words in zip(scores_NM, queries, strict=True):
+            scores_M[:] = self._engine.get_scores_from_ids(self._engine.get_tokens_ids(words))
         return scores_NM
+
+
+def _words(texts: Sequence[str]) -> list[list[str]]:
+    texts = as_list(texts, "[text]")
+    check(texts, f"Text {{}} of {len(texts)}".format, empty=True)
+    return [WORD.findall(text.lower()) for text in texts]
 
 
 def _check(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]], ks: Sequence[int]) -> None:
     if rows.ndim != 2 or len(rows) != len(relevant) or not len(relevant):
         raise ValueError(f"There must be one row per query; got {tuple(rows.shape)} for {len(relevant)}.")
     for query, columns in enumerate(relevant):
-        if not columns or min(columns) < 0 or len(set(columns)) < len(columns):
-            what = f"Query {query} has no relevant document, or one below 0, or one twice"
-            raise ValueError(f"{what}: {sorted(columns)}.")
+        whole = all(isinstance(column, Integral) and not isinstance(column, bool) for column in columns)
+        if not columns or not whole or min(columns) < 0 or len(set(columns)) < len(columns):
+            what = f"Query {query} has no relevant document, or one that is no number from 0 on, or one twice"
+            raise ValueError(f"{what}: {[*columns]}.")
     if not ks or min(ks) < 1:
         raise ValueError(f"Cut-offs must be 1 or more; got {list(ks)}.")

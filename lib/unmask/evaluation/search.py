@@ -40,12 +40,17 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
     Returns:
         (N, M), float32 (float64 for any float64 input).
 
+    Raises: ValueError for other types, and for shapes that do not fit together.
+
     Example:
         >>> codes = torch.tensor([[3, 4], [6, 8], [-4, 3]], dtype=torch.int8)
         >>> similarity(codes[:1], codes[1:])
         tensor([[1., 0.]])
     """
     q_ND, d_MD = _values(torch.as_tensor(queries)), _values(torch.as_tensor(documents))
+    if not q_ND.ndim == d_MD.ndim == 2 or q_ND.shape[1] != d_MD.shape[1]:
+        widths = f"got {tuple(q_ND.shape)} and {tuple(d_MD.shape)}"
+        raise ValueError(f"similarity compares the rows of two matrices of one width, {widths}")
     if q_ND.is_floating_point() or d_MD.is_floating_point():
         dtype = torch.promote_types(torch.promote_types(q_ND.dtype, d_MD.dtype), torch.float32)
         return normalize(q_ND.to(dtype)) @ normalize(d_MD.to(dtype)).T
@@ -56,7 +61,8 @@ def top_k(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> Found:
     """The k documents most similar (cosine) to each query, best first.
 
     Args:
-        q_ND, d_MD: embeddings of one precision, as for `similarity`; `d_MD` may be mapped into memory.
+        q_ND, d_MD: embeddings of one precision, as for `similarity`, as arrays or what becomes one; `d_MD`
+            may be mapped into memory.
     Returns: scores (N, K), float32, and document numbers (N, K), int64, with K = min(k, M). Equal scores are
         in order of document number.
     Raises: ValueError for no queries, no documents or k below 1; two precisions or two numbers of dimensions;
@@ -80,10 +86,12 @@ def index(d_MD: np.ndarray) -> Search:
 
     Raises: ValueError as `top_k`.
     """
+    d_MD = np.asarray(d_MD)
     _check(d_MD, "documents")
     inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
 
     def search(q_ND: np.ndarray, k: int) -> Found:
+        q_ND = np.asarray(q_ND)
         _check_request(q_ND, d_MD, k)
         count = min(k, len(d_MD))
         packed = d_MD.dtype == np.uint8
@@ -109,6 +117,7 @@ def two_step(
     Raises: ValueError as `top_k`, if the two kinds of embeddings do not match, and for fewer candidates than
         k.
     """
+    q_ND, d_MD, q_NB, d_MB = map(np.asarray, (q_ND, d_MD, q_NB, d_MB))
     if d_MD.ndim != 2 or len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB) or d_MB.dtype != np.uint8:
         raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
     _check_request(q_ND, d_MD, k)
@@ -142,7 +151,7 @@ def best_of(scores_TQ: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _check(x_XD: np.ndarray, name: str) -> None:
-    if x_XD.ndim != 2 or not len(x_XD):
+    if x_XD.ndim != 2 or not x_XD.size:
         raise ValueError(f"a search needs {name} as a matrix of one or more rows, got shape {x_XD.shape}")
     if x_XD.dtype.kind != "f" and x_XD.dtype not in (np.int8, np.uint8):
         raise ValueError(f"a search needs {name} as floats, int8 or uint8, got {x_XD.dtype}")
@@ -226,8 +235,10 @@ def _inverse_norms(codes_XD: Tensor) -> Tensor:
 
 def _values(embeddings: Tensor) -> Tensor:
     """Embeddings as values: packed bits (uint8) become ±1, everything else stays."""
-    if embeddings.dtype != torch.uint8:
+    if embeddings.is_floating_point() or embeddings.dtype == torch.int8:
         return embeddings
+    if embeddings.dtype != torch.uint8:
+        raise ValueError(f"embeddings are floats, int8 or uint8, got {embeddings.dtype}")
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=embeddings.device)
     bits = (embeddings[..., None] >> shifts) & 1
     return (2 * bits.to(torch.int8) - 1).flatten(-2)

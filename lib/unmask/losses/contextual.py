@@ -13,10 +13,11 @@ Shape suffixes: N queries · M distinct documents · C chunks per document · D 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from unmask.losses.contrastive import cosine, counted, info_nce, mean_over_queries, one_hot
-from unmask.losses.shapes import check_index, check_settings, check_shapes
+from unmask.losses.contrastive import cosine, counted, info_nce, mean_over_queries
+from unmask.losses.tensors import check_index, check_settings, check_shapes, shipped
 
 
 def sequence_loss(q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, **options) -> Tensor:
@@ -191,7 +192,7 @@ def global_loss(
     check_settings(temperature=temperature, margin=margin)
     check_index("document_N", document_N, len(documents_MD))
     query_N = torch.arange(len(q_ND)) if query_N is None else query_N
-    query_N, document_N = (x.to(q_ND.device, non_blocking=True) for x in (query_N, document_N))
+    query_N, document_N = (shipped(x, q_ND.device) for x in (query_N, document_N))
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         same_TN = query_N[rows, None] == query_N
@@ -315,14 +316,15 @@ def insent_loss(
     similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, query_N)
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
-    own_NM = one_hot(slice(None), chunks_MCD)[document_N.to(q_ND.device, non_blocking=True)]
+    share_N = shipped(share_N, q_ND.device)
+    own_NM = shipped(F.one_hot(document_N, len(chunks_MCD)).bool(), q_ND.device)
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         gold_T, own_TC, all_TMC = similarities(rows, q_TD)
         others_TX = all_TMC.masked_fill(own_NM[rows, :, None], -torch.inf).flatten(1)
         sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
         batch_T = info_nce(gold_T, gold_T[:, None], others_TX, temperature=temperature)
-        return share_N[rows].to(batch_T) * (lam * sequence_T + (1 - lam) * batch_T)
+        return share_N[rows].to(batch_T.dtype) * (lam * sequence_T + (1 - lam) * batch_T)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
 
@@ -348,7 +350,7 @@ def _to_chunks(
     if (bad_N := padding_MC[document_N, gold_N]).any():
         query = int(bad_N.nonzero()[0])
         raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
-    index = (x.to(q_ND.device, non_blocking=True) for x in (padding_MC, document_N, gold_N, query_N))
+    index = (shipped(x, q_ND.device) for x in (padding_MC, document_N, gold_N, query_N))
     padding_MC, document_N, gold_N, query_N = index
     answer_N = document_N * chunks_MCD.shape[1] + gold_N  # among all chunks
 

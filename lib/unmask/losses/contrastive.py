@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unmask.losses.shapes import check_settings, check_shapes
+from unmask.losses.tensors import check_settings, check_shapes, shipped
 
 # At most this many similarities at a time: their memory must not grow with the square of the batch. 2^23
 # are 32 MiB in float32, enough for 2,048 pairs (with their query–query similarities) in one piece. With twice
@@ -77,11 +77,11 @@ def pair_loss(
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         s_TN = [cosine(q_TD, x_ND) for x_ND in sides]
         positive_T = s_TN[0].diagonal(rows.start)
-        own_TN = no_negatives(one_hot(rows, q_ND), negatives_NN, rows)
+        own_TN = no_negatives(index_N[rows, None] == index_N, negatives_NN, rows)
         negatives = [counted(side_TN, own_TN, positive_T, margin) for side_TN in s_TN]
         return info_nce(positive_T, positive_T[:, None], *negatives, temperature=temperature)
 
-    sides = (d_ND, q_ND) if query_query else (d_ND,)
+    sides, index_N = (d_ND, q_ND) if query_query else (d_ND,), torch.arange(len(q_ND), device=q_ND.device)
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(sides) * len(q_ND))
 
 
@@ -220,7 +220,7 @@ def _numbered(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, number_R: Tensor | N
     number_R = torch.arange(n + n * k) if number_R is None else number_R
     if number_R.shape != (n + n * k,):
         raise ValueError(f"number_R must have the shape ({n + n * k}); got {tuple(number_R.shape)}.")
-    number_R = number_R.to(q_ND.device, non_blocking=True)
+    number_R = shipped(number_R, q_ND.device)
     return number_R[:n], number_R[n:].view(n, k)
 
 
@@ -287,12 +287,6 @@ def counted(similarity_TX: Tensor, none_TX: Tensor, positive_T: Tensor, margin: 
     return similarity_TX.masked_fill(none_TX | (similarity_TX > limit_T1), -torch.inf)
 
 
-def one_hot(rows: slice, x_ND: Tensor) -> Tensor:
-    """Rows of the identity matrix as booleans (T, N): where a query meets itself or its own document."""
-    index_N = torch.arange(len(x_ND), device=x_ND.device)
-    return index_N[rows, None] == index_N
-
-
 def no_negatives(own_TM: Tensor, negatives_NN: Tensor | None, rows: slice) -> Tensor:
     """Which candidates are no negatives of a tile's queries: their own ones, and those known to be none."""
-    return own_TM if negatives_NN is None else own_TM | ~negatives_NN[rows].to(own_TM.device)
+    return own_TM if negatives_NN is None else own_TM | ~shipped(negatives_NN[rows], own_TM.device)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unmask.losses.shapes import check_shapes
+from unmask.losses.tensors import check_shapes, shipped
 
 # Logits exist for this many rows at a time, so that their memory does not grow with the batch: 2^26 logits
 # are 256 MiB in float32; but never fewer than 1,024 rows, which a GPU needs to multiply at full speed.
@@ -77,13 +77,13 @@ def diffusion_loss(
     device = hidden_BLD.device
     place_R = F.pad(paid_BL, (0, 1)).flatten().nonzero()[:, 0]  # of each paid token's predecessor
     weight_R = t_B.reciprocal()[:, None].expand(paid_BL.shape)[paid_BL]
-    target_R = tokens_BL[:, 1:][paid_BL].to(device, non_blocking=True)
-    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, place_R.to(device, non_blocking=True))
+    target_R = shipped(tokens_BL[:, 1:][paid_BL], device)
+    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, shipped(place_R, device))
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else rows_RD.dtype
     dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
     rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
-    weight_R = weight_R.to(device, torch.promote_types(dtype, torch.float32), non_blocking=True)
+    weight_R = shipped(weight_R.to(torch.promote_types(dtype, torch.float32)), device)
     size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
     with torch.autocast(device.type, enabled=False):
         nats = _WeightedNats.apply(rows_RD, unembedding_VD, target_R, weight_R, size, torch.is_grad_enabled())

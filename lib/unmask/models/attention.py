@@ -1,7 +1,7 @@
 """Attention: sequences of different lengths without padding, the fastest kernels, and compiled layers.
 
-Shape suffixes: H heads, G of keys · T tokens of all sequences, one after the other · D dimensions of a head ·
-N sequences of one length L · C = N·G · Q queries of all heads that share keys, R of them at a time.
+Shape suffixes: H heads · T tokens of all sequences, one after the other · D dimensions of a head ·
+N sequences of one length L.
 """
 
 import sys
@@ -22,16 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from unmask.data.batches import parts
 from unmask.extras import extra, require_compiler
+from unmask.losses.tensors import shipped
 from unmask.models import backbone
 
 VARLEN = "varlen"
 KERNEL_ON = {"cuda"}  # kinds of device for which torch has a kernel for it
 # torch 2.11 lets heads of queries share keys without a word; later versions want one.
 SHARED = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-ROWS = 512  # queries that are compared with all keys at once, at most
-SCORES = 2**19  # of their scores, at most: they stay in cache
 _COMPILED: set[Any] = set()  # shapes of the layers that torch has graphs for, and whether for one length
 KERNELS = [Kernel.CUDNN_ATTENTION, Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
 
@@ -50,13 +48,6 @@ def unpadded(model: nn.Module, *, inference: bool = False) -> bool:
         return False
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
     return dtype in (torch.bfloat16, torch.float16) and _supported(model)
-
-
-def shipped(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copies a CPU tensor to a device; to a GPU from pinned memory, since other copies may wait for all that
-    it has to do."""
-    device = torch.device(device)
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device | str) -> dict[str, object]:
@@ -117,41 +108,13 @@ def varlen_attention(
     found, start = [], 0
     grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
     options = {"is_causal": causal, "scale": scaling, "enable_gqa": grouped}
-    half = query_1HTD.dtype == torch.bfloat16 or torch.is_autocast_enabled(device)
     for length, run in groupby(cu_seq_lens_q.diff().tolist()):  # neighbours of one length at a time
         stop = start + length * len(list(run))
         all_NHLD = [x[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1) for x in all_1HTD]
-        if half and not causal and not torch.is_grad_enabled():
-            out_NHLD = _plainly(*all_NHLD, scaling)
-        else:
-            out_NHLD = F.scaled_dot_product_attention(*all_NHLD, **options)
+        out_NHLD = F.scaled_dot_product_attention(*all_NHLD, **options)
         found.append(out_NHLD.transpose(1, 2).flatten(0, 1))
         start = stop
     return torch.cat(found)[None], None
-
-
-def _plainly(q_NHLD: Tensor, k_NGLD: Tensor, v_NGLD: Tensor, scaling: float | None) -> Tensor:
-    """Two matrix products and a softmax in bfloat16, without a gradient: on a CPU in 50 to 80 % of the time
-    of torch's own kernel. In a long text some queries at a time, whose scores take each other's place in the
-    cache.
-
-    The queries of the heads that share keys (G of them have keys of their own) make one matrix.
-    """
-    (n, _, length, width), g = q_NHLD.shape, k_NGLD.shape[1]
-    q_NGQD = (q_NHLD * (scaling or width**-0.5)).reshape(n, g, -1, width)
-    rows = min(ROWS, SCORES // length)
-    if q_NGQD.shape[2] <= rows:
-        return ((q_NGQD @ k_NGLD.mT).softmax(-1) @ v_NGLD).view(q_NHLD.shape)
-    q_CQD, k_CLD, v_CLD = (x.bfloat16().flatten(0, 1) for x in (q_NGQD, k_NGLD, v_NGLD))
-    scores_CRL, out_CQD = q_CQD.new_empty(n * g, rows, length), torch.empty_like(q_CQD)
-    k_CDL = k_CLD.mT.contiguous()
-    with torch.autocast("cpu", enabled=False):
-        for part in parts(q_CQD.shape[1], rows):
-            own_CRL = scores_CRL[:, : part.stop - part.start]
-            torch.bmm(q_CQD[:, part], k_CDL, out=own_CRL)
-            torch.softmax(own_CRL, -1, out=own_CRL)
-            torch.bmm(own_CRL, v_CLD, out=out_CQD[:, part])
-    return out_CQD.view(q_NHLD.shape)
 
 
 AttentionInterface.register(VARLEN, varlen_attention)

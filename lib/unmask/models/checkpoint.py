@@ -25,6 +25,7 @@ CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])  
 HONOURED = {"max_seq_length", "prompts", "embedding_dimension", "word_embedding_dimension"}
 HONOURED |= {"__version__", "requirements", "unpad_inputs"}  # which change none
 OFF = [None, False, "", [], {}]
+READ_BACK = 2**28  # parameters of a model that is read in less than two seconds, a gigabyte
 KNOWN = {
     "model_type": ["SentenceTransformer"],
     "transformer_task": ["feature-extraction"],
@@ -152,9 +153,12 @@ def save(
     gets everything back; and a model card. sentence-transformers takes special
     tokens from the tokenizer, so for an embedder without them a tokenizer is saved that adds none.
 
-    A directory is written under a temporary name and renamed; an older one stays until then.
+    A directory is written under a temporary name and renamed; an older one stays until then. Before, `load`
+    reads it, if the model is small: a large one would take minutes, and its memory twice.
+    sentence-transformers reads the same through transformers, and takes longer to import.
 
-    Raises: ValueError for a tokenizer that has nothing to pad with, see `end_token`, and as `backbone.write`.
+    Raises: ValueError for a tokenizer that has nothing to pad with, see `end_token`, and as `backbone.write`
+        and `load`.
     """
     path = Path(path)
     source = model.name_or_path  # empty for a model that was not loaded
@@ -166,6 +170,8 @@ def save(
         for name, content in files.items():
             write_json(folder / name, content)
         (folder / "README.md").write_text(CARD.format(name=path.name, facts=facts), encoding="utf8")
+        if model.num_parameters() <= READ_BACK:
+            load(folder)
     return path
 
 

@@ -7,11 +7,12 @@ import copy
 import dataclasses
 import gc
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain, cycle, islice, pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from unmask.models import backbone, checkpoint
 from unmask.models.attention import fast_attention, unpadded
 from unmask.models.checkpoint import Settings
 from unmask.models.encoding import POOLS, context_windows, encode_rows, micro_batches, only_chunks
-from unmask.models.quantize import binary, check_precision, int8, pack_binary
+from unmask.models.quantize import binary, check_precision, int8, numbers, pack_binary
 
 WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
 Name = Callable[[int], str]  # what an error calls the text or chunk of a number
@@ -247,6 +248,7 @@ class Embedder:
         return [chunks[start:stop] for start, stop in pairwise(offsets)]
 
     def _limit(self, max_length: int) -> int:
+        check_counts(max_length=max_length)
         special = sum(map(len, self.around))
         if max_length <= special:
             least = f"max_length must be at least {special + 1}, got {max_length}"
@@ -254,7 +256,7 @@ class Embedder:
         return min(max_length, self.positions)
 
     def _texts(self, texts: Iterable[str], max_length: int | None) -> Reading:
-        texts = _list(texts, "encode([text])")
+        texts = as_list(texts, "encode([text])")
         name = f"Text {{}} of {len(texts)}".format
         check(texts, name)
         before, after = self.around
@@ -269,7 +271,7 @@ class Embedder:
     ) -> tuple[Reading, np.ndarray]:
         """Also where the chunks of each document start among all of them, and their number at the end."""
         right = "encode_documents([[chunk]])"
-        documents = [_list(chunks, right) for chunks in _list(documents, right)]
+        documents = [as_list(chunks, right) for chunks in as_list(documents, right)]
         check_counts(chunk_length=chunk_length)
         if [] in documents:
             raise ValueError(f"document {documents.index([])} has no chunks: leave it out")
@@ -379,15 +381,16 @@ class Embedder:
 def quantized(rows_BD: np.ndarray, precision: str, dimensions: int | None = None) -> np.ndarray:
     """Pooled float vectors in a precision of BITS, cut to the first `dimensions`.
 
-    Raises: ValueError for an unknown precision, for more dimensions than there are, and for "ubinary" of a
-        number of dimensions that is no multiple of 8.
+    Raises: ValueError for an unknown precision, for more dimensions than there are, for "ubinary" of a number
+        of dimensions that is no multiple of 8, and for codes of NaN.
     """
     check_precision(precision)
-    if dimensions is not None and not 1 <= dimensions <= rows_BD.shape[1]:
-        raise ValueError(f"dimensions must be between 1 and {rows_BD.shape[1]}, got {dimensions}")
+    check_counts(dimensions=dimensions)
+    if (dimensions or 1) > rows_BD.shape[1]:
+        raise ValueError(f"there are {rows_BD.shape[1]} dimensions, not {dimensions}")
     mean_BD = torch.from_numpy(np.ascontiguousarray(rows_BD[:, :dimensions]))
     if precision == "int8":
-        return int8(mean_BD).to(torch.int8).numpy()
+        return int8(numbers(mean_BD)).to(torch.int8).numpy()
     if precision == "binary":
         return binary(mean_BD).to(torch.int8).numpy()
     return pack_binary(mean_BD) if precision == "ubinary" else mean_BD.numpy()
@@ -402,17 +405,19 @@ def _with_token_rows(unit: Unit) -> Unit:
     return Unit(TokenSequence(tokens_L, row_L, int(own_L.sum())), unit.numbers[chunk_L[own_L]])
 
 
-def _list(texts: Iterable[Any], right: str) -> list[Any]:
-    if isinstance(texts, str):
-        raise ValueError(f"expected a list, got one string, {texts[:80]!r}: write {right}")
+def as_list(texts: Iterable[Any], right: str) -> list[Any]:
+    """A list of what is given, unless it would be one of letters, of names or in no order."""
+    if isinstance(texts, str | Mapping | Set) or hasattr(texts, "columns"):
+        kind = "string" if isinstance(texts, str) else type(texts).__name__
+        raise ValueError(f"expected a list, got one {kind}, {str(texts)[:80]!r}: write {right}")
     return list(texts)
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuses numbers below 1; None is not given."""
+    """Refuses what is no whole number from 1 on; None is not given."""
     for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+        if count is not None and not (isinstance(count, Integral) and count >= 1):
+            raise ValueError(f"{name} must be at least 1, and whole, got {count!r}")
 
 
 def check(texts: Iterable[str], name: Name, *, empty: bool = False) -> None:

@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from unmask.data.tokens import TokenSequence
-from unmask.models.attention import shipped, unpadded_inputs
+from unmask.losses.tensors import shipped
+from unmask.models.attention import unpadded_inputs
 
 
 def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
@@ -123,20 +124,17 @@ def context_windows(lengths: Sequence[int], window: int, overlap: int) -> list[t
     lengths = np.asarray(lengths, np.int64)
     ends_C = np.cumsum(lengths + 1)  # each with the separator that follows it
     starts_C = ends_C - lengths - 1
-    best_C, owner_C = np.full(len(lengths), -1.0), np.zeros(len(lengths), int)
-    spans, start, stop = [], 0, 0
+    spans, contexts, start, stop = [], [], 0, 0
     while stop < len(lengths):
         if spans:
             start = max(stop - overlap, int(np.searchsorted(starts_C, ends_C[stop] - 1 - window)))
         stop = int(np.searchsorted(ends_C, starts_C[start] + window + 1, side="right"))
-        before, after = starts_C[start:stop] - starts_C[start], ends_C[stop - 1] - ends_C[start:stop]
-        context = np.minimum(before, after)
-        better = start + np.flatnonzero(context > best_C[start:stop])
-        best_C[better], owner_C[better] = context[better - start], len(spans)
         spans.append((start, stop))
-    counts = np.bincount(owner_C, minlength=len(spans))
-    owned = np.split(np.argsort(owner_C, kind="stable"), np.cumsum(counts))
-    return [(*span, chunks) for span, chunks in zip(spans, owned) if len(chunks)]
+        # Below 0 for a chunk outside of the window.
+        contexts.append(np.minimum(starts_C - starts_C[start], ends_C[stop - 1] - ends_C))
+    owner_C = np.argmax(contexts, axis=0)
+    owned = ((*span, np.flatnonzero(owner_C == number)) for number, span in enumerate(spans))
+    return [window for window in owned if len(window[2])]
 
 
 def only_chunks(sequence: TokenSequence, chunks: np.ndarray) -> TokenSequence:
@@ -221,9 +219,9 @@ def encode_rows(
     lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
     tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
     different = len(set(lengths)) > 1
-    # For sequences of one length a CPU has a faster kernel, but for bfloat16. A GPU has the same, and with
-    # a single way to read them compiled layers do without a graph for these.
-    if packed and (different or device.type != "cpu" or torch.is_autocast_enabled("cpu")):
+    # On a CPU sequences of one length are read side by side, which is faster. On a GPU it is as fast in one
+    # row, and with a single way to read them compiled layers do without a graph for these.
+    if packed and (different or device.type != "cpu"):
         tokens_1T = shipped(tokens_T[None], device)
         inputs |= unpadded_inputs(model, lengths, device)
         segment_T = shipped(_segments(sequences), device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers.models.auto import AutoConfig
 
 from unmask.data.tokens import StoredTokenizer
@@ -21,15 +22,17 @@ with extra("study"):
 
 # Of a configuration: what may differ between parents. Dropout may, too.
 FREE = {"_name_or_path", "architectures", "transformers_version", "dtype", "use_cache", "initializer_range"}
+NEARLY_ONE = 0.9995  # |cos θ| above which mergekit interpolates linearly
 
 
-def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
+def slerp(base: str | Path, other: str | Path, t: float, path: str | Path) -> Path:
     """Spherical interpolation of two checkpoints of one shape, tensor by tensor; t = 0 is `base`, t = 1 is
     `other`.
 
         slerp(a, b; t) = sin((1 − t)·θ)/sin θ · a + sin(t·θ)/sin θ · b,   θ the angle between a and b
 
-    mergekit falls back to linear interpolation where |cos θ| > 0.9995.
+    mergekit falls back to linear interpolation where |cos θ| > 0.9995; two opposite parents have many ways
+    between them, and are refused.
 
     Raises: ValueError for a directory that is no checkpoint, a t outside of [0, 1], parents of which another
         tokenizer, configuration or pooling makes use, parents that point opposite ways, and if what mergekit
@@ -37,11 +40,11 @@ def slerp(base: Path, other: Path, t: float, path: Path) -> Path:
     """
     if not 0 <= t <= 1:
         raise ValueError(f"t must lie in [0, 1], from one parent to the other; got {t}")
-    recipe = {"merge_method": "slerp", "base_model": str(base.resolve()), "parameters": {"t": t}}
+    recipe = {"merge_method": "slerp", "base_model": str(Path(base).resolve()), "parameters": {"t": t}}
     return _merge(recipe, [base, other], path, t=t)
 
 
-def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
+def slerp_all(checkpoints: Sequence[str | Path], path: str | Path) -> Path:
     """The middle of several checkpoints of one shape, on the sphere, tensor by tensor, in whatever order.
 
         m(a_1, …, a_n) = r · Σ_i u_i / ‖Σ_i u_i‖,   u_i = a_i/‖a_i‖,   r the mean of the ‖a_i‖
@@ -56,15 +59,22 @@ def slerp_all(checkpoints: Sequence[Path], path: Path) -> Path:
     return _merge(recipe, checkpoints, path, merged=len(checkpoints))
 
 
-def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts: Any) -> Path:
+def _merge(recipe: dict[str, Any], parents: Sequence[str | Path], path: str | Path, **facts: Any) -> Path:
     """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
     clears), checks the result, and writes it with the first parent's tokenizer and facts."""
+    path, parents = Path(path), [*map(Path, parents)]
     models = [{"model": backbone.require_checkpoint(parent.resolve())} for parent in parents]
     first, *others = map(_meaning, parents)
     for parent, other in zip(parents[1:], others, strict=True):
         if differ := sorted(key for key in first | other if first.get(key) != other.get(key)):
             what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
             raise ValueError(f"{what}: their weights mean different things, take parents of one kind")
+    if len(parents) == 2:
+        weights = (backbone.load(parent).named_parameters() for parent in parents)
+        for (name, a), (_, b) in zip(*weights, strict=True):
+            if torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) < -NEARLY_ONE:
+                both = f"{name} of {parents[0]} and of {parents[1]}"
+                raise ValueError(f"{both} point opposite ways, and nothing says which way leads between them")
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
@@ -78,10 +88,8 @@ def _merge(recipe: dict[str, Any], parents: Sequence[Path], path: Path, **facts:
             logging.disable(logging.NOTSET)
             logging.root.removeHandler(silent)
         merged = backbone.load(folder / "merged")  # refuses what is not whole
-        # Opposite parents have no middle: matrices of zeros.
-        tensors = merged.named_parameters()
-        if bad := [name for name, x in tensors if not x.isfinite().all() or (x.ndim > 1 and not x.any())]:
-            raise ValueError(f"the merge of {parents[0]} has NaN, infinity or zeros alone in {bad[0]}")
+        if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
+            raise ValueError(f"the merge of {parents[0]} has NaN or infinity in {bad[0]}")
         facts = backbone.inherited(parents[0]) | {"stage": "merge"} | facts
         backbone.write(merged, backbone.load_tokenizer(parents[0]), folder, **facts)
         del merged  # its weights may be mapped from what goes now

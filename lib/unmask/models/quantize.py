@@ -23,7 +23,8 @@ def int8(mean_BD: Tensor) -> Tensor:
         mean_BD: pooled, unquantised embeddings of any shape.
 
     Returns:
-        Codes of the same shape, exactly whole, as floats (float32 or better), ready for the losses.
+        Codes of the same shape, exactly whole, as floats (float32 or better), ready for the losses. NaN
+        stays NaN: a check would have a GPU wait in every step, and a training stops at the loss.
 
     Source: pplx-embed, section 2.2; used in all contrastive training and at inference.
 
@@ -31,6 +32,8 @@ def int8(mean_BD: Tensor) -> Tensor:
         >>> int8(torch.tensor([-9.0, -0.001, 0.0, 0.5, 9.0]))
         tensor([-127.,    0.,    0.,   59.,  127.])
     """
+    if not mean_BD.is_floating_point():
+        raise TypeError(f"INT8 codes are made of floats, not of {mean_BD.dtype}: are these codes already?")
     scaled = 127 * torch.tanh(mean_BD.to(torch.promote_types(mean_BD.dtype, torch.float32)))
     codes = torch.floor(scaled.detach() + 0.5)
     # The difference is exactly zero, so the value stays whole while the gradient of `scaled` flows.
@@ -43,13 +46,15 @@ def binary(mean_BD: Tensor) -> Tensor:
     Take it from the *unquantised* mean: −0.001 is −1 here, while its INT8 code is 0 and would become +1.
     It is applied after training and has no gradient.
 
+    Raises: ValueError for NaN.
+
     Source: pplx-embed, section 2.2.
 
     Example:
         >>> binary(torch.tensor([-0.001, 0.0, 2.0]))
         tensor([-1.,  1.,  1.])
     """
-    return torch.where(mean_BD >= 0, 1, -1).to(mean_BD.dtype)
+    return torch.where(numbers(mean_BD) >= 0, 1, -1).to(mean_BD.dtype)
 
 
 def pack_binary(mean_BD: Tensor) -> np.ndarray:
@@ -63,7 +68,7 @@ def pack_binary(mean_BD: Tensor) -> np.ndarray:
         vectors, except that an entry of exactly 0 counts as +1, as in the paper.
 
     Raises:
-        ValueError: D is not a multiple of 8.
+        ValueError: D is not a multiple of 8, or NaN.
 
     Example:
         >>> pack_binary(torch.tensor([[1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, 1.0]])).tolist()
@@ -71,7 +76,14 @@ def pack_binary(mean_BD: Tensor) -> np.ndarray:
     """
     if mean_BD.shape[-1] % 8:
         raise ValueError(f"{NO_BYTES}; got {mean_BD.shape[-1]}; cut the embeddings first.")
-    return np.packbits((mean_BD >= 0).numpy(force=True), axis=-1)
+    return np.packbits((numbers(mean_BD) >= 0).numpy(force=True), axis=-1)
+
+
+def numbers(mean_BD: Tensor) -> Tensor:
+    """The embeddings, unless NaN is among them: as a whole number or a bit it would look like any other."""
+    if mean_BD.isnan().any():
+        raise ValueError("embeddings with NaN have no codes: look for what computed it")
+    return mean_BD
 
 
 def bytes_per_embedding(dimensions: int, precision: str) -> int:
@@ -89,7 +101,7 @@ def bytes_per_embedding(dimensions: int, precision: str) -> int:
         [4096, 1024, 128]
     """
     bits = dimensions * BITS[check_precision(precision)]
-    if bits % 8:
+    if bits % 8 or bits < 8:
         raise ValueError(f"{NO_BYTES}; got {dimensions}; cut the embeddings first.")
     return bits // 8
 

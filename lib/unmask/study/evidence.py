@@ -328,10 +328,10 @@ def _same(ours: Scores, other: Scores) -> bool:
 
 
 def _said(line: Line) -> str:
-    """The effect of a claim in points, with its interval if it has one; a dash where there is none."""
-    if line["interval"]:
-        return points(Effect(line["value"], *line["interval"])).removesuffix(" points")
-    return "–" if line["value"] is None else f"{100 * line['value']:+.1f}"
+    """The effect of a claim in points; a dash where there is none."""
+    if line["value"] is None:
+        return "–"
+    return points(Effect(line["value"], *line["interval"])).removesuffix(" points")
 
 
 def _found(about: Line, kept: Mapping[int, Kept], saved: Mapping[int, Mapping[str, Any]]) -> Line:
@@ -376,9 +376,8 @@ def _missed(rests: Mapping[str, Sequence[str]], saved: Mapping[int, Mapping[str,
 
 
 def _earlier(about: Line, said: Mapping[str, Any]) -> Line:
-    """What earlier.json says of a claim; its interval may be missing."""
-    found = Effect(said["value"], *(said["interval"] or (-math.inf, math.inf)))
-    verdict = judge(found, about["bar"], len(said["seeds"]))
+    """What earlier.json says of a claim."""
+    verdict = judge(Effect(said["value"], *said["interval"]), about["bar"], len(said["seeds"]))
     told = {name: said[name] for name in ("value", "interval", "seeds")}
     return told | {"verdict": verdict, "why": f"by an earlier definition: {said['definition']}"}
 

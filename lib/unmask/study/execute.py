@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from unmask.study.page import publish
 from unmask.study.pipeline import PAGE, Notebook, Pipeline, clock, utc
 
 logger.disabled = True  # what it says of a kernel that died is in the error, too
-SELDOM = "--IPKernelApp.exec_lines=import unmask.children as c; c.collect_rarely()"
 Kernels = dict[str, subprocess.Popen]  # notebook → its kernel, once that has started
 
 
@@ -62,10 +60,8 @@ def execute(
     about, environment = pipeline.describe(command), _environment(pipeline.folders) | environment
     # Notebooks that run side by side share the cores.
     share = {"OMP_NUM_THREADS": str(max(about["hardware"]["cores"] // jobs, 1))} | environment
-    left = {one.name: one for one in due}
-    order = TopologicalSorter({name: left.keys() & one.inputs for name, one in left.items()})
-    order.prepare()
-    ready, running, signals, grace, deadline = [], {}, [], grace_seconds(), math.inf
+    waiting, left = [*due], {one.name for one in due}  # left: what is not done
+    running, signals, grace, deadline = {}, [], grace_seconds(), math.inf
     kernels, memory, told = {}, Counter(), set()  # told: whose kernel got SIGTERM
 
     def say(notebook: Notebook, text: str) -> None:
@@ -73,11 +69,11 @@ def execute(
 
     with on_signal(signals.append), ThreadPoolExecutor(jobs) as threads, contextlib.ExitStack() as last:
         last.callback(lambda: [kernel.terminate() for kernel in kernels.values()])  # after an error here
-        while order.is_active():
-            ready = sorted([*ready, *order.get_ready()])
-            while ready and len(running) < jobs and not signals:
-                notebook = left[ready.pop(0)]
-                own = share if ready or running else environment
+        while True:
+            ready = [one for one in waiting if left.isdisjoint(one.inputs)]
+            for notebook in [] if signals else ready[: jobs - len(running)]:
+                waiting.remove(notebook)
+                own = share if running or len(ready) > 1 else environment
                 running[threads.submit(_run, notebook, pipeline, own, kernels)] = notebook, time.time()
                 say(notebook, "started")
             if not running:
@@ -105,8 +101,7 @@ def execute(
                     print(f"unmask: {error}", file=sys.stderr, flush=True)
                 if word == "done":
                     pipeline.finish(notebook, seconds)
-                    order.done(notebook.name)
-                    del left[notebook.name]
+                    left.remove(notebook.name)
                 if word != "stopped":
                     ran = {"started": utc(began), "wall_seconds": seconds}
                     ran |= {"peak_memory_bytes": memory[notebook.name], "exit_status": int(word == "failed")}
@@ -114,7 +109,7 @@ def execute(
     if signals:  # if they came at the very end, another seed may be next
         raise KeyboardInterrupt(signals[0])
     if left:
-        raise RuntimeError(f"not done: {', '.join(left)}")
+        raise RuntimeError(f"not done: {', '.join(sorted(left))}")
 
 
 def _run(notebook: Notebook, pipeline: Pipeline, environment: dict[str, str], kernels: Kernels) -> None:
@@ -138,7 +133,7 @@ def _run(notebook: Notebook, pipeline: Pipeline, environment: dict[str, str], ke
         class Kernel(AsyncKernelManager):
             """This interpreter's, whatever kernels its user has."""
 
-            kernel_spec = KernelSpec(**get_kernel_dict([SELDOM]))
+            kernel_spec = KernelSpec(**get_kernel_dict())
 
             async def start_kernel(self, **options: Any) -> None:
                 options |= {"cwd": folders.notebooks, "env": environment, "stdout": log, "stderr": log}

@@ -223,32 +223,21 @@ def histograms(series: Mapping[str, Sequence[float]], *, bins: Any = 50, **about
     return _finished(figure, **about)
 
 
-def pareto(panels: Mapping[str, Mapping[str, Sequence[tuple]]], **about: Any) -> Figure:
-    """Quality against storage: panel → name → (x, y, label) points joined in order of x, on a logarithmic x
-    axis; two panels in a row.
-
-    The frontier, the points that no other one of the panel beats in both, is drawn as a grey staircase. What
-    is no system of ours (`SYSTEMS`) is grey and has no entry in the legend.
-    """
-    rows, columns = -(-len(panels) // 2), min(2, len(panels))
-    figure, drawn = axes(nrows=rows, ncols=columns, figsize=(WIDTH, 1.5 + 2.6 * rows), squeeze=False)
-    for (panel, points), ax in zip(panels.items(), drawn.flat, strict=False):
-        every = [(x, y) for data in points.values() for x, y, _ in data]
-        best = [p for p in every if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in every)]
-        stairs = zip(*sorted(best), strict=True)
-        ax.step(*stairs, where="pre", color=GRID, linewidth=6, zorder=1, label="frontier")
-        for name, data in points.items():
-            x, y, _ = zip(*sorted(data), strict=True)
-            look = SYSTEMS.get(name, Look(LEXICAL, "o"))
-            ax.plot(x, y, **look.line, label=name if name in SYSTEMS else None)
-        ax.set_xscale("log")
-        ax.set_title(panel, fontsize=9.5)
-    for ax in drawn.flat[len(panels) :]:
-        ax.remove()
+def pareto(points: Mapping[str, Sequence[tuple]], **about: Any) -> Figure:
+    """Quality against storage: name → (x, y, label) points joined in order of x, on a logarithmic x axis. The
+    frontier, the points that no other one beats in both, is drawn as a grey staircase."""
+    figure, ax = axes(figsize=(WIDTH, 4.1))
+    every = [(x, y) for data in points.values() for x, y, _ in data]
+    best = [p for p in every if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in every)]
+    stairs = zip(*sorted(best), strict=True)
+    ax.step(*stairs, where="pre", color=GRID, linewidth=6, zorder=1, label="frontier")
+    look = looks(points)
+    for name, data in points.items():
+        x, y, _ = zip(*sorted(data), strict=True)
+        ax.plot(x, y, **look[name].line, label=name)
+    ax.set_xscale("log")
     figure = _finished(figure, **about)
-    for points, ax in zip(panels.values(), drawn.flat, strict=False):
-        colors = {name: SYSTEMS[name].color if name in SYSTEMS else MUTED for name in points}
-        _label(ax, [(*point, colors[name]) for name, data in points.items() for point in data])
+    _label(ax, [(*point, look[name].color) for name, data in points.items() for point in data])
     return figure
 
 
@@ -364,8 +353,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
             y, look = rows.index(one["short"]), VERDICTS[one["verdict"]]
             value, bar = 100 * one["value"], 100 * one["bar"]
             ax.plot([bar, bar], [y - 0.3, y + 0.3], color=INK, linewidth=1.4)
-            if one["interval"]:
-                ax.hlines(y, *(100 * end for end in one["interval"]), color=look.color, linewidth=2.4)
+            ax.hlines(y, *(100 * end for end in one["interval"]), color=look.color, linewidth=2.4)
             seeds = [100 * seed for seed in one["seeds"].values()]
             ax.plot(seeds, [y + 0.22] * len(seeds), ".", color=look.color, markersize=4)
             ax.plot(value, y, **look.line, markersize=6)
@@ -396,13 +384,10 @@ def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> Non
 def _finished(
     figure: Figure, *, title: str, xlabel: str = "", ylabel: str = "", reference: dict | None = None
 ) -> Figure:
-    """The figure with its title at the left, labels at its outer axes, values for reference as lines across,
+    """The figure with its title at the left, labels at its axes, values for reference as lines across,
     and below it a legend where there is more than one name."""
-    lowest = {ax.get_subplotspec().colspan.start: ax for ax in figure.axes}
     for ax in figure.axes:
-        place = ax.get_subplotspec()
-        below, left = ax is lowest[place.colspan.start], place.is_first_col()
-        ax.set(xlabel=xlabel if below else "", ylabel=ylabel if left else "")
+        ax.set(xlabel=xlabel, ylabel=ylabel)
         for (name, value), style in zip((reference or {}).items(), cycle(("--", ":", "-."))):
             ax.axhline(value, color=MUTED, linestyle=style, linewidth=1.2, label=name)
     figure.suptitle(textwrap.fill(title, 80), fontsize=11.5, x=0.008, ha="left")

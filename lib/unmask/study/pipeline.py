@@ -60,23 +60,14 @@ class Notebook(NamedTuple):
 
 
 def discover(folder: Path) -> list[Notebook]:
-    """Every `NN_*.ipynb` of a folder, in the order of their names, in which they can run; JupyterLab's copies
-    ("…-Copy1") are the user's own.
-
-    Raises: ValueError for one that does not say what it depends on.
-    """
+    """Every `NN_*.ipynb` of a folder that says what it depends on, in the order of their names, in which they
+    can run; others, and JupyterLab's copies ("…-Copy1"), are the user's own."""
     paths = sorted(folder.glob("[0-9][0-9]*_*.ipynb"))
-    notebooks = [_read(path) for path in paths if "-Copy" not in path.stem]
-    for number, notebook in enumerate(notebooks):
-        if unknown := {*notebook.needs} - {one.name for one in notebooks[:number]}:
-            raise ValueError(f"{notebook.path} needs {min(unknown)}: no notebook before it has this name")
-    return notebooks
+    documents = {path: read_json(path) for path in paths if "-Copy" not in path.stem}
+    return [_read(path, document) for path, document in documents.items() if "unmask" in document["metadata"]]
 
 
-def _read(path: Path) -> Notebook:
-    document = read_json(path)
-    if "unmask" not in document["metadata"]:
-        raise ValueError(f'{path}: add "unmask": {{"needs": […], "reads": […]}} to its metadata')
+def _read(path: Path, document: dict[str, Any]) -> Notebook:
     about = document["metadata"]["unmask"]
     code = [("".join(cell["source"]), cell) for cell in document["cells"] if cell["cell_type"] == "code"]
     # The run gives the parameters, whatever was last tried by hand.
@@ -130,7 +121,7 @@ class Pipeline:
 
     def _find(self, text: str) -> int:
         for index, one in enumerate(self.notebooks):
-            if text in (one.name, one.number, one.name.removeprefix(f"{one.number}_"), one.path.name):
+            if text in (one.name, one.number):
                 return index
         raise ValueError(f"no notebook {text!r}{nearest(text, self.depends_on)}")
 

@@ -39,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
-from unmask.config import FEWEST, BackboneConfig, ContrastiveConfig, Preset, PretrainConfig, TrainConfig
+from unmask.config import BackboneConfig, ContrastiveConfig, Preset, PretrainConfig, TrainConfig
 from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
@@ -116,16 +116,14 @@ def trainings(preset: Preset, gpus: int, gpu_memory: float = 80e9) -> list[Train
     for notebook, stage, number, changed in _started(preset):
         while memory_bytes(changed, stage, gpus) > gpu_memory:
             fewer = getattr(changed, stage).halved("cuda")
-            if fewer["token_budget"] < FEWEST:
+            if not fewer:
                 break
             changed = _with(changed, stage, **fewer)
         steps = getattr(changed, stage).steps
         tokens, flops = (number * steps * each for each in _step(changed, stage, gpus))
         speed = PEAK["bf16"] * UTILISATION["pretraining" if stage in PRETRAINING else "others"]
         hours, memory = flops / speed / 3600, memory_bytes(changed, stage, gpus) / 1e9
-        held = max(
-            _on_a_gpu(texts, gpus, _held(getattr(changed, stage)))[0] for texts in work(changed, stage)
-        )
+        held = max(_on_a_gpu(texts, gpus, getattr(changed, stage))[0] for texts in work(changed, stage))
         planned.append(Training(notebook, stage, number, steps, tokens, flops, hours, memory, held))
     return planned
 
@@ -167,7 +165,7 @@ def memory_bytes(preset: Preset, stage: str, gpus: int) -> float:
         layers += shape.layers * 2 * shape.hidden_size
     else:
         layers *= shape.layers
-    tokens = sum(_on_a_gpu(texts, gpus, _held(config))[0] for texts in models)
+    tokens = sum(_on_a_gpu(texts, gpus, config)[0] for texts in models)
     loss = 48 * sum(number for texts in models for number, _ in texts) * shape.hidden_size
     if stage in PRETRAINING:
         loss = 16 * max(CHUNK_ROWS * preset.data.vocab_size, CHUNK_LOGITS) + 8 * embeddings
@@ -226,15 +224,12 @@ def _with(preset: Preset, section: str, **changes) -> Preset:
     return replace(preset, **{section: replace(getattr(preset, section), **changes)})
 
 
-def _held(config: TrainConfig) -> int:
-    """Tokens whose activations a GPU holds at a time: a micro-batch's, or those of several that are kept."""
+def _on_a_gpu(texts: Texts, gpus: int, config: TrainConfig) -> tuple[int, float]:
+    """Tokens of one loss whose activations a GPU holds at a time (of a micro-batch, or of several that are
+    kept), and their share of all its tokens."""
     budget = config.budget("cuda")
     kept = config.kept("cuda") if isinstance(config, ContrastiveConfig) else 0
-    return max(1, kept // budget) * budget
-
-
-def _on_a_gpu(texts: Texts, gpus: int, held: int) -> tuple[int, float]:
-    """Tokens of one loss that a GPU holds at a time, and their share of all its tokens."""
+    held = max(1, kept // budget) * budget
     own = math.ceil(sum(number * length for number, length in texts) / gpus)
     tokens = max(max(length for _, length in texts), min(held, own))
     return tokens, min(1, tokens / own)
@@ -246,7 +241,7 @@ def _step(preset: Preset, stage: str, gpus: int) -> tuple[int, float]:
     cached = stage not in PREDICTING
     read, flops = 0, 0.0
     for texts in work(preset, stage):
-        _, share = _on_a_gpu(texts, gpus, _held(config))
+        _, share = _on_a_gpu(texts, gpus, config)
         flops += (3 + config.gradient_checkpointing + cached * (1 - share)) * forward(preset, texts)
         read += sum(number * length for number, length in texts)
     if stage in PRETRAINING:

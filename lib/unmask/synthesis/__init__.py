@@ -1,3 +1,3 @@
-"""Queries written by a language model behind an OpenAI-compatible endpoint (pplx-embed, section 2.6)."""
+"""A language model behind an OpenAI-compatible endpoint: queries that it writes (pplx-embed, section 2.6)."""
 
-from unmask.synthesis.ask import synthesize_documents, synthesize_pairs
+from unmask.synthesis.ask import replies, synthesize_documents, synthesize_pairs

@@ -1,4 +1,4 @@
-"""Asking a language model for queries: never for the same one twice, and only good ones are kept.
+"""Asking a language model: never the same twice. Of the queries that it writes only good ones are kept.
 
 For each passage one request chooses the character, the type of question and its difficulty, another one
 writes the query (pplx-embed, section 2.6, after Qwen3-Embedding, appendix A.1).
@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
-from unmask.config import SynthesisConfig
+from unmask.config import EndpointConfig, SynthesisConfig
 from unmask.data.mining import Encoder, unit
 from unmask.extras import extra
 from unmask.store import fingerprint, naming, write_atomic
@@ -53,11 +53,11 @@ class Chat:
     Raises: ValueError if the preset names no model, or no endpoint, or one that is no URL.
     """
 
-    def __init__(self, config: SynthesisConfig, journal: Path):
+    def __init__(self, config: EndpointConfig, journal: Path):
         if not config.endpoint.startswith(("http://", "https://")) or not config.model:
             raise ValueError(
-                f"synthesis.endpoint is {config.endpoint!r} and synthesis.model {config.model!r}: name both, "
-                "for instance --set synthesis.endpoint=http://localhost:8000/v1"
+                f"{config.section}.endpoint is {config.endpoint!r}, {config.section}.model {config.model!r}: "
+                f"name both, for instance --set {config.section}.endpoint=http://localhost:8000/v1"
             )
         journal.parent.mkdir(parents=True, exist_ok=True)
         self.config, self.journal = config, journal
@@ -81,28 +81,33 @@ class Chat:
         ):
             return list(tqdm(pool.map(work, items), total=len(items), unit="query", leave=False))
 
-    def ask(self, messages: list[Message], form: type[BaseModel]) -> Any:
+    def ask(self, messages: list[Message], form: type[BaseModel] | None = None) -> Any:
         """The answer to a request: from the journal, or from the endpoint and then into the journal.
+
+        Args:
+            form: of the answer, by a JSON schema; None: its text will do.
 
         Raises:
             Dropped: no answer after all retries, so that a later run asks again; or one not of this form.
             EndpointError: the endpoint refuses everything, or is gone.
         """
         key = fingerprint(self.config.model, self.config.temperature, self.config.max_tokens, messages)
+        read = form.model_validate_json if form else str
         # What did not fit the schema is asked for again: the server may be fixed, or answer differently.
         with suppress(KeyError, ValidationError):
-            return form.model_validate_json(self._known[key])
+            return read(self._known[key])
         self._known[key] = self._answer(key, messages, form)
         try:
-            return form.model_validate_json(self._known[key])
+            return read(self._known[key])
         except ValidationError:
             raise Dropped("invalid: not by the schema") from None
 
-    def _answer(self, key: str, messages: list[Message], form: type[BaseModel]) -> str:
+    def _answer(self, key: str, messages: list[Message], form: type[BaseModel] | None) -> str:
         config = self.config
-        schema = {"name": "answer", "schema": form.model_json_schema(), "strict": True}
         request = {"model": config.model, "temperature": config.temperature, "max_tokens": config.max_tokens}
-        request["response_format"] = {"type": "json_schema", "json_schema": schema}
+        if form:
+            schema = {"name": "answer", "schema": form.model_json_schema(), "strict": True}
+            request["response_format"] = {"type": "json_schema", "json_schema": schema}
         try:
             completion = self._client.chat.completions.create(messages=messages, **request)
         except openai.APIError as error:
@@ -111,8 +116,9 @@ class Chat:
                 # Without the server's own words: some are known to echo the key.
                 raise EndpointError(
                     f"{config.endpoint} (model {config.model!r}): {type(error).__name__}. See that the "
-                    "server runs, serves this model and takes a JSON schema, that synthesis.endpoint ends "
-                    f"where /chat/completions begins, and that {config.api_key_env} holds the key if any. "
+                    "server runs, serves this model and takes a JSON schema where one is asked for, that "
+                    f"{config.section}.endpoint ends where /chat/completions begins, and that "
+                    f"{config.api_key_env} holds the key if any. "
                     f"Answers are kept in {self.journal}: the same call goes on from there."
                 ) from None
             code = getattr(error, "code", None)  # of a refusal, for instance "unsupported_parameter"
@@ -138,6 +144,24 @@ def _answers(journal: Path) -> dict[str, str]:
             key, answer = json.loads(line)
             found[key] = answer["text"]
     return found
+
+
+def replies(config: EndpointConfig, journal: Path, requests: Sequence[list[Message]]) -> list[str]:
+    """The text of the answer to each request; "" where there was none, which the same call asks for again.
+
+    Raises: as `Chat`; EndpointError if the endpoint cannot be used, or answers nothing.
+    """
+    chat = Chat(config, journal)
+
+    def reply(messages: list[Message]) -> str:
+        with suppress(Dropped):
+            return chat.ask(messages)
+        return ""
+
+    texts = chat.each(reply, requests)
+    if not any(texts):
+        raise EndpointError(f"{config.endpoint} answers no request: look at what it logs")
+    return texts
 
 
 class Synthesis(NamedTuple):

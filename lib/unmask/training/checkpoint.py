@@ -8,8 +8,6 @@ distributed checkpointing, as safetensors, and any number of processes reads the
 import os
 import shutil
 import warnings
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,49 +20,35 @@ from unmask.training.distributed import Processes
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """All of one training. Those of another fingerprint in the same folder are not read or removed."""
+def checkpoints(folder: Path) -> list[Path]:
+    """Those of a training, the oldest first."""
+    return sorted(folder.glob("step-*"))
 
-    folder: Path
-    fingerprint: str
-    keep: int = 1  # the newest so many
 
-    def save(self, model: nn.Module, optimizer: Optimizer, step: int, processes: Processes) -> Path:
-        """Writes step-N-FINGERPRINT under a temporary name and renames it; all but the `keep` newest go.
+def save_checkpoint(
+    folder: Path, model: nn.Module, optimizer: Optimizer, step: int, processes: Processes, *, keep: int = 1
+) -> Path:
+    """Writes step-N under a temporary name and renames it; all but the `keep` newest go.
 
-        A full disk or a kill in between leaves the previous checkpoint as it was.
+    A full disk or a kill in between leaves the previous checkpoint as it was.
 
-        Raises: torch's CheckpointException with the cause, on every process if one of them fails.
-        """
-        path = self.folder / f"step-{step:07d}-{self.fingerprint}"
-        temporary = self.folder / f".{path.name}.tmp"
-        if processes.main:
-            for left in self.folder.glob(f".step-*-{self.fingerprint}.tmp"):  # of a kill
-                shutil.rmtree(left, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        processes.wait()
-        writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-        writer.per_thread_copy_ahead = 0  # else all of it lies in pinned memory, which is never given back
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
-            dcp.save(_state(model, optimizer), storage_writer=writer)
-        if processes.main:
-            os.replace(temporary, path)
-            for old in self.all()[: -self.keep]:
-                shutil.rmtree(old)
-        processes.wait()
-        return path
-
-    def all(self) -> list[Path]:
-        """The oldest first."""
-        return sorted(self.folder.glob(f"step-*-{self.fingerprint}"))
-
-    def remove(self) -> None:
-        """Removes all of them, and what a kill left of one that was being written."""
-        for path in self.folder.glob(f"*step-*-{self.fingerprint}*"):
-            shutil.rmtree(path)
-        with suppress(OSError):  # those of another training stay
-            self.folder.rmdir()
+    Raises: torch's CheckpointException with the cause, on every process if one of them fails.
+    """
+    path, temporary = folder / f"step-{step:07d}", folder / ".new.tmp"
+    if processes.main:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a kill
+        temporary.mkdir(parents=True)
+    processes.wait()
+    writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+    writer.per_thread_copy_ahead = 0  # else all of it lies in pinned memory, which is never given back
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
+        dcp.save(_state(model, optimizer), storage_writer=writer)
+    if processes.main:
+        os.replace(temporary, path)
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+    processes.wait()
+    return path
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from unmask.losses.tensors import shipped
 from unmask.models import backbone
-from unmask.models.attention import compile_layers, shipped
+from unmask.models.attention import compile_layers
 
 CPU = torch.device("cpu")
 PATIENCE = timedelta(hours=1)  # of those who wait for one that compiles, or writes a large checkpoint
@@ -56,7 +57,6 @@ class Processes:
     def alone(cls, precision: str) -> "Processes":
         """This process by itself, whatever others it was started with; on a GPU if there is one."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
-        _leave_room()
         return cls(half=backbone.computes_in_bf16(precision), device=device)
 
     @classmethod
@@ -66,7 +66,6 @@ class Processes:
         cpu = not torch.cuda.is_available()  # accelerate joins CPU processes only where the CPU was asked for
         peers = Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[patience])
         half = backbone.computes_in_bf16(precision)
-        _leave_room()
         return cls(peers, strategy, half, peers.process_index, peers.num_processes, peers.device)
 
     @property
@@ -126,6 +125,9 @@ class Processes:
 
         accelerate shards with FSDP2 on accelerators only, so torch's `fully_shard` is called directly.
         """
+        if self.device.type == "cuda":
+            # torch's allocator runs out of memory first: not kernels that load, which end a training.
+            torch.cuda.set_per_process_memory_fraction(0.95)
         module.to(self.device)
         sharded = self.strategy == "fsdp2" and torch.distributed.is_initialized()
         forward = twin(module) if self.half and self.device.type == "cuda" and not sharded else module
@@ -160,12 +162,6 @@ class Processes:
             under_way = [torch.distributed.all_reduce(one, async_op=True) for one in gradients]
             for sent in under_way:
                 sent.wait()
-
-
-def _leave_room() -> None:
-    """Makes torch's allocator the first to run out of memory: not kernels that load, which end a training."""
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(0.95)
 
 
 ALONE = Processes()

@@ -25,12 +25,12 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
 from unmask.children import on_signal, settle
-from unmask.config import FEWEST, TrainConfig, resolved
+from unmask.config import TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import fast_attention, fused_layers, plain_attention
 from unmask.store import alone, fingerprint, link, read_json, replace_directory, write_atomic, write_json
-from unmask.training.checkpoint import Checkpoints, load_checkpoint
+from unmask.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from unmask.training.distributed import Processes, full_weights, refresh
 from unmask.training.identity import identity
 from unmask.training.job import JOB, Job
@@ -66,8 +66,6 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
         FloatingPointError, CheckpointException: as `steps`.
     """
     folder, made_of = Path(folder), identity(stage, model)
-    if (folder / "model").is_dir() and not (folder / "model").is_symlink():
-        raise RuntimeError(f"{folder} holds a model of an earlier version of unmask: move it away")
     home = _home(folder, made_of)
     watch = watch or Watch()
     with alone(home):
@@ -80,14 +78,12 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
             write_json(home / DATA_REPORT, stage.prepare())
             job = stage.begun(model, home)
             write_json(home / JOB, {"made_of": made_of} | read_json(home / JOB) | {"job": resolved(job)})
-            watch.open(f"{folder.parent.name}/{folder.name}", home, _before(folder, home))
+            last = (folder / "model").resolve().parent
+            by_hand = "UNMASK_CODE" not in os.environ and last != home and (last / METRICS).is_file()
+            before = history(last / "model") if by_hand else []
+            watch.open(f"{folder.parent.name}/{folder.name}", home, before)
             with watch:
                 if several(job.parallel):
-                    if typed := [name for name in made_of["own code"] if name.startswith("__main__.")]:
-                        raise RuntimeError(
-                            f"{', '.join(typed)}: other processes cannot import the code of a notebook; put "
-                            "it into a module, or train in one process"
-                        )
                     launch(job, watch)
                     stage.restore(model, home / "model")
                 else:
@@ -104,11 +100,11 @@ def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, report: 
     # What lies beside the weights is made now: where it cannot be, no step is taken in vain.
     tokenizer, facts = ending(stage.tokenizer) if stage.ends else stage.tokenizer, stage.facts(job.start)
 
-    def save(path: Path, mark: str) -> None:
+    def save(path: Path) -> None:
         """Every process must call it."""
         weights, new = full_weights(model), path.with_name(f".{path.name}.new")
         if processes.main:
-            stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=mark)
+            stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=job.fingerprint)
             replace_directory(new, path)
         processes.wait()
 
@@ -116,8 +112,8 @@ def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, report: 
     main_thread = threading.current_thread() is threading.main_thread()
     with on_signal(signals.append) if main_thread else nullcontext():  # until the model is saved
         with _released():
-            steps(stage, model, folder, fingerprint=job.fingerprint, **options)
-        save(folder / "model", job.fingerprint)
+            steps(stage, model, folder, **options)
+        save(folder / "model")
         if processes.main:
             _finish(folder)
         told = torch.tensor(float(_told_to_stop(signals, processes)))
@@ -169,13 +165,6 @@ def _differ(path: Path, made_of: dict[str, Any]) -> list[str]:
     return [key for key in sorted(earlier | made_of) if earlier.get(key) != made_of.get(key)]
 
 
-def _before(folder: Path, home: Path) -> list[dict[str, Any]]:
-    """The curve of the last training of this name, for whoever tries something by hand."""
-    last = (folder / "model").resolve()
-    by_hand, there = "UNMASK_CODE" not in os.environ, (last.parent / METRICS).is_file()
-    return history(last) if by_hand and there and last.parent != home else []
-
-
 @contextmanager
 def _released() -> Iterator[None]:
     """What a training holds is given back in the end, for whatever this process does next: memory, the state
@@ -191,27 +180,24 @@ def steps(
     model: nn.Module,
     folder: Path,
     *,
-    fingerprint: str,
     report: Report = lambda row: None,
-    save: Callable[[Path, str], None] = lambda path, fingerprint: None,
+    save: Callable[[Path], None] = lambda path: None,
     processes: Processes | None = None,
     signals: Sequence[int] = (),
 ) -> nn.Module:
     """Trains `model` in place for the steps that the stage's config says, and returns it.
 
-    Every step draws its samples and random numbers from (seed, step) alone. After a kill, the next call with
-    the same fingerprint continues from the last checkpoint and ends with the same weights as an uninterrupted
-    one. On a GPU, or with another number of processes, samples and their order are the same, and weights
-    differ by the rounding of sums.
+    Every step draws its samples and random numbers from (seed, step) alone. After a kill, the next call
+    continues from the last checkpoint and ends with the same weights as an uninterrupted one. On a GPU, or
+    with another number of processes, samples and their order are the same, and weights differ by the rounding
+    of sums.
 
     Args:
-        folder: holds metrics.jsonl (one line per step) and checkpoints/.
-        fingerprint: identifies configuration, data and starting point; a checkpoint of another one is not
-            continued.
+        folder: of this training alone; holds metrics.jsonl (one line per step) and checkpoints/.
         report: called once with "total" and "done" steps, then with each step's metrics, for progress
             displays; on the main process only.
-        save: writes the model to a path, with a fingerprint, after the steps that `Job.milestones` says;
-            before the checkpoint of such a step, so after a restart perhaps again.
+        save: writes the model to a path after the steps that `Job.milestones` says; before the checkpoint of
+            such a step, so after a restart perhaps again.
         processes: this process and its peers; default: this one alone.
         signals: grows when this process is told to stop; once any process was, the step is finished, a
             checkpoint written and the training stopped.
@@ -222,13 +208,12 @@ def steps(
             hold what was tried: started again, they try half of it.
         TrainingStopped: a signal came.
     """
-    config, log = stage.config, folder / METRICS
-    checkpoints = Checkpoints(folder / "checkpoints", fingerprint, config.keep_checkpoints)
+    config, log, saves = stage.config, folder / METRICS, folder / "checkpoints"
     processes = processes or Processes.alone(config.precision)
     if (found := folder / MEMORY).is_file():  # budgets that fit, of an earlier start
         stage.config = replace(stage.config, **read_json(found))
     with _equipped(stage, model, processes) as (own, module, optimizer):
-        last = processes.agreed(next(reversed(checkpoints.all()), None))
+        last = processes.agreed(next(reversed(checkpoints(saves)), None))
         done = load_checkpoint(last, model, optimizer) if last else 0
         if processes.main:
             kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
@@ -264,10 +249,11 @@ def steps(
                 if milestone or running.asked or step + 1 == config.steps:
                     running.look(0)  # what is kept is known to be good
                 if milestone:
-                    save(folder / MILESTONES / f"step-{step + 1:07d}", f"{fingerprint}-{step + 1}")
+                    save(folder / MILESTONES / f"step-{step + 1:07d}")
                 if step + 1 < config.steps and running.asked:
                     began = monotonic()
-                    running.last = checkpoints.save(model, optimizer, step + 1, processes)
+                    keep = config.keep_checkpoints
+                    running.last = save_checkpoint(saves, model, optimizer, step + 1, processes, keep=keep)
                     if running.told:  # one process at least
                         raise TrainingStopped(f"told to stop: {step + 1} steps are saved, run it again")
                     saved = monotonic()
@@ -342,9 +328,8 @@ def _backward(
             return stage.backward(module, batch, processes)
         except torch.OutOfMemoryError:
             pass  # what the error refers to is free from here on
-        fewer = stage.config.halved(processes.device.type)
-        if fewer["token_budget"] < FEWEST:
-            section = stage.job.section
+        section, fewer = stage.job.section, stage.config.halved(processes.device.type)
+        if not fewer:
             raise OutOfMemory(
                 f"memory does not hold {section}'s longest text: lower its length, set "
                 f"{section}.gradient_checkpointing=true, or share the model (parallel.strategy=fsdp2)"

@@ -149,9 +149,9 @@ class Reranking(Stage):
 
     def reading(self, group: str) -> tuple[Limit, Limit]:
         around, tokenizer = around_query(INSTRUCTIONS[group]), self.stored.load()
-        query = Limit(self.config.query_length + taken(tokenizer, around), around)
+        query = Limit(self.config.query_length + taken(tokenizer, around), around, harmless=True)
         document = self.config.document_length + taken(tokenizer, AROUND_DOCUMENT)
-        return query, Limit(document, AROUND_DOCUMENT)
+        return query, Limit(document, AROUND_DOCUMENT, harmless=True)
 
     def batch(self, step: int) -> Prompts:
         name, rows = self.plan(step)

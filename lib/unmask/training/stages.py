@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
@@ -30,8 +29,8 @@ from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sampl
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
 from unmask.extras import extra
+from unmask.losses.tensors import shipped
 from unmask.models import backbone
-from unmask.models.attention import shipped
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence
 from unmask.models.quantize import int8
@@ -58,7 +57,7 @@ class Stage:
         shown(step): the lines of `show`.
 
     Args:
-        preset: has the stage's section, `backbone`, `clusters` and `parallel`.
+        preset: has the stage's section, `backbone`, `clusters` and `parallel`; or the job that it is to do.
         corpus: what it reads.
         tokenizer: of the model that it trains.
         section: of the preset; default: the stage's own.
@@ -82,22 +81,15 @@ class Stage:
         section: str = "",
         **more: Any,
     ):
-        kind, section = type(self), section or self.section
-        told = {key: more.pop(key) for key in more.keys() & TOLD}
-        shared = {key: getattr(preset, key) for key in ("backbone", "clusters", "parallel")}
-        config = changed(getattr(preset, section), more, section)
-        name = f"{kind.__module__}:{kind.__qualname__}"
-        self._take(Job(stage=name, section=section, config=config, **shared, **told), corpus, tokenizer)
-
-    @classmethod
-    def of(cls, job: Job, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> "Stage":
-        """The stage that a job describes."""
-        stage = cls.__new__(cls)
-        stage._take(job, corpus, tokenizer)
-        return stage
-
-    def _take(self, job: Job, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.job, self.config, self.corpus, self.tokenizer = job, job.config, corpus, tokenizer
+        if isinstance(preset, Job):
+            self.job = preset
+        else:
+            kind, section = type(self), section or self.section
+            told = {key: more.pop(key) for key in more.keys() & TOLD}
+            told |= {key: getattr(preset, key) for key in ("backbone", "clusters", "parallel")}
+            told |= {"section": section, "config": changed(getattr(preset, section), more, section)}
+            self.job = Job(stage=f"{kind.__module__}:{kind.__qualname__}", **told)
+        self.config, self.corpus, self.tokenizer = self.job.config, corpus, tokenizer
 
     def begun(self, model: nn.Module, folder: Path) -> Job:
         """The whole job, as it is known when it begins."""
@@ -210,8 +202,7 @@ class Stage:
             for name in np.unique(names):
                 sources[str(name)] = rows.select(np.flatnonzero(names == name)), file
         for name, (rows, file) in sources.items():
-            parts = rows.select_columns("negatives").with_format("arrow").iter(10_000)
-            count_N = np.concatenate([pc.list_value_length(part["negatives"]) for part in parts])
+            count_N = [len(row["negatives"]) for row in rows.select_columns("negatives")]
             enough = max(1, int(np.quantile(count_N, 0.1, method="lower")))
             data[name] = self._tokenised(name, rows, file, negatives=min(self.config.negatives, enough))
         return data
@@ -361,8 +352,7 @@ class Diffusion(Pretraining):
             noised = processes.ship(tokens.masked_fill(masked, self.mask_token_id))
             mask = valid
             if batch.seen_LL is not None:
-                mask = batch.seen_LL.expand(len(rows), 1, -1, -1)
-                mask = mask if valid is None else mask & valid[:, None, None]
+                mask = batch.seen_LL & batch.valid_BL[rows, None, None]
             return module(noised, None if mask is None else processes.ship(mask), loss)
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
@@ -669,7 +659,12 @@ def parted(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def numbered(sequences: Sequence[TokenSequence]) -> Tensor:
-    """A number for each text (R,): equal tokens, equal numbers."""
+    """A number for each text (R,): equal tokens, equal numbers.
+
+    They are what the model reads: also of two texts that only begin alike and are cut, the vectors are equal.
+    Rows with two spellings of one text are in no batch together, by their `keys`; negatives have no keys, and
+    one that differs from a document in white space alone counts.
+    """
     seen: dict[bytes, int] = {}
     return torch.tensor([seen.setdefault(text.tokens_L.tobytes(), len(seen)) for text in sequences])
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import pandas as pd
 from tqdm import tqdm
 
 from unmask.extras import extra
 
 METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
+SHARE = 0.1  # of a loss in its moving average
 RARE = 30  # times what drawing takes: the least between two curves
 
 
@@ -42,15 +44,11 @@ class Watch:
         self.bar = tqdm(disable=True)
 
     def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
-        """Says what is trained.
-
-        Args:
-            folder: of the training.
-            before: the steps of another training, whose curve is drawn beneath.
-        """
+        """Says what is trained, in which folder, and the steps of the last training of this name, whose curve
+        is drawn beneath."""
         self.title, self.folder = self.title or title, folder
-        self.loss, self.before = [], [row["loss"] for row in before]
-        self.handle, self.next, self.size = None, 0.0, 0
+        self.before = [row["loss"] for row in before]
+        self.loss, self.handle, self.next, self.size = [], None, 0.0, 0
 
     def __enter__(self) -> "Watch":
         return self
@@ -99,10 +97,9 @@ class Watch:
 
         figure = Figure(figsize=(6, 2.2), layout="constrained")
         axes = figure.subplots()
-        if self.before:
-            axes.plot(smoothed(self.before), color="0.75", label="the last training")
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
-        axes.plot(smoothed(self.loss), color="C0", label="this one" if self.before else None)
+        for told, color, loss in (("the last training", "0.75", self.before), ("this one", "C0", self.loss)):
+            axes.plot(pd.Series(loss, dtype=float).ewm(alpha=SHARE).mean(), color=color, label=told)
         steps = max(self.total, len(self.before), 2)
         axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, steps - 1))
         axes.spines[["top", "right"]].set_visible(False)
@@ -115,12 +112,3 @@ class Watch:
             self.handle.update(picture)
         else:
             self.handle = display(picture, display_id=True)
-
-
-def smoothed(values: Sequence[float], share: float = 0.1) -> list[float]:
-    """Exponential moving average, each value of which counts only what came before: no start is zero."""
-    found, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = (1 - share) * total + value, (1 - share) * weight + 1
-        found.append(total / weight)
-    return found

@@ -22,11 +22,20 @@ from unmask.training.loop import run
 from unmask.training.stages import Stage
 
 
-def stage_of(job: Job) -> Stage:
-    """The stage that a job describes."""
+def stage_of(job: Job, own: dict[str, str]) -> Stage:
+    """The stage that a job describes.
+
+    Args:
+        own: the code of one's own that it has in the notebook (`own_code`).
+    Raises: ValueError if it is another one here.
+    """
     module, _, name = job.stage.partition(":")
-    kind = getattr(importlib.import_module(module), name)
-    return kind.of(job, Corpus(Path(job.corpus), job.families), backbone.load_tokenizer(job.tokenizer))
+    kind = getattr(importlib.import_module(module), name, None)
+    corpus, tokenizer = Corpus(Path(job.corpus), job.families), backbone.load_tokenizer(job.tokenizer)
+    stage = kind and kind(job, corpus, tokenizer)
+    if stage is None or own_code(stage) != own:
+        raise ValueError("other processes cannot import the code of a notebook: put it into a module")
+    return stage
 
 
 def main(path: Path) -> None:
@@ -38,12 +47,10 @@ def main(path: Path) -> None:
         about = read_json(path)
         job = Job.of(about["job"])
         processes = Processes.join(job.config.precision, job.parallel.strategy)
-        stage = stage_of(job)
+        stage = stage_of(job, about["made_of"]["own code"])
         model = stage.model(job.start)
         if weights_hash(model) != about["made_of"]["weights"]:
             raise ValueError("the notebook's model is not what its start gives: save it, and start from that")
-        if own_code(stage) != about["made_of"]["own code"]:
-            raise ValueError("the notebook's stage computes with what its module does not hold: put it there")
         run(job, stage, model, processes, lambda row: None)
     except TrainingStopped:
         _say(folder, "TrainingStopped")

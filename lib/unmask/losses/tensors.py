@@ -1,4 +1,4 @@
-"""What every loss asks of its arguments, before it computes anything."""
+"""What every loss asks of its arguments before it computes anything, and how they get to its device."""
 
 import math
 
@@ -12,12 +12,15 @@ def check_shapes(**tensors: Tensor | None) -> None:
     The letters after a name's last underscore are its axes, and a letter has one size: `q_ND` and `d_ND` have
     the same shape.
 
-    Raises: ValueError that names the tensor, the shape it should have and the one it has.
+    Raises: ValueError that names the tensor, the shape it should have and the one it has; TypeError for what
+        is no tensor.
     """
     sizes: dict[str, int] = {}
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         axes, shape = name.rpartition("_")[2], tuple(tensor.shape)
         expected = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
         wrong = (sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True))
@@ -42,3 +45,11 @@ def check_index(name: str, index_N: Tensor, size: int) -> None:
     if index_N.dtype != torch.int64 or ((index_N < 0) | (index_N >= size)).any():
         found = f"{index_N.dtype} in {int(index_N.min())}..{int(index_N.max())}"
         raise ValueError(f"{name} must hold int64 in 0..{size - 1}; got {found}.")
+
+
+def shipped(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copies a CPU tensor to a device; to a GPU from pinned memory, since other copies may wait for all that
+    it has to do. What is there already stays."""
+    device = torch.device(device)
+    pinned = x.device.type == "cpu" and device.type == "cuda"
+    return (x.pin_memory() if pinned else x).to(device, non_blocking=True)

@@ -1,0 +1,72 @@
+"""The pool that systems vote on: the embedders of the paper's pool, and the vote."""
+
+import random
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+import rehearsal
+from unmask.config import ConfigError, load_preset
+from unmask.data import mirror
+from unmask.evaluation.pool import PROMPTS, agreed, nearest
+
+
+def test_the_vote_is_that_of_a_naive_computation():
+    rng, right = random.Random(0), []
+    systems = [[rng.sample(range(30), rng.randint(0, 12)) for _ in range(40)] for _ in range(5)]
+    *pool, beside = systems
+    for query in range(40):
+        right.append(set())
+        for document in range(30):
+            votes = 0.0
+            for ranking in systems:
+                for rank in range(len(ranking[query])):
+                    if ranking[query][rank] == document:
+                        votes += 1 / (60 + rank + 1)
+            if votes >= 3 / 70 and any(document in ranking[query] for ranking in pool):
+                right[-1].add(document)
+    assert agreed(pool, [beside]) == right and 0 < sum(map(len, right)) < 40 * 30 / 4
+    assert agreed(pool, [beside], 0.0) == [{d for one in pool for d in one[query]} for query in range(40)]
+    tenth = [[*range(9), 99]], [[*range(20, 29), 99]], [[*range(40, 49), 99]]  # three systems' tenth
+    assert agreed(tenth) == [{99}] and agreed(tenth[:2], [[[]]]) == [set()]
+
+
+POOL = [name for name in load_preset("hub-0.6b").retrieval.pool if name != "bm25"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("mirror")
+    rehearsal.write_embedders(made)
+    return made
+
+
+@pytest.mark.parametrize("name", POOL)
+def test_an_embedder_of_the_pool_reads_with_its_prompt_and_finds_the_nearest(folder, monkeypatch, name):
+    monkeypatch.setenv("UNMASK_MIRROR", str(folder))
+    rng = random.Random(1)
+    queries, documents = ([rehearsal.text(rng, 6) for _ in range(count)] for count in (5, 40))
+    model = SentenceTransformer(str(folder / name), device="cpu")
+    prompt = PROMPTS.get(name, model.prompts.get("query", ""))
+    assert bool(prompt) == (name != "BAAI/bge-m3")
+    q_ND, d_MD = model.encode([prompt + query for query in queries], prompt=""), model.encode(documents)
+    scores_NM = q_ND @ d_MD.T / np.linalg.norm(q_ND, axis=1)[:, None] / np.linalg.norm(d_MD, axis=1)
+    found_NK = nearest(name, queries, documents, 7, 512)
+    best_NK = -np.sort(-scores_NM, 1)[:, :7]  # random models rank some almost equally
+    np.testing.assert_allclose(np.take_along_axis(scores_NM, found_NK, 1), best_NK, atol=1e-5)
+
+
+def test_what_the_pool_needs_is_asked_for_at_the_start(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
+    needs = mirror.needs(load_preset("smoke", {"retrieval.pool": ["bm25", *POOL]}))
+    assert {one.repo for one in needs} == {*POOL}
+    mirror.require(load_preset("smoke"))
+    told = {"BAAI/bge-m3": "lacks BAAI/bge-m3", "/no/where": "retrieval.pool: /no/where"}
+    for name, message in told.items():
+        with pytest.raises(ValueError, match=message):
+            mirror.require(load_preset("smoke", {"retrieval.pool": [name]}))
+    with pytest.raises(ConfigError, match=r"retrieval\.pool.*'bm25'.*got 'bm52'"):
+        load_preset("smoke", {"retrieval.pool": ["bm52"]})
+    with pytest.raises(ValueError, match=r"retrieval\.log: there is no file"):
+        mirror.require(load_preset("smoke", {"retrieval.log": "no.jsonl"}))

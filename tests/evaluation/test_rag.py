@@ -1,0 +1,154 @@
+"""A reader over the wire: BERGEN's prompts and metric, no question asked twice, and a real model."""
+
+import json
+import random
+import socket
+import string
+import subprocess
+import sys
+from urllib.request import urlopen
+
+import openai
+import pytest
+from datasets import Dataset
+
+import tiny
+from chat_servers import chat_server
+from unmask.config import ReaderConfig
+from unmask.evaluation.rag import WORDS, match, messages, normalised, passages, squad
+from unmask.synthesis import replies
+from unmask.synthesis.ask import EndpointError
+from waiting import wait_for
+
+PLACES = ["Oslo", "Lima", "Cairo", "Hanoi"]
+TEXTS = [f"The town of number {n} is {place}." for n, place in enumerate(PLACES)]
+QUESTIONS = [f"Which town is number {n}?" for n in range(len(PLACES))]
+
+
+def reader(url, **changes):
+    return ReaderConfig(endpoint=url, model="test", retries=0, timeout=600.0, **changes)
+
+
+def read(config, journal, questions, found):
+    return replies(config, journal, [messages(*pair) for pair in zip(questions, found, strict=True)])
+
+
+def naive(answer, labels):
+    """The metric letter by letter and word by word."""
+
+    def plain(text):
+        kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+        return [word for word in kept.split() if word not in ("a", "an", "the")]
+
+    return any(" ".join(plain(label)) in " ".join(plain(answer)) for label in labels)
+
+
+def test_the_metric_is_that_of_a_naive_computation():
+    rng, parts = random.Random(0), ["The", "a", "an", "Paris", "u.s.", "USA!", "theatre", "Île-de", "42", "-"]
+    drawn = [" ".join(rng.choices(parts, k=rng.randint(1, 5))) for _ in range(3000)]
+    pairs = list(zip(drawn[:1000], zip(drawn[1000:2000], drawn[2000:])))
+    found = [match(answer, labels) for answer, labels in pairs]
+    assert found == [naive(*pair) for pair in pairs] and 0.1 < sum(found) / 1000 < 0.9
+    assert normalised(" The  U.S.\ttheatre, an ") == "us theatre"
+    assert not match("", ["Paris"]) and not match("Par is", ["Paris"])
+
+
+def test_the_prompts_are_bergens():
+    system, user = messages("Where?", ["one", "two\n" * (WORDS + 1)])
+    assert system["content"] == (
+        "You are a helpful assistant. Your task is to extract relevant information from provided documents "
+        "and to answer to questions as briefly as possible."
+    )
+    assert (
+        user["content"] == f"Background:\nDocument 1: one\nDocument 2:{' two' * WORDS}\n\n\nQuestion: Where?"
+    )
+    assert [one["content"] for one in messages("Where?", [])] == [
+        "You are a helpful assistant. Answer the questions as briefly as possible.",
+        "Question: Where?",
+    ]
+
+
+def test_squad_in_passages_of_a_hundred_words(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
+    assert squad() is None
+    words = [f"w{n}" for n in range(2 * WORDS + 7)]
+    rows = [
+        {"title": "T", "context": " ".join(words[:count]), "question": "Same?", "answers": answers}
+        for count, answers in (
+            (len(words), {"text": ["w5", "w6"], "answer_start": [0, 3]}),
+            (WORDS, {"text": ["w9"], "answer_start": [0]}),  # the first passage of the other, asked the same
+        )
+    ]
+    path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
+    Dataset.from_list(rows).to_parquet(path)
+    questions, labels, found = squad()
+    assert questions == ["Same?"] * 2 and sorted(labels) == [["w5", "w6"], ["w9"]]
+    assert found == [" ".join(words[:100]), " ".join(words[100:200]), " ".join(words[200:])]
+    assert passages(["a  b", "", "a b"]) == ["a b"]
+
+
+def write(prompt):
+    """The last word of the first passage; without passages, "Lima"."""
+    return "It is " + (prompt.split("\n")[1].split()[-1] if "Document 1" in prompt else "lima")
+
+
+def test_each_question_is_read_with_its_passages_and_nothing_is_asked_twice(tmp_path):
+    found = [[TEXTS[n], TEXTS[0]] if n < 3 else [TEXTS[1]] for n in range(4)]
+    journal, lost = tmp_path / "reader.journal", lambda prompt, _: "500" if QUESTIONS[2] in prompt else None
+    with chat_server(lost, write=write) as server:
+        config = reader(server.url)
+        assert read(config, journal, QUESTIONS, found) == ["It is Oslo.", "It is Lima.", "", "It is Lima."]
+        server.fault, before = (lambda *_: None), server.answered
+        answers = read(config, journal, QUESTIONS, found)
+        assert server.answered == before + 1  # what had no answer
+        alone = read(config, journal, QUESTIONS, [[]] * 4)
+    assert [match(answer, [label]) for answer, label in zip(answers, PLACES)] == [True, True, True, False]
+    assert [match(answer, [label]) for answer, label in zip(alone, PLACES)] == [False, True, False, False]
+    assert read(config, journal, QUESTIONS, found) == answers  # of a server that is gone
+    [body, *_] = server.bodies
+    assert "response_format" not in body and body["temperature"] == 0 and body["max_tokens"] == 128
+
+
+def test_a_reader_that_cannot_be_asked_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
+    with pytest.raises(ValueError, match=r"reader.endpoint is ''.*--set reader.endpoint=http"):
+        read(ReaderConfig(), tmp_path / "j", QUESTIONS, [[]] * 4)
+    with (
+        chat_server(lambda *_: "404") as server,
+        pytest.raises(EndpointError, match=r"reader\.endpoint ends"),
+    ):
+        read(reader(server.url), tmp_path / "j", QUESTIONS, [[]] * 4)
+    with chat_server(lambda *_: "500") as server, pytest.raises(EndpointError, match="no request"):
+        read(reader(server.url), tmp_path / "j", QUESTIONS, [[]] * 4)
+
+
+@pytest.mark.slow
+def test_a_small_model_answers_behind_transformers_own_server(tmp_path):
+    folder = tmp_path / "model"
+    tiny.model(bidirectional=False, head=True).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    template = "{% for one in messages %}{{ one.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder)]
+    server = subprocess.Popen([*command, "--port", str(port), "--device", "cpu"])
+    try:
+        wait_for(lambda: _healthy(port), seconds=120)
+        config = ReaderConfig(endpoint=f"http://127.0.0.1:{port}/v1", model=str(folder), max_tokens=8)
+        answers = read(config, tmp_path / "j", QUESTIONS[:2], [TEXTS[:2], []])
+    finally:
+        server.terminate()
+        server.wait()
+    kept = [json.loads(line)[1] for line in (tmp_path / "j").read_text().splitlines() if line]
+    assert sorted(answers) == sorted(one["text"] for one in kept)
+    assert all(0 < one["answer_tokens"] <= 8 < one["prompt_tokens"] for one in kept)
+
+
+def _healthy(port):
+    try:
+        return urlopen(f"http://127.0.0.1:{port}/health").status == 200
+    except OSError:
+        return False
