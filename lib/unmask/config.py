@@ -372,6 +372,8 @@ class ContebConfig(Section):
     what is named here."""
 
     tasks: tuple[str, ...] = ()  # of `unmask.data.registry.CONTEB`; read from a mirror or the Hub
+    benchmarks: tuple[str, ...] = ()  # searches of short texts, as `retrieval.benchmarks`; also joined
+    joined: Several = 8  # texts that look alike, as one document
     chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
     chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
     corpus_documents: Sizes  # among which a query looks for its document

@@ -17,8 +17,16 @@ import tiny
 from unmask.config import load_preset
 from unmask.evaluation import mteb as in_mteb
 from unmask.evaluation.metrics import retrieval_metrics
-from unmask.evaluation.mteb import MtebEncoder, benchmark_tasks, run_benchmark, tool_kinds, type_means
+from unmask.evaluation.mteb import (
+    MtebEncoder,
+    as_task,
+    benchmark_tasks,
+    run_benchmark,
+    tool_kinds,
+    type_means,
+)
 from unmask.evaluation.search import similarity
+from unmask.evaluation.tasks import embed_task, score_task
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import Embedder, instructed
 from unmask.models.reranker import Reranker
@@ -189,6 +197,19 @@ def test_a_query_with_an_instruction_comes_after_it_and_equal_corpora_are_encode
     first = encode(encoder, name, "document", "a tool", "")
     monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
     assert (encode(encoder, name, "document", "a tool", "") == first).all()
+
+
+def test_a_search_of_mtebs_is_a_task_of_ours(animals, embedder, monkeypatch):
+    task = as_task(Animals())
+    assert (task.queries, task.relevant, task.chunks) == (QUERIES, RELEVANT, DOCUMENTS)  # nobody is left out
+    (row,) = run_benchmark(embedder, ["Animals"], CONFIG, animals / "results")
+    known = embed_task(embedder, task, CONFIG, late_chunking=True)  # of texts alone, late chunking or not
+    assert score_task(task, known).mean() == pytest.approx(row["score"], abs=1e-5)
+    again = Animals()
+    assert as_task(again) == as_task(again) == task  # mteb's benchmarks hand out the same tasks each time
+    monkeypatch.delenv("UNMASK_MIRROR")
+    with pytest.raises(ValueError, match=r"tests/animals is in no mirror .* HF_HUB_OFFLINE"):
+        as_task(Animals())
 
 
 # --- every type of task

@@ -24,7 +24,7 @@ from unmask.config import EvaluationConfig, RerankerConfig
 from unmask.data import hub
 from unmask.data.mining import unit
 from unmask.evaluation.search import similarity
-from unmask.evaluation.tasks import code_hash
+from unmask.evaluation.tasks import Task, code_hash
 from unmask.extras import extra
 from unmask.models.context_encoder import ContextEmbedder
 from unmask.models.embedder import Embedder, instructed, prompt
@@ -182,7 +182,7 @@ def _text(row: Mapping[str, str]) -> str:
     return " ".join(filter(None, (row.get("title"), row["text"]))).strip() or " "
 
 
-def _in_context(encoder: MtebEncoder, task: AbsTask, subset: str) -> Embedder:
+def _informed(encoder: MtebEncoder, task: AbsTask, subset: str) -> Embedder:
     texts = context_texts(task, subset, encoder.model.encoder.context)
     return encoder.model.with_context(texts, max_length=encoder.config.document_length)
 
@@ -226,13 +226,44 @@ def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return means | {f"Avg {x}": fmean(means[f"{kind} {x}"] for kind in kinds) for x in ("nDCG", "C")}
 
 
-def _completeness(
-    task: AbsTaskRetrieval, scores: Mapping[str, Mapping[str, float]], *about: Any, **more: Any
-) -> dict[str, float]:
+def _completeness(task: AbsTaskRetrieval, scores: Mapping[str, Mapping], *about: Any, **more: Any) -> dict:
     """ToolRet's comprehensiveness: the share of the queries whose documents are all among the first ten.
     Beside it what the task itself counts."""
     share = round(fmean(row["recall_10"] == 1 for row in scores.values()), 5)  # as mteb's
     return type(task).task_specific_scores(task, scores, *about, **more) | {MEASURES["C"]: share}
+
+
+def _absent(task: AbsTask) -> str:
+    """Why a task's data cannot be had; empty if they can. A mirror that has them is where it reads them."""
+    repo = task.metadata.dataset["path"]
+    folder = Path(repo) if Path(repo).is_dir() else hub.local(repo)  # mteb's tasks are shared: found before
+    if folder is None and (why := _unreachable()):
+        return f"{repo} is in no mirror (UNMASK_MIRROR), and the Hub: {why}"
+    dataset = task.metadata.dataset | {"path": str(folder or repo)}
+    task.metadata = task.metadata.model_copy(update={"dataset": dataset})
+    return ""
+
+
+def as_task(task: AbsTaskRetrieval) -> Task:
+    """A search of mteb's in one language as a task of ours, every document alone. Queries that nothing
+    answers are left out.
+
+    Raises: ValueError that says why its data cannot be had.
+    """
+    if why := _absent(task):
+        raise ValueError(why)
+    task.load_data()
+    task.convert_v1_dataset_format_to_v2(None)
+    [[data]] = (splits.values() for splits in task.dataset.values())
+    number = {name: i for i, name in enumerate(data["corpus"]["id"])}
+    answers = {
+        query: {number[name] for name, grade in found.items() if grade}
+        for query, found in data["relevant_docs"].items()
+    }
+    asked = [row for row in data["queries"] if answers.get(row["id"])]
+    queries, relevant = [row["text"] for row in asked], [answers[row["id"]] for row in asked]
+    texts = [[_text(row)] for row in data["corpus"]]
+    return Task(task.metadata.name, "english", queries, texts, relevant, list(number))
 
 
 def run_benchmark(
@@ -277,16 +308,11 @@ def _run(encoder: MtebEncoder | MtebReranker, task: AbsTask, results: mteb.Resul
         parts = [_run(encoder, part, results) for part in task.metadata.tasks]
         why = next((part["why"] for part in parts if part["why"]), "")
         return {"score": None if why else fmean(part["score"] for part in parts), "subsets": {}, "why": why}
-    repo = task.metadata.dataset["path"]
-    folder = hub.local(repo)
-    if folder is None and (why := _unreachable()):
-        why = f"{repo} is in no mirror (UNMASK_MIRROR), and the Hub: {why}"
+    if why := _absent(task):
         return {"score": None, "subsets": {}, "why": why}
-    dataset = task.metadata.dataset | {"path": str(folder or repo)}
-    task.metadata = task.metadata.model_copy(update={"dataset": dataset})
     task.task_specific_scores = partial(_completeness, task)
     if isinstance(encoder.model, ContextEmbedder) and not len(encoder.model.context_KD):
-        encoder.reader = cache(partial(_in_context, encoder, task))
+        encoder.reader = cache(lambda subset: _informed(encoder, task, subset))
     result = mteb.evaluate(encoder, task, cache=results, raise_error=False, co2_tracker=False)
     if result.exceptions:
         reason = str(result.exceptions[0].exception).strip() or "no reason given"
