@@ -34,7 +34,7 @@ def test_the_paper_presets_hold_the_papers_numbers_and_say_where_they_stand(sect
 
 @pytest.mark.parametrize("name", [*PAPER, "hub-0.6b"])
 def test_every_value_has_a_source(name):
-    place = r"(paper|CDE|Qwen3-Embedding), (section|appendix|figure|table) [0-9A-C]"
+    place = r"(paper|ConTEB|CDE|Qwen3-Embedding), (section|appendix|figure|table) [0-9A-C]"
     source, comments = re.compile(place + r"|choice: \w|Qwen3-\S+-Base|unused"), _comments(name)
     values = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf8"))
     sections = {key: section for key, section in values.items() if isinstance(section, dict) and key != "ar"}

@@ -372,6 +372,8 @@ class ContebConfig(Section):
     what is named here."""
 
     tasks: tuple[str, ...] = ()  # of `unmask.data.registry.CONTEB`; read from a mirror or the Hub
+    benchmarks: tuple[str, ...] = ()  # searches of short texts, as `retrieval.benchmarks`; also joined
+    joined: Several = 8  # texts that look alike, as one document
     chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
     chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
     corpus_documents: Sizes  # among which a query looks for its document
@@ -395,6 +397,7 @@ class CdeConfig(PairConfig):
     cluster_sizes: Sizes  # of the study of batches, beside random ones
     # context documents at inference, `context` at most
     context_sizes: Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
+    benchmarks: tuple[str, ...] = ()  # public ones of every type of task, as `retrieval.benchmarks`
 
     def __post_init__(self):
         super().__post_init__()
@@ -425,6 +428,7 @@ class Qwen3EmbeddingConfig(PairConfig):
     scratch: bool = False  # start from a backbone that was not pretrained, instead of the causal one
     weak_steps: Count  # of the first phase, on all pairs and without mined negatives
     weak_lr: Positive  # of the first phase
+    benchmarks: tuple[str, ...] = ()  # public ones of every type of task, as `retrieval.benchmarks`
     checkpoints: Count = 3  # of the second phase that are merged, evenly spaced, the last one among them
 
 

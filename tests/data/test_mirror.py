@@ -195,7 +195,8 @@ def test_a_run_whose_mirror_lacks_something_says_so_at_once(to, monkeypatch):
     preset = load_preset("smoke", to.settings)
     assert not mirror.offline(preset) and mirror.data_on_hub(preset) and mirror.offline(load_preset("smoke"))
     assert not mirror.data_on_hub(load_preset("smoke", {"conteb.tasks": ["insurance"]}))
-    assert not mirror.offline(load_preset("smoke", {"retrieval.benchmarks": ["MTEB(Code, v1)"]}))
+    for section in ("retrieval", "conteb", "cde", "qwen3", "ablation"):
+        assert not mirror.offline(load_preset("smoke", {f"{section}.benchmarks": ["MTEB(Code, v1)"]}))
     monkeypatch.setenv("UNMASK_MIRROR", str(to.folder.parent))
     assert mirror.offline(preset) and not mirror.data_on_hub(preset)
     how = "with internet, `unmask mirror pull --preset NAME --to DIR`"

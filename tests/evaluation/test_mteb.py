@@ -1,4 +1,7 @@
-"""Our embedder under mteb: scores equal to ours, the Hub's layout from a mirror, appendix C."""
+"""Our models under mteb: scores equal to ours, the Hub's layout from a mirror, appendix C, every type."""
+
+from dataclasses import replace
+from statistics import fmean
 
 import mteb
 import numpy as np
@@ -6,15 +9,27 @@ import pytest
 from datasets import Dataset
 from mteb.abstasks import AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
+from mteb.mocks import MOCK_TASK_TEST_GRID_MONOLINGUAL, MockRerankingTask, MockRetrievalTask, MockSTSTask
+from mteb.mocks.mock_tasks.reranking import MockAggregatedTask
+from scipy.stats import spearmanr
 
 import tiny
 from unmask.config import load_preset
 from unmask.evaluation import mteb as in_mteb
 from unmask.evaluation.metrics import retrieval_metrics
-from unmask.evaluation.mteb import MtebEncoder, benchmark_tasks, run_benchmark, tool_kinds
+from unmask.evaluation.mteb import (
+    MtebEncoder,
+    as_task,
+    benchmark_tasks,
+    run_benchmark,
+    tool_kinds,
+    type_means,
+)
 from unmask.evaluation.search import similarity
+from unmask.evaluation.tasks import embed_task, score_task
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import Embedder, instructed
+from unmask.models.reranker import Reranker
 from unmask.study.report import paper_table
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
@@ -46,7 +61,7 @@ def animals(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path / "mirror"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     known = in_mteb.benchmark_tasks
-    monkeypatch.setattr(in_mteb, "benchmark_tasks", lambda n: [Animals()] if n == "Animals" else known(n))
+    monkeypatch.setattr(in_mteb, "benchmark_tasks", lambda n, *_: [Animals()] if n == "Animals" else known(n))
     gold = [(q, d) for q, found in enumerate(RELEVANT) for d in sorted(found)]
     tables = {
         "corpus": [{"_id": f"d{i:03}", "title": "", "text": text} for i, text in enumerate(DOCUMENTS)],
@@ -101,6 +116,8 @@ def test_results_are_kept_until_the_model_or_the_code_changes(animals, embedder,
     several = [embedder, Embedder(tiny.model(), tiny.tokenizer(), normalize=True)]
     informed = ContextEmbedder(ContextualEncoder(tiny.model(), tiny.model(), 4), tiny.tokenizer())
     several += [informed, informed.with_context(["one"]), informed.with_context(["two"])]
+    other = ContextEmbedder(ContextualEncoder(tiny.model(seed=1), tiny.model(), 4), tiny.tokenizer())
+    several.append(other)  # its first stage alone differs
     revisions = [MtebEncoder(one, CONFIG).mteb_model_meta.revision for one in several]
     monkeypatch.setattr(in_mteb, "code_hash", lambda: "other code")
     assert len({*revisions, MtebEncoder(embedder, CONFIG).mteb_model_meta.revision}) == len(several) + 1
@@ -119,6 +136,11 @@ def test_the_benchmarks_are_the_papers():
     assert len(table9) == 12 and table9["MIRACLRetrievalHardNegatives"].hf_subsets == ["en"]
     assert table9["MSMARCO"].eval_splits == ["dev"]
     assert [len(task.hf_subsets) for task in benchmark_tasks("ToolRet")] == [35, 35]
+    # Qwen3-Embedding, section 4.1 (its CMTEB has 32), and what table 4 adds; CDE's MTEB.
+    sizes = {"MTEB(Multilingual, v2)": 131, "MTEB(eng, v2)": 41, "MTEB(cmn, v1)": 31, "MTEB(Code, v1)": 12}
+    sizes |= {"MLDR": 1, "FollowIR": 3, "MTEB(eng, v1)": 56}
+    assert {name: len(benchmark_tasks(name, True)) for name in sizes} == sizes
+    assert [len(benchmark_tasks(name)) for name in ("MTEB(eng, v2)", "FollowIR", "MLDR")] == [10, 3, 1]
     named = {name: float(name.startswith("to")) for name in benchmark_tasks("ToolRet")[0].hf_subsets}
     table = tool_kinds({name: {"nDCG": x, "P": 0.0, "R": 1.0, "C": 1 - x} for name, x in named.items()})
     assert [*table] == [*paper_table(5)["bm25"]]
@@ -175,3 +197,136 @@ def test_a_query_with_an_instruction_comes_after_it_and_equal_corpora_are_encode
     first = encode(encoder, name, "document", "a tool", "")
     monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
     assert (encode(encoder, name, "document", "a tool", "") == first).all()
+
+
+def test_a_search_of_mtebs_is_a_task_of_ours(animals, embedder, monkeypatch):
+    task = as_task(Animals())
+    assert (task.queries, task.relevant, task.chunks) == (QUERIES, RELEVANT, DOCUMENTS)  # nobody is left out
+    (row,) = run_benchmark(embedder, ["Animals"], CONFIG, animals / "results")
+    known = embed_task(embedder, task, CONFIG, late_chunking=True)  # of texts alone, late chunking or not
+    assert score_task(task, known).mean() == pytest.approx(row["score"], abs=1e-5)
+    again = Animals()
+    assert as_task(again) == as_task(again) == task  # mteb's benchmarks hand out the same tasks each time
+    monkeypatch.delenv("UNMASK_MIRROR")
+    with pytest.raises(ValueError, match=r"tests/animals is in no mirror .* HF_HUB_OFFLINE"):
+        as_task(Animals())
+
+
+# --- every type of task
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """`benchmark_tasks` knows the tasks that mteb makes up for its own tests, of every type; they need no
+    data."""
+    every = {task.metadata.name: task for task in [*MOCK_TASK_TEST_GRID_MONOLINGUAL, Forums()]}
+    monkeypatch.setattr(in_mteb, "benchmark_tasks", lambda name, *_: [every[n] for n in name.split()])
+    monkeypatch.setattr(in_mteb, "_unreachable", lambda: "")
+    return every
+
+
+class Forums(MockAggregatedTask):
+    """A mean over tasks, as CQADupstack."""
+
+    metadata = MockAggregatedTask.metadata.model_copy(
+        update={"name": "Forums", "type": "Retrieval", "tasks": [MockRetrievalTask(), MockRerankingTask()]}
+    )
+
+
+@pytest.fixture
+def contextual():
+    return ContextEmbedder(ContextualEncoder(tiny.model(), tiny.model(seed=1), 4), tiny.tokenizer())
+
+
+@pytest.mark.parametrize("kind", ["instruct", "context"])
+def test_tasks_of_every_type_are_run(made_up, embedder, contextual, tmp_path, kind):
+    instruct = kind == "instruct"
+    model, precision = (embedder, "float32") if instruct else (contextual, "int8")
+    rows = run_benchmark(model, [" ".join(made_up)], CONFIG, tmp_path, precision, True, instruct)
+    assert {row["task"]: row["why"] for row in rows} == dict.fromkeys(made_up, "")
+    kinds = [task.metadata.type for task in mteb.get_benchmark("MTEB(Multilingual, v2)").tasks]
+    assert {*kinds, "Summarization"} <= {row["type"] for row in rows}
+    scores = {row["task"]: row["score"] for row in rows}
+    parts = [scores["MockRetrievalTask"], scores["MockRerankingTask"]]
+    assert scores["Forums"] == pytest.approx(fmean(parts))
+
+
+def test_a_benchmarks_mean_is_over_tasks_and_over_types():
+    found = [("STS", 0.2), ("STS", 0.4), ("Retrieval", 0.9)]
+    rows = [{"type": kind, "score": score} for kind, score in found]
+    means = {"mean (task)": 0.5, "mean (type)": 0.6, "STS": 0.3, "Retrieval": 0.9}
+    assert type_means(rows) == pytest.approx(means)
+    assert type_means([*rows, {"type": "STS", "score": None}]) == {"Retrieval": 0.9}
+
+
+def test_both_sides_of_a_pair_come_after_the_instruction_and_documents_do_not(made_up, embedder, tmp_path):
+    (row,) = run_benchmark(embedder, ["MockSTSTask"], CONFIG, tmp_path, "float32", True, True)
+    task = MockSTSTask()
+    task.load_data()
+    rows = task.dataset["test"]
+    texts = [[instructed(task.metadata.prompt, text) for text in rows[x]] for x in ("sentence1", "sentence2")]
+    a_ND, b_ND = (embedder.encode(x, "float32", max_length=CONFIG.document_length) for x in texts)
+    expected = spearmanr(similarity(a_ND, b_ND).diagonal(), rows["score"]).statistic
+    assert row["score"] == pytest.approx(expected, abs=1e-5)
+    encoder, text = MtebEncoder(embedder, CONFIG, "float32", instruct=True), "Tea is red."
+    told = mteb.get_task("ArguAna").metadata.prompt["query"]
+    query = embedder.encode([f"Instruct: {told}\nQuery:{text}"], "float32", max_length=CONFIG.query_length)
+    plain = embedder.encode([text], "float32", max_length=CONFIG.document_length)
+    assert (encode(encoder, "ArguAna", "query", text) == query).all()
+    assert (encode(encoder, "ArguAna", "document", text) == plain).all()
+
+
+def test_the_best_documents_are_reranked_and_the_others_left_out(animals, embedder):
+    reranker = Reranker(tiny.model(bidirectional=False, head=True, length=1024), tiny.tokenizer())
+    config = replace(load_preset("smoke").reranker, candidates=12)
+    how = (CONFIG, animals / "results", "int8", False, True)
+    (row,) = run_benchmark(embedder, ["Animals"], *how, (reranker, config))
+    told = "Retrieve text based on user query."  # mteb's, for a search that has no instruction of its own
+    q_ND = embedder.encode([instructed(told, query) for query in QUERIES], max_length=CONFIG.query_length)
+    first_NM = similarity(q_ND, embedder.encode(DOCUMENTS, max_length=CONFIG.document_length)).numpy()
+    final_NM = np.full(first_NM.shape, -1e9)
+    limits = {"query_length": config.query_length, "document_length": config.document_length}
+    for query, first_M, final_M in zip(QUERIES, first_NM, final_NM, strict=True):
+        best = np.argsort(-first_M, kind="stable")[:12]
+        texts = [DOCUMENTS[i] for i in best]
+        final_M[best] = reranker.log_odds(query, texts, instruction=told, **limits)
+    assert row["why"] == "" and row["score"] == pytest.approx(
+        retrieval_metrics(final_NM, RELEVANT)["ndcg@10"], abs=1e-5
+    )
+    (first,) = run_benchmark(embedder, ["Animals"], *how)
+    assert first["score"] != row["score"]
+    other = (reranker, replace(config, candidates=5))
+    (fewer,) = run_benchmark(embedder, ["Animals"], *how, other)
+    assert fewer["score"] != row["score"]
+
+
+def test_a_contextual_encoder_reads_the_tasks_own_documents(animals, contextual):
+    (row,) = run_benchmark(contextual, ["Animals"], CONFIG, animals / "results")
+    task = Animals()
+    task.metadata = task.metadata.model_copy(
+        update={"dataset": {"path": str(animals / "mirror/tests/animals"), "revision": "0" * 40}}
+    )
+    task.load_data()
+    drawn = in_mteb.context_texts(task, "default", 4)
+    assert len({*drawn}) == 4 and {*drawn} < {*DOCUMENTS}
+    ready = contextual.with_context(drawn, max_length=CONFIG.document_length)
+
+    def score(one):
+        q_ND = one.encode(QUERIES, max_length=CONFIG.query_length)
+        d_MD = one.encode(DOCUMENTS, max_length=CONFIG.document_length)
+        ids = [f"d{i:03}" for i in range(len(DOCUMENTS))]
+        return retrieval_metrics(similarity(q_ND, d_MD), RELEVANT, document_ids=ids)["ndcg@10"]
+
+    assert row["score"] == pytest.approx(score(ready), abs=1e-5)
+    foreign = contextual.with_context(["Something else."])  # a context that it has stays: CDE's "random"
+    (other,) = run_benchmark(foreign, ["Animals"], CONFIG, animals / "results")
+    assert other["score"] == pytest.approx(score(foreign), abs=1e-5)
+
+
+def test_context_is_drawn_from_what_a_task_reads(made_up):
+    for name, expected in {"MockSTSTask": 4, "MockClusteringTask": 3, "MockRetrievalTask": 2}.items():
+        made_up[name].load_data()
+        made_up[name].convert_v1_dataset_format_to_v2(None) if "Retrieval" in name else None
+        texts = in_mteb.context_texts(made_up[name], "default", 100)
+        assert len(texts) >= expected and all(isinstance(text, str) for text in texts)
+    assert any(text.startswith("Title of d1 ") for text in texts)

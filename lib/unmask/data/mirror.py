@@ -66,7 +66,8 @@ def needs(preset: Preset) -> list[Need]:
 def offline(preset: Preset) -> bool:
     """Whether a run of this preset reads nothing from the Hub itself. Public benchmarks count as read from
     it: a mirror may lack them."""
-    benchmarks = preset.retrieval.benchmarks or preset.ablation.benchmarks
+    sections = preset.retrieval, preset.conteb, preset.cde, preset.qwen3, preset.ablation
+    benchmarks = any(section.benchmarks for section in sections)
     return not benchmarks and (hub.root() is not None or not needs(preset))
 
 

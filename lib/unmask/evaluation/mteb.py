@@ -1,33 +1,41 @@
-"""Public retrieval benchmarks through the `mteb` package, as appendix C of the paper runs them.
+"""Public benchmarks through the `mteb` package: our embedders, a reranker behind one. Retrieval is run as
+appendix C of the paper says.
 
 Shape suffixes: B texts · N queries · M documents · D dimensions.
 """
 
 from collections.abc import Iterable, Mapping
-from functools import cache
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import joblib
 import numpy as np
 import torch
 import yaml
+from datasets import Dataset
 from torch import Tensor
 
-from unmask.config import EvaluationConfig
+from unmask.config import EvaluationConfig, RerankerConfig
 from unmask.data import hub
+from unmask.data.mining import unit
 from unmask.evaluation.search import similarity
-from unmask.evaluation.tasks import code_hash
+from unmask.evaluation.tasks import Task, code_hash
 from unmask.extras import extra
-from unmask.models.embedder import Embedder, instructed
+from unmask.models.context_encoder import ContextEmbedder
+from unmask.models.embedder import Embedder, instructed, prompt
+from unmask.models.reranker import Reranker
 from unmask.store import fingerprint
 
 with extra("study"):
     import mteb
     from mteb import AbsTask, TaskMetadata
-    from mteb.models import ModelMeta
+    from mteb.abstasks import AbsTaskRetrieval
+    from mteb.models import ModelMeta, SearchCrossEncoderWrapper, SearchEncoderWrapper
     from mteb.models.abs_encoder import AbsEncoder
     from mteb.types import PromptType
 
@@ -46,42 +54,51 @@ class MtebEncoder(AbsEncoder):
     No prompt is used but ArguAna's, and instructions that come with queries. Similarity is the cosine of the
     codes, which for binary ones orders as the Hamming distance does. SyntheticText2SQL holds documents that
     are equal to one another: small noise, a function of the document's position alone, breaks the symmetry.
+    What is no search (classification, clusters, pairs of sentences) gets float vectors of unit length.
 
     Args:
         config: `query_length` and `document_length` are tokens at most, up to the model's positions.
         precision: "int8", "binary", "ubinary" or "float32".
+        instruct: every text but a searched document comes after mteb's instruction for its task, in
+            Qwen3-Embedding's template; ArguAna's prompt is not used.
     Source: appendix C.
     """
 
-    def __init__(self, embedder: Embedder, config: EvaluationConfig, precision: str = "int8"):
-        self.model, self.config, self.precision = embedder, config, precision
+    def __init__(
+        self, embedder: Embedder, config: EvaluationConfig, precision: str = "int8", instruct: bool = False
+    ):
+        self.model, self.config, self.precision, self.instruct = embedder, config, precision, instruct
+        self.instruction_template = prompt("{instruction}")
+        self.reader = lambda subset: embedder  # of a task's subset
         self._asked, self._found = None, None  # the last corpus, which the subsets of a task may share
-        # mteb keeps results by name and revision: whatever changes a score changes them.
-        read = [*embedder.model.parameters(), getattr(embedder, "context_KD", torch.empty(0))]
-        weights = joblib.hash([x.detach().float().cpu().numpy() for x in read])
-        how = embedder.mixed_precision, config.query_length, config.document_length
-        revision = fingerprint(weights, embedder.settings, how, _TOLD, mteb.__version__, code_hash())
-        self.mteb_model_meta = ModelMeta.create_empty({"name": f"unmask/{precision}", "revision": revision})
+        read = [*getattr(embedder, "encoder", embedder.model).parameters()]
+        read.append(getattr(embedder, "context_KD", torch.empty(0)))
+        how = embedder.mixed_precision, config.query_length, config.document_length, instruct
+        self.mteb_model_meta = _meta(precision, read, embedder.settings, how)
 
-    def encode(
-        self, inputs: Iterable[Mapping], *, task_metadata: TaskMetadata, prompt_type: PromptType, **_: Any
-    ) -> np.ndarray:
+    def encode(self, inputs: Iterable[Mapping], *, task_metadata: TaskMetadata, **about: Any) -> np.ndarray:
         """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space, for
         which the tokenizer must have a token."""
-        name, query = task_metadata.name, prompt_type == PromptType.query
+        name, kind, reader = task_metadata.name, about.get("prompt_type"), self.reader(about.get("hf_subset"))
+        query, before, column = kind == PromptType.query, "", itemgetter("text")
         length = LENGTHS.get(name, self.config.query_length if query else self.config.document_length)
+        if self.instruct and kind != PromptType.document:
+            before = self.get_task_instruction(task_metadata, kind)
+        elif query:
+            before, column = PROMPTS.get(name, ""), _queries
+        texts = [before + text or " " for batch in inputs for text in column(batch)]
         if query:
-            texts = [PROMPTS.get(name, "") + text or " " for batch in inputs for text in _queries(batch)]
-            return self.model.encode(texts, self.precision, max_length=length)
-        texts = [text or " " for batch in inputs for text in batch["text"]]
-        if self._asked != (length, texts):
-            self._asked = length, texts
-            self._found = self.model.encode(texts, self.precision, max_length=length)
+            return reader.encode(texts, self.precision, max_length=length)
+        if self._asked != (reader, length, texts):
+            self._asked = reader, length, texts
+            self._found = reader.encode(texts, self.precision, max_length=length)
+        if kind is None:  # no search
+            return unit(_values(self._found))
         return noisy(self._found) if name in REPEATING else self._found
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """Cosine similarity (N, M)."""
-        return similarity(embeddings1, embeddings2)
+        """Cosine similarity (N, M); one vector may come as (D,)."""
+        return similarity(*(torch.atleast_2d(torch.as_tensor(x)) for x in (embeddings1, embeddings2)))
 
 
 def _queries(batch: Mapping[str, Any]) -> list[str]:
@@ -92,24 +109,108 @@ def _queries(batch: Mapping[str, Any]) -> list[str]:
     return [instructed(instruction or "", query) for instruction, query in pairs]
 
 
-def noisy(codes_BD: np.ndarray) -> np.ndarray:
-    """Embeddings with Gaussian noise that depends on position only, float32; packed bits are unpacked."""
+def _values(codes_BD: np.ndarray) -> np.ndarray:
+    """Embeddings as float32; packed bits are unpacked."""
     if codes_BD.dtype == np.uint8:
         codes_BD = 2.0 * np.unpackbits(codes_BD, axis=1) - 1
-    noise_BD = np.random.default_rng(0).standard_normal(codes_BD.shape, np.float32)
-    return codes_BD.astype(np.float32) + NOISE * float(codes_BD.std()) * noise_BD
+    return codes_BD.astype(np.float32)
 
 
-def benchmark_tasks(name: str) -> list[AbsTask]:
+def noisy(codes_BD: np.ndarray) -> np.ndarray:
+    """Embeddings with Gaussian noise that depends on position only, as `_values`."""
+    values_BD = _values(codes_BD)
+    noise_BD = np.random.default_rng(0).standard_normal(values_BD.shape, np.float32)
+    return values_BD + NOISE * float(values_BD.std()) * noise_BD
+
+
+class MtebReranker(SearchEncoderWrapper):
+    """A `Reranker` behind an `MtebEncoder`, as mteb's search: it orders the encoder's best documents anew.
+
+    Queries come with mteb's instruction for their task.
+
+    Args:
+        config: `candidates` of each query are reranked, `query_length` and `document_length` are read.
+    Source: Qwen3-Embedding, section 4.2.
+    """
+
+    def __init__(self, first: MtebEncoder, reranker: Reranker, config: RerankerConfig):
+        super().__init__(first)
+        self.reranker, self.candidates = reranker, config.candidates
+        self.limits = {"query_length": config.query_length, "document_length": config.document_length}
+        how = reranker.reader.mixed_precision, reranker.reader.max_length, config.candidates, self.limits
+        read, revision = reranker.model.parameters(), first.mteb_model_meta.revision
+        self.mteb_model_meta = _meta("reranked", read, revision, how)
+
+    def search(self, queries: Dataset, *, top_k: int, **about: Any) -> dict[str, dict[str, float]]:
+        """The score of each candidate, by the ids of queries and documents."""
+        second = SearchCrossEncoderWrapper(SimpleNamespace(predict=self._log_odds, mteb_model_meta=None))
+        second.task_corpus = self.task_corpus
+        found = super().search(queries, top_k=self.candidates, **about)
+        best = {query: sorted(row, key=row.get, reverse=True) for query, row in found.items()}
+        return second.search(queries, top_k=top_k, **about | {"top_ranked": best})
+
+    def _log_odds(self, *, task_metadata: TaskMetadata, **named: Any) -> np.ndarray:
+        instruction = self.model.get_instruction(task_metadata, PromptType.query)
+        sides = (chain.from_iterable(x["text"] for x in named[key]) for key in ("inputs1", "inputs2"))
+        pairs = groupby(zip(*sides, strict=True), key=itemgetter(0))  # of one query, side by side
+        rank = partial(self.reranker.log_odds, instruction=instruction, **self.limits)
+        return np.concatenate([rank(query, [text for _, text in own]) for query, own in pairs])
+
+
+def _meta(name: str, tensors: Iterable[Tensor], *how: Any) -> ModelMeta:
+    """mteb keeps results by name and revision: whatever changes a score changes them."""
+    weights = joblib.hash([x.detach().float().cpu().numpy() for x in tensors])
+    revision = fingerprint(weights, *how, _TOLD, mteb.__version__, code_hash())
+    return ModelMeta.create_empty({"name": f"unmask/{name}", "revision": revision})
+
+
+def context_texts(task: AbsTask, subset: str, count: int) -> list[str]:
+    """Texts of a task whose data mteb has loaded, drawn at random from the splits that are evaluated: of a
+    search documents, not queries; of other tasks whatever is read (CDE, section 10.12)."""
+    rng, found = np.random.default_rng(0), []
+    for split in task.eval_splits:
+        rows, columns = task.dataset.get(subset, task.dataset)[split], task._get_content_columns()
+        search, rows = isinstance(rows, dict), rows["corpus"] if isinstance(rows, dict) else rows
+        for row in rows.select(rng.permutation(len(rows))[:count]):
+            for text in [_text(row)] if search else [row[column] for column in columns]:
+                found += [text] if isinstance(text, str) else text  # or a list of them
+    return [found[i] or " " for i in rng.permutation(len(found))[:count]]
+
+
+def _text(row: Mapping[str, str]) -> str:
+    """A document of a search as encoders read it."""
+    return " ".join(filter(None, (row.get("title"), row["text"]))).strip() or " "
+
+
+def _informed(encoder: MtebEncoder, task: AbsTask, subset: str) -> Embedder:
+    texts = context_texts(task, subset, encoder.model.encoder.context)
+    return encoder.model.with_context(texts, max_length=encoder.config.document_length)
+
+
+def benchmark_tasks(name: str, every_type: bool = False) -> list[AbsTask]:
     """The tasks of a benchmark: a key of BENCHMARKS, or mteb's name of a benchmark or of a task.
 
+    Args:
+        every_type: of mteb's benchmarks not retrieval alone.
     Raises: KeyError for a name that is none of them.
     """
     if name in BENCHMARKS:
         return list(mteb.get_tasks(**BENCHMARKS[name]))
     if name in {benchmark.name for benchmark in mteb.get_benchmarks()}:
-        return [task for task in mteb.get_benchmark(name).tasks if task.metadata.type == "Retrieval"]
+        tasks = mteb.get_benchmark(name).tasks
+        return [task for task in tasks if every_type or task.metadata.type == "Retrieval"]
     return [mteb.get_task(name)]
+
+
+def type_means(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """A benchmark's rows of `run_benchmark` as leaderboards show them: the mean over its tasks, that over its
+    types of tasks, and each type's. A mean of what was not all run is left out."""
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row["type"], []).append(np.nan if row["score"] is None else row["score"])
+    types = {kind: fmean(found) for kind, found in scores.items()}
+    means = {"mean (task)": fmean(chain(*scores.values())), "mean (type)": fmean(types.values())} | types
+    return {name: mean for name, mean in means.items() if mean == mean}
 
 
 def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -125,13 +226,55 @@ def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return means | {f"Avg {x}": fmean(means[f"{kind} {x}"] for kind in kinds) for x in ("nDCG", "C")}
 
 
-def _completeness(scores: Mapping[str, Mapping[str, float]], *_: Any, **__: Any) -> dict[str, float]:
-    """ToolRet's comprehensiveness: the share of the queries whose documents are all among the first ten."""
-    return {MEASURES["C"]: round(fmean(row["recall_10"] == 1 for row in scores.values()), 5)}  # as mteb's
+def _completeness(task: AbsTaskRetrieval, scores: Mapping[str, Mapping], *about: Any, **more: Any) -> dict:
+    """ToolRet's comprehensiveness: the share of the queries whose documents are all among the first ten.
+    Beside it what the task itself counts."""
+    share = round(fmean(row["recall_10"] == 1 for row in scores.values()), 5)  # as mteb's
+    return type(task).task_specific_scores(task, scores, *about, **more) | {MEASURES["C"]: share}
+
+
+def _absent(task: AbsTask) -> str:
+    """Why a task's data cannot be had; empty if they can. A mirror that has them is where it reads them."""
+    repo = task.metadata.dataset["path"]
+    folder = Path(repo) if Path(repo).is_dir() else hub.local(repo)  # mteb's tasks are shared: found before
+    if folder is None and (why := _unreachable()):
+        return f"{repo} is in no mirror (UNMASK_MIRROR), and the Hub: {why}"
+    dataset = task.metadata.dataset | {"path": str(folder or repo)}
+    task.metadata = task.metadata.model_copy(update={"dataset": dataset})
+    return ""
+
+
+def as_task(task: AbsTaskRetrieval) -> Task:
+    """A search of mteb's in one language as a task of ours, every document alone. Queries that nothing
+    answers are left out.
+
+    Raises: ValueError that says why its data cannot be had.
+    """
+    if why := _absent(task):
+        raise ValueError(why)
+    task.load_data()
+    task.convert_v1_dataset_format_to_v2(None)
+    [[data]] = (splits.values() for splits in task.dataset.values())
+    number = {name: i for i, name in enumerate(data["corpus"]["id"])}
+    answers = {
+        query: {number[name] for name, grade in found.items() if grade}
+        for query, found in data["relevant_docs"].items()
+    }
+    asked = [row for row in data["queries"] if answers.get(row["id"])]
+    queries, relevant = [row["text"] for row in asked], [answers[row["id"]] for row in asked]
+    texts = [[_text(row)] for row in data["corpus"]]
+    return Task(task.metadata.name, "english", queries, texts, relevant, list(number))
 
 
 def run_benchmark(
-    embedder: Embedder, names: Iterable[str], config: EvaluationConfig, folder: Path, precision: str = "int8"
+    embedder: Embedder,
+    names: Iterable[str],
+    config: EvaluationConfig,
+    folder: Path,
+    precision: str = "int8",
+    every_type: bool = False,
+    instruct: bool = False,
+    reranking: tuple[Reranker, RerankerConfig] | None = None,
 ) -> list[dict[str, Any]]:
     """Scores of the tasks of benchmarks; what cannot be run says why, and the others go on.
 
@@ -139,27 +282,37 @@ def run_benchmark(
     otherwise from the Hub. Results are kept in `folder`, each subset of a task as soon as it is there: the
     same call goes on after an interruption.
 
-    Returns: rows of benchmark, task, "score" (the task's main score, mean over its splits and subsets, so
-        validation and test count alike for MLQA; None where it was not run), "subsets" (the same "score" and
-        MEASURES for each subset, for MIRACL a language) and "why" it was not run (empty if it was).
+    A `ContextEmbedder` without a context reads each task's own documents beside its texts.
+
+    Args:
+        every_type: also classification, clusters and whatever else is in a benchmark of mteb's.
+        instruct: as for `MtebEncoder`.
+        reranking: scores are those of the embedder's best documents reranked.
+    Returns: rows of benchmark, task, its type, "score" (the task's main score, mean over its splits and
+        subsets, so validation and test count alike for MLQA; None where it was not run), "subsets" (the same
+        "score" and MEASURES for each subset, for MIRACL a language) and "why" it was not run (empty if it
+        was).
     Raises: KeyError for an unknown name, before anything runs.
     """
-    wanted = [(name, task) for name in names for task in benchmark_tasks(name)]
+    wanted = [(name, task) for name in names for task in benchmark_tasks(name, every_type)]
     if not wanted:
         return []
-    encoder, results = MtebEncoder(embedder, config, precision), mteb.ResultCache(folder)
-    return [{"benchmark": name, "task": t.metadata.name} | _run(encoder, t, results) for name, t in wanted]
+    encoder, results = MtebEncoder(embedder, config, precision, instruct), mteb.ResultCache(folder)
+    model = MtebReranker(encoder, *reranking) if reranking else encoder
+    known = ({"benchmark": name, "task": t.metadata.name, "type": t.metadata.type} for name, t in wanted)
+    return [row | _run(model, task, results) for row, (_, task) in zip(known, wanted)]
 
 
-def _run(encoder: MtebEncoder, task: AbsTask, results: mteb.ResultCache) -> dict[str, Any]:
-    repo = task.metadata.dataset["path"]
-    folder = hub.local(repo)
-    if folder is None and (why := _unreachable()):
-        why = f"{repo} is in no mirror (UNMASK_MIRROR), and the Hub: {why}"
+def _run(encoder: MtebEncoder | MtebReranker, task: AbsTask, results: mteb.ResultCache) -> dict[str, Any]:
+    if task.is_aggregate:  # CQADupstack: its forums
+        parts = [_run(encoder, part, results) for part in task.metadata.tasks]
+        why = next((part["why"] for part in parts if part["why"]), "")
+        return {"score": None if why else fmean(part["score"] for part in parts), "subsets": {}, "why": why}
+    if why := _absent(task):
         return {"score": None, "subsets": {}, "why": why}
-    dataset = task.metadata.dataset | {"path": str(folder or repo)}
-    task.metadata = task.metadata.model_copy(update={"dataset": dataset})
-    task.task_specific_scores = _completeness
+    task.task_specific_scores = partial(_completeness, task)
+    if isinstance(encoder.model, ContextEmbedder) and not len(encoder.model.context_KD):
+        encoder.reader = cache(lambda subset: _informed(encoder, task, subset))
     result = mteb.evaluate(encoder, task, cache=results, raise_error=False, co2_tracker=False)
     if result.exceptions:
         reason = str(result.exceptions[0].exception).strip() or "no reason given"
