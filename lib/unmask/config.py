@@ -244,11 +244,16 @@ class ContextualConfig(ContrastiveConfig):
         False  # chunks of chunk_length tokens, exactly `chunks` a document (appendix B), not the data's
     )
     single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
+    join: Count = 1  # above 1: so many of these pairs a document, instead of the data's own (ConTEB, table 4)
     objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ
     alpha: Share = 0.2  # weight of the in-sequence term in the local loss
     beta_start: Share = 0.2  # weight of the global loss, first step
     beta_end: Share = 0.5  # last step
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
+
+    def __post_init__(self):
+        if self.join > min(self.chunks, self.single or 1):
+            raise ValueError(f"join {self.join} > chunks {self.chunks} or single {self.single}: raise those")
 
     @property
     def document_length(self) -> int:

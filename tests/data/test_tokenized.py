@@ -201,6 +201,20 @@ def test_single_chunks_are_random_pairs_of_different_keys(stored):
     assert len(drawn(1000, 0)) == 60  # as many as there are keys
 
 
+def test_joined_pairs_are_documents_of_different_texts_where_each_query_has_its_own_chunk(stored):
+    many = [{"query": f"ask {i}", "document": f"reply {i % 50}", "key": str(i // 2)} for i in range(120)]
+    config = replace(CONTEXTUAL, chunks=4, single=60, join=4)
+    found = single_chunks(Table(Dataset.from_list(many), "b", "", stored), config)
+    known = [(tokens([row["query"]]), tokens([row["document"]])) for row in many]
+    places = []
+    for document in found:
+        both = zip(lists(document.queries), lists(document.chunks), strict=True)
+        places += [known.index(([query], [chunk])) for query, chunk in both]
+        assert document.golds == [*range(len(document.chunks))]
+    assert len({place // 2 for place in places}) == len({place % 50 for place in places}) == len(places) > 30
+    assert places != sorted(places) and {*map(len, found.chunks)} <= {4, len(places) % 4}
+
+
 @pytest.mark.parametrize("column", ["query", "document"])
 def test_no_tokens_and_no_room_are_refused(column, stored):
     rows = PAIRS.map(lambda row, i: {column: "" if i == 1 else row[column]}, with_indices=True)

@@ -27,7 +27,7 @@ from unmask.config import ContextualConfig, PretrainConfig
 from unmask.data import reading, spelling, tokens
 from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.registry import Source
-from unmask.data.spelling import canonical
+from unmask.data.spelling import canonical, distinct
 from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
 from unmask.store import (
     artifacts_root,
@@ -349,13 +349,23 @@ def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
 
 
 def single_chunks(table: Table, config: ContextualConfig) -> TokenDocuments:
-    """Up to `config.single` random pairs of a data set, no two of one key, as documents of one chunk."""
-    rows = table.rows
+    """Up to `config.single` random pairs of a data set, no two of one key, as documents of one chunk, or of
+    `config.join`: of pairs that stand together by chance, no two with one document text."""
+    rows, join = table.rows, config.join
     order = permuted(np.arange(len(rows)), len(rows), config.seed)
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
-    drawn = rows.select(np.sort(order[np.sort(first)[: config.single]]))
-    identity = fingerprint(table.identity, config.single, config.seed)
+    chosen = order[np.sort(first)[: config.single]]
+    drawn = rows.select(np.sort(chosen) if join == 1 else chosen)
+    if join > 1:
+        kept = np.unique(distinct(drawn["document"])[1], return_index=True)[1]
+        drawn = Dataset.from_list([_together(**drawn[kept[part]]) for part in parts(len(kept), join)])
+    identity = fingerprint(table.identity, config.single, config.seed, join)
     return token_documents(table._replace(rows=drawn, identity=identity), replace(config, recut=False))
+
+
+def _together(query: list[str], document: list[str], key: list[str], **_: Any) -> dict[str, Any]:
+    """Pairs as one document. Its key is the first one's: the others stand nowhere else."""
+    return {"chunks": document, "queries": query, "golds": [*range(len(query))], "key": key[0]}
 
 
 def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: int) -> Prepared:

@@ -586,7 +586,7 @@ class Contextual(Contrastive):
     @cached_property
     def data(self) -> dict[str, TokenDocuments]:
         corpus, config, data = self.corpus, self.config, {}
-        for name in corpus.datasets("documents", "train"):
+        for name in corpus.datasets("documents", "train") if config.join == 1 else ():
             rows, file = corpus.documents("train", name), corpus.identity("documents", name)
             data[name] = tokenized.token_documents(Table(rows, name, file, self.stored), config)
         for name in corpus.datasets("pairs", "train") if config.single else ():
