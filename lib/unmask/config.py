@@ -321,6 +321,14 @@ class ReaderConfig(EndpointConfig):
     questions: Count = 500  # of each data set, at most
 
 
+class ContextsConfig(EndpointConfig):
+    """A context before each chunk, which a language model writes from the whole document (notebook 08)."""
+
+    section = "contexts"
+    temperature: Share = 0.0
+    max_tokens: Count = 128  # Anthropic's contexts have 50 to 100 tokens
+
+
 class MergeConfig(Section):
     """SLERP of two checkpoints and the choice among the candidates."""
 
@@ -484,6 +492,7 @@ class Preset(Section):
     quantization: QuantizationConfig
     retrieval: RetrievalConfig
     reader: ReaderConfig = Field(default_factory=ReaderConfig)
+    contexts: ContextsConfig = Field(default_factory=ContextsConfig)
     conteb: ContebConfig
     cde: CdeConfig
     qwen3: Qwen3EmbeddingConfig

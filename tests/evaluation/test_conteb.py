@@ -5,12 +5,15 @@ import pytest
 from datasets import Dataset
 
 import tiny
+from chat_servers import chat_server
 from closeness import assert_close
+from unmask.config import ContextsConfig
 from unmask.data.mining import unit
 from unmask.data.registry import CONTEB
 from unmask.evaluation import conteb
 from unmask.evaluation.conteb import as_task, load, maxsim, squad, xquad
 from unmask.study.report import PAPER
+from unmask.synthesis import replies
 
 CHUNKS = [("b_1", "second of b"), ("b_0", "first of b"), ("a_10", "last of a"), ("a_2", "middle of a")]
 DOCUMENTS = [{"chunk_id": name, "chunk": text} for name, text in CHUNKS]
@@ -35,6 +38,30 @@ def test_a_repository_of_the_mirror_is_a_task(tmp_path):
     assert task.chunk_ids == ["a_2", "a_10", "b_0", "b_1"]
     assert (task.queries, task.relevant) == (["what ends a?", "what is b?"], [{1}, {2}])
     assert task.contextual and task.name == "insurance"
+
+
+def test_a_language_model_writes_each_chunks_context_from_its_whole_document(tmp_path):
+    task = as_task("toy", DOCUMENTS, QUERIES)
+
+    def write(prompt):
+        """The first line of the document, as the chunk's context."""
+        assert prompt.index("<document>") < prompt.index("<chunk>")
+        return "Of “{}”:".format(prompt.split("\n")[1])
+
+    def lost(prompt, _):
+        return "500" if "<chunk>\nsecond of b\n</chunk>" in prompt else None
+
+    with chat_server(lost, write=write) as server:
+        config = ContextsConfig(endpoint=server.url, model="test", retries=0, timeout=600.0)
+        found = conteb.situated(task, replies(config, tmp_path / "journal", conteb.situating(task)))
+    assert found.documents == [
+        ["Of “middle of a”: middle of a", "Of “middle of a”: last of a"],
+        ["Of “first of b”: first of b", "second of b"],  # no reply, no context
+    ]
+    assert (found.relevant, found.chunk_ids, found.queries) == (task.relevant, task.chunk_ids, task.queries)
+    assert all(body["temperature"] == 0 and body["max_tokens"] == 128 for body in server.bodies)
+    whole = ["\n\n".join(chunks) for chunks in task.documents for _ in chunks]
+    assert sorted(whole) == sorted(prompt.split("\n</document>")[0][11:] for prompt in server.prompts)
 
 
 def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):

@@ -5,7 +5,8 @@ Every query is ranked against every chunk of the whole corpus, by nDCG@10 with t
 benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `tasks.family_means`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from itertools import islice
 
@@ -28,6 +29,19 @@ with extra("study"):
 SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
 LENGTHS = {"query_length": 64, "document_length": 320, "chunk_length": 320}  # tokens of their texts
 QUESTIONS = 2000  # of a task on SQuAD, at most
+# What a language model is asked for a chunk's context: Anthropic's contextual retrieval, in our own words.
+# The document comes first, so that a server can keep what it has read of it.
+SITUATE = """<document>
+{document}
+</document>
+
+One chunk of this document:
+<chunk>
+{chunk}
+</chunk>
+
+Say in one or two sentences where the chunk stands in the document and what it is about, so that a search \
+finds it. Write these sentences only."""
 TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
 
 
@@ -109,6 +123,20 @@ def _articles(name: str, repo: str, config: str, paragraphs: int = 0) -> Task | 
     asked = [{"query": row["question"], "chunk_id": ids.get((row["title"], row["context"]))} for row in rows]
     chunks = [{"chunk_id": chunk_id, "chunk": text} for (_, text), chunk_id in ids.items()]
     return as_task(name, chunks, [row for row in asked if row["chunk_id"]][:QUESTIONS])
+
+
+def situating(task: Task) -> list[list[dict[str, str]]]:
+    """What to ask a language model for the context of each of a task's chunks."""
+    pairs = [("\n\n".join(chunks), chunk) for chunks in task.documents for chunk in chunks]
+    asked = (SITUATE.format(document=document, chunk=chunk) for document, chunk in pairs)
+    return [[{"role": "user", "content": content}] for content in asked]
+
+
+def situated(task: Task, contexts: Iterable[str]) -> Task:
+    """The task with its context before each chunk; "" for none."""
+    told = iter(contexts)
+    documents = [[" ".join(filter(None, (next(told), chunk))) for chunk in row] for row in task.documents]
+    return replace(task, documents=documents)
 
 
 def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:
