@@ -62,7 +62,7 @@ def test_what_the_pool_needs_is_asked_for_at_the_start(folder, tmp_path, monkeyp
     needs = mirror.needs(load_preset("smoke", {"retrieval.pool": ["bm25", *POOL]}))
     assert {one.repo for one in needs} == {*POOL}
     mirror.require(load_preset("smoke"))
-    told = {"BAAI/bge-m3": "lacks BAAI/bge-m3", "/no/where": "retrieval.pool: /no/where"}
+    told = {"BAAI/bge-m3": "lacks BAAI/bge-m3", "/no/where": "/no/where is no directory here"}
     for name, message in told.items():
         with pytest.raises(ValueError, match=message):
             mirror.require(load_preset("smoke", {"retrieval.pool": [name]}))

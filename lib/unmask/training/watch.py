@@ -9,13 +9,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import pandas as pd
 from tqdm import tqdm
 
 from unmask.extras import extra
 
 METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
-SHARE = 0.1  # of a loss in its moving average
 RARE = 30  # times what drawing takes: the least between two curves
 
 
@@ -99,7 +97,7 @@ class Watch:
         axes = figure.subplots()
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
         for told, color, loss in (("the last training", "0.75", self.before), ("this one", "C0", self.loss)):
-            axes.plot(pd.Series(loss, dtype=float).ewm(alpha=SHARE).mean(), color=color, label=told)
+            axes.plot(smoothed(loss), color=color, label=told)
         steps = max(self.total, len(self.before), 2)
         axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, steps - 1))
         axes.spines[["top", "right"]].set_visible(False)
@@ -112,3 +110,12 @@ class Watch:
             self.handle.update(picture)
         else:
             self.handle = display(picture, display_id=True)
+
+
+def smoothed(values: Sequence[float], share: float = 0.1) -> list[float]:
+    """Exponential moving average, each value of which counts only what came before: no start is zero."""
+    found, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = (1 - share) * total + value, (1 - share) * weight + 1
+        found.append(total / weight)
+    return found
