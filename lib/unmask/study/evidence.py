@@ -419,18 +419,29 @@ def _outdated(study: Run, run: Run) -> dict[str, str]:
     """Notebooks of a run that were not made as `study` would make them, and why. One that was run by hand has
     no record."""
     about, asked, reasons = run.load("provenance"), comparable(resolved(study.config)), {}
-    stages = about.get("stages", {})
+    stages, known = about.get("stages", {}), _corpora(study)
     for name, one in stages.items():
         made = comparable(about["preset"]) | one.get("otherwise", {})
         read = {key for key in made.keys() & asked.keys() if key.partition(".")[0] in one.get("reads", ())}
         changed = sorted(key for key in read if made[key] != asked[key])
         read_of = {row.get("data") for row in (one, stages.get("00_backbone", one))} - {"", None}
+        read_of = {known.get(folder, folder) for folder in read_of}
         changed += ["corpus"] * (len(read_of) > 1)
         if changed:
             reasons[name] = f"differs in {', '.join(changed[:5])}"
         elif one["exit_status"]:
             reasons[name] = "failed when it last ran"
     return reasons
+
+
+def _corpora(study: Run) -> dict[str, str]:
+    """The hash of each corpus that some run read, by the name of its folder, which changes with the code that
+    makes it even where its content does not."""
+    read = {}
+    for run in runs(study).values():
+        start = run.load("provenance").get("stages", {}).get("00_backbone", {})
+        read |= {start.get("data"): run.load("00_backbone").get("corpus_hash")}
+    return {folder: content for folder, content in read.items() if folder and content}
 
 
 def metrics(study: Run, needed: str = "00_backbone") -> dict[int, dict[str, dict[str, Any]]]:
