@@ -340,14 +340,16 @@ def _beside(ax: plt.Axes, y: float, text: str, **style) -> None:
 
 def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
     """Each claim's effect with its 95 % interval, a panel for each run. Small dots are seeds; a tick across
-    the row is the bar that the effect must lie above. The axis is linear up to 10 points, then logarithmic.
+    the row is the bar that the effect must lie above. The axis is linear up to 10 points, then logarithmic,
+    and the same in all panels.
 
     Args:
         runs: name → claims, as in claims.json (`unmask.study.evidence.claims`), in the order of the rows.
     """
     measured = {one["short"] for told in runs.values() for one in told if one["value"] is not None}
     rows = [one["short"] for one in next(iter(runs.values())) if one["short"] in measured]
-    figure, drawn = axes(ncols=len(runs), figsize=(WIDTH, 0.33 * len(rows) + 1.5), squeeze=False, sharey=True)
+    size = (WIDTH, 0.33 * len(rows) + 1.5)
+    figure, drawn = axes(ncols=len(runs), figsize=size, squeeze=False, sharex=True, sharey=True)
     for (name, told), ax in zip(runs.items(), drawn[0], strict=True):
         for one in (one for one in told if one["value"] is not None):
             y, look = rows.index(one["short"]), VERDICTS[one["verdict"]]
