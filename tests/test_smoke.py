@@ -9,6 +9,8 @@ import nbformat
 import pytest
 
 from chat_servers import chat_server
+from unmask.config import load_preset
+from unmask.data.sources import open_corpus
 from unmask.store import repository
 from unmask.study.evidence import VERDICTS
 
@@ -63,22 +65,21 @@ def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on
     assert due == ["03_contextual", *later, "12_report"], plan
 
 
-LOG = [
-    {"query": f"{word} {what}", "language": language, "intent": intent, "form": form, "url": f"/{word}"}
-    for word in ("cell", "kernel", "trait", "widget", "template", "filter")
-    for what, language, intent, form in (
-        ("of a notebook", "en", "Informational", "Keyword-based"),
-        ("in a notebook", "en", "Exploratory", "Natural language question"),
-        ("im Notizbuch", "de", "Informational", "Telegraphic"),
-    )
-]
-
-
 @pytest.mark.slow
-def test_a_reader_answers_from_what_was_found_and_a_log_asks(smoke):
-    """A reader that repeats what it is told contains an answer where a passage does."""
+def test_a_reader_answers_from_what_was_found_and_a_log_asks(smoke, monkeypatch):
+    """A reader that repeats what it is told contains an answer where a passage does; of a query that begins a
+    document all systems find it."""
     run, _, artifacts = smoke
-    (artifacts / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in LOG))
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(artifacts))
+    pairs = open_corpus(load_preset("smoke").data).pairs("test").to_list()
+    log = [
+        {"query": row["document"][:60], "language": language, "intent": intent, "form": "Keyword-based"}
+        | {"url": row["package"]}
+        for language, intent, row in zip(
+            ["en", "de"] * 18, ["Exploratory", "Navigational", "Other"] * 12, pairs
+        )
+    ]
+    (artifacts / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
     changes = {"retrieval.log": artifacts / "log.jsonl", "retrieval.pool": "[bm25, characters, lsa]"}
     with chat_server(write=lambda prompt: prompt) as server:
         changes |= {"reader.endpoint": server.url, "reader.model": "echo", "reader.questions": 20}
