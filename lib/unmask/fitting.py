@@ -34,7 +34,7 @@ from unmask.data.batches import permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.data.spelling import canonical, distinct
-from unmask.evaluation.tasks import Task, evaluate, evaluate_bm25
+from unmask.evaluation.tasks import Task, answers, evaluate, evaluate_bm25
 from unmask.models import backbone
 from unmask.models.embedder import LONE_SURROGATE, Embedder, as_list
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
@@ -338,14 +338,12 @@ def _task(rows: list[dict[str, Any]], held_N: np.ndarray) -> Task:
     if "chunks" in own[0]:
         family, documents = "contextual", [row["chunks"] for row in own]
         firsts = np.cumsum([0, *map(len, documents)])
-        answers = [[first + gold for gold in row["golds"]] for first, row in zip(firsts, own)]
+        golds = ([int(first) + gold for gold in row["golds"]] for first, row in zip(firsts, own))
     else:
         family, (texts, number_N) = "english", distinct([row["document"] for row in own])
-        documents, answers = [[text] for text in texts], [[number] for number in number_N]
+        documents, golds = [[text] for text in texts], ([number] for number in number_N.tolist())
     asked = [row.get("queries", [row.get("query")]) for row in own]
-    queries, query_N = distinct([*chain(*asked)])
-    relevant: list[set[int]] = [set() for _ in queries]
-    for query, answer in zip(query_N, chain(*answers)):
-        relevant[query].add(int(answer))
-    count = min(ASKED, len({*query_N[: sum(map(len, asked[:held]))].tolist()}))  # held-out ones come first
-    return Task("rows", family, queries[:count], documents, relevant[:count])
+    told = [(query, {gold}) for query, gold in zip(chain(*asked), chain(*golds))]
+    relevant, own_told = answers(told), told[: sum(map(len, asked[:held]))]  # held-out ones come first
+    queries = [*relevant][: min(ASKED, len(answers(own_told)))]
+    return Task("rows", family, queries, documents, [relevant[query] for query in queries])

@@ -131,7 +131,7 @@ def _pair_task(name: str, family: str, rows: list[dict], config: EvaluationConfi
     of_key: dict[str, set[int]] = {}
     for row in rows:
         of_key.setdefault(row["key"], set()).add(number[canonical(row["document"])])
-    relevant = _answers([(row["query"], of_key[row["key"]]) for row in rows])
+    relevant = answers([(row["query"], of_key[row["key"]]) for row in rows])
     asked = list(relevant)[: config.max_queries]
     return Task(name, family, asked, [[text] for text in texts], [relevant[query] for query in asked])
 
@@ -145,12 +145,12 @@ def _document_task(name: str, family: str, rows: list[dict], config: EvaluationC
         documents.append(list(row["chunks"]))
         told += [(query, {first + gold}) for query, gold in zip(row["queries"], row["golds"], strict=True)]
         first += len(row["chunks"])
-    relevant = _answers(told)
+    relevant = answers(told)
     asked = sorted(relevant, key=_hash)[: config.max_queries]
     return Task(name, family, asked, documents, [relevant[query] for query in asked])
 
 
-def _answers(told: Sequence[tuple[str, set[int]]]) -> dict[str, set[int]]:
+def answers(told: Sequence[tuple[str, set[int]]]) -> dict[str, set[int]]:
     """Each query once, with all that answers it in any row."""
     queries, number_N = distinct([query for query, _ in told])
     relevant: dict[str, set[int]] = {query: set() for query in queries}
