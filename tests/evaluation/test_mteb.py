@@ -22,6 +22,7 @@ from unmask.evaluation.mteb import (
     as_task,
     benchmark_tasks,
     run_benchmark,
+    side_by_side,
     tool_kinds,
     type_means,
 )
@@ -257,6 +258,14 @@ def test_a_benchmarks_mean_is_over_tasks_and_over_types():
     means = {"mean (task)": 0.5, "mean (type)": 0.6, "STS": 0.3, "Retrieval": 0.9}
     assert type_means(rows) == pytest.approx(means)
     assert type_means([*rows, {"type": "STS", "score": None}]) == {"Retrieval": 0.9}
+
+
+def test_systems_stand_side_by_side_in_a_row_a_task():
+    one = {"benchmark": "B", "task": "T", "score": 0.5, "why": ""}
+    other = one | {"task": "U", "score": None, "why": "no data"}
+    first, second = side_by_side({"a": [one, other], "b": [one | {"score": 0.7}], "none": []})
+    assert first == {"benchmark": "B", "task": "T", "a": 0.5, "why": "", "b": 0.7}
+    assert second == {"benchmark": "B", "task": "U", "a": None, "why": "no data"}
 
 
 def test_both_sides_of_a_pair_come_after_the_instruction_and_documents_do_not(made_up, embedder, tmp_path):

@@ -23,7 +23,7 @@ from torch import Tensor
 from unmask.config import EvaluationConfig, RerankerConfig
 from unmask.data import hub
 from unmask.data.mining import unit
-from unmask.evaluation.search import similarity
+from unmask.evaluation.search import similarity, values
 from unmask.evaluation.tasks import Task, code_hash
 from unmask.extras import extra
 from unmask.models.context_encoder import ContextEmbedder
@@ -93,7 +93,7 @@ class MtebEncoder(AbsEncoder):
             self._asked = reader, length, texts
             self._found = reader.encode(texts, self.precision, max_length=length)
         if kind is None:  # no search
-            return unit(_values(self._found))
+            return unit(_floats(self._found))
         return noisy(self._found) if name in REPEATING else self._found
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
@@ -109,16 +109,14 @@ def _queries(batch: Mapping[str, Any]) -> list[str]:
     return [instructed(instruction or "", query) for instruction, query in pairs]
 
 
-def _values(codes_BD: np.ndarray) -> np.ndarray:
+def _floats(codes_BD: np.ndarray) -> np.ndarray:
     """Embeddings as float32; packed bits are unpacked."""
-    if codes_BD.dtype == np.uint8:
-        codes_BD = 2.0 * np.unpackbits(codes_BD, axis=1) - 1
-    return codes_BD.astype(np.float32)
+    return values(torch.as_tensor(codes_BD)).float().numpy()
 
 
 def noisy(codes_BD: np.ndarray) -> np.ndarray:
-    """Embeddings with Gaussian noise that depends on position only, as `_values`."""
-    values_BD = _values(codes_BD)
+    """Embeddings with Gaussian noise that depends on position only, as `_floats`."""
+    values_BD = _floats(codes_BD)
     noise_BD = np.random.default_rng(0).standard_normal(values_BD.shape, np.float32)
     return values_BD + NOISE * float(values_BD.std()) * noise_BD
 
@@ -211,6 +209,17 @@ def type_means(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     types = {kind: fmean(found) for kind, found in scores.items()}
     means = {"mean (task)": fmean(chain(*scores.values())), "mean (type)": fmean(types.values())} | types
     return {name: mean for name, mean in means.items() if mean == mean}
+
+
+def side_by_side(public: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of `run_benchmark` for several systems, as a row a task: each one's score, and why one was not
+    run."""
+    tasks: dict[tuple[str, str], dict[str, Any]] = {}
+    for system, rows in public.items():
+        for row in rows:
+            key = {name: row[name] for name in ("benchmark", "task")}
+            tasks.setdefault((*key.values(),), key).update({system: row["score"], "why": row["why"]})
+    return [*tasks.values()]
 
 
 def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -47,7 +47,7 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
         >>> similarity(codes[:1], codes[1:])
         tensor([[1., 0.]])
     """
-    q_ND, d_MD = _values(torch.as_tensor(queries)), _values(torch.as_tensor(documents))
+    q_ND, d_MD = values(torch.as_tensor(queries)), values(torch.as_tensor(documents))
     if not q_ND.ndim == d_MD.ndim == 2 or q_ND.shape[1] != d_MD.shape[1]:
         widths = f"got {tuple(q_ND.shape)} and {tuple(d_MD.shape)}"
         raise ValueError(f"similarity compares the rows of two matrices of one width, {widths}")
@@ -233,7 +233,7 @@ def _inverse_norms(codes_XD: Tensor) -> Tensor:
     return norm_X.reciprocal().masked_fill(norm_X == 0, 0)
 
 
-def _values(embeddings: Tensor) -> Tensor:
+def values(embeddings: Tensor) -> Tensor:
     """Embeddings as values: packed bits (uint8) become ±1, everything else stays."""
     if embeddings.is_floating_point() or embeddings.dtype == torch.int8:
         return embeddings
