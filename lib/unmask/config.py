@@ -240,9 +240,7 @@ class ContextualConfig(ContrastiveConfig):
     queries_per_document: Count = 4  # at most, drawn anew each time
     chunk_length: Count
     chunks: Count  # per document, at most
-    recut: bool = (
-        False  # chunks of chunk_length tokens, exactly `chunks` a document (appendix B), not the data's
-    )
+    recut: bool = False  # documents anew into exactly `chunks` chunks of chunk_length tokens (appendix B)
     single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
     join: Count = 1  # above 1: so many of these pairs a document, instead of the data's own (ConTEB, table 4)
     objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ

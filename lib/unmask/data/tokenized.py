@@ -453,7 +453,6 @@ def _recut(
     place = np.searchsorted(borders, middles, side="right") - 1
     kept = [i for i, gold in enumerate(row["golds"]) if place[gold] < whole]
     counters["queries of what is left at the end"] += len(row["golds"]) - len(kept)
-    new = {"chunks": [text[a:b] for a, b in pairwise(borders)]}
-    new |= {"queries": [row["queries"][i] for i in kept]}
-    new |= {"golds": [int(place[row["golds"][i]]) for i in kept]}
-    return _windows(count, row | new, counters)
+    queries, golds = ([row[name][i] for i in kept] for name in ("queries", "golds"))
+    new = {"chunks": [text[a:b] for a, b in pairwise(borders)], "queries": queries}
+    return _windows(count, new | {"golds": place[golds].tolist()}, counters)

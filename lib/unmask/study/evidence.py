@@ -419,14 +419,13 @@ def _outdated(study: Run, run: Run) -> dict[str, str]:
     """Notebooks of a run that were not made as `study` would make them, and why. One that was run by hand has
     no record."""
     about, asked, reasons = run.load("provenance"), comparable(resolved(study.config)), {}
-    stages, known = about.get("stages", {}), _corpora(study)
+    stages = about.get("stages", {})
     for name, one in stages.items():
         made = comparable(about["preset"]) | one.get("otherwise", {})
         read = {key for key in made.keys() & asked.keys() if key.partition(".")[0] in one.get("reads", ())}
         changed = sorted(key for key in read if made[key] != asked[key])
         read_of = {row.get("data") for row in (one, stages.get("00_backbone", one))} - {"", None}
-        read_of = {known.get(folder, folder) for folder in read_of}
-        changed += ["corpus"] * (len(read_of) > 1)
+        changed += ["corpus"] * (len(read_of) > 1 and _differ(study, read_of))
         if changed:
             reasons[name] = f"differs in {', '.join(changed[:5])}"
         elif one["exit_status"]:
@@ -434,14 +433,14 @@ def _outdated(study: Run, run: Run) -> dict[str, str]:
     return reasons
 
 
-def _corpora(study: Run) -> dict[str, str]:
-    """The hash of each corpus that some run read, by the name of its folder, which changes with the code that
-    makes it even where its content does not."""
-    read = {}
+def _differ(study: Run, folders: set[str]) -> bool:
+    """Whether corpora differ in content, as far as some run knows: a folder's name changes with the code that
+    makes the corpus."""
+    known = {}
     for run in runs(study).values():
         start = run.load("provenance").get("stages", {}).get("00_backbone", {})
-        read |= {start.get("data"): run.load("00_backbone").get("corpus_hash")}
-    return {folder: content for folder, content in read.items() if folder and content}
+        known[start.get("data")] = run.load("00_backbone").get("corpus_hash")
+    return len({known.get(folder) or folder for folder in folders}) > 1
 
 
 def metrics(study: Run, needed: str = "00_backbone") -> dict[int, dict[str, dict[str, Any]]]:

@@ -78,10 +78,7 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
             write_json(home / DATA_REPORT, stage.prepare())
             job = stage.begun(model, home)
             write_json(home / JOB, {"made_of": made_of} | read_json(home / JOB) | {"job": resolved(job)})
-            last = (folder / "model").resolve().parent
-            by_hand = "UNMASK_CODE" not in os.environ and last != home and (last / METRICS).is_file()
-            before = history(last / "model") if by_hand else []
-            watch.open(f"{folder.parent.name}/{folder.name}", home, before)
+            watch.open(f"{folder.parent.name}/{folder.name}", home, _before(folder, home))
             with watch:
                 if several(job.parallel):
                     launch(job, watch)
@@ -163,6 +160,13 @@ def _home(folder: Path, made_of: dict[str, Any]) -> Path:
 def _differ(path: Path, made_of: dict[str, Any]) -> list[str]:
     earlier = read_json(path).get("made_of", {})
     return [key for key in sorted(earlier | made_of) if earlier.get(key) != made_of.get(key)]
+
+
+def _before(folder: Path, home: Path) -> list[dict[str, Any]]:
+    """The curve of the last training of this name, for whoever tries something by hand."""
+    last = (folder / "model").resolve()
+    by_hand, there = "UNMASK_CODE" not in os.environ, (last.parent / METRICS).is_file()
+    return history(last) if by_hand and there and last.parent != home else []
 
 
 @contextmanager
