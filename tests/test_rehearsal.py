@@ -44,7 +44,7 @@ def test_every_stage_and_every_task_finds_what_it_reads(preset):
         if name == "cde" and not preset.clusters.surrogate:
             continue  # its notebook takes the pair stage's model
         # Every data set but for CDE, whose surrogate reads all texts.
-        stage = STAGES[name](preset, corpus, tokenizer, only_groups=["code"] * (name == "cde"))
+        stage = STAGES[name](preset, corpus, tokenizer, only=["code"] * (name == "cde"))
         report = stage.prepare()
         assert all(row.get("rows", 1) for row in report), name
         assert stage.batch(0)

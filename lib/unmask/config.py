@@ -439,6 +439,7 @@ class Qwen3EmbeddingConfig(PairConfig):
     scratch: bool = False  # start from a backbone that was not pretrained, instead of the causal one
     weak_steps: Count  # of the first phase, on all pairs and without mined negatives
     weak_lr: Positive  # of the first phase
+    weak_only: tuple[str, ...] = ()  # groups or data sets of the first phase: [synthetic-pairs]; empty: all
     benchmarks: tuple[str, ...] = ()  # public ones of every type of task, as `retrieval.benchmarks`
     checkpoints: Count = 3  # of the second phase that are merged, evenly spaced, the last one among them
 

@@ -55,7 +55,7 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
         return rng.integers(4, preset.data.vocab_size, shape, np.int32)
 
     def on(kind: type[Stage], **made: Any) -> Stage:
-        stage = kind(preset, None, None, only_groups=["english"])
+        stage = kind(preset, None, None, only=["english"])
         vars(stage).update(made)
         return stage
 

@@ -45,7 +45,12 @@ def global_of_the_paper(q, d, document, temperature, margin):
     return fmean(terms)
 
 
-def chunk_terms(q, chunks, document, gold, mask, query=None):
+def maxsim(query, chunk):
+    """The mean over the query's tokens of the cosine with the most similar token of the chunk."""
+    return fmean(max(cosine(a, b) for b in chunk) for a in query)
+
+
+def chunk_terms(q, chunks, document, gold, mask, query=None, cosine=cosine):
     """For each query its document, and the similarities with its gold chunk, with the other chunks of its
     document, and with those of other documents; but those that answer the same query elsewhere. `query` as in
     `global_`."""
@@ -70,10 +75,10 @@ def batch(q, chunks, document, gold, temperature, mask, query=None):
     return fmean(nats(positive, within + across, temperature) for _, positive, within, across in terms)
 
 
-def insent(q, chunks, document, gold, lam, temperature, mask, query=None):
+def insent(q, chunks, document, gold, lam, temperature, mask, query=None, cosine=cosine):
     """The mean over the queries of each document, then over the documents that have some."""
     of_document = {}
-    for own, positive, within, across in chunk_terms(q, chunks, document, gold, mask, query):
+    for own, positive, within, across in chunk_terms(q, chunks, document, gold, mask, query, cosine):
         parts = nats(positive, within, temperature), nats(positive, across, temperature)
         of_document.setdefault(own, []).append(lam * parts[0] + (1 - lam) * parts[1])
     return fmean(map(fmean, of_document.values()))

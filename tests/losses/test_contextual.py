@@ -61,6 +61,28 @@ def test_what_answers_a_query_is_no_negative_where_it_is_asked_again(query):
     assert found.item() == pytest.approx(naive_losses.insent(*where, 0.3, **told), rel=1e-10)
 
 
+def test_late_interaction_is_the_formula():
+    """Queries and chunks of different numbers of tokens, zeros beyond; some documents have fewer chunks."""
+    _, _, _, document, gold, mask = problem(7, 3, 4, 5, 3)
+    generator = torch.Generator().manual_seed(0)
+    counts = [torch.randint(1, 4, shape, generator=generator) for shape in ((7,), (3, 4))]
+    q, chunks = (torch.randn(*n.shape, 3, 5, generator=generator, dtype=torch.float64) for n in counts)
+    for x, count in zip((q, chunks), counts):
+        x[torch.arange(3) >= count[..., None]] = 0
+    chunks[~mask] = 0
+    texts = [text[:n].tolist() for text, n in zip(q, counts[0])]
+    held = [[text[:n].tolist() for text, n in zip(*both)] for both in zip(chunks, counts[1])]
+    where = (document.tolist(), gold.tolist(), 0.3, 0.05, mask.tolist())
+    expected = naive_losses.insent(texts, held, *where, cosine=naive_losses.maxsim)
+    options = {"lam": 0.3, "temperature": 0.05, "chunk_mask_MC": mask}
+    inputs = [x.requires_grad_() for x in (q, chunks)]
+    loss = insent_loss(*inputs, document, gold, **options)
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
+    parts = sum(insent_loss(*inputs, document, gold, **options, queries=slice(i, i + 1)) for i in range(7))
+    assert parts.item() == pytest.approx(expected, rel=1e-10)
+    assert all(x.isfinite().all() and x.any() for x in torch.autograd.grad(loss, inputs))
+
+
 @pytest.mark.parametrize("document", [[0, 0, 0], [0, 1, 2]])
 def test_distinct_documents_do_what_the_papers_mask_does(document):
     """The printed sum over queries with M^dup, where it meets no other document twice."""

@@ -52,7 +52,7 @@ def test_the_context_are_documents_of_the_batch_each_once(context, expected):
 
 def made(start, **more):
     values = {"query_length": 6, "document_length": 16, "cluster_size": 0, "filter_margin": -1.0}
-    return tiny_stages.on_the_corpus("cde", start, only_groups=["english"], **values | more)
+    return tiny_stages.on_the_corpus("cde", start, only=["english"], **values | more)
 
 
 def test_both_encoders_start_from_one_checkpoint(start, tmp_path):

@@ -50,7 +50,7 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
 def second_phase(causal, tmp_path, **more):
     """From a causal checkpoint, on mined triplets."""
     values = {"steps": 6, "query_length": 90, "document_length": 9, "negatives": 2, "dimensions": [16, 32]}
-    told = {"mined": tiny_stages.mined(tmp_path), "milestones": [3, 6], "only_groups": ["english"]}
+    told = {"mined": tiny_stages.mined(tmp_path), "milestones": [3, 6], "only": ["english"]}
     values |= {"checkpoint_seconds": 2}
     return tiny_stages.on_the_corpus("qwen3", causal, **values | told | more)
 

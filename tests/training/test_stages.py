@@ -1,6 +1,7 @@
 import math
 from collections import Counter
 from dataclasses import fields, is_dataclass, replace
+from itertools import chain
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import tiny_stages
 import torch
 from tiny_stages import assert_same, backpropagated, step
+from torch.nn.utils.rnn import pad_sequence
 
 from unmask import losses
 from unmask.config import load_preset
@@ -16,6 +18,7 @@ from unmask.data.tokens import TokenSequence
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
+from unmask.training import LateInteraction
 from unmask.training.stages import cosine_ramp, fading_mask, noise
 
 
@@ -121,7 +124,7 @@ def test_low_t_drawn_more_often_is_the_same_loss_in_expectation_with_equal_weigh
 
 def test_a_stage_follows_its_curriculum():
     stage = tiny_stages.stage("pair", steps=40, curriculum=(0.5, 0.0, 0.5))
-    stage.job, stage.groups = replace(stage.job, only_groups=()), lambda: {"one": "english", "two": "code"}
+    stage.job, stage.groups = replace(stage.job, only=()), lambda: {"one": "english", "two": "code"}
     names = [stage.plan(step)[0] for step in range(40)]
     assert set(names[:20]) == {"one"} and "two" in names[20:]
 
@@ -132,21 +135,24 @@ def test_the_papers_preset_reads_the_shares_that_the_paper_states():
     stage = tiny_stages.stage("pair", steps=2000, curriculum=pair.curriculum, shares=pair.shares)
     groups = dict(zip("abcde", ("english", "english", "cross-lingual", "multilingual", "code"), strict=True))
     sizes = dict(zip("abcde", (9000, 3000, 100, 700, 20), strict=True))
-    stage.job, stage.groups = replace(stage.job, only_groups=()), lambda: groups
+    stage.job, stage.groups = replace(stage.job, only=()), lambda: groups
     stage.keys = lambda: {name: np.arange(count) for name, count in sizes.items()}
     read = Counter(stage.plan(step)[0] for step in range(2000))
     told = {"a": 65.6 * 0.75, "b": 65.6 * 0.25, "c": 6.7, "d": 26.7, "e": 1.0}
     assert {name: count / 20 for name, count in read.items()} == pytest.approx(told, abs=0.1)
     stage = tiny_stages.stage("pair", shares=pair.shares)
-    assert stage.job.only_groups and stage.drawing()["shares"] == {}  # as the groups that are named
+    assert stage.job.only and stage.drawing()["shares"] == {}  # as the groups that are named
 
 
 def test_a_job_reads_the_groups_that_it_names():
     stage, rows = tiny_stages.stage("pair"), {"one": [{"group": "english"}], "two": [{"group": "code"}]}
     stage.corpus = SimpleNamespace(datasets=lambda *_: [*rows], pairs=lambda split, name: rows[name])
-    for wanted, names in (((), ["one", "two"]), (("code",), ["two"])):
-        stage.job = replace(stage.job, only_groups=wanted)
+    for wanted, names in (((), ["one", "two"]), (("code",), ["two"]), (("one",), ["one"])):
+        stage.job = replace(stage.job, only=wanted)
         assert [*stage.groups()] == names
+    stage.job = replace(stage.job, only=("three",))
+    with pytest.raises(ValueError, match=r"no training pairs are of \['three'\]: the corpus has {'one': "):
+        stage.groups()
 
 
 def test_one_t_is_drawn_from_each_part_of_its_interval():
@@ -245,6 +251,25 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chu
     insent = step(stage, model, [batch])
     assert_same(insent, backpropagated(sum(losses) / len(losses), model))
     assert step(tiny_stages.stage("contextual"), model, [batch])[0] != insent[0]
+
+
+@pytest.mark.parametrize("late_chunking", [True, False])
+def test_late_interaction_trains_the_vectors_of_tokens(late_chunking):
+    """InSeNT, with all of the model's vectors but those of separators."""
+    stage = tiny_stages.stage("contextual", kind=LateInteraction, alpha=0.3, temperature=0.05)
+    stage.job = replace(stage.job, late_chunking=late_chunking)
+    model, [batch] = tiny_stages.model("contextual"), stage.batch(0)
+    read = [torch.from_numpy(text.tokens_L)[None].long() for text in batch.sequences]
+    found = [model(ids)[0][0][ids[0] != stage.stored.end] for ids in read]
+    lengths = [[*map(len, stage.data["one"][i].chunks)] for i in stage.plan(0)[1]]
+    chunks = torch.cat(found[batch.count :]).split([*chain(*lengths)])
+    counts = [*map(len, lengths)]
+    mask_MC = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (found[: batch.count], chunks))
+    chunks_MCKD = pad_sequence(chunks_XKD.split(counts), True)
+    where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask_MC}
+    loss = insent_loss(q_NLD, chunks_MCKD, **where, lam=0.3, temperature=0.05)
+    assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 
 def test_a_step_logs_what_a_guess_among_its_candidates_pays():

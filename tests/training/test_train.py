@@ -136,7 +136,7 @@ DIFFERENT = [
     ({}, set()),
     ({"lr": 1.0}, {"pair.lr"}),
     ({"token_budget": 7}, set()),  # how it is computed
-    ({"only_groups": ["code"]}, {"only_groups"}),
+    ({"only": ["code"]}, {"only"}),
     ({"surrogate": "org/model"}, set()),  # not asked
     ({"cluster_size": 8}, {"pair.cluster_size", "surrogate", "clusters"}),
     ({"mined": "none.parquet"}, {"mined"}),

@@ -71,8 +71,9 @@ def neighbours(rows, settings):
     return replace(own, packing=pack(clusters(own, size, _PRESET.clusters, settings.seed))) if size else own
 
 
-def stage(name, data=None, **changes):
-    """A stage with some values of its own, on random tokens or on the rows given."""
+def stage(name, data=None, kind=None, **changes):
+    """A stage with some values of its own, on random tokens or on the rows given; `kind` is another class
+    than its section's."""
     settings = config(name, **changes)
     if name in ("ar", "diffusion"):
         made = {"data": np.random.default_rng(0).integers(4, 300, (20, 16)).astype(np.int32)}
@@ -87,7 +88,7 @@ def stage(name, data=None, **changes):
         made["neighbours"] = {key: neighbours(rows, settings) for key, rows in made["data"].items()}
     preset = replace(_PRESET, **{name: settings})
     # Groups that are named have no curriculum.
-    own = KINDS[name](preset, None, tiny.tokenizer(), only_groups=["english"])
+    own = (kind or KINDS[name])(preset, None, tiny.tokenizer(), section=name, only=["english"])
     vars(own).update(mask_token_id=MASK_ID, answers=ANSWERS, **made)
     return own
 

@@ -7,7 +7,8 @@ construction (the paper's M^dup), and it keeps a copy of the gold chunk from bei
 
 Indices and masks may be on the CPU while embeddings are on a GPU: checks of them then do not wait for it.
 
-Shape suffixes: N queries · M distinct documents · C chunks per document · D dimensions · T queries of a tile.
+Shape suffixes: N queries · M distinct documents · C chunks per document · D dimensions · T queries of a
+tile · L tokens of a query · K tokens of a chunk · X chunks.
 """
 
 from collections.abc import Callable
@@ -285,8 +286,9 @@ def insent_loss(
     negatives of the in-batch term.
 
     Args:
-        q_ND: query embeddings, of any scale.
-        chunks_MCD: chunk embeddings of the M distinct documents of the batch.
+        q_ND: query embeddings, of any scale; or q_NLD, the vectors of each query's tokens (late interaction).
+        chunks_MCD: chunk embeddings of the M distinct documents of the batch; or chunks_MCKD, the vectors of
+            each chunk's tokens. A vector of zeros stands where there is no token, and s is that of `maxsim`.
         document_N: index of each query's document, in 0..M−1.
         gold_N: index of each query's gold chunk within its document, in 0..C−1.
         lam: λ, the weight of the in-sequence term, in [0, 1].
@@ -326,7 +328,26 @@ def insent_loss(
         batch_T = info_nce(gold_T, gold_T[:, None], others_TX, temperature=temperature)
         return share_N[rows].to(batch_T.dtype) * (lam * sequence_T + (1 - lam) * batch_T)
 
-    return mean_over_queries(nats_of, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
+    similarities_of_one = q_ND.shape[1:-1].numel() * chunks_MCD.shape[:-1].numel()
+    return mean_over_queries(nats_of, q_ND, queries, candidates=similarities_of_one)
+
+
+def maxsim(q_TLD: Tensor, chunks_XKD: Tensor) -> Tensor:
+    """Late interaction: each token of a query looks for its best match in a chunk.
+
+        s(q, c) = 1/L Σ_i max_j cos(q_i, c_j),   over the L tokens of the query, the K of the chunk
+
+    The mean, not ColBERT's sum: queries of all lengths then suit one temperature, and rank as before.
+
+    Args:
+        q_TLD, chunks_XKD: vectors of the tokens, of any scale; zeros where there is no token.
+    Returns: (T, X), −inf for a chunk without tokens.
+    Source: ColBERT (2004.12832), section 3.3; ConTEB (2505.24782), section 4.
+    """
+    cos_YZ = cosine(q_TLD.flatten(0, 1), chunks_XKD.flatten(0, 1))
+    cos_YXK = cos_YZ.unflatten(1, chunks_XKD.shape[:2]).masked_fill(~chunks_XKD.any(2), -torch.inf)
+    best_TLX = cos_YXK.amax(2).unflatten(0, q_TLD.shape[:2])  # 0 for no token of the query
+    return best_TLX.sum(1) / q_TLD.any(2).sum(1, keepdim=True)
 
 
 def _to_chunks(
@@ -342,7 +363,9 @@ def _to_chunks(
     chunk_mask_MC, query_N = given
     query_N = torch.arange(len(q_ND)) if query_N is None else query_N
     index = {"document_N": document_N, "gold_N": gold_N, "query_N": query_N}
-    check_shapes(q_ND=q_ND, chunks_MCD=chunks_MCD, **index, chunk_mask_MC=chunk_mask_MC)
+    late = chunks_MCD.ndim == 4
+    vectors = {"q_NLD": q_ND, "chunks_MCKD": chunks_MCD} if late else {"q_ND": q_ND, "chunks_MCD": chunks_MCD}
+    check_shapes(**vectors, **index, chunk_mask_MC=chunk_mask_MC)
     check_index("document_N", document_N, len(chunks_MCD))
     check_index("gold_N", gold_N, chunks_MCD.shape[1])
     mask_MC = document_N.new_ones(chunks_MCD.shape[:2]) if chunk_mask_MC is None else chunk_mask_MC
@@ -355,7 +378,7 @@ def _to_chunks(
     answer_N = document_N * chunks_MCD.shape[1] + gold_N  # among all chunks
 
     def similarities(rows: slice, q_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        all_TX = cosine(q_TD, chunks_MCD.flatten(0, 1))
+        all_TX = (maxsim if late else cosine)(q_TD, chunks_MCD.flatten(0, 1))
         others_TX = _answers(query_N[rows, None] == query_N, answer_N, all_TX)
         others_TX = others_TX.scatter(1, answer_N[rows, None], value=False)
         none_TX = others_TX | padding_MC.flatten()

@@ -26,7 +26,15 @@ from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, checkpoint
 from unmask.models.attention import fast_attention, unpadded
 from unmask.models.checkpoint import Settings
-from unmask.models.encoding import POOLS, context_windows, encode_rows, micro_batches, only_chunks
+from unmask.models.encoding import (
+    POOLS,
+    context_windows,
+    encode_rows,
+    every_token,
+    micro_batches,
+    only_chunks,
+    owners,
+)
 from unmask.models.quantize import binary, check_precision, int8, numbers, pack_binary
 
 WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
@@ -320,7 +328,7 @@ class Embedder:
         return self.rows(reading, coded)[1]
 
     def _token_vectors(self, reading: Reading) -> list[np.ndarray]:
-        units = map(_with_token_rows, reading.units)
+        units = map(_by_token, reading.units)
         numbers_R, rows_RD = self.rows(reading._replace(units=units, pooling="mean"))
         return np.split(rows_RD, np.flatnonzero(np.diff(numbers_R, prepend=-1)))[1:]
 
@@ -396,13 +404,10 @@ def quantized(rows_BD: np.ndarray, precision: str, dimensions: int | None = None
     return pack_binary(mean_BD) if precision == "ubinary" else mean_BD.numpy()
 
 
-def _with_token_rows(unit: Unit) -> Unit:
+def _by_token(unit: Unit) -> Unit:
     """The same with a vector for each token of its text or chunks, rather than for each of these."""
-    tokens_L, chunk_L = unit.sequence.tokens_L, unit.sequence.chunk_L
-    chunk_L = np.zeros(len(tokens_L), int) if chunk_L is None else chunk_L
-    own_L = chunk_L >= 0
-    row_L = np.where(own_L, own_L.cumsum() - 1, -1)
-    return Unit(TokenSequence(tokens_L, row_L, int(own_L.sum())), unit.numbers[chunk_L[own_L]])
+    own_L = owners(unit.sequence)
+    return Unit(every_token(unit.sequence), unit.numbers[own_L[own_L >= 0]])
 
 
 def as_list(texts: Iterable[Any], right: str) -> list[Any]:

@@ -144,12 +144,23 @@ def only_chunks(sequence: TokenSequence, chunks: np.ndarray) -> TokenSequence:
     return TokenSequence(sequence.tokens_L, number_C[sequence.chunk_L], len(chunks))
 
 
+def owners(sequence: TokenSequence) -> np.ndarray:
+    """For each token the row of its sequence that it is averaged into, −1 for none."""
+    return np.zeros(len(sequence), np.int32) if sequence.chunk_L is None else sequence.chunk_L
+
+
+def every_token(sequence: TokenSequence) -> TokenSequence:
+    """The sequence with a vector for each token that belongs to a row, for late interaction."""
+    own_L = owners(sequence) >= 0
+    return TokenSequence(sequence.tokens_L, np.where(own_L, own_L.cumsum() - 1, -1), int(own_L.sum()))
+
+
 def after_context(sequence: TokenSequence, slots: int) -> TokenSequence:
     """The sequence with room for `slots` vectors in front: tokens that are not read and belong to no row, but
     count towards its length. It can then only be mean-pooled."""
-    own_L = np.zeros(len(sequence), np.int32) if sequence.chunk_L is None else sequence.chunk_L
     tokens_L = np.concatenate([np.zeros(slots, sequence.tokens_L.dtype), sequence.tokens_L])
-    return TokenSequence(tokens_L, np.concatenate([np.full(slots, -1, np.int32), own_L]), sequence.rows)
+    own_L = np.concatenate([np.full(slots, -1, np.int32), owners(sequence)])
+    return TokenSequence(tokens_L, own_L, sequence.rows)
 
 
 def micro_batches(
@@ -247,8 +258,7 @@ def encode_rows(
 def _segments(sequences: Sequence[TokenSequence]) -> Tensor:
     """For each token of all sequences (T,) the row that it is averaged into, -1 for none."""
     row_T = np.repeat(row_offsets(sequences)[:-1], [len(s) for s in sequences])
-    own = [np.zeros(len(s), np.int32) if s.chunk_L is None else s.chunk_L for s in sequences]
-    chunk_T = np.concatenate(own)
+    chunk_T = np.concatenate([owners(s) for s in sequences])
     return torch.from_numpy(np.where(chunk_T < 0, -1, row_T + chunk_T))
 
 

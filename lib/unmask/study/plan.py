@@ -211,7 +211,7 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
         yield "07_diffusion_vs_ar", "pair", 4, short
     short = _with(preset, "contextual", steps=conteb.steps)
     yield "08_conteb", "contextual", 2 + len(conteb.lambdas), short
-    yield "08_conteb", "contextual", 2, preset
+    yield "08_conteb", "contextual", 3, preset
     sizes = Counter((changes["batch"], changes["context"]) for changes in preset.cde.trainings.values())
     for (batch, context), number in sizes.items():
         yield "10_cde", "cde", number, _with(preset, "cde", batch=batch, context=context)

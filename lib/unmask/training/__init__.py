@@ -2,7 +2,7 @@
 
 from unmask.training.launch import TrainingStopped
 from unmask.training.loop import data_report, milestones, train
-from unmask.training.neighbours import Cde, Qwen3, Reranking
+from unmask.training.neighbours import Cde, LateInteraction, Qwen3, Reranking
 from unmask.training.stages import Contextual, Diffusion, NextToken, Pair, Stage, Triplet
 from unmask.training.watch import Watch, history
 

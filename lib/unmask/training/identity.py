@@ -29,7 +29,15 @@ LIBRARY = Path(__file__).parents[1]
 CODE = [LIBRARY / name for name in ("losses", "data", "models", "training")]  # what a checkpoint depends on
 IMPORTED = {path: path.read_bytes() for folder in CODE for path in visible(folder, "*.py")}
 # Keys that change no training: how it is computed, and what notebooks alone read.
-APART = COMPUTED | {"batch_sizes", "cluster_sizes", "context_sizes", "weak_steps", "weak_lr", "scratch"}
+APART = COMPUTED | {
+    "batch_sizes",
+    "cluster_sizes",
+    "context_sizes",
+    "weak_steps",
+    "weak_lr",
+    "weak_only",
+    "scratch",
+}
 APART |= {"checkpoints", "candidates", "max_queries"}
 
 

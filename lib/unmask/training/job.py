@@ -29,7 +29,7 @@ class Job(Section):
     clusters: ClustersConfig = Field(default_factory=ClustersConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
 
-    only_groups: tuple[str, ...] = ()  # of pair data sets to train on; none: all, by the curriculum
+    only: tuple[str, ...] = ()  # groups or data sets of pairs to train on; none: all, by the curriculum
     mined: Location = ""  # file of mined triplets
     surrogate: Location = ""  # an embedder, directory or Hub name, instead of `clusters.surrogate`
     milestones: tuple[int, ...] = ()  # steps after which the model is kept as well, see `milestones`
@@ -51,4 +51,4 @@ class Job(Section):
 
 
 # What is said of a training beside the values of its section.
-TOLD = ("only_groups", "mined", "surrogate", "milestones", "bidirectional", "late_chunking")
+TOLD = ("only", "mined", "surrogate", "milestones", "bidirectional", "late_chunking")

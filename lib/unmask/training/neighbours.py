@@ -1,7 +1,8 @@
-"""The stages of other recipes: CDE's contextual encoder, Qwen3-Embedding, and a reranker.
+"""The stages of other recipes: ConTEB's late interaction, CDE's contextual encoder, Qwen3-Embedding, and a
+reranker.
 
-Shape suffixes: N queries · K context documents, or hard negatives per query · R rows (texts) · D dimensions ·
-B prompts · L tokens.
+Shape suffixes: N queries · K context documents, or hard negatives per query · R rows (texts, or tokens) ·
+D dimensions · B prompts · L tokens · M documents · C chunks of a document.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,19 +14,52 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from unmask.data.tokens import Limit
-from unmask.losses import answer_loss, matryoshka, qwen3_loss
+from unmask.losses import answer_loss, insent_loss, matryoshka, qwen3_loss
+from unmask.losses.tensors import shipped
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
-from unmask.models.encoding import after_context, micro_batches
+from unmask.models.encoding import after_context, every_token, micro_batches
 from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import Processes
-from unmask.training.stages import Batch, Pair, Stage, accumulate, numbered, parted
+from unmask.training.stages import (
+    Batch,
+    Contextual,
+    ContextualBatch,
+    Pair,
+    Stage,
+    accumulate,
+    numbered,
+    parted,
+)
+
+
+class LateInteraction(Contextual):
+    """InSeNT for token vectors (ConTEB, section 4): documents are read whole, every token keeps its vector,
+    and MaxSim compares; λ is `config.alpha`. In floats, without Matryoshka.
+    """
+
+    def batch(self, step: int) -> list[ContextualBatch]:
+        [batch] = super().batch(step)
+        return [replace(batch, sequences=list(map(every_token, batch.sequences)))]
+
+    def loss(self, rows_RD: Tensor, batch: ContextualBatch, **shared: Any) -> Tensor:
+        tokens_MC, queries = batch.chunk_tokens_MC.long(), batch.sequences[: batch.count]
+        lengths = [text.rows for text in queries] + tokens_MC[tokens_MC > 0].tolist()
+        texts = rows_RD.split(lengths)
+        q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (texts[: batch.count], texts[batch.count :]))
+        places_X = shipped(tokens_MC.flatten().nonzero().squeeze(1), rows_RD.device)
+        empty_XKD = rows_RD.new_zeros(tokens_MC.numel(), *chunks_XKD.shape[1:])
+        chunks_MCKD = empty_XKD.index_copy(0, places_X, chunks_XKD).unflatten(0, tokens_MC.shape)
+        shared |= {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": tokens_MC > 0}
+        shared |= {"query_N": numbered(queries), "lam": self.config.alpha}
+        return insent_loss(q_NLD, chunks_MCKD, **shared)
 
 
 class Cde(Pair):

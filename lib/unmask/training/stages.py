@@ -61,7 +61,7 @@ class Stage:
         corpus: what it reads.
         tokenizer: of the model that it trains.
         section: of the preset; default: the stage's own.
-        more: values of the section to replace, and what `Job` lists beside them ("only_groups", "mined", …).
+        more: values of the section to replace, and what `Job` lists beside them ("only", "mined", …).
     Raises: ConfigError for an unknown key or a value that cannot be.
     """
 
@@ -175,10 +175,15 @@ class Stage:
         return Limit(self.config.query_length, around), Limit(self.config.document_length, around)
 
     def groups(self) -> dict[str, str]:
-        """Data sets of pairs to train on → their groups."""
-        names, wanted = self.corpus.datasets("pairs", "train"), self.job.only_groups or GROUPS
+        """Data sets of pairs to train on → their groups.
+
+        Raises: ValueError if there is none of those that are wanted.
+        """
+        names, wanted = self.corpus.datasets("pairs", "train"), {*(self.job.only or GROUPS)}
         found = {name: self.corpus.pairs("train", name)[0]["group"] for name in names}
-        return {name: group for name, group in found.items() if group in wanted}
+        if not (chosen := {name: group for name, group in found.items() if wanted & {name, group}}):
+            raise ValueError(f"no training pairs are of {sorted(wanted)}: the corpus has {found}")
+        return chosen
 
     def pairs(self) -> dict[str, TokenPairs]:
         """The corpus's pairs, as the stage reads them; `config.max_pairs` of them, if that is set."""
@@ -491,8 +496,8 @@ class Pair(Contrastive):
     data = cached_property(Stage.pairs)
 
     def allowed(self) -> Callable[[int], set[str]] | None:
-        """Data sets that may be drawn at a step; None: all, always, as groups that are named."""
-        if self.job.only_groups:
+        """Data sets that may be drawn at a step; None: all, always, as what is named."""
+        if self.job.only:
             return None
         return curriculum(self.groups(), self.config.curriculum, self.config.steps)
 
