@@ -1,6 +1,6 @@
 #!/bin/bash
 # The first hour on a machine with one GPU: what no other machine can show. Six commands of at most ten minutes each,
-# without internet; results/gpu keeps what each says but the first.
+# without internet; results/gpu keeps what each says; of `tests`, copy the end of its output.
 #
 #   papermill_runs/first_gpu.sh tests | kernels | steps [--large] | sharded | decide | recipe
 #

@@ -29,7 +29,9 @@ PAGES = tuple(folder / "README.md" for folder in (ROOT, RESULTS, RESULTS / "benc
 LINK = re.compile(r'\]\(([^)#]+)[^)]*\)|(?:src|srcset|href)="([^"#][^"]*)"')
 BLOCK = re.compile(r"(<!-- (?!end)([a-z-]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
 RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
-MODELS = ("BM25", REFERENCE, "pair", "contextual", "merged")
+OUTSIDE = ("BM25", REFERENCE)
+HEADED = ", heading first"
+MODELS = (*OUTSIDE, "pair", "contextual", "merged", *(name + HEADED for name in (REFERENCE, "pair")))
 
 
 def claims(run: str) -> list[dict]:
@@ -38,19 +40,26 @@ def claims(run: str) -> list[dict]:
 
 
 def quality(run: str) -> str:
-    """nDCG@10 of the recipe's stages beside two references, on plain and contextual tasks and on SQuAD, over
-    the seeds that notebook 12 pools."""
+    """nDCG@10 of the recipe's stages beside two references, on docstrings and code, on contextual tasks and
+    on SQuAD, over the seeds that notebook 12 pools."""
     by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
-    families = evidence.gathered(report.measured(report.STAGES, one) for one in by_seed)
+    families = evidence.gathered(report.measured(report.STAGES, one) | _headed(one) for one in by_seed)
     squad = evidence.gathered({"SQuAD": _squad(one)} for one in by_seed)["SQuAD"]
     rows = []
     for model in MODELS:
-        found = families.get(model, {})
-        row = {"nDCG@10": model, "plain": _mean(found.get("average"))}
-        row |= {"in context": _mean(found.get("contextual")), "SQuAD": _mean(squad.get(model))}
-        trained = str(len(found.get("average", ()))) if model not in ("BM25", REFERENCE) else "–"
-        rows.append(row | {"seeds": trained})
+        found, headed = families.get(model, {}), model.endswith(HEADED)
+        row = {"nDCG@10": model, "docstrings, code": "–" if headed else _mean(found.get("average"))}
+        row |= {"in context": _mean(found.get("contextual"))}
+        row |= {"SQuAD": "–" if headed else _mean(squad.get(model))}
+        trained = model.removesuffix(HEADED) not in OUTSIDE
+        rows.append(row | {"seeds": str(len(found.get("contextual", ()))) if trained else "–"})
     return report.markdown_table(rows)
+
+
+def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
+    """The systems that read the document's heading before each chunk: the mean over contextual tasks."""
+    rivals = metrics.get("08_conteb", {}).get("rivals", {})
+    return {name: {"contextual": mean(row.values())} for name, row in rivals.items() if HEADED in name}
 
 
 def _squad(metrics: dict[str, dict]) -> dict[str, float]:
@@ -84,7 +93,8 @@ def example() -> str:
     """A query about a chunk that only its document explains, and what each way of searching ranks first."""
     found = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
     rows = [{"read": way, "ranked first": report.quoted(text, 100)} for way, text in found["first"].items()]
-    told = f"> **{found['query']}** (in the document {report.quoted(found['document'], 80)})"
+    own = f"a chunk of {report.quoted(found['document'], 80)} that only its document explains"
+    told = f"> Query: **{found['query']}**. Right answer: {own}."
     return f"{told}\n\n{report.markdown_table(rows)}"
 
 

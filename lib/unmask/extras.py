@@ -15,7 +15,8 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = error.name.partition(".")[0]
-        raise ModuleNotFoundError(f"{package} is not installed: pip install 'unmask[{name}]'") from None
+        remedy = f"pip install '.[{name}]' in the checkout"
+        raise ModuleNotFoundError(f"{package} is not installed: {remedy}") from None
 
 
 def require_compiler(device: str, remedy: str) -> None:

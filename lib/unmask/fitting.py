@@ -135,10 +135,11 @@ def fit(
         stage: one of these.
         folder: where the training is kept. The same call finds it there, or goes on with it after an
             interruption. Default: nothing is kept but the result.
-        hold_out: share of the groups, of which it takes 20, small ones among them; 0: none.
+        hold_out: share of the groups to hold out; 0: none. It needs 20 groups, and one with no more rows than
+            this share.
         values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr. By default
             three epochs of batches of 128 rows, or of all rows if there are fewer, and the model's pooling.
-            Look-alikes (`cluster_size`, `filter_margin`) are those of the model.
+            Where `cluster_size` or `filter_margin` ask for look-alikes, the model finds them.
     Returns: the embedder, in float32, with `helped` (None if nothing was held out) and `checkpoint`.
     Raises: ConfigError for an unknown stage or key, ValueError for rows that cannot be used, before a model
         is loaded; TrainingStopped, if it was interrupted.
