@@ -5,6 +5,7 @@ papermill_runs/<run>/        executed notebooks
 results/<run>/               metrics as JSON, figures, report
 """
 
+import gc
 import os
 import re
 from collections.abc import Iterable
@@ -99,6 +100,7 @@ class Run:
         (folder / "done.json").unlink(missing_ok=True)
         changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
         print(f"run {opened.name!r}{changed}\ncheckpoints: {folder}\nmetrics and figures: {opened.results}")
+        gc.freeze()  # what was imported stays; to look through it whenever a model is freed takes the longest
         return opened
 
     @property
