@@ -161,7 +161,7 @@ class Run:
         saved = (read_json(repository() / "results" / name / f"{notebook}.json") for name in self._sources())
         return next(filter(None, saved), {})
 
-    def figure(self, figure: Any, name: str) -> None:
-        """Lets a figure of `unmask.study.figures` save itself: results/<run>/figures/<notebook>-<name>.png
-        and, for dark pages, as <notebook>-<name>-dark.png; it stays open for the notebook to show."""
-        figure.save(self.results / "figures" / f"{self.notebook}-{name}.png")
+    def figure(self, figure: Any, name: str, text: str = "") -> None:
+        """Lets a figure of `unmask.study.figures` save and show itself: as
+        results/<run>/figures/<notebook>-<name>.png and, for dark pages, <notebook>-<name>-dark.png."""
+        figure.keep(self.results / "figures" / f"{self.notebook}-{name}.png", text)
