@@ -5,6 +5,7 @@ papermill_runs/<run>/        executed notebooks
 results/<run>/               metrics as JSON, figures, report
 """
 
+import gc
 import os
 import re
 from collections.abc import Iterable
@@ -99,6 +100,7 @@ class Run:
         (folder / "done.json").unlink(missing_ok=True)
         changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
         print(f"run {opened.name!r}{changed}\ncheckpoints: {folder}\nmetrics and figures: {opened.results}")
+        gc.freeze()  # what was imported stays; to look through it whenever a model is freed takes the longest
         return opened
 
     @property
@@ -159,7 +161,7 @@ class Run:
         saved = (read_json(repository() / "results" / name / f"{notebook}.json") for name in self._sources())
         return next(filter(None, saved), {})
 
-    def figure(self, figure: Any, name: str) -> None:
-        """Lets a figure of `unmask.study.figures` save itself: results/<run>/figures/<notebook>-<name>.png
-        and, for dark pages, as <notebook>-<name>-dark.png; it stays open for the notebook to show."""
-        figure.save(self.results / "figures" / f"{self.notebook}-{name}.png")
+    def figure(self, figure: Any, name: str, text: str = "") -> None:
+        """Lets a figure of `unmask.study.figures` save and show itself: as
+        results/<run>/figures/<notebook>-<name>.png and, for dark pages, <notebook>-<name>-dark.png."""
+        figure.keep(self.results / "figures" / f"{self.notebook}-{name}.png", text)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from unmask import cli
 from unmask.config import Preset, load_preset
 from unmask.run import Folders, seed_run
 from unmask.store import repository
@@ -21,6 +22,23 @@ from unmask.study.plan import trainings
 SITTINGS = {"decide": ("00", "01", "07"), "recipe": ("00", "01", "02", "03", "04", "05")}
 STOP = 530  # seconds until SIGTERM
 GRACE = 40  # seconds that a training then has to save itself: ten minutes in all, with the start of a command
+# At toy size: preset smoke on little text, with two rates that are each tried shortly, as in preset gpu.
+TOY = {
+    "data.max_packages": 3,
+    "ar.steps": 4,
+    "ar.decay": 1,
+    "diffusion.steps": 4,
+    "diffusion.decay": 1,
+    "evaluation.max_queries": 5,
+    "evaluation.max_documents": 10,
+    "ablation.rates": "[0.5,1.0]",
+    "ablation.rate_steps": 1,
+    "ablation.steps": 2,
+    "ablation.controls": "false",
+    "ablation.parts": "false",
+    "ablation.squad": "false",
+}
+TOY_STOP = 12  # seconds until SIGTERM: notebook 02 has begun
 
 # What the plan assumes of an H100. A trial on an H200, with eager layers, had 160,000 and 130,000 tokens/s.
 PRETRAINING, OTHERS = 300_000, 250_000  # tokens/s that are to be reached
@@ -59,13 +77,10 @@ def sit(sitting: str, small: bool, seed: int = 0) -> Iterator[dict[str, Any]]:
 
     Raises: SystemExit where data are not prepared (`unmask prepare --preset gpu`); the message says which.
     """
-    preset, run, stop = ("smoke", "gpu-smoke", 15) if small else ("gpu", "gpu", STOP)
+    preset, run = ("smoke", "gpu-smoke") if small else ("gpu", "gpu")
     more = ["--seed", str(seed)] if seed else []
-    if small:  # two rates, each tried shortly, as in preset gpu; no controls, so that decide may end in time
-        changes = {"ablation.rates": "[0.5,1.0]", "ablation.rate_steps": 2}
-        changes |= {"ablation.controls": "false", "ablation.parts": "false"}
-        more = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-        stop = STOP if sitting == "decide" else stop
+    more += [part for key, value in (TOY if small else {}).items() for part in ("--set", f"{key}={value}")]
+    stop = TOY_STOP if small and sitting == "recipe" else STOP
     started = time.monotonic()
     if not small and _unmask("prepare", "--preset", preset, "--check").wait():
         sys.exit(2)
@@ -77,7 +92,7 @@ def sit(sitting: str, small: bool, seed: int = 0) -> Iterator[dict[str, Any]]:
         child.terminate()
         status = child.wait()
     yield {"name": sitting, "status": status, "seconds": time.monotonic() - started}
-    _unmask("status", *named).wait()
+    cli.main(["status", *named])
     for name, ran in recorded(Folders(seed_run(run, seed) if seed else run)).items():
         if name.partition("_")[0] in SITTINGS[sitting]:
             yield {"name": name, "status": ran["exit_status"], "seconds": ran["wall_seconds"]}

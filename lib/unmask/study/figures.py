@@ -22,9 +22,11 @@ from unmask.store import replacing
 with extra("study"):
     import matplotlib.pyplot as plt
     from adjustText import adjust_text
+    from IPython.display import Image as Picture
+    from IPython.display import display
     from PIL import Image
 
-WIDTH, DPI = 7.5, 144  # inches; shown 830 pixels wide, 8 points are 12 pixels
+WIDTH, DPI, SHOWN = 7.5, 144, 830  # inches; shown so many pixels wide, 8 points are 12 pixels
 _TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
 COLORS = tuple(_TOLD["colors"].values())  # all that a figure may use
 INK, MUTED, GRID, PAPER, *_COLORED = COLORS
@@ -86,6 +88,19 @@ class Figure(plt.Figure):
         image.putpalette(night(np.array(image.getpalette()).reshape(-1, 3)).ravel().tolist())
         with replacing(path.with_stem(f"{path.stem}-dark")) as unfinished:
             image.save(unfinished, "png", optimize=True)
+
+    def keep(self, path: Path, text: str = "") -> None:
+        """Saves the figure and shows what was saved: drawing takes the longest, and is done once."""
+        self.save(path)
+        plt.close(self)
+        show(path, text)
+
+
+def show(path: Path, text: str = "") -> None:
+    """Shows in a notebook a figure of its run that was saved; on the report's page, where `text` stands for
+    it, its dark variant stands beside it."""
+    picture = {"picture": [f"figures/{path.name}", text]}
+    display(Picture(filename=path, width=SHOWN), metadata=picture)
 
 
 def night(rgb_C3: np.ndarray) -> np.ndarray:
