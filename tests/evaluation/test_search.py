@@ -71,6 +71,15 @@ def test_any_order_of_the_documents_and_any_length_of_floats_give_the_naive_rank
     same(top_k(q_ND, d_MD, k), naive(q_ND, d_MD, k))
 
 
+@pytest.mark.parametrize("length", [1e30, 1e-30, 1e38, 65504.0])
+def test_floats_have_a_cosine_however_long_they_are(length, tiling):
+    rng, dtype = np.random.default_rng(0), np.float16 if length == 65504.0 else np.float32
+    q_ND, d_MD = ((length * rng.uniform(-1, 1, (count, 16))).astype(dtype) for count in (10, 100))
+    scores_NK, ids_NK = expected = naive(q_ND, d_MD, 5)
+    same(top_k(q_ND, d_MD, 5), expected)
+    assert_close(np.take_along_axis(similarity(q_ND, d_MD).numpy(), ids_NK, 1), scores_NK)
+
+
 @pytest.mark.parametrize("bits", [32, 1024])
 @pytest.mark.parametrize("values", [3, 256])
 @pytest.mark.parametrize("k", [8, 60])

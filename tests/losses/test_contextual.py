@@ -104,3 +104,11 @@ def test_bad_arguments_are_refused():
     for name, loss in {"alpha": local_loss, "lam": insent_loss}.items():
         with pytest.raises(ValueError, match=f"{name} must lie in"):
             loss(*where, **{name: 1.5})
+    of_none = {"document_N": document[:0], "gold_N": gold[:0]}
+    for loss in (sequence_loss, batch_loss, local_loss, insent_loss):
+        with pytest.raises(ValueError, match="q_ND has no rows"):
+            loss(q[:0], chunks, **of_none)
+    with pytest.raises(ValueError, match="q_ND has no rows"):
+        contextual_loss(q[:0], chunks, chunks.sum(1), **of_none, beta=0.2)
+    with pytest.raises(ValueError, match="q_ND has no rows"):
+        global_loss(q[:0], chunks.sum(1), document[:0])

@@ -71,6 +71,8 @@ def test_bad_arguments_are_refused():
         diffusion_loss(hidden, unembedding, tokens, masked[:, 1:], t)
     with pytest.raises(ValueError, match=r"answer_B must have the shape \(3\)"):
         answer_loss(hidden, unembedding, torch.zeros(3, dtype=int), torch.zeros(4, dtype=int))
+    with pytest.raises(ValueError, match="hidden_BLD has no rows"):
+        answer_loss(hidden[:0], unembedding, torch.zeros(0, dtype=int), torch.zeros(0, dtype=int))
     with pytest.raises(ValueError, match="No position is predictable"):
         next_token_loss(hidden[:, :1], unembedding, tokens[:, :1])
 

@@ -1,7 +1,9 @@
 """A backbone of any family that honours `is_causal`, and its checkpoints."""
 
 import json
+import sys
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModel, GraniteConfig, GraniteForCausalLM
@@ -35,6 +37,18 @@ def test_the_last_token_reaches_the_first_position_only_without_the_causal_mask(
         before, after = (model(x, attention_mask=mask).last_hidden_state[:, 0] for x in (tokens, changed))
     assert (before != after).any(dim=1).tolist() == [bidirectional] * batch
     assert backbone.sees_both_sides(model) == bidirectional
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped")
+def test_weights_as_they_are_stored_stay_in_their_file(tmp_path):
+    """So a merge compares models that no memory holds."""
+    model = backbone.load(
+        backbone.save(tiny.model().bfloat16(), tiny.tokenizer(), tmp_path / "m"), dtype="auto"
+    )
+    weight, file = model.get_input_embeddings().weight, str(tmp_path / "m" / "model.safetensors")
+    assert weight.dtype == torch.bfloat16
+    mapped = [one.addr.split("-") for one in psutil.Process().memory_maps(False) if one.path == file]
+    assert any(int(start, 16) <= weight.data_ptr() < int(end, 16) for start, end in mapped)
 
 
 def test_a_checkpoint_loads_with_stock_classes_and_says_what_it_is(tmp_path):

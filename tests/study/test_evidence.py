@@ -52,11 +52,17 @@ def test_an_effect_is_the_mean_over_tasks_with_documents_drawn_within_them():
     assert (found.high - found.low) / 2 == pytest.approx(1.98 * np.std(drawn), rel=0.08)
 
 
-def test_one_document_is_drawn_by_queries_and_one_query_tells_nothing():
-    found = evidence.effect([{"t": np.array([0.0, 1, 1])}], {"t": [7, 7, 7]})
-    assert found.low < 2 / 3 < found.high
-    alone = evidence.effect([{"t": np.array([0.5])}], {"t": [0]})
-    assert alone.low < -0.5 and alone.high > 1
+@pytest.mark.parametrize("gain_N", [[0.0, 1, 1], [0.5] * 300, [0.5]])
+def test_one_document_tells_nothing_of_others(gain_N):
+    """However many queries ask for it: gains of a metric in [0, 1] have a standard deviation of 1 at most."""
+    found = evidence.effect([{"t": np.array(gain_N)}], {"t": [7] * len(gain_N)})
+    assert found.value == pytest.approx(np.mean(gain_N))
+    assert found.high - found.value == pytest.approx(stats.t.ppf(0.975, 1), rel=0.01)
+    assert evidence.judge(found, 0.0, seeds=3) == "open"
+    # Beside a task that is sure, its half of the effect stays unknown.
+    gains, documents = {"t": np.array(gain_N), "sure": np.ones(9)}, {"t": [7] * len(gain_N), "sure": range(9)}
+    both = evidence.effect([gains], documents)
+    assert both.high - both.value == pytest.approx(stats.t.ppf(0.975, 1) / 2, rel=0.01)
 
 
 def test_compare_takes_the_documents_that_queries_ask_for():

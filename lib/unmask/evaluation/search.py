@@ -53,7 +53,7 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
         raise ValueError(f"similarity compares the rows of two matrices of one width, {widths}")
     if q_ND.is_floating_point() or d_MD.is_floating_point():
         dtype = torch.promote_types(torch.promote_types(q_ND.dtype, d_MD.dtype), torch.float32)
-        return normalize(q_ND.to(dtype)) @ normalize(d_MD.to(dtype)).T
+        return _unit(q_ND.to(dtype)) @ _unit(d_MD.to(dtype)).T
     return _cosines(d_MD, q_ND, _inverse_norms(d_MD)[:, None]).T
 
 
@@ -172,14 +172,15 @@ def _check_request(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> None:
 def _nearest(d_MD: np.ndarray, inverse_M: Tensor | None, q_ND: np.ndarray, k: int) -> Found:
     """Exact search, tile by tile: the best of each tile join the best so far."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tiles = _tensor(q_ND).to(device).split(QUERIES if device.type == "cpu" else 32 * QUERIES)
+    unit = _unit if inverse_M is None else torch.as_tensor  # codes are scaled after the product
+    tiles = unit(_tensor(q_ND).to(device)).split(QUERIES if device.type == "cpu" else 32 * QUERIES)
     best: list = [None] * len(tiles)
     few = inverse_M is not None and len(q_ND) <= FEW and device.type == "cpu"  # a GPU copies its tile
     for part in parts(len(d_MD), FOR_FEW if few else DOCUMENTS):
-        d_TD = _tensor(d_MD[part]).to(device)
+        d_TD = unit(_tensor(d_MD[part]).to(device))
         for tile, q_QD in enumerate(tiles):
             if inverse_M is None:
-                scores_TQ = similarity(d_TD, q_QD).float()
+                scores_TQ = (d_TD @ q_QD.to(d_TD.dtype).T).float()
             else:
                 scores_TQ = _cosines(d_TD, q_QD, inverse_M[part, None].to(device))
             scores_QK, ids_QK = best_of(scores_TQ, k)
@@ -223,6 +224,13 @@ def _cosines(d_TD: Tensor, q_QD: Tensor, inverse_T1: Tensor) -> Tensor:
     else:
         dots_TQ = torch._int_mm(d_TD, q_QD.T).double()
     return dots_TQ.mul_(inverse_T1).mul_(_inverse_norms(q_QD)).float()
+
+
+def _unit(x_XD: Tensor) -> Tensor:
+    """Floats as rows of length 1, in float32 or better. A row's largest entry is made 1 first: no square is
+    too large or too small."""
+    x_XD = x_XD.to(torch.promote_types(x_XD.dtype, torch.float32))
+    return normalize(normalize(x_XD, p=torch.inf, eps=torch.finfo(x_XD.dtype).tiny))
 
 
 def _inverse_norms(codes_XD: Tensor) -> Tensor:

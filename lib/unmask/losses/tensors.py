@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def check_shapes(**tensors: Tensor | None) -> None:
-    """Refuses tensors whose shapes contradict their names; one that is None is skipped.
+    """Refuses tensors whose shapes contradict their names, or that have no rows; one that is None is skipped.
 
     The letters after a name's last underscore are its axes, and a letter has one size: `q_ND` and `d_ND` have
     the same shape.
@@ -26,6 +26,8 @@ def check_shapes(**tensors: Tensor | None) -> None:
         wrong = (sizes.setdefault(axis, size) != size for axis, size in zip(axes, shape, strict=True))
         if len(shape) != len(axes) or any(wrong):
             raise ValueError(f"{name} must have the shape ({expected}); got {shape}.")
+        if not len(tensor):
+            raise ValueError(f"{name} has no rows: a loss is a mean over one or more.")
 
 
 def check_settings(*, temperature: float, margin: float = 0.0, **weights: float) -> None:

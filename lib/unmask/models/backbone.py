@@ -103,8 +103,11 @@ def sees_both_sides(model: PreTrainedModel) -> bool:
     return not torch.equal(first_BD[0], first_BD[1])
 
 
-def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
-    """Loads a checkpoint in float32, by directory or Hub name; `head` keeps the language-model head.
+def load(path: str | Path, *, head: bool = False, dtype: Any = torch.float32) -> PreTrainedModel:
+    """Loads a checkpoint by directory or Hub name; `head` keeps the language-model head.
+
+    Args:
+        dtype: of the weights; "auto" leaves them as they are stored, and in their files until they are used.
 
     Raises: ValueError if a directory is given that holds no checkpoint, or one with code, an
         adapter or quantised weights; if the head is more than a matrix; and as `read`.
@@ -115,7 +118,7 @@ def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
     if more := more + [file.name for file in Path(source).glob("adapter_config.json")]:
         stock = "only plain weights of a stock class are read: convert them, or take it out if unused"
         raise ValueError(f"{path} has {more[0]}; {stock}")
-    model = read(AutoModelForCausalLM if head else AutoModel, source)
+    model = read(AutoModelForCausalLM if head else AutoModel, source, dtype=dtype)
     if head:
         with torch.inference_mode():
             ids_BL = torch.arange(4)[None]
@@ -126,14 +129,14 @@ def load(path: str | Path, *, head: bool = False) -> PreTrainedModel:
     return model
 
 
-def read(kind: Any, source: str | Path, **options: Any) -> PreTrainedModel:
-    """A model of a class of transformers from its files, in float32.
+def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: Any) -> PreTrainedModel:
+    """A model of a class of transformers from its files.
 
     Raises: ValueError if weights are cut short, or are not those that the configuration asks for.
     """
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that these are told, too
     try:
-        model, report = kind.from_pretrained(source, dtype=torch.float32, **options)
+        model, report = kind.from_pretrained(source, dtype=dtype, **options)
     except SafetensorError as error:
         raise ValueError(f"weights in {source} are cut short or broken ({error}): copy them again") from None
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}

@@ -70,9 +70,10 @@ def _merge(recipe: dict[str, Any], parents: Sequence[str | Path], path: str | Pa
             what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
             raise ValueError(f"{what}: their weights mean different things, take parents of one kind")
     if len(parents) == 2:
-        weights = (backbone.load(parent).named_parameters() for parent in parents)
+        # A pair of tensors at a time, of models that may not fit into memory.
+        weights = (backbone.load(parent, dtype="auto").named_parameters() for parent in parents)
         for (name, a), (_, b) in zip(*weights, strict=True):
-            if torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) < -NEARLY_ONE:
+            if torch.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) < -NEARLY_ONE:
                 both = f"{name} of {parents[0]} and of {parents[1]}"
                 raise ValueError(f"{both} point opposite ways, and nothing says which way leads between them")
     configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})

@@ -70,10 +70,9 @@ def effect(gains: Sequence[Scores], documents: Mapping[str, Sequence[Any]]) -> E
     for task, asked in documents.items():
         gain_N = np.mean([one[task] for one in gains], axis=0, dtype=np.float64)
         _, number_N = np.unique(asked, return_inverse=True)
-        number_N = number_N if number_N.any() else np.arange(len(gain_N))  # one document alone: by queries
         sum_C, rest_C = np.bincount(number_N, gain_N - gain_N.mean()), len(gain_N) - np.bincount(number_N)
         free.append(max(1, len(sum_C) - 1))
-        # One query tells nothing.
+        # One document tells nothing of others: it counts as the most that gains within [-1, 1] can vary.
         spread = sum((sum_C / rest_C) ** 2) * free[-1] / len(sum_C) if len(sum_C) > 1 else 1.0
         variance.append(spread / len(documents) ** 2)
     total = sum(variance)
