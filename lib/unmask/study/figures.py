@@ -386,7 +386,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
     every = dict.fromkeys(one["verdict"] for row in runs.values() for one in row if one["value"] is not None)
     for verdict in sorted(every, key=list(VERDICTS).index):
         drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
-    return _finished(figure, title=title, xlabel="points of nDCG@10")
+    return _finished(figure, title=title, xlabel="points, logarithmic beyond 10")
 
 
 def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
