@@ -237,7 +237,7 @@ def beside_seeds(study: Run, tables: Mapping[int, Mapping[str, Mapping[str, floa
         return {"text": "Other runs are compared with the seeds of this one.", "rows": []}
     kept = read_json(path)
     if not kept:
-        return {"text": f"Not asked: no three seeds of {study.config.name} are committed.", "rows": []}
+        return {"text": f"Not asked: results/seeds keeps no numbers of {study.config.name}.", "rows": []}
     ours, rows = tables[study.config.pair.seed], []
     for name, family, values in ((n, f, v) for n, row in kept["values"].items() for f, v in row.items()):
         value = ours.get(name, {}).get(family)
