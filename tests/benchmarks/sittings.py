@@ -38,7 +38,7 @@ TOY = {
     "ablation.parts": "false",
     "ablation.squad": "false",
 }
-TOY_STOP = 12  # seconds until SIGTERM: notebook 02 has begun
+TOY_STOP = 10  # seconds until SIGTERM: notebook 02 has begun
 
 # What the plan assumes of an H100. A trial on an H200, with eager layers, had 160,000 and 130,000 tokens/s.
 PRETRAINING, OTHERS = 300_000, 250_000  # tokens/s that are to be reached
