@@ -24,7 +24,6 @@ import diffusion
 import encode
 import matplotlib.pyplot as plt
 import measure
-import preparation
 import search
 import share
 from measure import Row, child, compare
@@ -37,7 +36,7 @@ from unmask.study import figures
 RESULTS = repository() / "results" / "benchmarks"
 NOTHING_RETURNED = ENVIRONMENT | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 LIMIT = 4096.0  # MiB that a global batch of 16,384 pairs may take on two cores
-MODULES = (contrastive, diffusion, encode, preparation, search, share)
+MODULES = (contrastive, diffusion, encode, search, share)
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}
 
 
@@ -87,7 +86,6 @@ for kind, title in {"integer": "exact INT8 search", "binary": "exact binary sear
     }
     SUBJECTS[f"{kind}-search"] = partial(several, titles, **SPEED)
 SUBJECTS["search-scaling"] = search.scaling
-SUBJECTS["preparation"] = partial(compare, "preparation", "tokenising text into files", **SPEED)
 
 AXES = {"speed": "our speed, in times the peer's", "peak memory": "the peer's memory, in times ours"}
 WITHOUT_PEER = {"scaling", "search-scaling", "matmul-share"}  # not in the figure of peers
