@@ -1,5 +1,6 @@
 """Shared by all tests: what is skipped where, and a checkout of toy notebooks."""
 
+import gc
 import os
 import shutil
 import signal
@@ -38,6 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, reason in reasons.items():
             if reason and item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # each training collects its garbage: what is imported is none, and need not be looked at
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ real child processes."""
 
 import json
 from dataclasses import asdict
+from functools import cache
 
 import pytest
 
@@ -25,6 +26,7 @@ DOCUMENTS = [
     | {"queries": [f"What comes after {i}?", f"Where does {i} end?"], "golds": [1, 2]}
     for i in range(30)
 ]
+VERSIONS = cache(environment.installed_versions)  # as reading them takes half a second
 ROWS = {"texts": ("environment", TEXTS), "pairs": ("docs", PAIRS), "documents": ("counting", DOCUMENTS)}
 
 
@@ -32,6 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on the environment's corpus, where it is not there yet, is this one."""
     monkeypatch.setattr(environment, "build", build)
     monkeypatch.setattr(environment, "installed_packages", list)  # looking at all their files takes seconds
+    monkeypatch.setattr(environment, "installed_versions", VERSIONS)
 
 
 def build(config, packages, path, languages):

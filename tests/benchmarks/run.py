@@ -24,9 +24,7 @@ import diffusion
 import encode
 import matplotlib.pyplot as plt
 import measure
-import preparation
 import search
-import share
 from measure import Row, child, compare
 from tqdm import tqdm
 
@@ -37,7 +35,7 @@ from unmask.study import figures
 RESULTS = repository() / "results" / "benchmarks"
 NOTHING_RETURNED = ENVIRONMENT | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
 LIMIT = 4096.0  # MiB that a global batch of 16,384 pairs may take on two cores
-MODULES = (contrastive, diffusion, encode, preparation, search, share)
+MODULES = (contrastive, diffusion, encode, search)
 CASES = {name: case for module in MODULES for name, case in module.CASES.items()}
 
 
@@ -79,7 +77,6 @@ SUBJECTS["diffusion-all-kept"] = partial(compare, "diffusion", "diffusion step, 
 for kind, lengths in LENGTHS.items():
     titles = {f"encode-{kind}-{p}": f"encode, {lengths}, {p}" for p in encode.PRECISIONS}
     SUBJECTS[f"encode-{kind}"] = partial(several, titles, memory=False)
-SUBJECTS["matmul-share"] = partial(several, share.TITLES, memory=False)
 for kind, title in {"integer": "exact INT8 search", "binary": "exact binary search"}.items():
     titles = {
         f"{kind}-search": f"{title}, batches of {search.QUERIES}",
@@ -87,10 +84,9 @@ for kind, title in {"integer": "exact INT8 search", "binary": "exact binary sear
     }
     SUBJECTS[f"{kind}-search"] = partial(several, titles, **SPEED)
 SUBJECTS["search-scaling"] = search.scaling
-SUBJECTS["preparation"] = partial(compare, "preparation", "tokenising text into files", **SPEED)
 
 AXES = {"speed": "our speed, in times the peer's", "peak memory": "the peer's memory, in times ours"}
-WITHOUT_PEER = {"scaling", "search-scaling", "matmul-share"}  # not in the figure of peers
+WITHOUT_PEER = {"scaling", "search-scaling"}  # not in the figure of peers
 PEERS = {"uncached": "plain backpropagation", "faiss SQ8": "faiss", "faiss IndexBinaryFlat": "faiss"}
 
 

@@ -48,10 +48,6 @@ def encoded(one, texts=TEXTS):
     return one.encode(texts, "float32")
 
 
-def close(found, expected):
-    assert_close(found, expected)
-
-
 def naive(second, tokens_L, context_KD):
     """A text's mean hidden state: slots and tokens laid out for the stock backbone, in float64."""
     model = second.backbone.double()
@@ -71,14 +67,14 @@ def test_the_second_stage_is_a_transformer_over_unordered_slots_and_the_text(kno
     second = encoder().second
     with torch.no_grad():
         expected = [naive(second, item.tokens_L[J:], context) for item in items]
-    close(found.double(), torch.stack(expected))
+    assert_close(found.double(), torch.stack(expected))
 
 
 def test_batches_with_and_without_padding_and_single_texts_agree():
     second, context = encoder().second, vectors(3)
     expected = rows(second, context)
-    close(rows(second, context, packed=True), expected)
-    close(torch.cat([rows(second, context, [item]) for item in sequences()]), expected)
+    assert_close(rows(second, context, packed=True), expected)
+    assert_close(torch.cat([rows(second, context, [item]) for item in sequences()]), expected)
 
 
 def test_the_stages_share_no_weights_and_the_null_vector_learns():

@@ -7,7 +7,7 @@ import tiny
 import tiny_families
 from closeness import assert_close
 from unmask.data.tokens import join_chunks
-from unmask.models import encoding
+from unmask.models import backbone, encoding
 from unmask.models.encoding import TokenSequence, encode_rows, last_token_pool, mean_pool, segment_mean
 
 HIDDEN = torch.randn(4, 7, 5, generator=torch.Generator().manual_seed(0))
@@ -66,12 +66,18 @@ def rows_and_gradients(model, sequences, **options):
 @pytest.mark.parametrize("family", ["qwen3", "llama", "olmo2"])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(("chunked", "pooling"), [(False, "mean"), (False, "last"), (True, "mean")])
-def test_packed_batches_give_the_rows_and_gradients_of_padded_ones(family, chunked, pooling, bidirectional):
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_batches_give_the_rows_and_gradients_of_padded_ones(
+    family, checkpointing, chunked, pooling, bidirectional
+):
     model = tiny_families.model(family, bidirectional=bidirectional)
     documents = [join_chunks(tiny.sequences(n, seed=n), 0) for n in (3, 1, 4)]
     sequences, read = [*texts(3), *documents, *texts(2)] if chunked else texts(), []
     model.register_forward_pre_hook(lambda _, args, named: read.append(named["input_ids"]), with_kwargs=True)
     expected, gradients = rows_and_gradients(model, sequences, pooling=pooling)
+    if checkpointing:
+        backbone.checkpoint_activations(model)
+        model.train()
     found, packed_gradients = rows_and_gradients(model, sequences, pooling=pooling, packed=True)
     assert read[1].shape == (1, sum(map(len, sequences)))  # no padding
     assert_close(found, expected)

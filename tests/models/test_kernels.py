@@ -2,13 +2,10 @@
 
 import copy
 import itertools
-import os
 import shutil
 import sys
 from functools import partial
-from importlib import import_module
 
-import numpy as np
 import pytest
 import torch
 
@@ -89,34 +86,12 @@ def test_a_compiled_layer_launches_a_quarter_and_computes_the_same(as_on_a_gpu):
     assert len(counts) == 2 and sum(one["all"] for one in counts) <= 50  # forward and backward; asked for: 70
 
 
-@pytest.fixture
-def liger(monkeypatch):
-    """Liger's kernels on a GPU, or in Triton's interpreter, which knows no floats and no CUDA functions."""
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU here; with liger-kernel installed TRITON_INTERPRET=1 does without")
-    pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
-    if torch.cuda.is_available():
-        return
-    tl, norms = import_module("triton.language"), import_module("liger_kernel.ops.rms_norm")
-    interpreter = import_module("triton.runtime.interpreter")
-    given = interpreter._implicit_cvt
-
-    def converted(value):
-        if not isinstance(value, float):
-            return given(value)
-        handle = interpreter.TensorHandle(np.array([value], np.float32), tl.float32)
-        return tl.tensor(handle, tl.float32)
-
-    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
-    monkeypatch.setattr(norms, "rsqrt", lambda x: tl.rsqrt(x))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_fused_layers_compute_the_same_and_leave_no_trace(family, liger):
-    device = "cuda" if torch.cuda.device_count() else "cpu"
-    model = tiny_families.model(family, bidirectional=True).to(device)
-    tokens = torch.randint(4, 300, (2, 9), generator=torch.Generator().manual_seed(0)).to(device)
+def test_fused_layers_compute_the_same_and_leave_no_trace(family):
+    pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
+    model = tiny_families.model(family, bidirectional=True).cuda()
+    tokens = torch.randint(4, 300, (2, 9), device="cuda")
 
     def results():
         return tiny.with_gradients(model(tokens, use_cache=False).last_hidden_state, model)

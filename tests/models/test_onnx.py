@@ -10,12 +10,14 @@ import tiny_families
 from unmask import Embedder
 from unmask.models.onnx import export_onnx
 
+pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
+onnxruntime = pytest.importorskip("onnxruntime", reason="no ONNX: pip install 'unmask[onnx]'")
+
 LONG = " ".join(tiny.TEXTS)[:300]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_that_a_reader_would_refuse_are_refused(tmp_path, dtype):
-    pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
     embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
     embedder.model.layers[0].mlp.to(dtype)  # as mixed precision does
     with pytest.raises(ValueError, match=f"weights in {dtype}: load it with mixed_precision=False"):
@@ -24,7 +26,6 @@ def test_weights_that_a_reader_would_refuse_are_refused(tmp_path, dtype):
 
 
 def test_what_the_reader_cannot_load_is_not_published(tmp_path, monkeypatch):
-    pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
     embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
     monkeypatch.setattr(
         torch.onnx, "export", lambda model, inputs, file, **options: file.write_bytes(b"broken")
@@ -40,8 +41,6 @@ EXPORTED = [("llama", {}), ("qwen3", {"pooling": "last", "normalize": True})]
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "options"), EXPORTED)
 def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options):
-    pytest.importorskip("onnxscript", reason="no ONNX: pip install 'unmask[onnx]'")
-    onnxruntime = pytest.importorskip("onnxruntime", reason="no ONNX: pip install 'unmask[onnx]'")
     model = tiny_families.model(family, bidirectional=not options)
     embedder = Embedder(model, tiny.tokenizer(), device="cpu", **options)
     path = export_onnx(embedder, tmp_path / "model")

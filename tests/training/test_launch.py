@@ -14,6 +14,7 @@ import pytest
 import tiny_stages
 import torch
 from safetensors.torch import load_file
+from tiny_stages import Told
 
 import tiny
 from closeness import assert_close
@@ -37,7 +38,7 @@ def on_the_cpu(monkeypatch):
 
 def made(start, parallel=TWO, **more):
     # At a low rate: rounding to INT8 amplifies what two processes round otherwise.
-    short = {"steps": 10, "batch": 8, "lr": 1e-4, "checkpoint_seconds": 0}
+    short = {"steps": 10, "batch": 8, "lr": 1e-4}
     stage = tiny_stages.on_the_corpus("pair", start, **short | more)
     stage.job = replace(stage.job, parallel=parallel)
     return stage
@@ -55,17 +56,6 @@ def assert_alike(two, one):
     assert_close(*(load_file(path / "model.safetensors") for path in (two, one)), rel=1e-3)
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one(start, tmp_path, capsys):
-    stage = made(start)
-    model = stage.model(start)
-    two = train(stage, model, tmp_path / "two")
-    assert "10/10" in capsys.readouterr().out
-    for key, value in load_file(two / "model.safetensors").items():
-        assert (model.state_dict()[key] == value).all()
-    assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
-
-
 # Of another job, which this one may be part of, as its launcher or a cluster sets them.
 FOREIGN = {"PET_NNODES": "2", "PET_NO_PYTHON": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "none"}
 FOREIGN |= dict.fromkeys(
@@ -76,27 +66,6 @@ FOREIGN |= {"ACCELERATE_TORCH_DEVICE": "meta", "ACCELERATE_USE_PARALLELISM_CONFI
 FOREIGN |= {"TORCHELASTIC_ERROR_FILE": "/none/error", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
-def test_another_jobs_variables_do_not_reach_a_training(start, tmp_path, monkeypatch, strategy):
-    """In this process, and in one that torchrun starts."""
-    for name, value in FOREIGN.items():
-        monkeypatch.setenv(name, value)
-    one = trained(made(start, ParallelConfig(strategy=strategy), steps=2), start, tmp_path / "pair")
-    assert len(history(one)) == 2
-
-
-NOTEBOOK = """
-    import sys
-    from dataclasses import replace
-    import tiny_stages, test_launch
-    import pytest, tiny_corpus
-    tiny_corpus.install(pytest.MonkeyPatch())
-    start, folder = sys.argv[1:]
-    stage = test_launch.made(start, steps=60)
-    test_launch.trained(stage, start, folder)
-"""
-
-
 @pytest.fixture
 def importable(start, monkeypatch):
     """Other processes find what lies beside the tests."""
@@ -105,27 +74,66 @@ def importable(start, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
+class Cramped(Pair):
+    """One of two GPUs does not hold as many tokens as the other."""
+
+    def backward(self, module, batch, processes):
+        if processes.rank and self.config.budget("cpu") > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().backward(module, batch, processes)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_stopped_with_its_notebook_it_goes_on(start, importable, tmp_path, number):
+def test_two_processes_train_as_one(start, importable, tmp_path, monkeypatch, capsys):
+    """Where one has too little memory both begin again with less; another job's variables reach neither, nor
+    a training in this process."""
+    for name, value in FOREIGN.items():
+        monkeypatch.setenv(name, value)
+    stage = made(start, kind=Cramped, token_budget=1024)
+    model = stage.model(start)
+    two = train(stage, model, tmp_path / "two")
+    assert "10/10" in capsys.readouterr().out
+    assert read_json(two.parent / "memory.json")["token_budget"] == 512
+    for key, value in load_file(two / "model.safetensors").items():
+        assert (model.state_dict()[key] == value).all()
+    assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
+
+
+LONG = {"steps": 30, "checkpoint_seconds": 0}  # long enough to be stopped; each step leaves a checkpoint
+NOTEBOOK = """
+    import sys
+    import pytest, test_launch, tiny_corpus
+    tiny_corpus.install(pytest.MonkeyPatch())
+    start, folder = sys.argv[1:]
+    test_launch.trained(test_launch.made(start, **test_launch.LONG), start, folder)
+"""
+
+
+@pytest.mark.slow
+def test_stopped_with_its_notebook_it_goes_on(start, importable, tmp_path):
+    """Killed with it, and told to stop."""
     folder, log = tmp_path / "pair", (tmp_path / "log").open("w")
     command = [sys.executable, "-c", textwrap.dedent(NOTEBOOK), str(start), str(folder)]
     process = subprocess.Popen(command, stdout=log, stderr=log)
     wait_for(lambda: len(list(folder.glob("*/checkpoints/step-*"))) or process.poll() is not None)
-    process.send_signal(number)
+    process.kill()
     process.wait()
     wait_for(lambda: not live_in(folder))
     saved = list(folder.glob("*/checkpoints/step-*"))
     assert saved, (tmp_path / "log").read_text()
-    two = trained(made(start, steps=60), start, folder)
+    stage = made(start, **LONG)
+    with pytest.raises(TrainingStopped):
+        train(stage, stage.model(start), folder, watch=Told(signal.SIGTERM, 10))
+    two = trained(stage, start, folder)
     assert two.parent == saved[0].parents[1]
-    assert_alike(two, trained(made(start, ParallelConfig(), steps=60), start, tmp_path / "one"))
+    one = made(start, ParallelConfig(), steps=30)
+    assert_alike(two, trained(one, start, tmp_path / "one"))
 
 
-@pytest.mark.slow
 def test_a_failure_is_told_with_its_log(start, tmp_path):
+    alone = ParallelConfig(launcher=sys.executable)
     with pytest.raises(RuntimeError, match=r"FloatingPointError: .* at step .*\n\(log: .*train\.log\)"):
-        trained(made(start, lr=1e30), start, tmp_path / "pair")
+        trained(made(start, alone, lr=1e30), start, tmp_path / "pair")
     assert not list(tmp_path.glob("pair/*/model"))
 
 
@@ -159,22 +167,6 @@ def test_where_nothing_can_be_said_the_disk_is_told(start, tmp_path):
             train(stage, stage.model(start), tmp_path / "pair", watch=Full())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-class Cramped(Pair):
-    """One of two GPUs does not hold as many tokens as the other."""
-
-    def backward(self, module, batch, processes):
-        if processes.rank and self.config.budget("cpu") > 1000:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().backward(module, batch, processes)
-
-
-@pytest.mark.slow
-def test_a_full_gpu_makes_all_begin_again_with_less(start, importable, tmp_path):
-    two = trained(made(start, kind=Cramped), start, tmp_path / "two")
-    assert read_json(two.parent / "memory.json")["token_budget"] == 512
-    assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
 
 
 def test_code_of_a_notebook_needs_one_process(start, tmp_path):

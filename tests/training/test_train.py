@@ -1,7 +1,6 @@
 """Trainings in this process: what a stage reads of a few sentences, and which training is which."""
 
 import gc
-import os
 import re
 import signal
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 import tiny_stages
 import torch
 from sentence_transformers import SentenceTransformer
-from tiny_stages import Reported
+from tiny_stages import Reported, Told
 
 import tiny
 import tiny_corpus
@@ -283,15 +282,8 @@ def test_a_run_asks_before_it_pays_again_for_other_code(start, tmp_path, monkeyp
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, number):
     stage = made("pair", start, steps=6)
-
-    class Told(Reported):
-        def __call__(self, row):
-            super().__call__(row)
-            if row.get("step") == 2:
-                os.kill(os.getpid(), number)
-
     with pytest.raises(TrainingStopped, match="4 steps are saved"):
-        trained(stage, start, tmp_path / "parts", watch=Told())
+        trained(stage, start, tmp_path / "parts", watch=Told(number, 2))
     told = Reported()
     parts = trained(stage, start, tmp_path / "parts", watch=told)
     assert told.rows[0] == {"total": 6, "done": 4}
@@ -337,6 +329,6 @@ def test_memory_is_flat_over_ten_trainings(start, tmp_path):
 
     sizes = []
     for number in range(10):
-        trained(made("pair", start, steps=4, seed=number), start, tmp_path / "pair")
+        trained(made("pair", start, seed=number), start, tmp_path / "pair")
         sizes.append(memory())
     assert sizes[-1] - sizes[2] < 20e6, sizes

@@ -1,21 +1,25 @@
-"""What several processes compute, for test_distributed.py: torchrun --nproc-per-node 2 worker.py STRATEGY OUT
+"""What two processes compute, for test_distributed.py: python worker.py OUT
 
-Every process writes OUT/<case>-<rank>.safetensors (whole gradients) and OUT/<case>-<rank>.json. Then they
-begin a training in OUT and are killed after its last checkpoint.
+Each of them writes OUT/<strategy>/<case>-<rank>.safetensors (whole gradients) and .json. Then they begin a
+training in OUT/<strategy> and leave it after its last checkpoint.
 """
 
 import json
 import os
+import socket
 import sys
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch.multiprocessing import start_processes
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent / "lib"), str(TESTS), str(TESTS / "training")]
 
 import tiny_stages  # noqa: E402
+from tiny_stages import Interrupted  # noqa: E402
 
 from unmask.training import loop  # noqa: E402
 from unmask.training.distributed import ALONE, Processes  # noqa: E402
@@ -60,30 +64,37 @@ def compute(case, processes=ALONE):
     return {"loss": float(row["loss"]), "tokens": row["tokens"]}, gradients
 
 
-def train_stage(name, folder, processes=ALONE, stop_after=-1):
+def train_stage(name, folder, processes=ALONE, stop_at=None):
     """A training of eight steps; the model and what was reported first."""
-    seen = []
+    seen, stage, model = [], tiny_stages.stage(name, **CASES[name]), tiny_stages.model(name)
+    whole, done = stage.backward, count()
 
-    def report(row):
-        seen.append(row)
-        if row.get("step") == stop_after:
-            os._exit(1)
+    def backward(*arguments):
+        if next(done) == stop_at:
+            raise Interrupted
+        return whole(*arguments)
 
-    stage, model = tiny_stages.stage(name, **CASES[name]), tiny_stages.model(name)
-    loop.steps(stage, model, folder, report=report, processes=processes)
+    stage.backward = backward
+    loop.steps(stage, model, folder, report=seen.append, processes=processes)
     return model, seen[0]
 
 
-def main(strategy, out):
-    processes = Processes.join("fp32", strategy)
+def main(rank, out, port):
+    place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+    os.environ |= place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     loop.monotonic, loop.RARE = count().__next__, 0  # as in conftest.py
-    for case in CASES:
-        facts, gradients = compute(case, processes)
-        name = f"{case}-{processes.rank}"
-        save_file(gradients, Path(out) / f"{name}.safetensors")
-        (Path(out) / f"{name}.json").write_text(json.dumps(facts))
-    train_stage(BEGUN[strategy], Path(out), processes, stop_after=5)
+    for strategy, begun in BEGUN.items():
+        processes, folder = Processes.join("fp32", strategy), Path(out, strategy)
+        folder.mkdir(exist_ok=True)
+        for case in CASES:
+            facts, gradients = compute(case, processes)
+            save_file(gradients, folder / f"{case}-{rank}.safetensors")
+            (folder / f"{case}-{rank}.json").write_text(json.dumps(facts))
+        with suppress(Interrupted):
+            train_stage(begun, folder, processes, stop_at=5)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+if __name__ == "__main__":  # forked, as loading the library takes longer than what they compute
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start_processes(main, (sys.argv[1], port), nprocs=2, start_method="fork")
