@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test leaves behind lies in a folder of its own, and it knows no mirror."""
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
+    monkeypatch.setenv("UNMASK_MIRROR", "")
 
 
 @pytest.fixture

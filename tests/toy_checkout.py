@@ -30,6 +30,14 @@ def write_script(path: Path, script: str) -> Path:
     return path
 
 
+def unmask(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What the command line says and returns; in this process, where it need not be loaded again."""
+    output, errors = StringIO(), StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        status = main(arguments)
+    return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
+
+
 @dataclass(frozen=True)
 class Checkout:
     """A copy of the library and the presets, with toy notebooks, in which the command line can be tried."""
@@ -56,12 +64,7 @@ class Checkout:
         command = [sys.executable, "-m", "unmask", *arguments]
         return subprocess.Popen(command, cwd=self.root, env=own, **pipes)
 
-    def unmask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """What the command line says and returns in this checkout; it need not be loaded again."""
-        output, errors = StringIO(), StringIO()
-        with redirect_stdout(output), redirect_stderr(errors):
-            status = main(arguments)
-        return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
+    unmask = staticmethod(unmask)
 
     def path_with(self, name: str, script: str) -> str:
         """A PATH on which `name` is this shell script."""
