@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,23 @@ class Checkout:
         path.write_text(json.dumps(document), encoding="utf8")
         return path
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Starts the command line in this checkout, as a process of its own."""
-        own = os.environ | {"PYTHONPATH": str(self.root / "lib")} | environment
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-m", "unmask", *arguments]
-        return subprocess.Popen(command, cwd=self.root, env=own, **pipes)
+    def start(self, *arguments: str) -> ForkProcess:
+        """Starts the command line as a process of its own, which has it loaded already; what it says goes to
+        the files `output` and `errors`."""
+
+        def work() -> None:
+            with (
+                (self.root / "output").open("w") as output,
+                (self.root / "errors").open("w") as errors,
+                redirect_stdout(output),
+                redirect_stderr(errors),
+            ):
+                status = main(arguments)
+            sys.exit(status)
+
+        process = get_context("fork").Process(target=work)
+        process.start()
+        return process
 
     unmask = staticmethod(unmask)
 
