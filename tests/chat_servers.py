@@ -1,5 +1,5 @@
 """An OpenAI-compatible server on localhost that computes answers from the prompts, with faults to order; and
-what is asked of it. Light to import: a child process of a test does."""
+what is asked of it."""
 
 import json
 import re
@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fake_hub import Handler, served
 from unmask.config import SynthesisConfig
-from unmask.synthesis.ask import Synthesis, synthesize_pairs
 
 
 @dataclass
@@ -139,8 +137,3 @@ def config(server: ChatServer | str, **changes: Any) -> SynthesisConfig:
     amounts = {"passages": 24, "documents": 5, "queries_per_document": 3, "min_similarity": 0.1}
     patience = {"concurrency": 4, "timeout": 600.0, "retries": 2}
     return SynthesisConfig(**place | amounts | patience | {"price_in": 1.0, "price_out": 2.0} | changes)
-
-
-def many_pairs(url: str, folder: Path) -> Synthesis:
-    """A run of 60 passages that a child process can do."""
-    return synthesize_pairs([passage(n) for n in range(60)], Words(), config(url, passages=60), folder)

@@ -49,7 +49,7 @@ def pytest_collection_finish() -> None:
 def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test leaves behind lies in a folder of its own, and it knows no mirror."""
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    monkeypatch.delenv("UNMASK_MIRROR", raising=False)
+    monkeypatch.setenv("UNMASK_MIRROR", "")
 
 
 @pytest.fixture

@@ -15,6 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+from huggingface_hub import HfFileSystem, close_session, constants
+
+from unmask.data import reading
+
 
 @dataclass
 class FakeRepo:
@@ -51,9 +56,33 @@ class FakeHub:
 
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
+    """A Hub, and the only one that this process knows."""
     hub = FakeHub()
-    with served(_Handler, hub=hub) as hub.url:
+    with served(_Handler, hub=hub) as hub.url, known_hub(hub.url):
         yield hub
+
+
+@contextmanager
+def known_hub(url: str, *, offline: bool = False) -> Iterator[None]:
+    """As with HF_ENDPOINT and HF_HUB_OFFLINE, which huggingface_hub reads once, when it is imported."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        patch.setattr(constants, "ENDPOINT", url)
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        patch.setattr("datasets.config.HF_ENDPOINT", url)
+        forget()
+        yield
+    forget()
+
+
+def forget() -> None:
+    """What is kept of a Hub for as long as a process lives."""
+    close_session()
+    HfFileSystem.clear_instance_cache()
+    reading._commit.cache_clear()
+    reading._configurations.cache_clear()
 
 
 class Handler(BaseHTTPRequestHandler):

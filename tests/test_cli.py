@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from fake_hub import known_hub
 from toy_checkout import Checkout
 from unmask import cli
 from unmask.cli import _parser, main
@@ -82,11 +83,10 @@ def test_questions_do_not_wait_for_the_hub(two: Checkout) -> None:
         "licence: mit, columns: {query: q, document: a}}}"
     )
     asked = ("status", "--preset", "smoke", "--set")
-    # Nothing listens on port 9.
-    offline = {"UNMASK_MIRROR": "", "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    question = two.start(*asked, "data.source=hub.yaml", **offline)
-    output, errors = question.communicate(timeout=600)
-    assert question.returncode == 0 and errors == "" and "note: the data are on the Hub" in output
+    with known_hub("http://127.0.0.1:9"):  # where nothing listens
+        question = two.unmask(*asked, "data.source=hub.yaml")
+    assert question.returncode == 0 and question.stderr == ""
+    assert "note: the data are on the Hub" in question.stdout
     gone = two.unmask(*asked, "data.source=nowhere")
     assert gone.returncode == 2 and "nowhere" in gone.stderr
 
@@ -218,9 +218,11 @@ def test_slurm_template(checkout: Checkout, status: int, requeued: bool) -> None
 
 
 def test_it_ends_quietly_when_its_reader_has_left(two: Checkout) -> None:
-    process = two.start("status", "--preset", "smoke")
+    command = [sys.executable, "-m", "unmask", "status", "--preset", "smoke"]
+    own = os.environ | {"PYTHONPATH": str(two.root / "lib")}
+    process = subprocess.Popen(command, cwd=two.root, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
-    assert process.stderr.read() == "" and process.wait() == 141
+    assert process.stderr.read() == b"" and process.wait() == 141
 
 
 def test_sigterm_is_answered_with_75_before_any_notebook_runs(monkeypatch) -> None:

@@ -1,18 +1,18 @@
-"""A notebook by hand, cell by cell in a kernel, in the run "lab"."""
+"""Notebooks by hand, cell by cell, in the run "lab"."""
 
-import json
 import os
+import signal
 import subprocess
-from contextlib import contextmanager
+import threading
 
 import pytest
-from jupyter_client.manager import start_new_kernel
 
-from unmask.config import load_preset
-from unmask.data.sources import open_corpus
-from unmask.data.tokens import train_tokenizer
+import tiny
+import tiny_corpus
+from by_hand import cells, kernel
 from unmask.models import backbone
 from unmask.store import repository
+from unmask.training import TrainingStopped
 from waiting import wait_for
 
 HAND = """
@@ -24,7 +24,7 @@ mine = Mine(config, corpus, stage.tokenizer)
 print("other:", train(mine, mine.model(start), study.folder("pair")) != checkpoint)
 """
 LONG = """
-long = Pair(config, corpus, stage.tokenizer, steps=40)
+long = Pair(config, corpus, stage.tokenizer, steps=20)
 def again(name):
     return train(long, long.model(start), study.folder(name))
 """
@@ -35,46 +35,18 @@ print("same:", files[0] == files[1])
 EDITED = """
 from unmask.training import identity
 path = next(path for path in identity.IMPORTED if path.name == "contrastive.py")
-identity.IMPORTED[path] = b"as_it_was = 1"
+monkeypatch.setitem(identity.IMPORTED, path, b"as_it_was = 1")
 again("edited")
 """
 
 
-class Kernel:
-    """Runs cells one by one."""
-
-    def __init__(self, manager, client):
-        self.manager, self.client = manager, client
-
-    def run(self, code: str, wait: bool = True):
-        number = self.client.execute(code)
-        return self.result(number) if wait else number
-
-    def result(self, number):
-        """What a cell printed and showed, or its error."""
-        told, pictures, error = "", 0, ""
-        while True:
-            message = self.client.get_iopub_msg(timeout=600)
-            if message["parent_header"].get("msg_id") != number:
-                continue
-            kind, content = message["msg_type"], message["content"]
-            told += content.get("text", "") if kind == "stream" else ""
-            pictures += "image/png" in content.get("data", {})
-            error = f"{content['ename']}: {content['evalue']}" if kind == "error" else error
-            if kind == "status" and content["execution_state"] == "idle":
-                return told, pictures, error
-
-
-@contextmanager
-def kernel(artifacts):
-    environment = os.environ | {"UNMASK_ARTIFACTS": str(artifacts), "PYTHONPATH": str(repository() / "lib")}
-    environment.pop("UNMASK_CODE", None)
-    manager, client = start_new_kernel(env=environment, cwd=str(repository() / "notebooks"))
-    try:
-        yield Kernel(manager, client)
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+@pytest.fixture
+def shell(tmp_path, monkeypatch):
+    """Of a small corpus, and without the reference."""
+    tiny_corpus.install(monkeypatch)
+    monkeypatch.setattr("unmask.evaluation.tasks.PACKAGE", "no_such_package")
+    with kernel() as shell:
+        yield shell
 
 
 def status():
@@ -82,40 +54,40 @@ def status():
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
-def steps_in(folder):
-    return sum(log.read_text().count("\n") for log in folder.glob("*/metrics.jsonl"))
+@pytest.mark.slow
+def test_a_notebook_by_hand(shell, tmp_path, monkeypatch):
+    made = tmp_path / "smoke" / "01_diffusion_cpt" / "diffusion" / "model"
+    backbone.save(tiny.model(head=True), tiny.tokenizer(), made)
+    before = status()
+    told, pictures = shell.run(*cells("02_pair", {"pair.batch": 8}))
+    assert "01_diffusion_cpt: taken from run 'smoke'" in told and "query     " in told and pictures > 2
+    assert "other: True" in shell.run(HAND)[0]
+    shell.run(LONG)
+
+    def logged():
+        logs = tmp_path.glob("lab/**/parts/*/metrics.jsonl")
+        return any(log.read_text().count("\n") > 2 for log in logs)
+
+    def interrupt():
+        wait_for(logged)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    user = threading.Thread(target=interrupt)
+    user.start()
+    with pytest.raises(TrainingStopped, match="told to stop"):
+        shell.run("again('parts')")
+    user.join()
+    assert "same: True" in shell.run(SAME)[0]
+    shell.shell.user_ns["monkeypatch"] = monkeypatch
+    with pytest.raises(RuntimeError, match=r"contrastive\.py has changed"):
+        shell.run(EDITED)
+    assert status() == before
 
 
 @pytest.mark.slow
-def test_a_notebook_by_hand(tmp_path, monkeypatch):
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    preset = load_preset("smoke")
-    texts = open_corpus(preset.data).texts("train")["text"]
-    tokenizer = train_tokenizer(texts, preset.data.vocab_size, tmp_path / "tokenizer")
-    model = backbone.build(preset.backbone, tokenizer, seed=0)
-    backbone.make_bidirectional(model, tokenizer, preset.backbone.mask_token)
-    backbone.save(model, tokenizer, tmp_path / "smoke" / "01_diffusion_cpt" / "diffusion" / "model")
-    before = status()
-    notebook = json.loads((repository() / "notebooks" / "02_pair.ipynb").read_text(encoding="utf8"))
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    with kernel(tmp_path) as lab:
-        told, pictures = "", 0
-        for cell in cells:
-            cell = cell.replace('preset: str = "cpu"', 'preset: str = "smoke"')
-            text, shown, error = lab.run(cell)
-            assert not error, error
-            told, pictures = told + text, pictures + shown
-        assert "01_diffusion_cpt: taken from run 'smoke'" in told and "query     " in told and pictures > 2
-        assert "other: True" in lab.run(HAND)[0]
-        lab.run(LONG)
-        cell = lab.run('again("parts")', wait=False)
-        wait_for(
-            lambda: any(
-                log.read_text().count("\n") > 2 for log in tmp_path.glob("lab/**/parts/*/metrics.jsonl")
-            )
-        )
-        lab.manager.interrupt_kernel()
-        assert "TrainingStopped: told to stop" in lab.result(cell)[2]
-        assert "same: True" in lab.run(SAME)[0]
-        assert "contrastive.py has changed" in lab.run(EDITED)[2]
-    assert status() == before
+def test_a_ready_checkpoint_takes_the_place_of_notebook_00s(shell, tmp_path):
+    backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
+    few = {"diffusion.steps": 4, "diffusion.warmup": 1, "diffusion.decay": 1, "diffusion.batch": 2}
+    few |= {"diffusion.length": 64, "ablation.steps": 2, "ablation.batch": 8}
+    for name in ("00_backbone", "01_diffusion_cpt", "07_diffusion_vs_ar"):
+        shell.run(*cells(name, few | {"backbone.checkpoint": str(tmp_path / "ready")}))

@@ -1,5 +1,3 @@
-import os
-
 import pytest
 
 from unmask import run as workspace
@@ -18,20 +16,6 @@ def run(tmp_path, monkeypatch):
 def test_artifacts_lie_where_the_environment_says(tmp_path, monkeypatch, unset):
     monkeypatch.setenv("UNMASK_ARTIFACTS", "" if unset else str(tmp_path))
     assert artifacts_root() == (repository() / "artifacts" if unset else tmp_path.resolve())
-
-
-@pytest.mark.parametrize("failing", ["write", "rename"])
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, failing):
-    path = write_atomic(tmp_path / "new" / "a.json", "old")
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
-        patched.setattr(*((type(path), "write_text") if failing == "write" else (os, "replace")), full)
-        write_atomic(path, "new")
-    assert path.read_text() == "old"
-    assert [p.name for p in path.parent.iterdir()] == ["a.json"]
 
 
 def test_a_notebook_opened_in_a_run_is_due_again(tmp_path, capsys):

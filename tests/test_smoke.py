@@ -8,7 +8,9 @@ import sys
 import nbformat
 import pytest
 
+from by_hand import cells, kernel
 from chat_servers import chat_server
+from toy_checkout import unmask
 from unmask.config import load_preset
 from unmask.data.sources import open_corpus
 from unmask.store import repository
@@ -22,18 +24,14 @@ def smoke(tmp_path_factory):
     artifacts = tmp_path_factory.mktemp("artifacts")
     environment = os.environ | {"UNMASK_ARTIFACTS": str(artifacts)}
     command = [sys.executable, "-m", "unmask", "run", "--preset", "smoke", "--jobs", "2"]  # as `make smoke`
-
-    def run(*more: str) -> subprocess.CompletedProcess:
-        options = {"env": environment, "capture_output": True, "text": True, "timeout": 900}
-        return subprocess.run([*command, *more], cwd=repository(), **options)
-
-    return run, run(), artifacts
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 900}
+    return subprocess.run(command, cwd=repository(), **options), artifacts
 
 
 @pytest.mark.slow
 def test_the_whole_pipeline_runs_and_reports(smoke):
-    _, first, _ = smoke
-    assert first.returncode == 0, first.stdout + first.stderr
+    done, _ = smoke
+    assert done.returncode == 0, done.stdout + done.stderr
     results = repository() / "results" / "smoke"
     claims = json.loads((results / "claims.json").read_text())
     assert all(claim["verdict"] in VERDICTS for claim in claims)
@@ -54,23 +52,28 @@ def test_the_whole_pipeline_runs_and_reports(smoke):
         assert any("image/png" in one.get("data", {}) for one in outputs), f"{stage} shows no figure"
 
 
+@pytest.fixture
+def finished(smoke, monkeypatch):
+    """The folder of its checkpoints, as this process sees it now."""
+    _, artifacts = smoke
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(artifacts))
+    return artifacts
+
+
 @pytest.mark.slow
-def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on_it(smoke):
-    run, first, _ = smoke
-    assert first.returncode == 0
-    assert "nothing to do" in run().stdout
-    plan = run("--set", "contextual.steps=9", "--dry-run").stdout
+def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on_it(finished):
+    assert "nothing to do" in unmask("run", "--preset", "smoke").stdout
+    plan = unmask("run", "--preset", "smoke", "--set", "contextual.steps=9", "--dry-run").stdout
     due = [stage for stage in STAGES if stage in plan]
     later = ["04_triplet", "05_merge", "06_quantization", "08_conteb", "09_retrieval", "11_qwen3_embedding"]
     assert due == ["03_contextual", *later, "12_report"], plan
 
 
 @pytest.mark.slow
-def test_a_reader_answers_from_what_was_found_and_a_log_asks(smoke, monkeypatch):
+def test_a_reader_answers_from_what_was_found_and_a_log_asks(finished, monkeypatch):
     """A reader that repeats what it is told contains an answer where a passage does; of a query that begins a
     document all systems find it."""
-    run, _, artifacts = smoke
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(artifacts))
+    monkeypatch.setattr("unmask.evaluation.tasks.PACKAGE", "no_such_package")  # all-MiniLM takes its time
     pairs = open_corpus(load_preset("smoke").data).pairs("test").to_list()
     log = [
         {"query": row["document"][:60], "language": language, "intent": intent, "form": "Keyword-based"}
@@ -79,23 +82,15 @@ def test_a_reader_answers_from_what_was_found_and_a_log_asks(smoke, monkeypatch)
             ["en", "de"] * 18, ["Exploratory", "Navigational", "Other"] * 12, pairs
         )
     ]
-    (artifacts / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-    changes = {"retrieval.log": artifacts / "log.jsonl", "retrieval.pool": "[bm25, characters, lsa]"}
-    with chat_server(write=lambda prompt: prompt) as server:
+    (finished / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    changes = {"retrieval.log": str(finished / "log.jsonl"), "retrieval.pool": ["bm25", "characters", "lsa"]}
+    with chat_server(write=lambda prompt: prompt) as server, kernel() as shell:
         changes |= {"reader.endpoint": server.url, "reader.model": "echo", "reader.questions": 20}
-        told = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-        assert run("--only", "09", *told).returncode == 0
-    found = json.loads((repository() / "results" / "smoke" / "09_retrieval.json").read_text())
+        shell.run(*cells("09_retrieval", changes))
+    found = json.loads((repository() / "results" / "lab" / "smoke" / "09_retrieval.json").read_text())
     read = found["reader"]
     assert {"no passages", "ours (INT8)", "ours (BIN)", "BM25"} <= read.keys()
     assert read["no passages"]["functions"] < read["BM25"]["functions"] <= 1
     english, others = found["query_to_document"].values()
     assert {"ours (INT8)", "ours (BIN)", "BM25"} == english.keys() == others.keys() and english != others
     assert english.keys() <= found["query_to_query"].keys()
-
-
-@pytest.mark.slow
-def test_a_ready_checkpoint_takes_the_place_of_notebook_00s(smoke):
-    run, _, artifacts = smoke
-    ready = f"backbone.checkpoint={artifacts}/smoke/00_backbone/ar/model"
-    assert run("--run", "smoke-ready", "--set", ready, "--only", "00,01,07").returncode == 0

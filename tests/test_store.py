@@ -109,6 +109,8 @@ def test_a_file_is_one_of_those_that_writers_meant_and_a_kill_leaves_nothing_for
     assert len(set(read_json(path))) == 1
     (tmp_path / ".out.json.tmp").write_text("half of it")
     write_json(path, "whole")
+    with full(), pytest.raises(OSError, match="too large"):
+        write_json(path, "x" * 9999)
     assert read_json(path) == "whole" and [one.name for one in tmp_path.iterdir()] == ["out.json"]
 
 

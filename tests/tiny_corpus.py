@@ -44,4 +44,5 @@ def build(config, packages, path, languages):
     place = {"files": ("texts/environment/train.arrow",), "columns": {"text": "text"}}
     text = Source("environment", "files", "text", "mul", "", **place)
     card |= {"hash": "tiny", "text_sources": [asdict(text)]}
+    card |= {"languages": ["en"], "origins": [], "dropped": {}}
     (path / "card.json").write_text(json.dumps(card))

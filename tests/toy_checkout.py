@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,14 @@ def write_script(path: Path, script: str) -> Path:
     return path
 
 
+def unmask(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What the command line says and returns; in this process, where it need not be loaded again."""
+    output, errors = StringIO(), StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        status = main(arguments)
+    return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
+
+
 @dataclass(frozen=True)
 class Checkout:
     """A copy of the library and the presets, with toy notebooks, in which the command line can be tried."""
@@ -49,19 +59,25 @@ class Checkout:
         path.write_text(json.dumps(document), encoding="utf8")
         return path
 
-    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Starts the command line in this checkout, as a process of its own."""
-        own = os.environ | {"PYTHONPATH": str(self.root / "lib")} | environment
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, "-m", "unmask", *arguments]
-        return subprocess.Popen(command, cwd=self.root, env=own, **pipes)
+    def start(self, *arguments: str) -> ForkProcess:
+        """Starts the command line as a process of its own, which has it loaded already; what it says goes to
+        the files `output` and `errors`."""
 
-    def unmask(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """What the command line says and returns in this checkout; it need not be loaded again."""
-        output, errors = StringIO(), StringIO()
-        with redirect_stdout(output), redirect_stderr(errors):
-            status = main(arguments)
-        return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
+        def work() -> None:
+            with (
+                (self.root / "output").open("w") as output,
+                (self.root / "errors").open("w") as errors,
+                redirect_stdout(output),
+                redirect_stderr(errors),
+            ):
+                status = main(arguments)
+            sys.exit(status)
+
+        process = get_context("fork").Process(target=work)
+        process.start()
+        return process
+
+    unmask = staticmethod(unmask)
 
     def path_with(self, name: str, script: str) -> str:
         """A PATH on which `name` is this shell script."""

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from hashlib import sha256
 
@@ -11,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fake_hub import fake_hub
+from fake_hub import fake_hub, known_hub
+from toy_checkout import unmask
 from unmask.config import load_preset
 from unmask.data import hub, mirror
 from unmask.data.reading import read, units
 from unmask.data.registry import load_registry
-from unmask.store import repository
 
 README = """---
 configs:
@@ -57,30 +55,24 @@ def fake(tmp_path):
 
 
 class Mirror:
-    """A mirror of the fake Hub, pulled by the command line in child processes that see no other Hub."""
+    """A mirror of the fake Hub."""
 
     def __init__(self, fake, folder):
         self.fake, self.folder, self.registry = fake, folder / "mirror", folder / "registry.yaml"
         self.registry.write_text(REGISTRY)
         self.settings = {"data.source": str(self.registry), "data.max_text_mb": 100}
         self.settings |= {"backbone.checkpoint": "org/base"}
-        inherited = {k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "UNMASK_MIRROR")}
-        hub = {"HF_ENDPOINT": fake.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1,localhost"}
-        kept = {"HF_HOME": str(folder / "home"), "UNMASK_ARTIFACTS": str(folder / "artifacts")}
-        self.environment = inherited | hub | kept
 
-    def unmask(self, *arguments, settings=(), **environment):
+    def told(self, **settings):
+        """The preset's changes, on the command line."""
+        given = (f"{key}={value}" for key, value in (self.settings | settings).items())
+        return [part for setting in given for part in ("--set", setting)]
+
+    def pull(self, **settings):
         """Exit status and the last line, which is the message of an error."""
-        given = [*(f"{key}={value}" for key, value in self.settings.items()), *settings]
-        command = [sys.executable, "-m", "unmask", "mirror", *arguments, "--preset", "smoke"]
-        command += [part for setting in given for part in ("--set", setting)]
-        options = {"env": self.environment | environment, "cwd": repository(), "timeout": 600}
-        done = subprocess.run(command, capture_output=True, text=True, **options)
-        assert "Traceback" not in done.stderr
+        told = self.told(**settings)
+        done = unmask("mirror", "pull", "--to", str(self.folder), "--preset", "smoke", *told)
         return done.returncode, (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
-
-    def pull(self, *settings, **environment):
-        return self.unmask("pull", "--to", str(self.folder), settings=settings, **environment)
 
     def check(self, **settings):
         with pytest.MonkeyPatch.context() as patch:
@@ -110,17 +102,17 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(fake, to, monkeyp
     assert to.pull()[0] == 0
     for path in ("train.jsonl", "tokenizer.json", "model.safetensors", WEB[1]):
         assert fake.fetched(path) and not fake.fetched(path, since=asked), path
-    status, message = to.unmask("check", UNMASK_MIRROR=str(to.folder), HF_HUB_OFFLINE="1")
-    assert status == 0 and message.startswith("all that preset 'smoke' needs is there")
 
-    monkeypatch.setenv("UNMASK_MIRROR", str(to.folder))
     preset = load_preset("smoke", to.settings)
-    mirror.require(preset)
-    assert mirror.offline(preset) and hub.local("org/base") == to.folder / "org/base"
-    web, answers = load_registry(str(to.registry))
-    dropped = Counter()
-    assert sum(1 for unit in units(web) for _ in read(web, unit, dropped)) == 800
-    rows = [row for unit in units(answers) for row in read(answers, unit, dropped)]
+    with known_hub("http://127.0.0.1:9", offline=True):
+        assert to.check() == ""
+        monkeypatch.setenv("UNMASK_MIRROR", str(to.folder))
+        mirror.require(preset)
+        assert mirror.offline(preset) and hub.local("org/base") == to.folder / "org/base"
+        web, answers = load_registry(str(to.registry))
+        dropped = Counter()
+        assert sum(1 for unit in units(web) for _ in read(web, unit, dropped)) == 800
+        rows = [row for unit in units(answers) for row in read(answers, unit, dropped)]
     assert rows[3]["query"] == "why 3?" and len(rows) == 100 and not dropped.total()
 
 
@@ -134,20 +126,19 @@ def test_after_a_failure_the_same_command_goes_on(fake, to):
     assert not fake.fetched("model.safetensors", since=done)
 
 
-def test_of_text_only_as_much_as_is_needed(fake, to, monkeypatch):
+def test_of_text_only_as_much_as_is_needed(fake, to):
     little, fake.faults = {"data.max_text_mb": 1}, {WEB[3]: [503]}
     assert to.pull()[0] == 1  # what was planned beyond does not stand in the way of a pull of less
     for part in WEB[2:]:
         (to.folder / "org/web" / part).unlink(missing_ok=True)
-    assert to.pull("data.max_text_mb=1")[0] == 0  # a bit more is fetched: two files of 1.3 MB
+    assert to.pull(**little)[0] == 0  # a bit more is fetched: two files of 1.3 MB
     assert to.whole(ALL - {f"org/web/{part}" for part in WEB[2:]})
     assert to.check(**little) == ""
     assert to.check() == f"org/web {WEB[2]} not there or not whole: pull again"
-    monkeypatch.setenv("UNMASK_MIRROR", str(to.folder))
     web, _ = load_registry(str(to.registry))
     assert sum(1 for unit in units(web) for _ in read(web, unit, Counter())) == 400
     assert to.pull()[0] == 0 and to.whole(ALL)
-    assert to.pull("data.max_text_mb=1")[0] == 0 and to.check() == to.check(**little) == ""
+    assert to.pull(**little)[0] == 0 and to.check() == to.check(**little) == ""
 
 
 def test_check_finds_what_is_missing_or_short_and_a_revision_can_be_pinned(fake, to):
@@ -161,6 +152,8 @@ def test_check_finds_what_is_missing_or_short_and_a_revision_can_be_pinned(fake,
     lacking = to.check()
     assert "org/base config.json not there or not whole" in lacking
     assert f"org/web {WEB[0]} not there or not whole" in lacking
+    listed = unmask("mirror", "check", "--preset", "smoke", *to.told())
+    assert listed.returncode == 1 and "config.json not there or not whole: pull again" in listed.stdout
     os.utime(first, (2e9, 2e9))  # within the second of its arrival the library does not see a change
     pinned = REGISTRY.replace("config: eng", f"config: eng, revision: {fake.repos['org/web'].commit}")
     to.registry.write_text(pinned)
@@ -173,22 +166,26 @@ def test_check_finds_what_is_missing_or_short_and_a_revision_can_be_pinned(fake,
     assert "the mirror holds revision" in to.check()
 
 
-@pytest.mark.slow
 def test_what_the_hub_refuses_is_one_message(fake, to):
-    def refused(message, *settings, **environment):
-        status, last = to.pull(*settings, **environment)
+    def refused(message, **settings):
+        status, last = to.pull(**settings)
         assert status in (1, 2) and message in last, last
 
-    refused("Repository Not Found", "backbone.checkpoint=org/none")
+    refused("Repository Not Found", **{"backbone.checkpoint": "org/none"})
     fake.repos["org/answers"].gated = True
     refused("org/answers")
-    assert to.pull(HF_TOKEN=fake.token)[0] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", fake.token)
+        assert to.pull()[0] == 0
     fake.add("model", "org/old", {"config.json": b"{}", "pytorch_model.bin": b"P"})
-    refused("org/old (*.safetensors not there)", "backbone.checkpoint=org/old")
-    refused("HF_HUB_OFFLINE", HF_HUB_OFFLINE="1")
-    refused("Connection refused", HF_ENDPOINT="http://127.0.0.1:9")
+    refused("org/old (*.safetensors not there)", **{"backbone.checkpoint": "org/old"})
     to.registry.write_text(REGISTRY.replace("config: eng", "config: deu"))
     refused("has no configuration 'deu'")
+    to.registry.write_text(REGISTRY)
+    with known_hub(fake.url, offline=True):
+        refused("HF_HUB_OFFLINE", **{"backbone.checkpoint": "org/none"})
+    with known_hub("http://127.0.0.1:9"):
+        refused("Connection refused", **{"backbone.checkpoint": "org/none"})
 
 
 def test_a_run_whose_mirror_lacks_something_says_so_at_once(to, monkeypatch):

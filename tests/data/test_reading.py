@@ -6,18 +6,16 @@ import json
 import lzma
 import os
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import tiny
-from fake_hub import fake_hub
+from fake_hub import fake_hub, known_hub
 from tiny_sources import PAIR_COLUMNS, own, write_as
 from unmask.data import reading
 from unmask.data.reading import data_files, identity, read, units
@@ -251,33 +249,21 @@ def test_what_was_pulled_is_read_in_the_revision_that_is_asked_for(mirror):
     assert f"the mirror holds revision {'a' * 40} of org/name, not {'b' * 40}" in wrong
 
 
-def said_of(repos):
-    """What reading repositories of the Hub says, in a process that knows where the Hub is."""
-    reading.UNIT_BYTES, said = 2000, []
-    for repo in repos:
-        source = Source("mine", "hub", "pairs", "eng", "", repo=repo, columns=PAIR_COLUMNS)
-        try:
-            rows = rows_of(source)
-            said.append((len(units(source)) > 1, len(rows), rows[-1]["query"]))
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
 def test_the_hub_is_read_over_the_wire_and_its_refusals_say_what_to_do(tmp_path, monkeypatch):
-    asked = ["org/table.parquet", "org/lines.jsonl.gz", "org/none", "org/gated"]
-    for name, value in {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "UNMASK_MIRROR": ""}.items():
-        monkeypatch.setenv(name, value)
-    found = []
+    monkeypatch.setattr(reading, "UNIT_BYTES", 2000)
+    table, lines, absent, gated = (
+        Source("mine", "hub", "pairs", "eng", "", repo=f"org/{name}", columns=PAIR_COLUMNS)
+        for name in ("table.parquet", "lines.jsonl.gz", "none", "gated")
+    )
     with fake_hub() as hub:
-        for name in asked[:2]:
-            file = write_as(tmp_path / Path(name).name, PAIRS)
-            hub.add("dataset", name, {f"train.{name.partition('.')[2]}": file.read_bytes()})
+        for source in (table, lines):
+            file = write_as(tmp_path / Path(source.repo).name, PAIRS)
+            hub.add("dataset", source.repo, {f"train.{source.repo.partition('.')[2]}": file.read_bytes()})
+            assert [row["query"] for row in rows_of(source)] == [row["query"] for row in PAIRS]
+        assert len(units(table)) > 1 == len(units(lines))
         hub.add("dataset", "org/gated", {"README.md": b""}, gated=True)
-        for endpoint, names in ((hub.url, asked), ("http://127.0.0.1:9", asked[:1])):
-            monkeypatch.setenv("HF_ENDPOINT", endpoint)
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:
-                found += process.submit(said_of, names).result()
-    assert found[:2] == [(True, 50, "what is 49?"), (False, 50, "what is 49?")]
-    for message, part in zip(found[2:], ["Repository Not Found", "restricted", "refused"], strict=True):
+        said = [refusal(absent), refusal(gated)]
+    with known_hub("http://127.0.0.1:9"):
+        said.append(refusal(table))
+    for message, part in zip(said, ["Repository Not Found", "restricted", "refused"], strict=True):
         assert part in message and message.endswith("; UNMASK_MIRROR=DIR serves it here")

@@ -123,11 +123,12 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     change(config, notes, "")
     with pytest.raises(ValueError, match=r"own\.yaml has no source of text.*kind: environment"):
         open_corpus(config)
-    packages = make_packages(tmp_path / "site")
+    config.max_packages = 3  # with it, of few languages
+    installed, packages = make_config(max_packages=3), make_packages(tmp_path / "site")
     monkeypatch.setattr(sources.environment, "installed_packages", lambda: packages)
     monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "1.0"})
     change(config, notes, "  docstrings: {kind: environment, role: text, language: mul}")
-    corpus, environment = open_corpus(config), open_corpus(make_config())
+    corpus, environment = open_corpus(config), open_corpus(installed)
     (source,) = corpus.text_sources()
     assert source.name == "docstrings"
     assert os.path.samefile(source.files[0], environment.text_sources()[0].files[0])
@@ -137,16 +138,16 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "2.0"})
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path))
     monkeypatch.setattr(sources, "FileLock", None)  # its place may allow no lock
-    assert (identity(make_config()), open_corpus(make_config())) == (environment.path.name, environment)
+    assert (identity(installed), open_corpus(installed)) == (environment.path.name, environment)
     with pytest.raises(ValueError, match=r"is no environment-… corpus of .*'delta'"):
         open_corpus(make_config(test_packages=("delta",)))
     (text,) = environment.text_sources()
     known = reading.identity(text)
     os.utime(text.files[0], (0, 0))  # as a copy may have it
-    assert known == reading.identity(*open_corpus(make_config()).text_sources())
+    assert known == reading.identity(*open_corpus(installed).text_sources())
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path.rename(tmp_path / "corpus")))
     with pytest.raises(ValueError, match="is no environment-… corpus"):
-        open_corpus(make_config())
+        open_corpus(installed)
 
 
 def test_bad_rows_stop_with_their_place_or_their_reasons_and_leave_nothing(config):
@@ -191,16 +192,19 @@ def test_pairs_are_stored_by_split(tmp_path):
     assert tables(source, tmp_path / "again")[0]["hash"] == card["hash"]
 
 
-@pytest.mark.parametrize("role", ["triplets", "documents"])
+@pytest.mark.parametrize("role", ["pairs", "triplets", "documents"])
 def test_equal_documents_have_equal_keys_unless_the_source_maps_another(tmp_path, role):
-    texts = [{"query": q, "document": d, "title": q, "chunk": d} for q, d in ("ao", "bo", "cp")]
+    """However a single text is spelt."""
+    spelt = "1 b" if role == "documents" else "1\u00a0 b\n"
+    texts = [("a", "1 b"), ("b", spelt), ("c", "1 B")]
+    texts = [{"query": q, "document": d, "title": q, "chunk": d} for q, d in texts]
     rows = [text | {"thing": thing, "no": ["x"]} for text, thing in zip(texts, "xyx", strict=True)]
-    columns = FLAT if role == "documents" else PAIR_COLUMNS | {"negatives": "no"}
+    columns = {"documents": FLAT, "pairs": PAIR_COLUMNS, "triplets": PAIR_COLUMNS | {"negatives": "no"}}[role]
     source = own(write_as(tmp_path / "a.jsonl", rows), role=role, columns=columns)
     stored = tables(source, tmp_path / "one")[1]["train"]
     a, b, c = stored["key"]
     assert a == b != c and len(a) == 16
-    assert role == "documents" or stored["negatives"][:] == [["x"]] * 3
+    assert role != "triplets" or stored["negatives"][:] == [["x"]] * 3
     a, b, c = tables(replace(source, columns=columns | {"key": "thing"}), tmp_path / "two")[1]["train"]["key"]
     assert a == c != b
 
@@ -219,7 +223,7 @@ def test_a_large_text_source_is_sampled_and_a_small_one_kept(tmp_path, monkeypat
 
 
 def test_flat_rows_are_gathered_by_title(tmp_path):
-    texts = (("one", "first", "q1"), ("two", "alone", "q2"), ("one", "second", "q3"), ("one", "first", "q4"))
+    texts = (("one", "first", "q1"), ("two", "alone", "q2"), (" one", "second", "q3"), ("one", "first", "q4"))
     path = write_as(tmp_path / "a.jsonl", [dict(zip(FLAT, row, strict=True)) for row in texts])
     one, two = tables(own(path, role="documents", columns=FLAT), tmp_path / "out")[1]["train"]
     assert (one["document_id"], one["chunks"]) == ("mine/one", ["first", "second"])

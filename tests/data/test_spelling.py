@@ -11,9 +11,7 @@ import tiny
 from tiny_sources import PAIR_COLUMNS, own, write_as
 from unmask.data import reading
 from unmask.data.batches import BatchPlan
-from unmask.data.corpus import Corpus
 from unmask.data.registry import split_of
-from unmask.data.sources import collect
 from unmask.data.spelling import canonical, distinct
 from unmask.data.tokenized import Table, token_pairs
 from unmask.data.tokens import Limit, StoredTokenizer
@@ -46,16 +44,6 @@ def test_one_topic_of_two_files_is_in_one_split(tmp_path, suffix):
     for row in (row for unit in reading.units(source) for row in reading.read(source, unit, {})):
         splits.setdefault(row["key"], set()).add(row["split"])
     assert len(splits) == 100 and all(len(found) == 1 for found in splits.values())
-
-
-def test_equal_documents_and_titles_are_one_however_spelt(tmp_path):
-    spelt = enumerate(("1 b", "1  b", "1\u00a0b\n", "1 B"))
-    rows = [{"query": str(i), "document": text, "title": text, "chunk": f"c {i}"} for i, text in spelt]
-    path, flat = write_as(tmp_path / "a.csv", rows), {name: name for name in ("title", "chunk", "query")}
-    collect(own(path, group="english"), tmp_path / "pairs")
-    assert len(set(Corpus(tmp_path / "pairs").pairs("train")["key"])) == 2
-    collect(own(path, role="documents", columns=flat), tmp_path / "documents")
-    assert [*map(len, Corpus(tmp_path / "documents").documents("train")["chunks"])] == [3, 1]
 
 
 @pytest.mark.parametrize("shared", ["query", "document", "key"])

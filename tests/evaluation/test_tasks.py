@@ -120,27 +120,20 @@ def test_golds_are_counted_over_all_documents(built):
             assert [task.chunks[i] for i in relevant] == [f"{name} {number} chunk {1 - int(which)}"]
 
 
-def test_a_query_of_several_rows_has_all_their_golds_and_one_large_document_is_left_out():
-    rows = [document_row("d", n) for n in range(8)]
-    rows[0] |= {"queries": ["who?", "who?"], "golds": [0, 1]}
-    large = [row | {"chunks": row["chunks"] * 30} if row is rows[5] else row for row in rows]
-    made = SimpleNamespace(pairs=lambda split: [], documents=lambda split: large)
-    (task,) = build_tasks(made, "test", CONFIG)
-    assert len(task.documents) == 7 and len(task.queries) == 13
-    (golds,) = (one for query, one in zip(task.queries, task.relevant, strict=True) if query == "who?")
-    assert {task.chunks[gold] for gold in golds} == {"d 0 chunk 0", "d 0 chunk 1"}
-
-
-def test_a_query_or_document_spelt_in_two_ways_is_one():
+def test_a_query_of_several_rows_has_all_their_golds_however_it_is_spelt():
+    """One large document is left out."""
     again = {"query": "again\u00a0", "document": "docs  answer 3", "key": "k3"}
     pairs = [*pair_rows("docs"), pair_rows("docs")[0] | again]
     rows = [document_row("d", n) for n in range(8)]
     rows[0] |= {"queries": ["who?", " who?"], "golds": [0, 1]}
+    rows[5] |= {"chunks": rows[5]["chunks"] * 30}
     made = SimpleNamespace(pairs=lambda split: pairs, documents=lambda split: rows)
     plain, contextual = build_tasks(made, "test", CONFIG)
-    assert (len(plain.queries), len(plain.chunks), len(contextual.queries)) == (15, 14, 15)
+    assert (len(plain.queries), len(plain.chunks)) == (15, 14)
+    assert (len(contextual.queries), len(contextual.documents)) == (13, 7)
     both = [relevant for task in (plain, contextual) for relevant in task.relevant if len(relevant) == 2]
     assert len(both) == 4  # of "again", of the two that have a synonym, of "who?"
+    assert {contextual.chunks[gold] for gold in both[-1]} == {"d 0 chunk 0", "d 0 chunk 1"}
 
 
 def test_limits_hold_and_every_query_keeps_its_answer(built):

@@ -1,6 +1,7 @@
 """Executing toy notebooks through the command line: what is written, what is skipped, what is left behind."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -162,31 +163,35 @@ STOPS = {
 
 
 @pytest.mark.parametrize(("cell", "grace", "sent", "status"), STOPS.values(), ids=STOPS)
-def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(checkout, cell, grace, sent, status):
+def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(
+    checkout, monkeypatch, cell, grace, sent, status
+):
     """What does not end in time is killed."""
+    monkeypatch.setenv("UNMASK_GRACE_SECONDS", str(grace))
     checkout.notebook("00_train", [cell])
-    run = checkout.start("run", "--preset", "smoke", UNMASK_GRACE_SECONDS=str(grace))
+    run = checkout.start("run", "--preset", "smoke")
     try:
-        wait_for(lambda: (checkout.root / "started").exists() or run.poll() is not None)
+        wait_for(lambda: (checkout.root / "started").exists() or not run.is_alive())
         started = psutil.Process(run.pid).children(recursive=True)
         assert len(started) == 1 + (cell != TRAINING)  # the kernel, and what it started
         if sent == signal.SIGINT:
             second = checkout.unmask("run", "--preset", "smoke")
             assert second.returncode == 2 and "another process works in this run" in second.stderr
-        run.send_signal(sent)
-        run.send_signal(sent)  # as `timeout` does: to the process, and to its group
-        output, errors = run.communicate(timeout=600)
+        os.kill(run.pid, sent)
+        os.kill(run.pid, sent)  # as `timeout` does: to the process, and to its group
+        run.join(600)
     finally:
         run.kill()
-    assert run.returncode == status
+    assert run.exitcode == status
     wait_for(lambda: not live(started))
     assert not (checkout.folders.artifacts / "00_train" / "done.json").exists()
     assert (checkout.folders.executed / "00_train.ipynb").exists()  # as far as it got
     saved = [path.read_text() for path in checkout.root.glob("checkpoint")]
     assert saved == (["1"] if cell == TRAINING and sent != signal.SIGKILL else [])
     if sent != signal.SIGKILL:
-        assert errors == f"unmask: stopped by {sent.name}; the same command goes on from here\n"
-        assert "00_train · stopped after" in output
+        said = f"unmask: stopped by {sent.name}; the same command goes on from here\n"
+        assert (checkout.root / "errors").read_text() == said
+        assert "00_train · stopped after" in (checkout.root / "output").read_text()
 
 
 STOPPED = {

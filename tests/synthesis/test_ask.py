@@ -12,7 +12,7 @@ import openai
 import pytest
 
 import tiny
-from chat_servers import Words, chat_server, config, good, many_pairs, passage, passage_of
+from chat_servers import Words, chat_server, config, good, passage, passage_of
 from unmask.synthesis import prompts, synthesize_documents, synthesize_pairs
 from unmask.synthesis.ask import EndpointError
 from unmask.synthesis.prompts import estimate, plan_documents, plan_pairs, sample
@@ -155,9 +155,13 @@ def test_an_endpoint_that_is_gone_or_refuses_ends_the_run(tmp_path, monkeypatch)
     assert all(b"secret" not in path.read_bytes() for path in tmp_path.iterdir())
 
 
+def many_pairs(url, folder):
+    return synthesize_pairs([passage(n) for n in range(60)], Words(), config(url, passages=60), folder)
+
+
 def test_a_killed_run_goes_on_and_asks_for_nothing_twice(tmp_path):
     with chat_server(delay=0.05) as server:
-        child = multiprocessing.get_context("spawn").Process(target=many_pairs, args=(server.url, tmp_path))
+        child = multiprocessing.get_context("fork").Process(target=many_pairs, args=(server.url, tmp_path))
         child.start()
         wait_for(lambda: server.answered >= 20)
         os.kill(child.pid, signal.SIGKILL)
