@@ -159,9 +159,8 @@ def test_embedding_loads_nothing_of_data_and_study_and_a_lacking_extra_is_named(
         text=True,
     )
     assert "torch" in done.stdout and {*ELSEWHERE.split()} & {*done.stdout.split()} == set()
-    assert done.stderr.splitlines()[-1].endswith(
-        "mergekit is not installed: pip install '.[study]' in the checkout"
-    )
+    told = "mergekit is not installed: pip install '.[study]' in the checkout"
+    assert done.stderr.splitlines()[-1].endswith(told)
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
