@@ -82,10 +82,9 @@ def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command, capsys):
 
 
 @pytest.mark.slow
-def test_models_that_are_held_in_two_ways_are_measured():
-    rows = first_gpu.main(["sharded", "--small"])
-    assert [row["name"] for row in rows][:2] == ["diffusion, ddp on 1", "diffusion, fsdp2 on 1"]
-    assert all(row["rate"] > 0 for row in rows)
+def test_a_model_that_is_held_in_parts_is_measured():
+    row = first_gpu.held("diffusion", 1, "fsdp2", "smoke")
+    assert row["name"] == "diffusion, fsdp2 on 1" and row["rate"] > 0
 
 
 @pytest.mark.parametrize("sitting", sittings.SITTINGS)
