@@ -178,7 +178,8 @@ def grouped_bars(
         ax.hlines(*place, color=PAPER, linewidth=3, alpha=0.5, zorder=2)  # or it is lost before a dark bar
         ax.hlines(*place, **style, zorder=2.1, label=series)  # above all that is under a line
     ax.axhline(0, color=MUTED, linewidth=1)
-    ax.set_xticks(range(len(groups)), groups)
+    wide = max(10, 84 // len(groups))  # characters
+    ax.set_xticks(range(len(groups)), [textwrap.fill(group, wide) for group in groups])
     ax.tick_params(axis="x", length=0, rotation=45 if len("".join(groups)) > 90 else 0)  # or they overlap
     ax.grid(axis="x", visible=False)
     ax.margins(x=0.01, y=0.1)
