@@ -114,4 +114,4 @@ def test_fused_layers_are_refused_at_the_start(monkeypatch):
     refused("qwen3", ValueError, "this is qwen3 on a CPU: set fused to false")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     refused("olmo2", ValueError, "for Llama and Qwen3 on a GPU, this is olmo2 on a GPU")
-    refused("llama", ModuleNotFoundError, r"liger_kernel is not installed: pip install 'unmask\[gpu\]'")
+    refused("llama", ModuleNotFoundError, r"liger_kernel is not installed: pip install '.\[gpu\]'")

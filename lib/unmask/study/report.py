@@ -98,7 +98,7 @@ def spread(values: Sequence[float]) -> str:
     """Mean ± standard deviation over seeds (n − 1 in the denominator), "0.247 ± 0.003"; the mean alone where
     nothing varies."""
     deviation = stdev(values) if len(values) > 1 else 0.0
-    return f"{mean(values):.3f}" + (f" ± {deviation:.3f}" if deviation else "")
+    return f"{mean(values):.3f}" + (f" ± {deviation:.3f}" if deviation >= 0.0005 else "")
 
 
 # Gates, claims and the notebook's answer
