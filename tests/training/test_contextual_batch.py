@@ -46,11 +46,11 @@ def test_rows_are_split_into_queries_chunks_and_documents():
     found, documents = batch(2)
     n, counts = len(found.document_N), [len(document.chunks) for document in documents]
     rows = torch.randn(n + 8, 4, dtype=torch.float64, requires_grad=True)
-    q_ND, chunks_MCD, documents_MD, mask_MC = found.split(rows)
+    q_ND, chunks_MCD, documents_MD = found.split(rows)
     assert torch.equal(q_ND, rows[:n])
-    assert mask_MC.tolist() == [[c < count for c in range(5)] for count in counts]
-    assert torch.equal(chunks_MCD[mask_MC], rows[n:])
-    assert not chunks_MCD[~mask_MC].any()
+    assert found.mask_MC.tolist() == [[c < count for c in range(5)] for count in counts]
+    assert torch.equal(chunks_MCD[found.mask_MC], rows[n:])
+    assert not chunks_MCD[~found.mask_MC].any()
     start = n
     for m, document in enumerate(documents):
         parts = rows[start : start + len(document.chunks)]

@@ -232,8 +232,8 @@ def test_a_contextual_step_weighs_its_terms_as_configured():
     options = {"temperature": 0.05, "alpha": 0.6, "margin": 0.01}
     stage, model = tiny_stages.stage("contextual", **options), tiny_stages.model("contextual")
     [batch] = stage.batch(0)
-    q, *parts, mask = batch.split(torch.cat([encode_rows(model, [s]) for s in batch.sequences]))
-    where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}
+    q, *parts = batch.split(torch.cat([encode_rows(model, [s]) for s in batch.sequences]))
+    where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": batch.mask_MC}
     options |= where | {"beta": stage.config.beta_start}
     prefixes = [[int8(x)[..., :d] for x in (q, *parts)] for d in stage.config.dimensions]
     loss = sum(losses.contextual_loss(*vectors, **options) for vectors in prefixes) / len(prefixes)
@@ -250,8 +250,8 @@ def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chu
     [batch] = stage.batch(0)
     alone = [TokenSequence(chunk) for i in stage.plan(0)[1] for chunk in stage.data["one"][i].chunks]
     texts = batch.sequences if late_chunking else batch.sequences[: len(batch.document_N)] + alone
-    q, chunks, _, mask = batch.split(torch.cat([encode_rows(model, [s]) for s in texts]))
-    where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask}
+    q, chunks, _ = batch.split(torch.cat([encode_rows(model, [s]) for s in texts]))
+    where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": batch.mask_MC}
     where |= {"lam": 0.3, "temperature": 0.05}
     losses = [insent_loss(int8(q)[:, :d], int8(chunks)[..., :d], **where) for d in stage.config.dimensions]
     insent = step(stage, model, [batch])

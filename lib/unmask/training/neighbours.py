@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from unmask.data.tokens import Limit
 from unmask.losses import answer_loss, insent_loss, matryoshka, qwen3_loss
-from unmask.losses.tensors import shipped
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
@@ -50,16 +49,11 @@ class LateInteraction(Contextual):
         return [replace(batch, sequences=list(map(every_token, batch.sequences)))]
 
     def loss(self, rows_RD: Tensor, batch: ContextualBatch, **shared: Any) -> Tensor:
-        tokens_MC, queries = batch.chunk_tokens_MC.long(), batch.sequences[: batch.count]
-        lengths = [text.rows for text in queries] + tokens_MC[tokens_MC > 0].tolist()
-        texts = rows_RD.split(lengths)
+        queries = [text.rows for text in batch.sequences[: batch.count]]
+        texts = rows_RD.split(queries + batch.chunk_tokens_MC[batch.mask_MC].int().tolist())
         q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (texts[: batch.count], texts[batch.count :]))
-        places_X = shipped(tokens_MC.flatten().nonzero().squeeze(1), rows_RD.device)
-        empty_XKD = rows_RD.new_zeros(tokens_MC.numel(), *chunks_XKD.shape[1:])
-        chunks_MCKD = empty_XKD.index_copy(0, places_X, chunks_XKD).unflatten(0, tokens_MC.shape)
-        shared |= {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": tokens_MC > 0}
-        shared |= {"query_N": numbered(queries), "lam": self.config.alpha}
-        return insent_loss(q_NLD, chunks_MCKD, **shared)
+        shared |= batch.asked()
+        return insent_loss(q_NLD, batch.placed(chunks_XKD), lam=self.config.alpha, **shared)
 
 
 class Cde(Pair):

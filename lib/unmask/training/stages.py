@@ -420,21 +420,34 @@ class ContextualBatch(Batch):
     chunk_tokens_MC: Tensor  # tokens of each chunk; 0 where a document has fewer chunks
     beta: float  # weight of the document-level term
 
-    def split(self, rows_RD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Its encoded rows as (q_ND, chunks_MCD, documents_MD, chunk_mask_MC); the mask is on the CPU.
+    def split(self, rows_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Its encoded rows as (q_ND, chunks_MCD, documents_MD).
 
         A document's own vector is the mean over all its chunks' tokens, which is the token-weighted mean of
         its chunk means.
         """
-        mask_MC = self.chunk_tokens_MC > 0
-        places, counts = mask_MC.flatten().nonzero().squeeze(1), self.chunk_tokens_MC
-        # Known here, on the CPU: a mask on the GPU would make this process wait in the backward pass.
-        places_X, counts_MC = (shipped(x, rows_RD.device) for x in (places, counts))
-        empty_XD = rows_RD.new_zeros(mask_MC.numel(), rows_RD.shape[1])
-        chunks_MCD = empty_XD.index_copy(0, places_X, rows_RD[self.count :]).unflatten(0, mask_MC.shape)
+        chunks_MCD = self.placed(rows_RD[self.count :])
+        counts_MC = shipped(self.chunk_tokens_MC, rows_RD.device)
         weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
         documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
-        return rows_RD[: self.count], chunks_MCD, documents_MD, mask_MC
+        return rows_RD[: self.count], chunks_MCD, documents_MD
+
+    @property
+    def mask_MC(self) -> Tensor:
+        """Which chunks there are, on the CPU."""
+        return self.chunk_tokens_MC > 0
+
+    def placed(self, found: Tensor) -> Tensor:
+        """What was found of each chunk (X, …) by document and chunk (M, C, …); zeros where there is none."""
+        # Known here, on the CPU: a mask on the GPU would make this process wait in the backward pass.
+        places_X = shipped(self.mask_MC.flatten().nonzero().squeeze(1), found.device)
+        empty = found.new_zeros(self.mask_MC.numel(), *found.shape[1:])
+        return empty.index_copy(0, places_X, found).unflatten(0, self.mask_MC.shape)
+
+    def asked(self) -> dict[str, Tensor]:
+        """What the losses are told beside vectors: which chunk of which document answers which query."""
+        index = {"document_N": self.document_N, "gold_N": self.gold_N, "chunk_mask_MC": self.mask_MC}
+        return index | {"query_N": numbered(self.sequences[: self.count])}
 
 
 class Contrastive(Stage):
@@ -629,9 +642,8 @@ class Contextual(Contrastive):
 
     def loss(self, rows_RD: Tensor, batch: ContextualBatch, **shared: Any) -> Tensor:
         config = self.config
-        q_ND, chunks_MCD, documents_MD, mask_MC = batch.split(rows_RD)
-        shared |= {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask_MC}
-        shared["query_N"] = numbered(batch.sequences[: batch.count])
+        q_ND, chunks_MCD, documents_MD = batch.split(rows_RD)
+        shared |= batch.asked()
         if config.objective == "insent":
             loss, vectors = partial(losses.insent_loss, lam=config.alpha), (q_ND, chunks_MCD)
         else:
