@@ -77,6 +77,9 @@ bench: $(READY)
 	@PYTHONPATH=tests $(BIN)/python tests/benchmarks/run.py
 
 # The marker HALF exists while pip works: finding it means that an installation was interrupted, so it starts afresh.
+# Pip keeps one core busy: four at once share the list, then all cores compile (some packages hold files that are no
+# Python). The last one also adds what this machine's build of torch needs besides.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "unmask needs Python 3.11 or newer, and '$(PYTHON)' is not: name one, for instance make PYTHON=python3.12" >&2; exit 1; }
@@ -84,6 +87,7 @@ $(READY): pyproject.toml requirements.lock
 	  echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(HALF)
 	@echo "installing $$(grep -c '==' requirements.lock) packages into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r requirements.lock
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -e .
+	@sed '/^#/d' requirements.lock | xargs -n 46 -P 4 $(PIP) --no-deps --no-compile
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(PIP) -e .
 	@rm -f $(HALF) && touch $@
