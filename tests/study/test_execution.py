@@ -13,7 +13,7 @@ import pytest
 from unmask.config import load_preset
 from unmask.models.backbone import computes_in_bf16
 from unmask.study.pipeline import Pipeline
-from waiting import live, wait_for
+from waiting import live, live_in, wait_for
 
 LOOK = """
 import json, os, sys
@@ -87,6 +87,20 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     rows = checkout.unmask("run", "--preset", "smoke", "--dry-run").stdout.splitlines()[2:]
     assert rows[0].split()[0] == "01_pair" and rows[0].endswith("preset section pair changed")
     assert rows[0].split()[-5].startswith("0:00:") and not any("00_backbone" in row for row in rows)
+
+
+@pytest.mark.parametrize(("imported", "ready"), [("colorsys", "True"), ("no_module", "False")])
+def test_the_next_kernel_gets_ready_meanwhile(checkout, monkeypatch, imported, ready):
+    """One that could not is replaced."""
+    monkeypatch.setattr("unmask.study.execute.IMPORTED", imported)
+    look = "import os, sys\nos.write(2, b'from below')\nprint('colorsys' in sys.modules)"
+    names = ["00_backbone", "01_pair"]
+    for name in names:
+        checkout.notebook(name, [look])
+    assert checkout.unmask("run", "--preset", "smoke").returncode == 0
+    assert [text_of(checkout.executed(name), 3).strip() for name in names] == ["False", ready]
+    assert all("from below" in (checkout.folders.logs / f"{name}.log").read_text() for name in names)
+    assert not live_in(checkout.root)
 
 
 @pytest.mark.parametrize(("option", "code"), [("--accept-code", "accept"), ("--force", "anew")])
