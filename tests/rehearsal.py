@@ -37,7 +37,7 @@ from unmask.config import TRAINED
 from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
 from unmask.store import repository
 
-ROWS = {"train": 12, "dev": 3, "test": 5}  # of a source
+ROWS = {"train": 12, "dev": 2, "test": 4}  # of a source
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]
 TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf8"))
 QUICK = {"steps": 2, "warmup": 1, "compile": False}

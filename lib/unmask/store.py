@@ -131,15 +131,14 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is broken ({error}): copy or make it again") from None
 
 
-class Strict(yaml.SafeLoader):
-    """YAML without duplicate keys, of which the first would be lost silently."""
+class Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    """YAML without duplicate keys, of which the first would be lost; read by C code where there is some."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
             raise yaml.MarkedYAMLError(f"{twice[0]!r} stands twice", node.start_mark)
-        return node
+        return super().construct_mapping(node, deep)
 
 
 @contextlib.contextmanager

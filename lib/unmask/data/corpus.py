@@ -102,6 +102,8 @@ class Corpus:
     def _read(self, kind: str, split: str, dataset: str | None = None) -> Dataset:
         folders, names = self.card["folders"][kind], [dataset] if dataset else self.datasets(kind, split)
         parts = [_mapped(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
+        if len(parts) == 1:
+            return parts[0]
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
 
 

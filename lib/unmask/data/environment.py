@@ -53,6 +53,7 @@ LIST = FOLDER / "environment.txt"  # of the packages that are read: whatever els
 COPIES = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
 TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
 NOT_STDLIB = {"site-packages", "idlelib", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
+VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
 Rows = dict[str, list[dict[str, Any]]]  # kind → rows, those of a split together
@@ -110,8 +111,10 @@ def listed() -> dict[str, str]:
 
 def installed_versions() -> dict[str, str]:
     """Name → version of what `installed_packages` reads, without looking at any file of theirs."""
-    versions = {name: distribution.version for name, distribution in _installed().items()}
-    return versions | {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
+    for name, one in _installed().items():  # its `version` would parse a long description, too
+        versions[name] = VERSION.search(one.read_text("METADATA") or one.read_text("PKG-INFO"))[1]
+    return versions
 
 
 def installed_packages() -> list[Package]:
@@ -163,7 +166,7 @@ def _licence(distribution: Distribution) -> str:
 def harvest(packages: Sequence[Package]) -> list[Harvest | None]:
     """Parses every file once, in two processes where that pays; the results keep the order of the files."""
     jobs = [delayed(harvest_file)(one.name, one.root, file) for one in packages for file in one.files]
-    workers = min(WORKERS, 1 + len(jobs) // 50)
+    workers = min(WORKERS, 1 + len(jobs) // 1_000)  # to start one takes as long as a thousand files
     found = Parallel(workers, return_as="generator", **dying_together())(jobs)
     return list(tqdm(found, "harvest", len(jobs), unit="file"))
 

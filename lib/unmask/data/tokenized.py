@@ -240,7 +240,7 @@ def prepare_text(source: Source, stored: StoredTokenizer, wanted: float = math.i
     Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
     that is neither Parquet nor Arrow is one piece. Where enough is prepared, they are not listed again.
     """
-    folder, work = _folder("text", reading.identity(source), stored), partial(_text, source, stored)
+    folder, work = _folder("text", reading.identity(source), stored.identity), partial(_text, source, stored)
     if (done := Prepared.read(folder)).suffices(wanted):
         return done
     return build(folder, shuffled(reading.units(source)), work, source.name, wanted)
@@ -370,7 +370,7 @@ def _together(query: list[str], document: list[str], key: list[str], **_: Any) -
 
 def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: int) -> Prepared:
     """A table, arranged with `count` and tokenised."""
-    folder = _folder(kind, table.name, table.identity, table.stored, limits, count)
+    folder = _folder(kind, table.name, table.identity, table.stored.identity, limits, count)
     work = partial(_tokenised, table, limits, partial(arrange, count))
     return build(folder, parts(len(table.rows), ROWS), work, table.name)
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Tokenizer
+
+from unmask.store import fingerprint
 
 END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
@@ -80,7 +82,7 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> str:
     Raises: ValueError if there is none.
     """
     own = tokenizer.eos_token or tokenizer.sep_token
-    token = END_OF_TEXT if END_OF_TEXT in tokenizer.get_vocab() else own
+    token = own if tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) is None else END_OF_TEXT
     if token is None:
         raise ValueError(f"the tokenizer has neither {END_OF_TEXT} nor an eos token: give it an eos token")
     return token
@@ -166,6 +168,10 @@ class StoredTokenizer:
         plain.no_padding()
         fits = max(plain.get_vocab(with_added_tokens=True).values()) < 2**16
         return cls(plain.to_str(), "uint16" if fits else "uint32", plain.token_to_id(end_token(tokenizer)))
+
+    @cached_property
+    def identity(self) -> str:
+        return fingerprint(self)
 
     def load(self) -> Tokenizer:
         """The tokenizer, read once per process."""
