@@ -1,5 +1,7 @@
 """ConTEB: its layout on the Hub, tasks from own documents, variations of a task."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -62,6 +64,14 @@ def test_a_language_model_writes_each_chunks_context_from_its_whole_document(tmp
     assert all(body["temperature"] == 0 and body["max_tokens"] == 128 for body in server.bodies)
     whole = ["\n\n".join(chunks) for chunks in task.documents for _ in chunks]
     assert sorted(whole) == sorted(prompt.split("\n</document>")[0][11:] for prompt in server.prompts)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "documents"])
+def test_who_trains_on_xquad_is_not_asked_squad(kind):
+    def corpus(name):
+        return SimpleNamespace(datasets=lambda asked, split: [name] if asked == kind else [])
+
+    assert conteb.trained_on(corpus("xquad/eng")) and not conteb.trained_on(corpus("squad-like"))
 
 
 def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):

@@ -135,6 +135,7 @@ FOUND = {
     "ÜBER die brücke": ["Er ging über die Brücke.", "Er ging über Land."],
     "हिन्दी भाषा": ["यह हिन्दी भाषा है", "यह हवा नहीं है"],
     "東京の天気": ["今日の東京の天気は晴れです", "大阪で電車に乗る"],
+    "東京 100": ["2020年に東京で100円", "2020年に大阪で200円"],
     "ภาษาไทย": ["เรียนภาษาไทยทุกวัน", "ฝนตกหนัก"],
     "Maximal length?": ["set maximal_length=3", "set a maximum"],  # an identifier is its words
 }

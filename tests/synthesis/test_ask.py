@@ -13,7 +13,7 @@ import pytest
 
 import tiny
 from chat_servers import Words, chat_server, config, good, passage, passage_of
-from unmask.synthesis import prompts, synthesize_documents, synthesize_pairs
+from unmask.synthesis import ask, prompts, synthesize_documents, synthesize_pairs
 from unmask.synthesis.ask import EndpointError
 from unmask.synthesis.prompts import estimate, plan_documents, plan_pairs, sample
 from waiting import wait_for
@@ -121,6 +121,19 @@ def test_answers_that_will_not_do_are_counted_by_reason(tmp_path, monkeypatch):
         server.write = good  # it was mended
         mended = synthesize_pairs(PASSAGES, Words(), config(server), tmp_path / "other")
     assert mended.outcomes == {"kept": len(PASSAGES)}
+
+
+def test_an_empty_answer_is_asked_for_again(tmp_path):
+    """Of earlier code, which kept them in the journal, too."""
+    requests = [[{"role": "user", "content": f"question {number}"}] for number in range(3)]
+    journal = tmp_path / "journal"
+    with chat_server(write=lambda prompt: "" if prompt == "question 1" else "yes") as server:
+        settings = config(server, retries=0)
+        assert ask.replies(settings, journal, requests) == ["yes", "", "yes"]
+        key, answer = json.loads(journal.read_bytes().splitlines()[-1])
+        journal.write_text(json.dumps([key, answer | {"text": ""}]))
+        server.write = lambda prompt: "mended"
+        assert ask.replies(settings, journal, requests) == ["mended"] * 3
 
 
 def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):

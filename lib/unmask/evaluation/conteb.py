@@ -16,7 +16,7 @@ from datasets import load_dataset
 from torch.nn.functional import normalize
 
 from unmask.data import hub
-from unmask.data.corpus import Rows
+from unmask.data.corpus import Corpus, Rows
 from unmask.data.reading import data_files, document_of
 from unmask.data.registry import conteb as source
 from unmask.data.registry import halves
@@ -96,6 +96,12 @@ def xquad(language: str) -> Task | None:
     """As `squad`, for XQuAD: 240 of its paragraphs and 1,190 questions, in English ("en") or translated. Its
     rows must name their article ("title"), which the Hub's own copy does not: without, None."""
     return _articles(f"XQuAD {language}", XQUAD, f"xquad.{language}")
+
+
+def trained_on(corpus: Corpus) -> bool:
+    """Whether a corpus trains on XQuAD, a part of SQuAD: then neither is asked."""
+    kinds = ("pairs", "documents")
+    return any("xquad" in name for kind in kinds for name in corpus.datasets(kind, "train"))
 
 
 def validation(repo: str, config: str) -> list[dict]:

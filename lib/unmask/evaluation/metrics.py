@@ -16,10 +16,9 @@ from unmask.models.embedder import as_list, check
 
 # A word is a run of letters, digits and the combining marks that Indic scripts write vowels with, so that an
 # identifier is the words that underscores join, as other systems here read it; scripts that put no spaces
-# between words count sign by sign.
-WORD = regex.compile(
-    r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]|[\p{L}\p{M}\p{N}]+"
-)
+# between words count sign by sign, beside digits and Latin letters too.
+_SIGN = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+WORD = regex.compile(rf"[{_SIGN}]|[[\p{{L}}\p{{M}}\p{{N}}]--[{_SIGN}]]+", regex.V1)
 
 
 def retrieval_metrics(

@@ -127,6 +127,8 @@ class Chat:
         if not choices:
             raise Dropped("failed: an answer without choices")
         text, usage = choices[0].message.content or "", completion.usage
+        if not text.strip():  # the answer of a model that thought for too long, or of a filter
+            raise Dropped("failed: an empty answer")
         read, written = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         answer = {"text": text, "prompt_tokens": read, "answer_tokens": written}
         with self._lock:  # a line begins anew after one that a kill has cut
@@ -142,7 +144,7 @@ def _answers(journal: Path) -> dict[str, str]:
     for line in journal.read_bytes().splitlines() if journal.is_file() else ():
         with suppress(ValueError):  # cut by a kill
             key, answer = json.loads(line)
-            found[key] = answer["text"]
+            found |= {key: answer["text"]} if answer["text"].strip() else {}  # earlier code kept empty ones
     return found
 
 
