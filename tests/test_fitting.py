@@ -67,6 +67,27 @@ def test_diffusion_reads_texts(tmp_path):
     assert embedder.helped is None and embedder.encode(["7"]).shape == (1, 32)
 
 
+def test_an_embedder_is_no_language_model(tmp_path):
+    network = tiny.model(bidirectional=False, head=True)
+    path = backbone.save(network, tiny.tokenizer(), tmp_path / "model")
+    rows = [text for _, text in PAIRS]
+    with pytest.raises(ValueError, match="has no output matrix, an embedder: name the language model itself"):
+        fit(Embedder.from_pretrained(path), rows, stage="diffusion", length=16, **SHORT)
+
+
+@pytest.mark.parametrize("batch", [16, 1000])
+def test_three_epochs_whatever_the_batch(batch):
+    rows, shape = ROWS["pair"], tiny.model().config
+    config = fitting._config("pair", rows, len(rows), shape, "mean", {"batch": batch})
+    assert config.steps == np.ceil(3 * len(rows) / min(batch, len(rows)))
+
+
+def test_a_stage_that_averages_refuses_another_pooling(model):
+    last = Embedder.from_pretrained(model, pooling="last", special_tokens=True)
+    with pytest.raises(ValueError, match="'triplet' trains the mean of tokens, this model pools 'last'"):
+        fit(last, ROWS["triplet"], stage="triplet", **SHORT)
+
+
 def test_a_data_set_is_read_and_the_result_loads_elsewhere(model, tmp_path):
     embedder = fit(model, Dataset.from_list(ROWS["pair"]), hold_out=0, **SHORT)
     assert embedder.helped is None
@@ -192,6 +213,8 @@ REFUSED = {
     "unknown key": (PAIRS, {"lrr": 1.0}, "pair: unknown key 'lrr'; did you mean 'lr'"),
     "bad value": (PAIRS, {"lr": -1.0}, "lr"),
     "no batch": (PAIRS, {"batch": 0}, "pair.batch must be greater than or equal to 2, got 0"),
+    "no chunks": (DOCUMENTS, {"stage": "contextual", "chunks": 0}, "contextual.chunks must be"),
+    "a word for a number": (PAIRS, {"steps": "many"}, "pair.steps"),
     "no column": ([{"query": "a", "documents": "b"}], {}, "row 0: missing document"),
     "three columns": ([("a", "b", "c")], {}, r"row 0 is .*: give \(query, document\)"),
     "one text": ("ab", {"stage": "diffusion"}, "expected a list, got one string, 'ab'"),
@@ -206,7 +229,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_used_is_named(case, model, tmp_path):
     rows, options, message = REFUSED[case]
-    start = model if case in ("bad value", "no batch") else tmp_path / "nothing"  # nothing is loaded
+    own = case in ("bad value", "no batch", "no chunks", "a word for a number")  # else nothing is loaded
+    start = model if own else tmp_path / "nothing"
     with pytest.raises(ValueError, match=message):
         fit(start, rows, **options)
 

@@ -138,11 +138,12 @@ def fit(
         hold_out: share of the groups to hold out; 0: none. It needs 20 groups, and one with no more rows than
             this share.
         values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr. By default
-            three epochs of batches of 128 rows, or of all rows if there are fewer, and the model's pooling.
-            Where `cluster_size` or `filter_margin` ask for look-alikes, the model finds them.
+            three epochs of batches of 128 rows, or of all rows if there are fewer, and for pairs the model's
+            pooling, else the mean. Where `cluster_size` or `filter_margin` ask for look-alikes, the model
+            finds them.
     Returns: the embedder, in float32, with `helped` (None if nothing was held out) and `checkpoint`.
     Raises: ConfigError for an unknown stage or key, ValueError for rows that cannot be used, before a model
-        is loaded; TrainingStopped, if it was interrupted.
+        is loaded; ValueError for a model that the stage cannot train; TrainingStopped, if it was interrupted.
 
     Example:
         >>> pairs = [(f"how is {i} written?", f"{i} is written with {len(str(i))} digits") for i in range(40)]
@@ -163,12 +164,15 @@ def fit(
         given = isinstance(model, Embedder)
         start = backbone.require_checkpoint(model.save_pretrained(place / "start") if given else model)
         own = model if given else Embedder.from_pretrained(start, mixed_precision=False)
+        if own.pooling != "mean" and stage != "pair":
+            raise ValueError(f"stage {stage!r} trains the mean of tokens, this model pools {own.pooling!r}")
         tokenizer, shape = backbone.load_tokenizer(start), own.model.config.get_text_config()
         kept, groups = [row for row, held in zip(rows, held_N) if not held], len(set(group_N[~held_N]))
         config = _config(stage, kept, groups, shape, own.pooling, values)
         print(
             f"{stage}: {len(kept):,} rows in {groups:,} groups, {config.steps:,} steps of "
-            f"{min(config.batch, groups):,}; {held_N.sum():,} rows are held out"
+            f"{config.batch if stage == 'diffusion' else min(config.batch, groups):,}; "
+            f"{held_N.sum():,} rows are held out"
         )
         lengths = ("query_length", "document_length", "chunk_length")
         own_lengths = {key: getattr(config, key, 1) for key in lengths}
@@ -276,6 +280,10 @@ def _config(
     values: Mapping[str, Any],
 ) -> Any:
     """The stage's section: what is given, and what suits small data."""
+    known = SECTIONS[stage].__dataclass_fields__
+    others = {"steps": 10**6, "warmup": 0, "decay": 0, "dimensions": (shape.hidden_size,)}  # computed below
+    given = _checked(stage, {key: one for key, one in others.items() if key in known} | SMALL[stage] | values)
+    values = {key: getattr(given, key) for key in values}
     own = SMALL[stage] | ({"pooling": pooling} if stage == "pair" else {}) | values
     positions = getattr(shape, "max_position_embeddings", None) or own.get("document_length", 512)
     own |= {key: min(own[key], positions) for key in own if key.endswith("length") and key not in values}
@@ -291,11 +299,17 @@ def _config(
             own["chunk_length"] = max(1, min(own["chunk_length"], positions // own["chunks"] - 1))
     # No two rows of a group are in one batch.
     own["batch"] = values.get("batch", min(own["batch"], count, groups))
-    batch = own["batch"] if isinstance(own["batch"], int) else 0  # else refused below
-    own = {"steps": math.ceil(EPOCHS * count / max(1, batch))} | own
-    own = {"warmup": own["steps"] // 10, "decay": own["steps"] // 5} | own
+    own = {"steps": math.ceil(EPOCHS * count / min(own["batch"], count, groups))} | own
+    return _checked(stage, {"warmup": own["steps"] // 10, "decay": own["steps"] // 5} | own)
+
+
+def _checked(stage: str, values: Mapping[str, Any]) -> Any:
+    """The stage's section with these values.
+
+    Raises: ConfigError that names the key which cannot be used.
+    """
     try:
-        return SECTIONS[stage](**own)
+        return SECTIONS[stage](**values)
     except ValidationError as error:
         raise ConfigError(f"{stage}.{explained(error, SECTIONS[stage])}") from None
 

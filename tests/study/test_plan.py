@@ -164,12 +164,31 @@ def test_sharing_divides_the_state_and_more_gpus_the_work():
 
 
 def test_what_cannot_fit_is_refused():
+    one = {"parallel.num_machines": 1, "parallel.num_processes": 1}
     with pytest.raises(ValueError, match=r"cde needs \d+ GB per GPU on 1.* has 80 GB") as error:
-        plan.describe(load_preset("paper-4b", {"parallel.num_machines": 1, "parallel.num_processes": 1}))
-    assert "--set cde.gradient_checkpointing=true; --gpus 2 --set parallel.strategy=" in str(error.value)
-    assert plan.describe(load_preset("paper-4b", {"parallel.num_machines": 1, "parallel.num_processes": 4}))
-    with pytest.raises(ValueError, match=r"a GPU has 8 GB.*--set \w+.gradient_checkpointing=true"):
+        plan.describe(load_preset("paper-4b", one))
+    assert str(error.value).endswith("helps: --gpus 4 --set parallel.strategy=fsdp2")  # checkpointing is on
+    four = one | {"parallel.num_processes": 4, "parallel.strategy": "fsdp2"}
+    assert plan.describe(load_preset("paper-4b", four))
+    with pytest.raises(ValueError, match=r"8 GB\. It takes GPUs with more memory"):
         plan.describe(load_preset("hub-0.6b"), gpu_memory=8e9)
+
+
+def test_each_remedy_helps():
+    with pytest.raises(ValueError, match="Any of these helps") as error:
+        plan.describe(load_preset("gpu"), gpu_memory=8e9)
+    for words in (remedy.split() for remedy in str(error.value).partition("helps: ")[2].split("; ")):
+        changes = dict(word.split("=") for word in words if "=" in word)
+        gpus = int(words[1]) if words[0] == "--gpus" else 1
+        assert plan.describe(load_preset("gpu", changes | {"parallel.num_processes": gpus}), gpu_memory=8e9)
+
+
+def test_float32_is_slower_than_bfloat16():
+    found = {}
+    for kind in ("bf16", "fp32"):
+        planned = plan.trainings(load_preset("gpu", {"pair.precision": kind}), 1)
+        found[kind] = next(one.gpu_hours for one in planned if one.notebook == "02_pair")
+    assert found["fp32"] / found["bf16"] == pytest.approx(plan.PEAK["bf16"] / plan.PEAK["fp32"])
 
 
 def test_what_would_not_fit_is_planned_in_smaller_parts():

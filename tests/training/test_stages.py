@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from unmask import losses
 from unmask.config import load_preset
-from unmask.data.tokens import TokenSequence
+from unmask.data.tokens import END_OF_TEXT, TokenSequence
 from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
@@ -284,7 +284,8 @@ def test_a_step_logs_what_a_guess_among_its_candidates_pays():
     for name, counts in {"pair": [9], "triplet": 3 * [12] + 2 * [8], "qwen3": [15]}.items():
         _, logged = tiny_stages.stage(name, batch=5).drawn(0)
         assert logged["guess"] == pytest.approx(fmean(map(math.log, counts)), rel=1e-5)
-    [batch], logged = tiny_stages.stage("cde", batch=5, filter_margin=0.0).drawn(0)
+    [batch], logged = (stage := tiny_stages.stage("cde", batch=5, filter_margin=0.0)).drawn(0)
+    assert all(END_OF_TEXT not in line for lines in stage.shown(0) for line in lines)  # the slots
     left_N = batch.negatives.fill_diagonal_(False).sum(1)
     assert left_N.sum() < 20 and logged["guess"] == pytest.approx(float((1 + 2 * left_N).log().mean()), 1e-5)
     _, logged = tiny_stages.stage("pair", {"one": tiny_stages.pairs(1100)}, batch=1100).drawn(0)

@@ -1,10 +1,14 @@
 """Trainings in this process: what a stage reads of a few sentences, and which training is which."""
 
 import gc
+import importlib
+import os
 import re
 import signal
+import subprocess
+import sys
 from functools import partial
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import psutil
@@ -208,6 +212,8 @@ CHANGED = {
     "an argument of the library's": lambda by: partial(losses.pair_loss, temperature=by),
     "a default": lambda by: FunctionType(scaled.__code__, globals(), argdefs=(by,)),
     "an object": Called,
+    "an object's number": lambda by: partial(scaled, by=SimpleNamespace(by=by)),
+    "a number of numpy's": lambda by: partial(scaled, by=np.float32(by)),
     "an attribute": lambda by: {by},
 }
 
@@ -234,6 +240,43 @@ def test_what_is_around_code_counts(start, monkeypatch):
     second = own_code(stage)
     monkeypatch.setitem(WEIGHTS, "rows", torch.zeros(2))
     assert own_code(stage) != second
+
+
+def test_what_is_read_of_ones_own_module_counts(start, monkeypatch, tmp_path):
+    (tmp_path / "own_helpers.py").write_text(
+        "def weighed(x):\n    return 2 * x\n\ndef unread(x):\n    return x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    helpers = importlib.import_module("own_helpers")
+    monkeypatch.setitem(globals(), "helpers", helpers)
+    stage = made("pair", start)
+    stage.loss = eval("lambda rows_RD, batch, **shared: helpers.weighed(rows_RD)", globals())
+    first = own_code(stage)
+    monkeypatch.setattr(helpers, "unread", lambda x: 3 * x)
+    assert own_code(stage) == first
+    monkeypatch.setattr(helpers, "weighed", lambda x: 3 * x)
+    assert own_code(stage) != first
+
+
+OF_A_SET = """
+import sys
+from types import SimpleNamespace
+from unmask.training.identity import own_code
+from unmask.training.stages import Pair
+class Mine(Pair):
+    def loss(self, rows, batch):
+        return rows if batch.dataset in {"alpha", "beta", "gamma", "delta"} else 0
+print(own_code(Mine.__new__(Mine)))
+"""
+
+
+def test_a_set_in_code_counts_alike_in_every_process():
+    def told(seed):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", OF_A_SET]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "Mine" in told("1") == told("2")
 
 
 def test_another_value_trains_beside_and_the_first_is_found_again(start, tmp_path, capsys):

@@ -141,6 +141,8 @@ def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: A
         raise ValueError(f"weights in {source} are cut short or broken ({error}): copy them again") from None
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if lacking := sorted(name for name in lacking if "pooler." not in name):  # BERT's, which nobody reads
+        if lacking == ["lm_head.weight"]:
+            raise ValueError(f"{source} has no output matrix, an embedder: name the language model itself")
         raise ValueError(
             f"{source}: the weights are not those of its configuration; {len(lacking)} are missing or have "
             f"another shape, the first is {lacking[0]}: copy them again"

@@ -35,8 +35,9 @@ Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import islice
 from typing import NamedTuple
 
 from unmask.config import BackboneConfig, ContrastiveConfig, Preset, PretrainConfig, TrainConfig
@@ -89,12 +90,11 @@ def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memo
         return "nothing to train"
     worst = max(planned, key=lambda training: training.memory_gb)
     if worst.memory_gb * 1e9 > gpu_memory:
-        stage = worst.stage
+        remedies = _remedies(preset, worst.stage, gpus, gpu_memory, {one.notebook for one in planned})
         raise ValueError(
-            f"preset {preset.name} does not fit: {stage} needs {worst.memory_gb:.0f} GB per GPU on {gpus} "
-            f"under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. Any of these "
-            f"helps: --set {stage}.gradient_checkpointing=true; --gpus {2 * gpus} --set "
-            "parallel.strategy=fsdp2"
+            f"preset {preset.name} does not fit: {worst.stage} needs {worst.memory_gb:.0f} GB per GPU on "
+            f"{gpus} under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. "
+            + (f"Any of these helps: {'; '.join(remedies)}" if remedies else "It takes GPUs with more memory")
         )
     flops, hours = sum(one.flops for one in planned), sum(one.gpu_hours for one in planned)
     size = f"{parameters(preset)[0]:,} parameters"
@@ -103,11 +103,29 @@ def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memo
         *(ROW.format(*one) for one in planned),
         f"together {flops:.2e} FLOP, {hours:,.2f} GPU-hours: {hours / gpus:,.1f} hours of training, or "
         f"{hours / gpus / 24:.1f} days",
-        f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s; assumed: texts as long as they"
-        " may be, and a checkpoint of the sizes that the preset's backbone has; not counted: mining and "
-        f"evaluation; two CPU cores take about a thousand times as long as a GPU, {1000 * hours:,.1f} hours",
+        f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s (fp32: {PEAK['fp32']:.3g}); "
+        "assumed: texts as long as they may be, and a checkpoint of the sizes of the preset's backbone; "
+        "not counted: mining and evaluation; two CPU cores take about a thousand times as long as a GPU, "
+        f"{1000 * hours:,.1f} hours",
     ]
     return "\n".join(lines)
+
+
+def _remedies(
+    preset: Preset, stage: str, gpus: int, gpu_memory: float, notebooks: Collection[str]
+) -> list[str]:
+    """Options with which all trainings of the notebooks fit."""
+
+    def fits(changed: Preset, gpus: int) -> bool:
+        planned = [one for one in trainings(changed, gpus, gpu_memory) if one.notebook in notebooks]
+        return max(one.memory_gb for one in planned) * 1e9 <= gpu_memory
+
+    sharded = _with(preset, "parallel", strategy="fsdp2")
+    counts = (n for n in (gpus * 2**k for k in range(1, 7)) if fits(sharded, n))
+    found = [f"--gpus {n} --set parallel.strategy=fsdp2" for n in islice(counts, 1)]
+    if fits(_with(preset, stage, gradient_checkpointing=True), gpus):
+        found.insert(0, f"--set {stage}.gradient_checkpointing=true")
+    return found
 
 
 def trainings(preset: Preset, gpus: int, gpu_memory: float = 80e9) -> list[Training]:
@@ -121,7 +139,8 @@ def trainings(preset: Preset, gpus: int, gpu_memory: float = 80e9) -> list[Train
             changed = _with(changed, stage, **fewer)
         steps = getattr(changed, stage).steps
         tokens, flops = (number * steps * each for each in _step(changed, stage, gpus))
-        speed = PEAK["bf16"] * UTILISATION["pretraining" if stage in PRETRAINING else "others"]
+        speed = PEAK[getattr(changed, stage).precision]
+        speed *= UTILISATION["pretraining" if stage in PRETRAINING else "others"]
         hours, memory = flops / speed / 3600, memory_bytes(changed, stage, gpus) / 1e9
         held = max(_on_a_gpu(texts, gpus, getattr(changed, stage))[0] for texts in work(changed, stage))
         planned.append(Training(notebook, stage, number, steps, tokens, flops, hours, memory, held))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 from inspect import getclosurevars
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,10 @@ def own_code(stage: Stage) -> dict[str, str]:
         content nor a name."""
         if isinstance(value, torch.Tensor):
             value = value.numpy(force=True)
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, SimpleNamespace):
+            value = vars(value)
         if isinstance(value, np.ndarray):
             return [value.shape, hashlib.sha256(np.ascontiguousarray(value)).hexdigest()]
         if isinstance(value, Mapping):
@@ -111,7 +115,7 @@ def own_code(stage: Stage) -> dict[str, str]:
             methods = {key: one for key, one in inner if key[:2] != "__" or isinstance(one, FunctionType)}
             content = [value.__bases__, methods]
         else:
-            return told([code, getattr(value, "__dict__", None)]) if callable(value) else None
+            return told([code, getattr(value, "__dict__", None)])
         name = f"{code.__module__}.{code.__qualname__}"
         found[name] = fingerprint(found.get(name), told(content))
         return name
@@ -130,18 +134,33 @@ def _compiled(function: FunctionType) -> list[Any]:
     for code in codes:  # which grows
         names |= {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
         inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-        constants = [repr(one) for one in code.co_consts if one not in inner]
+        # A set's order changes from process to process.
+        sets = {one: sorted(map(repr, one)) for one in code.co_consts if isinstance(one, frozenset)}
+        constants = [sets.get(one, repr(one)) for one in code.co_consts if one not in inner]
         parts += [code.co_code, code.co_names, code.co_varnames, constants]
         codes += inner
     around = {name: function.__globals__.get(name) for name in sorted(names)}
+    attributes = {name for code in codes for name in code.co_names}
+    around = {name: _read_of(value, attributes) for name, value in around.items()}
     return [parts, around, getclosurevars(function).nonlocals]
+
+
+def _read_of(value: Any, names: set[str]) -> Any:
+    """Of a module of one's own what code reads that has these names; other values as they are."""
+    if not (isinstance(value, ModuleType) and _own_module(value.__name__)):
+        return value
+    inner = {name: one for name, one in vars(value).items() if name in names}
+    return {name: _read_of(one, names - {name}) for name, one in sorted(inner.items())}
 
 
 def _own(code: type | FunctionType) -> bool:
     """Whether a function or a class is neither the library's nor an installed package's."""
-    top = str(code.__module__).partition(".")[0]
-    file = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
-    installed = _of_library(code) or top in sys.stdlib_module_names or "-packages" in file
+    return _own_module(str(code.__module__))
+
+
+def _own_module(name: str) -> bool:
+    top, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None) or ""
+    installed = top in ("unmask", "builtins") or top in sys.stdlib_module_names or "-packages" in file
     return top == "__main__" or not installed  # __main__: whatever file this process began with
 
 
