@@ -9,7 +9,7 @@ the prose of pages must keep to. `python tests/pages.py` writes the blocks and t
 import json
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import mean
 
@@ -49,11 +49,20 @@ def quality(run: str) -> str:
     for model in MODELS:
         found, headed = families.get(model, {}), model.endswith(HEADED)
         row = {"nDCG@10": model, "docstrings, code": "–" if headed else _mean(found.get("average"))}
-        row |= {"in context": _mean(found.get("contextual"))}
+        row |= {"in context": _mean(found.get("contextual")) + _same_seeds(model, by_seed)}
         row |= {"SQuAD": "–" if headed else _mean(squad.get(model))}
         trained = model.removesuffix(HEADED) not in OUTSIDE
         rows.append(row | {"seeds": str(len(found.get("contextual", ()))) if trained else "–"})
     return report.markdown_table(rows)
+
+
+def _same_seeds(model: str, by_seed: Iterable[dict[str, dict]]) -> str:
+    """The contextual model's mean in context over the seeds that a model has, where it has more."""
+    every = [report.measured(report.STAGES, one) | _headed(one) for one in by_seed]
+    own = [one for one in every if "contextual" in one.get(model, {})]
+    if model.removesuffix(HEADED) in OUTSIDE or len(own) in (0, len(every)):
+        return ""
+    return f" (there contextual {mean(one['contextual']['contextual'] for one in own):.2f})"
 
 
 def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
