@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.unmask-installed
 HALF   := $(VENV)/.unmask-installing
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install reproduce smoke rehearse test test-faults lint lab bench
@@ -72,14 +73,13 @@ lab: $(READY)
 # GradCache stands outside of .venv, which holds what was tested together. Offline it is left out.
 bench: $(READY)
 	@peers=$${UNMASK_ARTIFACTS:-artifacts}/benchmarks/peers; test -d $$peers/gradcache || \
-	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$peers gradcache==0.0.1 || \
+	  $(PIP) --no-deps --target $$peers gradcache==0.0.1 || \
 	  echo "GradCache cannot be installed here, so it will be left out"
 	@PYTHONPATH=tests $(BIN)/python tests/benchmarks/run.py
 
 # The marker HALF exists while pip works: finding it means that an installation was interrupted, so it starts afresh.
 # Pip keeps one core busy: four at once share the list, then all cores compile (some packages hold files that are no
 # Python). The last one also adds what this machine's build of torch needs besides.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "unmask needs Python 3.11 or newer, and '$(PYTHON)' is not: name one, for instance make PYTHON=python3.12" >&2; exit 1; }

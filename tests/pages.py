@@ -9,7 +9,7 @@ the prose of pages must keep to. `python tests/pages.py` writes the blocks and t
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -43,22 +43,22 @@ def quality(run: str) -> str:
     """nDCG@10 of the recipe's stages beside two references, on docstrings and code, on contextual tasks and
     on SQuAD, over the seeds that notebook 12 pools."""
     by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
-    families = evidence.gathered(report.measured(report.STAGES, one) | _headed(one) for one in by_seed)
+    every = [report.measured(report.STAGES, one) | _headed(one) for one in by_seed]
+    families = evidence.gathered(every)
     squad = evidence.gathered({"SQuAD": _squad(one)} for one in by_seed)["SQuAD"]
     rows = []
     for model in MODELS:
         found, headed = families.get(model, {}), model.endswith(HEADED)
         row = {"nDCG@10": model, "docstrings, code": "–" if headed else _mean(found.get("average"))}
-        row |= {"in context": _mean(found.get("contextual")) + _same_seeds(model, by_seed)}
+        row |= {"in context": _mean(found.get("contextual")) + _same_seeds(model, every)}
         row |= {"SQuAD": "–" if headed else _mean(squad.get(model))}
         trained = model.removesuffix(HEADED) not in OUTSIDE
         rows.append(row | {"seeds": str(len(found.get("contextual", ()))) if trained else "–"})
     return report.markdown_table(rows)
 
 
-def _same_seeds(model: str, by_seed: Iterable[dict[str, dict]]) -> str:
+def _same_seeds(model: str, every: Sequence[dict[str, dict]]) -> str:
     """The contextual model's mean in context over the seeds that a model has, where it has more."""
-    every = [report.measured(report.STAGES, one) | _headed(one) for one in by_seed]
     own = [one for one in every if "contextual" in one.get(model, {})]
     if model.removesuffix(HEADED) in OUTSIDE or len(own) in (0, len(every)):
         return ""

@@ -259,8 +259,6 @@ def test_what_is_read_of_ones_own_module_counts(start, monkeypatch, tmp_path):
 
 
 OF_A_SET = """
-import sys
-from types import SimpleNamespace
 from unmask.training.identity import own_code
 from unmask.training.stages import Pair
 class Mine(Pair):

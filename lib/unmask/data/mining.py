@@ -261,7 +261,7 @@ def neighbours(
     hash_X = np.fromiter((hash64(ids.tobytes()) for ids in texts), np.uint64)
     _, first_U, number = np.unique(hash_X, return_index=True, return_inverse=True)  # of the distinct texts
     code = code_fingerprint(__file__, batches.__file__, Path(__file__).parents[1] / "models")
-    key = [data.identity, stored, surrogate.identity, code]
+    key = [data.identity, stored.identity, surrogate.identity, code]
     vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
     own = Neighbours(vectors_UD, *np.split(number, [len(data.queries)]))
     size, config = training.cluster_size, surrogate.config

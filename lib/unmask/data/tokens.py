@@ -132,6 +132,11 @@ class TokenSequence:
     def __len__(self) -> int:
         return len(self.tokens_L)
 
+    @property
+    def own_L(self) -> np.ndarray:
+        """Its tokens without separators and context."""
+        return self.tokens_L if self.chunk_L is None else self.tokens_L[self.chunk_L >= 0]
+
 
 def join_chunks(
     chunks: Sequence[np.ndarray], separator_id: int, around: tuple[Sequence[int], Sequence[int]] = ((), ())

@@ -170,8 +170,12 @@ def _run(
     for figure in folders.results.glob(f"figures/{name}-*"):
         figure.unlink()
     written = naming(f"{path} or {executed}")  # papermill writes both
-    path.write_text("")
-    with written, path.open("a", encoding="utf8") as log, tempfile.TemporaryDirectory() as sockets:
+    with (
+        written,
+        path.open("w"),  # empties it; then papermill and a kernel that waited append
+        path.open("a", encoding="utf8") as log,
+        tempfile.TemporaryDirectory() as sockets,
+    ):
 
         class Kernel(AsyncKernelManager):
             """This interpreter's, whatever kernels its user has."""

@@ -35,7 +35,7 @@ Bytes per GPU, under bf16 autocast; tests compare with what autograd keeps
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import islice
 from typing import NamedTuple
@@ -83,14 +83,11 @@ def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memo
     Raises: ValueError if a training does not fit into the memory of a GPU; the message says what would fit.
     """
     gpus = preset.parallel.num_processes
-    planned = [
-        one for one in trainings(preset, gpus, gpu_memory) if notebooks is None or one.notebook in notebooks
-    ]
-    if not planned:
+    if not (planned := trainings(preset, gpus, gpu_memory, notebooks)):
         return "nothing to train"
     worst = max(planned, key=lambda training: training.memory_gb)
     if worst.memory_gb * 1e9 > gpu_memory:
-        remedies = _remedies(preset, worst.stage, gpus, gpu_memory, {one.notebook for one in planned})
+        remedies = _remedies(preset, worst.stage, gpus, gpu_memory, notebooks)
         raise ValueError(
             f"preset {preset.name} does not fit: {worst.stage} needs {worst.memory_gb:.0f} GB per GPU on "
             f"{gpus} under {preset.parallel.strategy}, and a GPU has {gpu_memory / 1e9:.0f} GB. "
@@ -112,26 +109,29 @@ def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memo
 
 
 def _remedies(
-    preset: Preset, stage: str, gpus: int, gpu_memory: float, notebooks: Collection[str]
+    preset: Preset, stage: str, gpus: int, gpu_memory: float, notebooks: Sequence[str] | None
 ) -> list[str]:
     """Options with which all trainings of the notebooks fit."""
 
     def fits(changed: Preset, gpus: int) -> bool:
-        planned = [one for one in trainings(changed, gpus, gpu_memory) if one.notebook in notebooks]
+        planned = trainings(changed, gpus, gpu_memory, notebooks)
         return max(one.memory_gb for one in planned) * 1e9 <= gpu_memory
 
     sharded = _with(preset, "parallel", strategy="fsdp2")
     counts = (n for n in (gpus * 2**k for k in range(1, 7)) if fits(sharded, n))
-    found = [f"--gpus {n} --set parallel.strategy=fsdp2" for n in islice(counts, 1)]
-    if fits(_with(preset, stage, gradient_checkpointing=True), gpus):
-        found.insert(0, f"--set {stage}.gradient_checkpointing=true")
-    return found
+    again = fits(_with(preset, stage, gradient_checkpointing=True), gpus)
+    found = [f"--set {stage}.gradient_checkpointing=true"] if again else []
+    return found + [f"--gpus {n} --set parallel.strategy=fsdp2" for n in islice(counts, 1)]
 
 
-def trainings(preset: Preset, gpus: int, gpu_memory: float = 80e9) -> list[Training]:
-    """The trainings of the notebooks, in their order, with their cost on so many GPUs."""
+def trainings(
+    preset: Preset, gpus: int, gpu_memory: float = 80e9, notebooks: Sequence[str] | None = None
+) -> list[Training]:
+    """The trainings of the notebooks (None: of all), in their order, with their cost on so many GPUs."""
     planned = []
     for notebook, stage, number, changed in _started(preset):
+        if notebooks is not None and notebook not in notebooks:
+            continue
         while memory_bytes(changed, stage, gpus) > gpu_memory:
             fewer = getattr(changed, stage).halved("cuda")
             if not fewer:

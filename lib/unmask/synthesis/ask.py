@@ -144,7 +144,8 @@ def _answers(journal: Path) -> dict[str, str]:
     for line in journal.read_bytes().splitlines() if journal.is_file() else ():
         with suppress(ValueError):  # cut by a kill
             key, answer = json.loads(line)
-            found |= {key: answer["text"]} if answer["text"].strip() else {}  # earlier code kept empty ones
+            if answer["text"].strip():  # earlier code kept empty ones
+                found[key] = answer["text"]
     return found
 
 

@@ -134,14 +134,13 @@ def _compiled(function: FunctionType) -> list[Any]:
     for code in codes:  # which grows
         names |= {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
         inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-        # A set's order changes from process to process.
-        sets = {one: sorted(map(repr, one)) for one in code.co_consts if isinstance(one, frozenset)}
-        constants = [sets.get(one, repr(one)) for one in code.co_consts if one not in inner]
+        # A set stays one, since the order of its text changes from process to process.
+        own = (one for one in code.co_consts if one not in inner)
+        constants = [one if isinstance(one, frozenset) else repr(one) for one in own]
         parts += [code.co_code, code.co_names, code.co_varnames, constants]
         codes += inner
-    around = {name: function.__globals__.get(name) for name in sorted(names)}
     attributes = {name for code in codes for name in code.co_names}
-    around = {name: _read_of(value, attributes) for name, value in around.items()}
+    around = {name: _read_of(function.__globals__.get(name), attributes) for name in sorted(names)}
     return [parts, around, getclosurevars(function).nonlocals]
 
 
@@ -160,7 +159,7 @@ def _own(code: type | FunctionType) -> bool:
 
 def _own_module(name: str) -> bool:
     top, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None) or ""
-    installed = top in ("unmask", "builtins") or top in sys.stdlib_module_names or "-packages" in file
+    installed = top == "unmask" or top in sys.stdlib_module_names or "-packages" in file
     return top == "__main__" or not installed  # __main__: whatever file this process began with
 
 

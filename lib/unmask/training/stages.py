@@ -459,10 +459,7 @@ class Contrastive(Stage):
     def shown(self, step: int) -> Iterator[list[str]]:
         """Each query with its document, and with its hard negatives, if any."""
         for part in self.batch(step):
-            read = ((one.tokens_L, one.chunk_L) for one in part.sequences)
-            # CDE's without their slots.
-            texts = [self.text(tokens_L if of_L is None else tokens_L[of_L >= 0]) for tokens_L, of_L in read]
-            count = part.count
+            count, texts = part.count, [self.text(text.own_L) for text in part.sequences]
             hard = len(texts) // count - 2
             for i in range(count):
                 negatives = texts[2 * count + i * hard : 2 * count + (i + 1) * hard]
