@@ -89,16 +89,28 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     assert rows[0].split()[-5].startswith("0:00:") and not any("00_backbone" in row for row in rows)
 
 
-@pytest.mark.parametrize(("imported", "ready"), [("colorsys", "True"), ("no_module", "False")])
-def test_the_next_kernel_gets_ready_meanwhile(checkout, monkeypatch, imported, ready):
-    """One that could not is replaced."""
-    monkeypatch.setattr("unmask.study.execute.IMPORTED", imported)
-    look = "import os, sys\nos.write(2, b'from below')\nprint('colorsys' in sys.modules)"
+# As if a library had started CUDA when it was imported.
+STARTED = (
+    "import sys; sys.modules['torch'] = type(sys)('torch'); sys.modules['torch'].cuda = sys.modules[__name__]"
+)
+STARTED += "; _is_in_bad_fork = lambda: True"
+READY = {"": True, "no_module": True, "cuda_started": False, "no_end": False}
+
+
+@pytest.mark.parametrize(("library", "ready"), READY.items())
+def test_kernels_have_imported_before_they_start(checkout, monkeypatch, library, ready):
+    """What cannot be forked, is started."""
+    (checkout.root / "cuda_started.py").write_text(STARTED)
+    (checkout.root / "no_end.py").write_text("import os; os._exit(0)")
+    monkeypatch.setenv("PYTHONPATH", str(checkout.root))
+    monkeypatch.setattr("unmask.study.kernels.IMPORTED", ["colorsys", *filter(None, [library])])
+    look = "import os, sys\nos.write(2, b'from below')\nprint('colorsys' in sys.modules, os.getcwd())"
     names = ["00_backbone", "01_pair"]
     for name in names:
         checkout.notebook(name, [look])
     assert checkout.unmask("run", "--preset", "smoke").returncode == 0
-    assert [text_of(checkout.executed(name), 3).strip() for name in names] == ["False", ready]
+    said = [text_of(checkout.executed(name), 3) for name in names]
+    assert said == [f"{ready} notebooks\n"] * 2
     assert all("from below" in (checkout.folders.logs / f"{name}.log").read_text() for name in names)
     assert not live_in(checkout.root)
 
@@ -187,7 +199,7 @@ def test_a_stopped_run_saves_its_training_leaves_no_process_and_goes_on(
     try:
         wait_for(lambda: (checkout.root / "started").exists() or not run.is_alive())
         started = psutil.Process(run.pid).children(recursive=True)
-        assert len(started) == 1 + (cell != TRAINING)  # the kernel, and what it started
+        assert len(started) == 2 + (cell != TRAINING)  # the kernel, its source, and what it started
         if sent == signal.SIGINT:
             second = checkout.unmask("run", "--preset", "smoke")
             assert second.returncode == 2 and "another process works in this run" in second.stderr

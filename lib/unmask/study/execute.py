@@ -34,20 +34,12 @@ from traitlets.config import Config
 from unmask.children import ENVIRONMENT, on_signal
 from unmask.run import Folders, grace_seconds
 from unmask.store import naming, read_json, write_atomic
+from unmask.study.kernels import Kernel, Kernels
 from unmask.study.page import publish
 from unmask.study.pipeline import PAGE, Notebook, Pipeline, clock, utc
 
 logger.disabled = True  # what it says of a kernel that died is in the error, too
-Kernels = dict[str, subprocess.Popen]  # notebook → its kernel, once that has started
-# A notebook's first ten seconds; nothing of the library, whose files may change while a kernel waits.
-IMPORTED = "accelerate, datasets, faiss, matplotlib.pyplot, scipy.stats, transformers.modeling_utils"
-WAITING = """
-import json, os, sys, ipykernel.kernelapp, {imported}
-log, *sys.argv[1:] = json.loads(sys.stdin.readline() or sys.exit())
-for stream in (1, 2):
-    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
-ipykernel.kernelapp.launch_new_instance()
-"""
+Process = subprocess.Popen | Kernel
 
 
 def execute(
@@ -73,22 +65,24 @@ def execute(
     waiting, left = [*due], {one.name for one in due}  # left: what is not done
     running, signals, grace, deadline = {}, [], grace_seconds(), math.inf
     kernels, memory, told = {}, Counter(), set()  # told: whose kernel got SIGTERM
-    spare = None  # the next notebook's kernel, where they run one after another: it gets ready meanwhile
 
     def say(notebook: Notebook, text: str) -> None:
         print(f"[{due.index(notebook) + 1}/{len(due)}] {notebook.name} · {text}", flush=True)
 
-    with on_signal(signals.append), ThreadPoolExecutor(jobs) as threads, contextlib.ExitStack() as last:
+    with (
+        on_signal(signals.append),
+        Kernels(environment) as source,
+        ThreadPoolExecutor(jobs) as threads,
+        contextlib.ExitStack() as last,
+    ):
         last.callback(lambda: [kernel.terminate() for kernel in kernels.values()])  # after an error here
-        last.callback(lambda: spare and spare.kill())
         while True:
             ready = [one for one in waiting if left.isdisjoint(one.inputs)]
             for notebook in [] if signals else ready[: jobs - len(running)]:
                 waiting.remove(notebook)
                 own = share if jobs > 1 and (running or len(ready) > 1) else environment
-                task = threads.submit(_run, notebook, pipeline, own, kernels, spare)
+                task = threads.submit(_run, notebook, pipeline, own, kernels, source)
                 running[task] = notebook, time.time()
-                spare = _waiting(pipeline.folders, environment) if waiting and jobs == 1 else None
                 say(notebook, "started")
             if not running:
                 break
@@ -127,33 +121,26 @@ def execute(
 
 
 class Provisioner(LocalProvisioner):
-    """Starts a kernel, or gives one that waits its notebook."""
+    """Forks a kernel where that is possible, and starts one elsewhere."""
 
-    spare: subprocess.Popen | None = None
+    source: Kernels
 
     async def launch_kernel(self, cmd: list[str], **options: Any) -> dict[str, Any]:
-        if self.spare is None or self.spare.poll() is not None:
+        try:
+            arguments, log = cmd[cmd.index("-f") :], options["stdout"].name
+            self.process = self.source.start(arguments, options["cwd"], options["env"], log)
+        except OSError:
             return await super().launch_kernel(cmd, **options)
-        with self.spare.stdin as order:
-            json.dump([options["stdout"].name, *cmd[cmd.index("-f") :]], order)
-        self.process, self.pid, self.pgid = self.spare, self.spare.pid, self.spare.pid
+        self.pid = self.pgid = self.process.pid
         return self.connection_info
-
-
-def _waiting(folders: Folders, environment: dict[str, str]) -> subprocess.Popen:
-    """A kernel that ends unless it gets a notebook."""
-    options = {"cwd": folders.notebooks, "env": environment | {"JPY_PARENT_PID": str(os.getpid())}}
-    options |= {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-Xfrozen_modules=off", "-P", "-c", WAITING.format(imported=IMPORTED)]
-    return subprocess.Popen(command, text=True, start_new_session=True, **options)
 
 
 def _run(
     notebook: Notebook,
     pipeline: Pipeline,
     environment: dict[str, str],
-    kernels: Kernels,
-    spare: subprocess.Popen | None,
+    kernels: dict[str, Process],
+    source: Kernels,
 ) -> None:
     """Has papermill execute a notebook, which it writes while it runs; what is printed goes to a log, too.
 
@@ -172,7 +159,7 @@ def _run(
     written = naming(f"{path} or {executed}")  # papermill writes both
     with (
         written,
-        path.open("w"),  # empties it; then papermill and a kernel that waited append
+        path.open("w"),  # empties it; then papermill and the kernel append
         path.open("a", encoding="utf8") as log,
         tempfile.TemporaryDirectory() as sockets,
     ):
@@ -185,7 +172,7 @@ def _run(
             async def start_kernel(self, **options: Any) -> None:
                 options |= {"cwd": folders.notebooks, "env": environment, "stdout": log, "stderr": log}
                 self.provisioner = Provisioner(kernel_id=name, kernel_spec=self.kernel_spec, parent=self)
-                self.provisioner.spare = spare
+                self.provisioner.source = source
                 await super().start_kernel(**options)
                 kernels[name] = self.provisioner.process
 
@@ -215,7 +202,7 @@ def _run(
         publish(executed, folders.results)
 
 
-def _memory(kernel: subprocess.Popen) -> int:
+def _memory(kernel: Process) -> int:
     """Bytes that a kernel has used at most; 0 once it has ended."""
     try:
         status = Path(f"/proc/{kernel.pid}/status").read_text()

@@ -32,8 +32,8 @@ from unmask.run import Folders
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visible, write_json
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
-ASIDE = ("study/pipeline.py", "study/execute.py", "study/plan.py", "study/clean.py", "children.py", "cli.py")
-ASIDE += ("data/hub.py", "data/mirror.py", "__main__.py")
+ASIDE = ("study/pipeline.py", "study/execute.py", "study/kernels.py", "study/plan.py", "study/clean.py")
+ASIDE += ("children.py", "cli.py", "data/hub.py", "data/mirror.py", "__main__.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12_report"  # the notebook that is published as the report
 Name = str | None  # of a notebook, or its number
