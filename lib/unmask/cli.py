@@ -23,7 +23,8 @@ from unmask.extras import extra
 from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.store import artifacts_root, read_json
 from unmask.study.clean import outdated, remove, size
-from unmask.study.pipeline import PAGE, Pipeline, check_machine, clock, own_gpus, recorded
+from unmask.study.kernels import Kernels
+from unmask.study.pipeline import PAGE, Pipeline, check_machine, clock, kernel_environment, own_gpus, recorded
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
 PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
@@ -153,15 +154,18 @@ def run(options: argparse.Namespace) -> None:
 
             print(describe(preset, [one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
-            from unmask.study.execute import execute
-
             check_machine(preset, options.gpus, options.jobs)
             # A run that has everything here must not wait for a Hub that may be out of reach.
-            environment = {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
+            environment = kernel_environment(folders)
+            environment |= {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
             code = "anew" if options.force else "accept" if options.accept_code else "ask"
             environment |= own_gpus(preset.parallel) | {"UNMASK_CODE": code}
-            with FileLock(folders.artifacts / ".lock", timeout=0):
-                execute(pipeline, [*due], options.said, environment, options.jobs)
+            with FileLock(folders.artifacts / ".lock", timeout=0), Kernels(environment) as kernels:
+                # To check web addresses: nbformat would load it for two seconds.
+                sys.modules.setdefault("rfc3987_syntax", None)
+                from unmask.study.execute import execute
+
+                execute(pipeline, [*due], options.said, kernels, options.jobs)
         whole = PAGE in {one.name for one in selected}
         name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
         if shown.exists():

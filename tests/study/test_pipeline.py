@@ -11,8 +11,8 @@ import pytest
 from unmask.config import SECTIONS, ParallelConfig, load_preset
 from unmask.run import Folders
 from unmask.store import write_atomic
-from unmask.study import execute, pipeline
-from unmask.study.pipeline import Pipeline, discover
+from unmask.study import pipeline
+from unmask.study.pipeline import Pipeline, discover, kernel_environment
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_evaluation_sees_the_gpus_that_the_run_was_given(monkeypatch, known, her
 
 def test_notebooks_find_folders_that_are_named_from_here(monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", "mirror")
-    assert execute._environment(Folders("smoke"))["UNMASK_MIRROR"] == str(Path.cwd() / "mirror")
+    assert kernel_environment(Folders("smoke"))["UNMASK_MIRROR"] == str(Path.cwd() / "mirror")
 
 
 def test_our_notebooks_name_earlier_ones_and_sections_and_processes_make_none_due():

@@ -9,7 +9,6 @@ the notebook with TrainingStopped; a kernel that does not train ends at once.
 import contextlib
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -31,7 +30,7 @@ from papermill.exceptions import strip_color
 from papermill.log import logger
 from traitlets.config import Config
 
-from unmask.children import ENVIRONMENT, on_signal
+from unmask.children import on_signal
 from unmask.run import Folders, grace_seconds
 from unmask.store import naming, read_json, write_atomic
 from unmask.study.kernels import Kernel, Kernels
@@ -42,9 +41,7 @@ logger.disabled = True  # what it says of a kernel that died is in the error, to
 Process = subprocess.Popen | Kernel
 
 
-def execute(
-    pipeline: Pipeline, due: Sequence[Notebook], command: str, environment: dict[str, str], jobs: int
-) -> None:
+def execute(pipeline: Pipeline, due: Sequence[Notebook], command: str, source: Kernels, jobs: int) -> None:
     """Executes the notebooks that are due and records each when it has ended.
 
     One starts as soon as what it needs is there and fewer than `jobs` others run.
@@ -52,14 +49,14 @@ def execute(
     Args:
         due: from `Pipeline.plan`, in running order.
         command: the command that was given, for the record.
-        environment: variables for the kernels, beside this process's own.
+        source: of the notebooks' kernels.
     Raises:
         RuntimeError: notebooks failed, for the reasons that were printed when they did; those that need
             nothing of them were done.
         KeyboardInterrupt: SIGINT or SIGTERM came, or a kernel got SIGTERM; all kernels have ended. Its
             argument is the signal.
     """
-    about, environment = pipeline.describe(command), _environment(pipeline.folders) | environment
+    about, environment = pipeline.describe(command), source.environment
     # Notebooks that run side by side share the cores.
     share = {"OMP_NUM_THREADS": str(max(about["hardware"]["cores"] // jobs, 1))} | environment
     waiting, left = [*due], {one.name for one in due}  # left: what is not done
@@ -71,7 +68,6 @@ def execute(
 
     with (
         on_signal(signals.append),
-        Kernels(environment) as source,
         ThreadPoolExecutor(jobs) as threads,
         contextlib.ExitStack() as last,
     ):
@@ -209,22 +205,6 @@ def _memory(kernel: Process) -> int:
     except OSError:
         return 0
     return 1024 * int((re.findall(r"VmHWM:\s*(\d+)", status) or [0])[0])
-
-
-def _environment(folders: Folders) -> dict[str, str]:
-    """Of the kernels."""
-    paths = [str(folders.library.parent), os.environ.get("PYTHONPATH", "")]
-    own = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PYTHONHASHSEED": "0",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook
-        "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
-        "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
-    }
-    # Folders; notebooks run in another one than this process.
-    named = ("UNMASK_ARTIFACTS", "UNMASK_MIRROR", "UNMASK_CORPUS")
-    own |= {name: os.path.abspath(os.environ[name]) for name in named if os.environ.get(name)}
-    return ENVIRONMENT | os.environ | own
 
 
 def _clean(path: Path, folders: Folders) -> None:

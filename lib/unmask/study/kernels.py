@@ -2,7 +2,7 @@
 
     unmask run  →  python -m unmask.study.kernels  →  a kernel for each notebook
 
-Of the library that process holds nothing else: files may change before a kernel starts.
+That process imports nothing of the library, whose files may change before a kernel starts.
 """
 
 import contextlib
@@ -60,9 +60,14 @@ class Kernel:
 
 class Kernels:
     """The process that kernels fork from, a context manager. It ends with the block or with this process,
-    and they end with it."""
+    and they end with it.
+
+    Args:
+        environment: variables for the kernels.
+    """
 
     def __init__(self, environment: dict[str, str]):
+        self.environment = environment
         self.asking, self.ended = threading.Lock(), TemporaryDirectory()  # pid → exit status
         command = [*KERNEL, "-P", "-m", "unmask.study.kernels", self.ended.name, *IMPORTED]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -81,10 +86,9 @@ class Kernels:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+        self.process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate()
         self.ended.cleanup()
 
 

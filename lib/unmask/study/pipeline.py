@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from unmask.children import ENVIRONMENT
 from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
 from unmask.extras import require_compiler
 from unmask.run import Folders
@@ -295,3 +296,19 @@ def _visible() -> list[str]:
     every = ",".join(map(str, range(len(gpu_names()))))
     named = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
     return list(itertools.takewhile(lambda one: one and not one.startswith("-"), named))  # CUDA's own rule
+
+
+def kernel_environment(folders: Folders) -> dict[str, str]:
+    """Variables for the kernels of a run, beside this process's own."""
+    paths = [str(folders.library.parent), os.environ.get("PYTHONPATH", "")]
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONHASHSEED": "0",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook
+        "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
+        "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
+    }
+    # Folders; notebooks run in another one than this process.
+    named = ("UNMASK_ARTIFACTS", "UNMASK_MIRROR", "UNMASK_CORPUS")
+    own |= {name: os.path.abspath(os.environ[name]) for name in named if os.environ.get(name)}
+    return ENVIRONMENT | os.environ | own
