@@ -308,6 +308,10 @@ def test_a_corpus_made_by_other_code_is_the_same_if_its_content_is(study):
     about["stages"]["02_pair"]["data"] = "of which nothing is known"
     replace(run, notebook="provenance").save(about)
     assert evidence.left_out(study) == {"smoke-seed1, 02_pair": "differs in corpus"}
+    for notebook in ("00_backbone", "02_pair"):  # recorded since
+        about["stages"][notebook]["corpus_hash"] = "c"
+    replace(run, notebook="provenance").save(about)
+    assert evidence.left_out(study) == {}
 
 
 def test_what_of_a_run_was_made_otherwise_or_failed_is_left_out(study):

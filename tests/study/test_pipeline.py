@@ -10,7 +10,7 @@ import pytest
 
 from unmask.config import SECTIONS, ParallelConfig, load_preset
 from unmask.run import Folders
-from unmask.store import write_atomic
+from unmask.store import artifacts_root, write_atomic
 from unmask.study import pipeline
 from unmask.study.pipeline import Pipeline, discover, kernel_environment
 
@@ -162,6 +162,19 @@ def test_a_record_keeps_what_of_the_preset_was_otherwise_when_its_notebook_ran(d
     kept = {name: one["otherwise"] for name, one in pipeline.recorded(diamond.folders).items()}
     old = {"pair.steps": 12}  # what is made from it, too
     assert kept == {"00_backbone": {}, "01_left": old, "02_right": {}, "03_join": old}
+
+
+def test_a_record_tells_the_content_of_what_was_read(diamond, monkeypatch):
+    card = artifacts_root() / "data" / "environment-1" / "card.json"
+    elsewhere = diamond.root / "environment-2" / "card.json"
+    monkeypatch.setenv("UNMASK_CORPUS", str(elsewhere.parent))
+    for data, path, families in (("environment-1", card, ["code"]), ("environment-2", elsewhere, [])):
+        write_atomic(path, json.dumps({"hash": data}))
+        made = opened(diamond, {"data.families": families}, data=data)
+        for notebook in made.notebooks[:2]:
+            made.record(notebook, {"exit_status": 0}, made.describe("unmask run"))
+        kept = pipeline.recorded(diamond.folders).values()
+        assert [one["corpus_hash"] for one in kept] == ["-".join([data, *families]), None]
 
 
 def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):

@@ -423,8 +423,8 @@ def _outdated(study: Run, run: Run) -> dict[str, str]:
         made = comparable(about["preset"]) | one.get("otherwise", {})
         read = {key for key in made.keys() & asked.keys() if key.partition(".")[0] in one.get("reads", ())}
         changed = sorted(key for key in read if made[key] != asked[key])
-        read_of = {row.get("data") for row in (one, stages.get("00_backbone", one))} - {"", None}
-        changed += ["corpus"] * (len(read_of) > 1 and _differ(study, read_of))
+        read_of = [row for row in (one, stages.get("00_backbone", one)) if row.get("data")]
+        changed += ["corpus"] * _differ(study, read_of)
         if changed:
             reasons[name] = f"differs in {', '.join(changed[:5])}"
         elif one["exit_status"]:
@@ -432,14 +432,16 @@ def _outdated(study: Run, run: Run) -> dict[str, str]:
     return reasons
 
 
-def _differ(study: Run, folders: set[str]) -> bool:
-    """Whether corpora differ in content, as far as some run knows: a folder's name changes with the code that
-    makes the corpus."""
+def _differ(study: Run, records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether notebooks read corpora of other content, as far as that is recorded or some run knows it: a
+    folder's name changes with the code that makes the corpus."""
+    if len({one["data"] for one in records}) < 2:
+        return False
     known = {}
     for run in runs(study).values():
         start = run.load("provenance").get("stages", {}).get("00_backbone", {})
         known[start.get("data")] = run.load("00_backbone").get("corpus_hash")
-    return len({known.get(folder) or folder for folder in folders}) > 1
+    return len({one.get("corpus_hash") or known.get(one["data"]) or one["data"] for one in records}) > 1
 
 
 def metrics(study: Run, needed: str = "00_backbone") -> dict[int, dict[str, dict[str, Any]]]:

@@ -30,7 +30,15 @@ from unmask.children import ENVIRONMENT
 from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
 from unmask.extras import require_compiler
 from unmask.run import Folders
-from unmask.store import code_fingerprint, fingerprint, nearest, read_json, visible, write_json
+from unmask.store import (
+    artifacts_root,
+    code_fingerprint,
+    fingerprint,
+    nearest,
+    read_json,
+    visible,
+    write_json,
+)
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
 ASIDE = ("study/pipeline.py", "study/execute.py", "study/kernels.py", "study/plan.py", "study/clean.py")
@@ -208,8 +216,16 @@ class Pipeline:
             "reads": sorted({*notebook.reads, *inherited}),  # what it needs included
             "otherwise": {key: value for key, value in old.items() if key.partition(".")[0] in inherited},
             "data": self.depends_on[notebook.name]["data"],
+            "corpus_hash": self._corpus_hash(notebook),
         }
         write_json(path, about | {"stages": dict(sorted(others.items()))})
+
+    def _corpus_hash(self, notebook: Notebook) -> str | None:
+        """SHA-256 of the rows that a notebook has read, see `Corpus.hash`; None if it read no corpus."""
+        data, elsewhere = self.depends_on[notebook.name]["data"], Path(os.environ.get("UNMASK_CORPUS", ""))
+        folder = elsewhere if elsewhere.name == data else artifacts_root() / "data" / data
+        card = read_json(folder / "card.json") if data else {}
+        return "-".join([card["hash"], *self.preset.data.families]) if card else None
 
 
 def recorded(folders: Folders) -> dict[str, Any]:
