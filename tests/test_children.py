@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,3 +23,15 @@ def test_a_child_is_asked_first_and_killed_when_its_time_is_up(deaf: bool) -> No
     assert child.returncode == (-signal.SIGKILL if deaf else -signal.SIGTERM)
     assert received == [signal.SIGTERM] * deaf
     child.stdout.close()
+
+
+def test_a_thread_may_have_a_child() -> None:
+    """Signals come to the main thread alone."""
+
+    def run() -> int:
+        child = subprocess.Popen(["true"])
+        with ended_together(child, 9):
+            child.wait()
+        return child.returncode
+
+    assert ThreadPoolExecutor(1).submit(run).result() == 0

@@ -61,6 +61,14 @@ def test_every_stage_trains_on_rows(model, stage):
     assert embedder.helped.queries >= 3
 
 
+def test_an_embedder_with_rounded_weights_starts_from_its_directory(model, monkeypatch):
+    """As it is loaded on a GPU."""
+    monkeypatch.setattr(backbone, "has_bf16", lambda device: device == "cpu")  # emulated here and there
+    texts, given = [text for _, text in PAIRS], ({"mixed_precision": rounded} for rounded in (True, False))
+    one, two = (fit(Embedder.from_pretrained(model, **how), PAIRS, **SHORT) for how in given)
+    assert np.array_equal(one.encode(texts, "float32"), two.encode(texts, "float32"))
+
+
 def test_diffusion_reads_texts(tmp_path):
     start = backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "model")
     embedder = fit(start, [text for _, text in PAIRS], stage="diffusion", length=16, **SHORT)

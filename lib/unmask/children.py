@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,12 +70,15 @@ def dying_together() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def on_signal(handle: Callable[[signal.Signals], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Calls `handle` with every signal that asks to stop: these, by default SIGINT and SIGTERM."""
+    """Calls `handle` with every signal that asks to stop: these, by default SIGINT and SIGTERM. They come to
+    a process's main thread; in others this does nothing."""
 
     def caught(number: int, frame: Any) -> None:
         handle(signal.Signals(number))
 
-    before = {number: signal.signal(number, caught) for number in numbers or (signal.SIGINT, signal.SIGTERM)}
+    numbers = numbers or (signal.SIGINT, signal.SIGTERM)
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, caught) for number in numbers if here}
     try:
         yield
     finally:

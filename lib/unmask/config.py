@@ -141,7 +141,7 @@ class TrainConfig(ComputeConfig):
 
 class ParallelConfig(Section):
     """The processes of one training. They divide the work, not the batch: results do not depend on them, but
-    for rounding, which under fsdp2 and bf16 is coarser: the residual stream is bfloat16, too."""
+    for rounding."""
 
     num_processes: Count = 1  # over all machines
     num_machines: Count = 1
@@ -163,6 +163,10 @@ class PretrainConfig(TrainConfig):
 
     schedule: Literal["wsd", "cosine", "linear"] = "wsd"
     length: Several  # tokens of a packed block
+
+    def halved(self, device: str) -> dict[str, int]:
+        fewer = super().halved(device)
+        return fewer if fewer.get("token_budget", 0) >= self.length else {}  # a block at least
 
 
 class DiffusionConfig(PretrainConfig):

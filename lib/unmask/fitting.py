@@ -162,6 +162,10 @@ def fit(
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
         stack.enter_context(alone(place))
         given = isinstance(model, Embedder)
+        rounded = given and model.mixed_precision
+        if rounded and (whole := Path(model.model.name_or_path)).is_dir():
+            asked = {"device": model.devices, **vars(model.settings)}
+            model = Embedder.from_pretrained(whole, mixed_precision=False, **asked)
         start = backbone.require_checkpoint(model.save_pretrained(place / "start") if given else model)
         own = model if given else Embedder.from_pretrained(start, mixed_precision=False)
         if own.pooling != "mean" and stage != "pair":

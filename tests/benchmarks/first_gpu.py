@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from unmask.losses import pretraining
 from unmask.models.attention import varlen_attn
 from unmask.store import artifacts_root, repository
+from unmask.training import history
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -121,11 +122,9 @@ def unmask(run: str, preset: str, *arguments: str) -> int:
 
 
 def losses(run: str) -> dict[str, list[float]]:
-    found = {}
-    for file in sorted((artifacts_root() / run).glob("*/*/metrics.jsonl")):
-        lines = file.read_text(encoding="utf8").splitlines()
-        found[file.parent.name] = [json.loads(line)["loss"] for line in lines]
-    return found
+    """Of the last training of each name in a run, for each step."""
+    links = sorted((artifacts_root() / run).glob("*/*/model"))
+    return {f"{one.parts[-3]}/{one.parts[-2]}": [row["loss"] for row in history(one)] for one in links}
 
 
 def sharded(small: bool) -> Iterator[Row]:

@@ -36,7 +36,7 @@ from unmask.data.hub import PACKAGED
 from unmask.data.tokenized import TokenDocument, TokenPairs
 from unmask.study.plan import PEAK, forward, memory_bytes, parameters
 from unmask.training import Contextual, Diffusion, Pair, Stage
-from unmask.training.distributed import ALONE, Processes
+from unmask.training.distributed import Processes
 from unmask.training.loop import steps as run_steps
 
 WARM_UP, STEPS = 2, 4
@@ -45,6 +45,13 @@ BATCH = {
     "pair": 512,
     "contextual": 16,
 }  # of the 0.6B model's steps; the paper's are too long
+
+
+class InStep(Processes):
+    """This process, which waits for each step: where few are measured, the last must not begin while the one
+    before still computes."""
+
+    ahead = 0
 
 
 def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
@@ -101,15 +108,16 @@ def measure(
     was found to hold, its peak beside the plan's, how often a step waited for the GPU, and graphs that were
     compiled late."""
     changes |= {"steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5, "checkpoint_seconds": 3600}
-    config, peers = replace(getattr(preset, name), **changes), processes or ALONE
+    config = replace(getattr(preset, name), **changes)
+    peers = processes or Processes.alone(config.precision)
     parallel = ParallelConfig(num_processes=peers.count, strategy=peers.strategy)
     preset = replace(preset, parallel=parallel, **{name: config})
     (stage, texts), model = work_of(preset, name), model_of(preset)
     graphs, cuda = [], torch.cuda.is_available()
 
-    def report(row: dict[str, Any]) -> None:  # before the first step, then one step late
+    def report(row: dict[str, Any]) -> None:  # before the first step, then of each, on a GPU one step late
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if cuda and row.get("step", -1) == warm_up - 2:
+        if cuda and row.get("step", -1) == warm_up - 1 - peers.ahead:
             torch.cuda.set_sync_debug_mode("warn")  # a warning for each wait
 
     gc.collect()  # compiled layers lie in cycles
@@ -120,7 +128,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trained = model if name == "diffusion" else model.model
-        options = {"report": report, "processes": processes}
+        options = {"report": report, "processes": peers}
         try:
             run_steps(stage, trained, Path(folder), **options)
         finally:
@@ -145,7 +153,7 @@ def measure(
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "planned_gb": memory_bytes(replace(preset, **{name: found}), name, peers.count) / 1e9,
         "waits_per_step": waits / steps if cuda else None,
-        "graphs_after_warm_up": graphs[-1] - graphs[warm_up],
+        "graphs_after_warm_up": graphs[-1] - graphs[warm_up - peers.ahead],
         "setting": f"{device} × {peers.count}, {peers.strategy}; {config.batch} rows per step, "
         f"compile {config.compile}, fused {config.fused}, {config.precision}",
     }

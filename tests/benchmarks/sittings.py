@@ -43,7 +43,7 @@ TOY_STOP = 10  # seconds until SIGTERM: notebook 02 has begun
 # What the plan assumes of an H100. A trial on an H200, with eager layers, had 160,000 and 130,000 tokens/s.
 PRETRAINING, OTHERS = 300_000, 250_000  # tokens/s that are to be reached
 FILL = {"pair": 0.45, "contextual": 0.16, "triplet": 0.53}  # of the allowed lengths, counted in the corpus
-# Seconds of the first look, and around a notebook's work (13 to 20, before kernels got ready meanwhile).
+# Seconds of the first look, and around a notebook's work (13 to 20, when each kernel imported for itself).
 CHECK, PROCESS = 15, 17
 COMPILING, ENDS = 20, 3  # seconds, once a notebook; begin and end of each training: estimated
 # Evaluation, estimated: held-out texts at a million tokens/s (1.2 M of the test split, 0.85 M of the other,

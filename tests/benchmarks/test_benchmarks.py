@@ -6,6 +6,7 @@ import contrastive
 import diffusion
 import encode
 import first_gpu
+import gpu
 import numpy as np
 import pytest
 import run
@@ -17,6 +18,8 @@ import torch
 import tiny
 from closeness import assert_close
 from unmask.config import load_preset
+from unmask.store import link, write_atomic
+from unmask.training.distributed import Processes
 
 
 def columns(seed: int = 0) -> contrastive.Columns:
@@ -79,6 +82,21 @@ def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command, capsys):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             first_gpu.main([command])
+
+
+def test_losses_of_a_run_are_found(tmp_path):
+    for step in (1, 2):  # the link leads to the last
+        home = tmp_path / "gpu-ddp" / "02_pair" / "pair" / f"f{step}"
+        write_atomic(home / "metrics.jsonl", json.dumps({"loss": step}) + "\n")
+        (home / "model").mkdir()
+        link(home.parent / "model", home / "model")
+    assert first_gpu.losses("gpu-ddp") == {"02_pair/pair": [2]}
+
+
+def test_a_step_that_is_measured_alone_is_waited_for():
+    assert gpu.InStep(device=torch.device("cuda")).ahead == 0 < Processes(device=torch.device("cuda")).ahead
+    row = gpu.measure("pair", load_preset("smoke"), steps=1, warm_up=1, processes=gpu.InStep())
+    assert row["rate"] > 0 and row["graphs_after_warm_up"] == 0
 
 
 @pytest.mark.slow

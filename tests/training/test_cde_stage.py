@@ -73,6 +73,12 @@ def test_both_encoders_start_from_one_checkpoint(start, tmp_path):
         assert torch.equal(one, two)
 
 
+def test_no_context_is_refused(start):
+    stage = tiny_stages.stage("cde", {"one": tiny_stages.pairs(12)}, context=0)
+    with pytest.raises(ValueError, match="a plain encoder is trained by stage Pair"):
+        stage.model(start)
+
+
 def test_a_cap_on_pairs_holds_with_and_without_context(start, monkeypatch):
     monkeypatch.setattr(mining, "FEWEST", 5)
 

@@ -93,7 +93,7 @@ def test_two_processes_train_as_one(start, importable, tmp_path, monkeypatch, ca
     model = stage.model(start)
     two = train(stage, model, tmp_path / "two")
     assert "10/10" in capsys.readouterr().out
-    assert read_json(two.parent / "memory.json")["token_budget"] == 512
+    assert read_json(two.parent / "memory.json")["fits"]["token_budget"] == 512
     for key, value in load_file(two / "model.safetensors").items():
         assert (model.state_dict()[key] == value).all()
     assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))

@@ -1,6 +1,7 @@
 import json
 import resource
 import shutil
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -141,7 +142,7 @@ def test_memory_is_found_out_and_remembered(tmp_path):
     for one, two in zip(found.parameters(), whole.parameters(), strict=True):
         assert_close(one, two)
     remembered = json.loads((tmp_path / "small" / "memory.json").read_text())
-    assert remembered == {"token_budget": 512, "keep_tokens": 512}
+    assert remembered["fits"] == {"token_budget": 512, "keep_tokens": 512}
     again = tiny_stages.stage("pair", **budgets)
     again.backward = crowded(again, 600)
     tries = count()
@@ -152,11 +153,25 @@ def test_memory_is_found_out_and_remembered(tmp_path):
     assert next(tries) == again.config.steps  # none in vain
 
 
+def test_what_memory_held_is_forgotten_where_other_is_given(tmp_path):
+    """A lower budget of one's own, or checkpointing, which leaves room for more."""
+    stage = tiny_stages.stage("pair", token_budget=2048)
+    stage.backward = crowded(stage, 600)
+    steps(stage, tiny_stages.model("pair"), tmp_path)
+    for given in ({"token_budget": 64, "keep_tokens": 64}, {"gradient_checkpointing": True}):
+        shutil.rmtree(tmp_path / "checkpoints")
+        again = tiny_stages.stage("pair", **{"token_budget": 2048} | given)
+        steps(again, tiny_stages.model("pair"), tmp_path)
+        assert again.config.token_budget == given.get("token_budget", 2048)
+
+
 def test_what_never_fits_is_told(tmp_path):
     stage = tiny_stages.stage("diffusion", token_budget=4096)
     stage.backward = crowded(stage, 0)
     with pytest.raises(OutOfMemory, match=r"diffusion's longest text: .*gradient_checkpointing=true"):
         steps(stage, tiny_stages.model("diffusion"), tmp_path)
+    blocks = tiny_stages.config("diffusion", token_budget=4096, length=2048)
+    assert blocks.halved("cpu") and not replace(blocks, token_budget=2048).halved("cpu")
 
 
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_usable(tmp_path):

@@ -1,6 +1,7 @@
 """From token sequences to pooled vectors, in length-sorted micro-batches under a token budget.
 
-Training and inference share this module: what is trained is what is served. Sums run in float32 (float64 for
+Training and inference share this module: what is trained is what is served, but for rounding (a training in
+bf16 on a GPU adds up the layers in bfloat16, an `Embedder` in float32). Sums run in float32 (float64 for
 float64 input), also under autocast and for bfloat16 hidden states, so that an embedding does not depend on
 the length of the padding.
 

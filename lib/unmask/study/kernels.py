@@ -102,6 +102,8 @@ def _serve(ended: str, imported: list[str]) -> None:
                 path.write_text(str(os.waitstatus_to_exitcode(found[1])))
                 path.rename(path.with_suffix(""))
 
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
     os.environ["JPY_PARENT_PID"] = str(os.getpid())  # kernels look whether it lives
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # does not start CUDA, which cannot be forked
     for name in ["ipykernel.kernelapp", *imported]:
@@ -110,8 +112,9 @@ def _serve(ended: str, imported: list[str]) -> None:
     signal.signal(signal.SIGCHLD, collect)
     for order in iter(sys.stdin.readline, ""):
         if pid := os.fork():
-            print(pid, flush=True)
+            print(pid, file=answers, flush=True)
         else:
+            answers.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return _become_kernel(*json.loads(order))
 

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
 from unmask.children import on_signal, settle
-from unmask.config import TrainConfig, resolved
+from unmask.config import COMPUTED, TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import fast_attention, fused_layers, plain_attention
@@ -39,7 +38,7 @@ from unmask.training.stages import Stage
 from unmask.training.watch import METRICS, Watch, history
 
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
-MEMORY = "memory.json"  # in a training's folder: budgets of tokens, once memory did not hold the preset's
+MEMORY = "memory.json"  # in a training's folder, once memory did not hold what the preset gives
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 RARE = 30  # times what a checkpoint takes: the least between two of them, on a slow disk
 Report = Callable[[dict[str, Any]], None]
@@ -106,8 +105,7 @@ def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, report: 
         processes.wait()
 
     options = {"report": report, "save": save, "processes": processes, "signals": signals}
-    main_thread = threading.current_thread() is threading.main_thread()
-    with on_signal(signals.append) if main_thread else nullcontext():  # until the model is saved
+    with on_signal(signals.append):  # until the model is saved
         with _released():
             steps(stage, model, folder, **options)
         save(folder / "model")
@@ -173,10 +171,12 @@ def _before(folder: Path, home: Path) -> list[dict[str, Any]]:
 def _released() -> Iterator[None]:
     """What a training holds is given back in the end, for whatever this process does next: memory, the state
     of random numbers."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        yield
-    gc.collect()
-    torch.cuda.empty_cache()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def steps(
@@ -214,8 +214,8 @@ def steps(
     """
     config, log, saves = stage.config, folder / METRICS, folder / "checkpoints"
     processes = processes or Processes.alone(config.precision)
-    if (found := folder / MEMORY).is_file():  # budgets that fit, of an earlier start
-        stage.config = replace(stage.config, **read_json(found))
+    held = _Memory(stage, folder / MEMORY, processes)
+    stage.config = replace(stage.config, **held.fits)
     with _equipped(stage, model, processes) as (own, module, optimizer):
         last = processes.agreed(next(reversed(checkpoints(saves)), None))
         done = load_checkpoint(last, model, optimizer) if last else 0
@@ -232,7 +232,7 @@ def steps(
             for step, (batch, logged) in _ahead(stage.drawn, range(done, config.steps)):
                 lr = config.lr * lr_factor(config, step)
                 refresh(module, own)
-                row = _backward(stage, module, optimizer, batch, step, processes, folder)
+                row = _backward(stage, module, optimizer, batch, step, processes, held)
                 processes.sum_gradients(model)
                 norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
                 # FSDP2 leaves it in parts.
@@ -310,6 +310,22 @@ class _Running:
                 self.report(row)
 
 
+class _Memory:
+    """What memory was found to hold in a training's folder: `fits`, budgets of tokens. They are found out
+    anew where something is given otherwise that decides it: the budgets, for instance, or the GPU."""
+
+    def __init__(self, stage: Stage, path: Path, processes: Processes):
+        self.path, device = path, processes.device
+        given = {key: getattr(stage.config, key, None) for key in sorted(COMPUTED)}
+        given |= {"processes": processes.count, "strategy": processes.strategy}
+        given["memory"] = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+        self.given, found = processes.agreed((given, read_json(path)))
+        self.fits = found["fits"] if found.get("given") == self.given else {}
+
+    def remember(self, fits: dict[str, int]) -> None:
+        write_json(self.path, {"given": self.given, "fits": fits})
+
+
 def _backward(
     stage: Stage,
     module: nn.Module,
@@ -317,7 +333,7 @@ def _backward(
     batch: Any,
     step: int,
     processes: Processes,
-    folder: Path,
+    held: "_Memory",
 ) -> dict[str, Any]:
     """`stage.backward`; where memory does not hold it, again with half the tokens at a time, from then on.
 
@@ -339,7 +355,7 @@ def _backward(
                 f"{section}.gradient_checkpointing=true, or share the model (parallel.strategy=fsdp2)"
             )
         stage.config = replace(stage.config, **fewer)
-        write_json(folder / MEMORY, fewer)
+        held.remember(fewer)
         if processes.accelerator:  # the others wait for this one, and FSDP2 for the end of its pass
             raise OutOfMemory(AGAIN)
         if stage.same_length:  # else the graph for the next size would be one for all sizes

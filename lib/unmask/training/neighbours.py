@@ -72,7 +72,12 @@ class Cde(Pair):
     save = staticmethod(context_encoder.save)
 
     def model(self, start: str | Path = "") -> ContextualEncoder:
-        """Both of its stages start from one checkpoint (CDE, section 5)."""
+        """Both of its stages start from one checkpoint (CDE, section 5).
+
+        Raises: ValueError if no context documents are asked for.
+        """
+        if not self.config.context:
+            raise ValueError("cde.context is 0: a plain encoder is trained by stage Pair")
         first, second = (super(Cde, self).model(start) for _ in range(2))
         model = ContextualEncoder(first, second, self.config.context)
         model.start = str(start)
