@@ -15,7 +15,7 @@ from toy_checkout import Checkout
 from unmask import cli
 from unmask.cli import _parser, main
 from unmask.config import TRAINED, load_preset
-from unmask.store import repository
+from unmask.store import repository, write_atomic
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout
         preset = json.loads((checkout.root / "results" / run / "provenance.json").read_text())["preset"]
         assert {preset[section]["seed"] for section in TRAINED} == {seed}
 
-    (checkout.root / "results" / "smoke-seed1" / "00_pair.json").write_text('{"found": 1}')
+    write_atomic(checkout.root / "results" / "smoke-seed1" / "scores" / "00_pair.npz", "copied later")
     again = checkout.unmask(*command, "--dry-run").stdout
     assert "run 'smoke-seed1': nothing to do" in again and "run smoke-seed1 changed" in again
     assert "run 'smoke-seed2': 1 to do" in checkout.unmask(*command[:3], "--seed", "2", "--dry-run").stdout
@@ -146,15 +146,24 @@ def kept(trained: Path) -> set[str]:
 
 def test_preparing_says_what_is_not_there_and_where_a_disk_is_full(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("UNMASK_PREPARED", "")  # --check sets it
-    assert main(["prepare", "--preset", "smoke", "--check"]) == 2
+    assert main(["prepare", "--preset", "smollm2", "--check"]) == 2
     assert "unmask: corpus environment-" in (said := capsys.readouterr().err) and "not prepared" in said
 
     def full(config):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("unmask.data.sources.open_corpus", full)
-    assert main(["prepare", "--preset", "smoke"]) == 1
+    assert main(["prepare", "--preset", "smollm2"]) == 1
     assert capsys.readouterr().err == f"unmask: [Errno 28] No space left on device: {tmp_path}\n"
+
+
+def test_paths_from_here_are_whole_paths_for_kernels(tmp_path, monkeypatch) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = ["retrieval.pool=[model, bm25]", "backbone.checkpoint=model", "data.source=environment"]
+    here = str(tmp_path / "model")
+    expected = {"retrieval.pool": [here, "bm25"], "backbone.checkpoint": here, "data.source": "environment"}
+    assert cli._overrides(settings) == expected
 
 
 def test_clean_lists_and_removes_only_when_told(checkout: Checkout, trained: Path, monkeypatch) -> None:
@@ -178,6 +187,14 @@ def test_clean_keeps_what_goes_on(checkout: Checkout, trained: Path) -> None:
     os.utime(trained / "02_pair" / "pair" / NEXT, (0, 0))
     assert cleaned(checkout, trained, "--yes").returncode == 0
     assert kept(trained) == {NEW}
+
+
+def test_clean_keeps_what_a_kill_left_without_its_link(checkout: Checkout, trained: Path) -> None:
+    pair = trained / "02_pair" / "pair"
+    (pair / NEXT / "model").mkdir()
+    os.utime(pair / "model", (0, 0), follow_symlinks=False)
+    assert cleaned(checkout, trained, "--yes").returncode == 0
+    assert kept(trained) == {NEW, NEXT}
 
 
 @pytest.mark.parametrize("lock", [".lock", "02_pair/training.lock"])

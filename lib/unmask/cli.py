@@ -28,7 +28,7 @@ from unmask.study.pipeline import PAGE, Pipeline, check_machine, clock, kernel_e
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
 PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
-PATHS |= {"retrieval.log": Path.is_file}
+PATHS |= {"retrieval.log": Path.is_file, "retrieval.pool": Path.is_dir}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -195,8 +195,8 @@ def prepare(options: argparse.Namespace) -> None:
         os.environ["UNMASK_PREPARED"] = "1"
     preset = load_preset(options.preset, _overrides(options.set))
     _require(preset)
-    corpus = open_corpus(preset.data)
     base = Run("prepare", _run_name(options), preset).base()
+    corpus = open_corpus(preset.data)
     tokenizer = load_tokenizer(base)
     for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
         more = {"negatives": 0} if name == "qwen3" else {}  # its first phase
@@ -251,7 +251,7 @@ def pull(options: argparse.Namespace) -> None:
     """
     from unmask.data import mirror
 
-    mirror.pull(load_preset(options.preset, _overrides(options.set)), options.to)
+    mirror.pull(load_preset(options.preset, _overrides(options.set, here=True)), options.to)
 
 
 def check(options: argparse.Namespace) -> int | None:
@@ -262,7 +262,7 @@ def check(options: argparse.Namespace) -> int | None:
     """
     from unmask.data import hub, mirror
 
-    preset = load_preset(options.preset, _overrides(options.set))
+    preset = load_preset(options.preset, _overrides(options.set, here=True))
     if wrong := mirror.check(preset):
         _print_table([("missing or wrong", "why"), *wrong])
         print(hub.HOW_TO_MIRROR)
@@ -322,7 +322,8 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
         print("  " + "  ".join(map(str.ljust, row, widths)).rstrip())
 
 
-def _overrides(settings: Sequence[str]) -> dict[str, Any]:
+def _overrides(settings: Sequence[str], *, here: bool = False) -> dict[str, Any]:
+    """Values by their keys; paths are made whole but for what is done from here."""
     overrides: dict[str, Any] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
@@ -332,9 +333,16 @@ def _overrides(settings: Sequence[str]) -> dict[str, Any]:
             overrides[key] = yaml.safe_load(value) if value else ""
         except yaml.YAMLError:
             raise ValueError(f"--set {setting}: the value is no YAML") from None
-        if value and key in PATHS and PATHS[key](Path(value)):
-            overrides[key] = str(Path(value).resolve())
+        if key in PATHS and not here:
+            overrides[key] = _resolved(overrides[key], PATHS[key])
     return overrides
+
+
+def _resolved(value: Any, there: Callable[[Path], bool]) -> Any:
+    """A value, or each of several, as a whole path if there is such a one."""
+    if isinstance(value, list):
+        return [_resolved(one, there) for one in value]
+    return str(Path(value).resolve()) if value and isinstance(value, str) and there(Path(value)) else value
 
 
 def _run_name(options: argparse.Namespace, seed: int | None = None) -> str:

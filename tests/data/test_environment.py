@@ -203,6 +203,7 @@ def install(site, name, version, files):
 
 def test_what_is_listed_is_read_without_tests_and_vendored_copies_and_nothing_else(site):
     install(site, "tool", "1.0", ["alpha/tools.py"])
+    (site / "delta-1.0.dist-info").mkdir()  # left by an uninstallation
     packages = environment.installed_packages()
     expected = {name: (f"{name}/broken.py", f"{name}/tools.py") for name in TOPICS} | {"python": ("abc.py",)}
     assert {one.name: one.files for one in packages} == expected

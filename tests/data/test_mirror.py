@@ -116,6 +116,15 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(fake, to, monkeyp
     assert rows[3]["query"] == "why 3?" and len(rows) == 100 and not dropped.total()
 
 
+def test_a_mirror_is_filled_from_within(fake, to, monkeypatch):
+    """The repositories lie at paths like their names, then."""
+    to.folder.mkdir()
+    monkeypatch.chdir(to.folder)
+    fake.faults = {"tokenizer.json": [503]}
+    assert to.pull()[0] == 1 and "org/base" in to.check()
+    assert to.pull()[0] == 0 and to.whole(ALL) and to.check() == ""
+
+
 def test_after_a_failure_the_same_command_goes_on(fake, to):
     fake.faults = {"train.jsonl": ["cut"], WEB[1]: [429], "tokenizer.json": [503]}
     status, message = to.pull()

@@ -186,6 +186,17 @@ def test_a_file_that_cannot_be_parsed_is_named_whatever_becomes_of_bad_rows(tmp_
     assert message.startswith((f"{path} cannot be read (", f"{path} is empty, or ")) and detail in message
 
 
+def test_a_column_that_stands_twice_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("query,document,document\nq,one,two\n")
+    assert "3 columns, of which more than one is called 'document'" in refusal(own(tmp_path / "a.csv"))
+
+
+def test_a_text_is_a_line_whatever_stands_in_it(tmp_path):
+    lines = ["first", "progress 10%\rprogress 99%", "a\u2028b", "last"]
+    (tmp_path / "a.txt").write_bytes("\r\n".join(lines).encode())
+    assert [row["text"] for row in rows_of(own(tmp_path / "a.txt", role="text"))] == lines
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
 def test_a_missing_column_is_named(tmp_path, name):
     path = write_as(tmp_path / name, [{"question": "q", "documents": "d"}])

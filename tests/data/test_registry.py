@@ -98,7 +98,11 @@ def test_languages_make_an_entry_each_and_defaults_hold(tmp_path):
     assert (arabic.hold_out, arabic.split, arabic.revision) == (0.1, "test", "main")
 
 
-def test_files_start_at_the_registry(tmp_path):
+@pytest.mark.parametrize("folder", ["own", "own [v2]"])
+def test_files_start_at_the_registry(tmp_path, monkeypatch, folder):
+    tmp_path = tmp_path / folder
+    tmp_path.mkdir()
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
     for name in ("b.jsonl", "a.jsonl"):
         (tmp_path / name).touch()
     entry = PAIRS | {"kind": "files", "files": "*.jsonl"}
@@ -108,7 +112,10 @@ def test_files_start_at_the_registry(tmp_path):
     named = write(tmp_path, {"named": entry | {"files": "c[1].txt"}})
     assert own_files(*load_registry(named)) == [tmp_path / "c[1].txt"]
     assert own_files(here) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"] and here.bad_rows == "stop"
-    assert absent.files == (str(tmp_path / "out" / "x.jsonl"),) and own_files(absent) == []
+    assert own_files(absent) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "x.jsonl").touch()
+    assert own_files(absent) == [tmp_path / "out" / "x.jsonl"]
 
 
 JOINED = {"chunk_id": "i", "chunk": "c", "query": "q", "query_chunk_id": "i"}
@@ -127,6 +134,7 @@ REFUSED = [
     ({"language": "english"}, "language String should match pattern"),
     ({"language": False}, "language must be a valid string, got False"),
     ({"languages": [False]}, "'bool' object has no"),
+    ({"languages": "eng"}, "languages are a list, or language: share, not 'eng'"),
     ({"kind": "files", "files": None}, "not iterable"),
     ({"hold_out": 0.6}, "hold_out must be less than or equal to 0.5, got 0.6"),
     ({"share": 10}, "share is for text"),

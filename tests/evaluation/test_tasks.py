@@ -136,6 +136,14 @@ def test_a_query_of_several_rows_has_all_their_golds_however_it_is_spelt():
     assert {contextual.chunks[gold] for gold in both[-1]} == {"d 0 chunk 0", "d 0 chunk 1"}
 
 
+def test_copies_of_a_chunk_are_as_right_as_it_is():
+    row = {"document_id": "a", "chunks": ["head", "the same", "the  same"], "queries": ["q"], "golds": [2]}
+    made = SimpleNamespace(documents=lambda split: [document_row("d", 0), row])
+    relevant = tasks._document_task("d", "contextual", made.documents("test"), CONFIG)
+    (right,) = (r for q, r in zip(relevant.queries, relevant.relevant, strict=True) if q == "q")
+    assert sorted(relevant.chunks[number] for number in right) == ["the  same", "the same"]
+
+
 def test_limits_hold_and_every_query_keeps_its_answer(built):
     small = build_tasks(corpus(), "test", replace(CONFIG, max_queries=3, max_documents=9))
     for task, whole in zip(small, built, strict=True):

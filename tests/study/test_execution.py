@@ -12,6 +12,8 @@ import pytest
 
 from unmask.config import load_preset
 from unmask.models.backbone import computes_in_bf16
+from unmask.run import Folders
+from unmask.study import execute
 from unmask.study.pipeline import Pipeline
 from waiting import live, live_in, wait_for
 
@@ -120,6 +122,18 @@ def test_what_becomes_of_trainings_by_other_code(checkout, option, code):
     checkout.notebook("00_backbone", ["import os; print(os.environ['UNMASK_CODE'])"])
     assert checkout.unmask("run", "--preset", "smoke", option).returncode == 0
     assert text_of(checkout.executed("00_backbone"), 3) == f"{code}\n"
+
+
+def test_only_paths_of_this_machine_are_shortened(checkout, monkeypatch):
+    monkeypatch.setenv("UNMASK_ARTIFACTS", "/data")
+    monkeypatch.setattr("unmask.run.repository", lambda: Path("/app"))
+    said = "/app/lib/a.py '/app' /data/smoke /apply https://host/app/v1 a/data/b file:/app/x\n/app/c"
+    path = checkout.root / "some.ipynb"
+    output = [{"output_type": "stream", "text": said}]
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": "", "outputs": output}]}))
+    execute._clean(path, Folders("smoke"))
+    expected = "lib/a.py '.' artifacts/smoke /apply https://host/app/v1 a/data/b file:x\nc"
+    assert json.loads(path.read_text())["cells"][0]["outputs"][0]["text"] == expected
 
 
 def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):

@@ -61,6 +61,24 @@ def test_other_data_are_due_where_they_are_read(diamond):
     assert changed == ["00_backbone", "02_right", "03_join", "04_apart"]
 
 
+def test_a_model_that_is_replaced_at_its_path_counts(diamond):
+    weights = diamond.root / "base" / "model.safetensors"
+    write_atomic(weights, "old")
+    at = {"backbone.checkpoint": str(weights.parent), "retrieval.pool": ["bm25", str(weights.parent)]}
+    diamond.notebook("05_more", reads=["backbone"])
+    diamond.notebook("06_search", reads=["retrieval"])
+    before = opened(diamond, at).depends_on
+    write_atomic(weights, "other weights")
+    now = opened(diamond, at).depends_on
+    assert [name for name in now if now[name] != before[name]] == ["05_more", "06_search"]
+
+
+def test_results_that_another_run_wrote_are_made_again(diamond):
+    finish(diamond)
+    write_atomic(diamond.folders.results / "04_apart.json", '{"by": "other artifacts"}')
+    assert reasons(diamond) == {"04_apart": "executed notebook or results are missing, or others'"}
+
+
 def test_what_is_taken_is_not_missed(diamond):
     diamond.notebook("05_report", needs=["00_backbone"], takes=["03_join"])
 
@@ -108,7 +126,7 @@ def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond)
     diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
     (diamond.folders.executed / "04_apart.ipynb").unlink()
     (diamond.folders.results / "02_right.json").unlink()
-    after |= dict.fromkeys(("02_right", "04_apart"), "executed notebook or results are missing")
+    after |= dict.fromkeys(("02_right", "04_apart"), "executed notebook or results are missing, or others'")
     assert reasons(diamond) == {"01_left": "notebook changed"} | after
 
 

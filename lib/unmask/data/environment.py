@@ -113,7 +113,7 @@ def installed_versions() -> dict[str, str]:
     """Name → version of what `installed_packages` reads, without looking at any file of theirs."""
     versions = {"python": platform.python_version()}
     for name, one in _installed().items():  # its `version` would parse a long description, too
-        versions[name] = VERSION.search(one.read_text("METADATA") or one.read_text("PKG-INFO"))[1]
+        versions[name] = VERSION.search(_metadata(one))[1]
     return versions
 
 
@@ -140,7 +140,12 @@ def departures() -> str:
 
 def _installed() -> dict[str, Distribution]:
     paths = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    return {name: one for name in listed() for one in distributions(name=name, path=paths)}
+    every = ((name, one) for name in listed() for one in distributions(name=name, path=paths))
+    return {name: one for name, one in every if _metadata(one)}  # not what an uninstallation has left
+
+
+def _metadata(distribution: Distribution) -> str | None:
+    return distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
 
 
 def _python_files(root: Path, files: Iterable[PurePosixPath]) -> tuple[str, ...]:

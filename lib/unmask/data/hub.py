@@ -34,9 +34,15 @@ def local(repo: str) -> Path | None:
     return folder / repo if folder and is_name(repo) and (folder / repo).is_dir() else None
 
 
-def is_name(text: str) -> bool:
-    """Whether this is "organisation/name", as on the Hub, rather than a path."""
-    return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not Path(text).exists()
+def is_name(text: str, mirror: Path | None = None) -> bool:
+    """Whether this is "organisation/name", as on the Hub, rather than a path; in a mirror it is both.
+
+    Args:
+        mirror: default: the one that UNMASK_MIRROR names.
+    """
+    mirror, path = mirror or root(), Path(text)
+    here = path.exists() and not (mirror and path.resolve().is_relative_to(mirror))
+    return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not here
 
 
 def unreachable() -> str:

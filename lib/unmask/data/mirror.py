@@ -43,13 +43,13 @@ class Need(NamedTuple):
     text_bytes: float = ALL  # so much text will do
 
 
-def needs(preset: Preset) -> list[Need]:
-    """What a preset reads from the Hub or a mirror, each part of a repository once.
+def needs(preset: Preset, folder: Path | None = None) -> list[Need]:
+    """What a preset reads from the Hub or a mirror (default: UNMASK_MIRROR), each part of a repository once.
 
     Raises: ValueError for a registry that cannot be read.
     """
     models = (preset.backbone.checkpoint, preset.clusters.surrogate, *preset.retrieval.pool)
-    found = {(name, "", ""): Need(name) for name in models if hub.is_name(name)}
+    found = {(name, "", ""): Need(name) for name in models if hub.is_name(name, folder)}
     sources = [conteb(name) for name in preset.conteb.tasks]
     if preset.data.source != "environment":
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
@@ -182,7 +182,7 @@ def pull(preset: Preset, folder: Path) -> None:
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror
     try:
         with alone(folder):  # of a branch that moves, two would mix two versions
-            for need in needs(preset):
+            for need in needs(preset, folder):
                 _pull(need, folder / need.repo)
     except HTTPError as error:
         why = " ".join(str(error).split())

@@ -275,11 +275,14 @@ def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
             for batch in table.slice(start, stop - start).to_batches(BATCH):
                 yield from batch.to_pylist()
         case ".txt":
-            with _open(unit.file, **text) as lines:
+            with _open(unit.file, **text | {"newline": "\n"}) as lines:
                 yield from ({"text": line.rstrip("\r\n")} for line in lines)
         case ".csv" | ".tsv" as suffix:
             with _open(unit.file, **text) as lines:
                 rows = csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+                names = rows.fieldnames or []
+                if twice := [name for name in columns if names.count(name) > 1]:
+                    raise ValueError(f"{len(names)} columns, of which more than one is called {twice[0]!r}")
                 for row in rows:
                     if None in row or None in row.values():
                         raise ValueError(f"line {rows.line_num}: other than {len(rows.fieldnames)} fields")

@@ -6,6 +6,7 @@ Where it is read from (`kind`) is a single key: the same entry serves the Hub, a
 
 import glob
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from itertools import chain
@@ -160,6 +161,8 @@ def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str,
         yield name, entry
         return
     languages, entry = entry["languages"], {"language": "{language}"} | entry
+    if not isinstance(languages, list | dict):
+        raise ConfigError(f"{name}: languages are a list, or language: share, not {languages!r}")
     del entry["languages"]
     for code in languages:
         language = code.partition("_")[0]
@@ -168,12 +171,20 @@ def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str,
         yield f"{name}/{code}", filled | ({"share": languages[code]} if isinstance(languages, dict) else {})
 
 
+def _placed(file: str, folder: Path) -> str:
+    """A file, or a pattern of files, as a whole path; only its own part is a pattern."""
+    made, escaped = artifacts_root(), glob.escape
+    path = os.path.join(folder, file.replace("${UNMASK_ARTIFACTS}", str(made)))
+    if Path(path).exists():
+        return path
+    return os.path.join(escaped(str(folder)), file.replace("${UNMASK_ARTIFACTS}", escaped(str(made))))
+
+
 def _source(name: str, entry: dict[str, Any], folder: Path) -> Source:
     values = {"task": name, "bad_rows": "stop" if entry.get("kind") == "files" else "drop"} | entry
     files = values.get("files", [])
     files = [files] if isinstance(files, str) else files
-    paths = (str(file).replace("${UNMASK_ARTIFACTS}", str(artifacts_root())) for file in files)
-    values["files"] = [str(folder / path) for path in paths]
+    values["files"] = [_placed(str(file), folder) for file in files]
     source = Source(**values | {"name": name})
     if source.kind != "environment":  # which has its own columns and groups
         _check(source)

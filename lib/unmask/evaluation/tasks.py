@@ -143,7 +143,9 @@ def _document_task(name: str, family: str, rows: list[dict], config: EvaluationC
         if first + len(row["chunks"]) > config.max_documents:
             break
         documents.append(list(row["chunks"]))
-        told += [(query, {first + gold}) for query, gold in zip(row["queries"], row["golds"], strict=True)]
+        text = [canonical(chunk) for chunk in row["chunks"]]
+        same = [{first + i for i, other in enumerate(text) if other == one} for one in text]
+        told += [(query, same[gold]) for query, gold in zip(row["queries"], row["golds"], strict=True)]
         first += len(row["chunks"])
     relevant = answers(told)
     asked = sorted(relevant, key=_hash)[: config.max_queries]

@@ -13,8 +13,8 @@ FINGERPRINT = "[0-9a-f]" * 16
 
 
 def outdated(artifacts: Path) -> dict[Path, int]:
-    """Folders of trainings that no link names, each with the bytes that it holds; but for the one that was
-    begun last where it has not finished: the same call would go on with it.
+    """Folders of trainings that no link names, each with the bytes that it holds; but for the last one where
+    it has not finished, or a kill came before its link: the same call would go on with it, or take it.
 
     Args:
         artifacts: folder of a run.
@@ -24,8 +24,10 @@ def outdated(artifacts: Path) -> dict[Path, int]:
         trainings[folder.parent].append(folder)
     found = [*artifacts.glob(f"*/*/.{FINGERPRINT}.removed")]  # a kill came in between
     for name, folders in trainings.items():
-        last = max(folders, key=lambda one: one.stat().st_mtime)
-        kept = {(name / "model").resolve().parent} | ({last} if not (last / "model").is_dir() else set())
+        last, link = max(folders, key=lambda one: one.stat().st_mtime), name / "model"
+        linked = (last / "model").is_dir() and link.is_symlink()
+        linked = linked and link.lstat().st_mtime >= (last / "model").stat().st_mtime
+        kept = {link.resolve().parent} | (set() if linked else {last})
         found += [one for one in folders if one not in kept]
     return {folder: size(folder) for folder in found}
 

@@ -214,6 +214,12 @@ def _clean(path: Path, folders: Folders) -> None:
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"] = [one for one in cell["outputs"] if "".join(one.get("text", "-")).strip()]
-    root, text = str(folders.root), json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
-    text = text.replace(str(folders.artifacts.parent), "artifacts").replace(f"{root}/", "")
-    write_atomic(path, text.replace(root, "."))
+    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    for folder, name in (
+        (f"{folders.artifacts.parent}", "artifacts"),
+        (f"{folders.root}/", ""),
+        (f"{folders.root}", "."),
+    ):
+        whole = rf"((?<![\w./-])|(?<=\\[nrt])){re.escape(folder)}" + r"(?![\w-])" * bool(name)
+        text = re.sub(whole, name, text)
+    write_atomic(path, text)

@@ -36,6 +36,7 @@ from unmask.store import (
     fingerprint,
     nearest,
     read_json,
+    sha256,
     visible,
     write_json,
 )
@@ -109,7 +110,7 @@ class Pipeline:
             self.depends_on[one.name] = (
                 shared
                 | {"notebook": one.code, "data": data if "data" in one.reads else ""}
-                | {f"preset section {name}": fingerprint(sections.get(name)) for name in one.reads}
+                | {f"preset section {name}": fingerprint(*_content(sections.get(name))) for name in one.reads}
                 | {f"input {name}": fingerprint(self.depends_on[name]) for name in (*one.needs, *taken)}
                 | {f"run {name}": made for name, made in pooled.items()}
             )
@@ -139,10 +140,9 @@ class Pipeline:
         done = self.folders.done(notebook.name)
         if not done:
             return "not done yet"
-        results = self.folders.results
-        saved = results / f"{notebook.name}.json" if done.get("saved") else results
-        if not ((self.folders.executed / notebook.path.name).is_file() and saved.exists()):
-            return "executed notebook or results are missing"
+        executed = self.folders.executed / notebook.path.name
+        if not executed.is_file() or self._saved(notebook) != done["saved"]:
+            return "executed notebook or results are missing, or others'"
         old, new = done["depends_on"], self.depends_on[notebook.name]
         return ", ".join(f"{key} changed" for key in sorted(old | new) if old.get(key) != new.get(key))
 
@@ -170,8 +170,13 @@ class Pipeline:
         made = {name: self.folders.done(name).get("depends_on") for name in notebook.inputs}
         used = {f"input {name}": fingerprint(depends_on) for name, depends_on in made.items() if depends_on}
         done = {"depends_on": self.depends_on[notebook.name] | used, "finished": utc(time.time())}
-        done |= {"wall_seconds": seconds, "saved": (self.folders.results / f"{notebook.name}.json").is_file()}
+        done |= {"wall_seconds": seconds, "saved": self._saved(notebook)}
         write_json(self.folders.artifacts / notebook.name / "done.json", done)
+
+    def _saved(self, notebook: Notebook) -> str:
+        """Checksum of what a notebook saved; empty if that is nothing."""
+        path = self.folders.results / f"{notebook.name}.json"
+        return sha256(path) if path.is_file() else ""
 
     def describe(self, command: str) -> dict[str, Any]:
         """What all notebooks that run now are made with, for provenance.json: code, parameters, versions,
@@ -226,6 +231,15 @@ class Pipeline:
         folder = elsewhere if elsewhere.name == data else artifacts_root() / "data" / data
         card = read_json(folder / "card.json") if data else {}
         return "-".join([card["hash"], *self.preset.data.families]) if card else None
+
+
+def _content(section: Any) -> list[Any]:
+    """A section, and of each file or directory that it names the files, by name, size and time."""
+    values = section.values() if isinstance(section, dict) else ()
+    named = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
+    paths = [Path(one) for one in named if isinstance(one, str) and os.path.isabs(one)]
+    files = [file for path in paths for file in ([path] if path.is_file() else visible(path))]
+    return [section, *([str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files))]
 
 
 def recorded(folders: Folders) -> dict[str, Any]:
