@@ -204,7 +204,17 @@ def execute(study, seed, *, corpus="c", passed=True, task=TASK, **overrides):
     replace(run, notebook="00_backbone").save({"corpus_hash": corpus})
     record = {"exit_status": 0, "otherwise": {}, "data": "d", "reads": ["data"]}
     stages = {"00_backbone": record, "02_pair": record | {"reads": ["data", "pair"]}}
-    replace(run, notebook="provenance").save({"preset": resolved(config), "stages": stages})
+    replace(run, notebook="provenance").save(
+        {"preset": resolved(config), "stages": stages, "commit": "a1b2c3d4"}
+    )
+
+
+def test_seeds_that_were_trained_elsewhere_are_told(study):
+    for seed in range(3):
+        execute(study, seed)
+    for run in list(evidence.runs(study).values())[:2]:
+        run.root.mkdir(exist_ok=True)
+    assert evidence.elsewhere(study) == ", of which 2 were trained elsewhere (a1b2c3d)"
 
 
 def claims(study):

@@ -391,6 +391,14 @@ def runs(study: Run) -> dict[int, Run]:
     return dict(sorted((others | {study.config.pair.seed: study}).items()))
 
 
+def elsewhere(study: Run) -> str:
+    """Which of the `runs` were trained elsewhere, and by which commit, for the end of a sentence; they may be
+    of other code than this one."""
+    copied = {str(seed): run for seed, run in runs(study).items() if not run.root.is_dir()}
+    commits = sorted({run.load("provenance")["commit"][:7] for run in copied.values()})
+    return f", of which {', '.join(copied)} were trained elsewhere ({', '.join(commits)})" if copied else ""
+
+
 def left_out(study: Run) -> dict[str, str]:
     """Runs that are named as repetitions of this one but cannot be pooled, and notebooks of this and of the
     other runs whose numbers were made with other values of the preset or another corpus; each with why."""
