@@ -13,11 +13,13 @@ from sentence_transformers import SentenceTransformer
 
 import tiny
 import tiny_families
+import tiny_foreign
 from unmask import Embedder, fit, fitting
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
 from unmask.training import TrainingStopped, Watch
+from unmask.training.stages import Contrastive
 
 PAIRS = [(f"how is {i} written?", f"{i} is written with {len(str(i))} digits") for i in range(40)]
 DOCUMENTS = [
@@ -67,6 +69,55 @@ def test_an_embedder_with_rounded_weights_starts_from_its_directory(model, monke
     texts, given = [text for _, text in PAIRS], ({"mixed_precision": rounded} for rounded in (True, False))
     one, two = (fit(Embedder.from_pretrained(model, **how), PAIRS, **SHORT) for how in given)
     assert np.array_equal(one.encode(texts, "float32"), two.encode(texts, "float32"))
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """An embedder of sentence-transformers, with a pooler that nobody reads, and [CLS] and [SEP] around."""
+    bert = tiny_foreign.bert(tmp_path / "bert")
+    return tiny_foreign.sentence_transformers(bert, tmp_path / "foreign", normalize=True)
+
+
+WORDS = [(f"{chr(97 + i)} {chr(98 + i % 20)}", f"{chr(97 + i)} and {chr(99 + i % 20)}") for i in range(24)]
+LETTERS = {
+    "pair": WORDS,
+    "triplet": [(*pair, [WORDS[i - 1][1]]) for i, pair in enumerate(WORDS)],
+    "contextual": [{"chunks": [*pair], "queries": [pair[0]], "golds": [1]} for pair in WORDS],
+}
+
+
+@pytest.mark.parametrize("stage", LETTERS)
+def test_an_embedder_is_trained_as_it_reads(foreign, stage, monkeypatch):
+    """A rate of nothing changes nothing; each step leaves a checkpoint."""
+    read, batch = [], Contrastive.drawn
+
+    def drawn(self, step):
+        read.append(batch(self, step)[0][0])
+        return batch(self, step)
+
+    monkeypatch.setattr(Contrastive, "drawn", drawn)
+    given = Embedder.from_pretrained(foreign, max_length=40)
+    options = {"stage": stage, "lr": 1e-12, "checkpoint_seconds": 0} | SHORT
+    embedder = fit(given, LETTERS[stage], **options)
+    assert embedder.settings == given.settings and embedder.settings.special_tokens
+    assert embedder.helped.after == pytest.approx(embedder.helped.before)
+    known = {text: number for number, text in enumerate({text for pair in WORDS for text in pair})}
+    whole = given._texts([*known], None).units
+    ids = {tuple(unit.sequence.tokens_L.tolist()) for unit in whole}
+    assert {tuple(one.tokens_L.tolist()) for one in read[0].sequences[: read[0].count]} <= ids
+
+
+def test_the_measure_counts_copies_and_asks_among_negatives(capsys):
+    copied = [{"chunks": [f"{i} a", "x", f"{i}  a"], "queries": [f"{i}"], "golds": [2]} for i in range(30)]
+    rows, held_N = fitting._rows(copied, "contextual"), np.arange(30) < 3
+    assert [len(relevant) for relevant in fitting._task(rows, held_N).relevant] == [2, 2, 2]
+    triplets = fitting._rows([(f"q {i}", f"d {i}", [f"n {i}", f"m {i}"]) for i in range(30)], "triplet")
+    assert len(fitting._task(triplets, held_N).chunks) == 90
+
+
+def test_texts_without_a_word_are_fitted(model):
+    rows = [("→" * (i + 1), "∑" * (i + 1)) for i in range(24)]
+    assert fit(model, rows, steps=np.int64(2), precision="fp32").helped.bm25 == 0
 
 
 def test_diffusion_reads_texts(tmp_path):
@@ -127,7 +178,10 @@ def test_groups_are_blind_to_spelling_and_a_query_of_two_documents_is_one():
     assert grouped("contextual", [([f"{i}", "the same end"], [q], [0]) for i, q in enumerate(asked)]) == 3
 
 
-def test_interrupted_it_goes_on(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "rows"), [("model", PAIRS), ("foreign", WORDS)])
+def test_interrupted_it_goes_on(name, rows, tmp_path, monkeypatch, request):
+    model = request.getfixturevalue(name)
+
     def told(self, row):
         if row.get("step") == 2:
             raise TrainingStopped("told to stop")
@@ -135,12 +189,12 @@ def test_interrupted_it_goes_on(model, tmp_path, monkeypatch):
     options = {"steps": 6, "precision": "fp32", "checkpoint_seconds": 0, "folder": tmp_path / "kept"}
     with monkeypatch.context() as patched, pytest.raises(TrainingStopped):
         patched.setattr(Watch, "__call__", told)
-        fit(model, PAIRS, **options)
+        fit(model, rows, **options)
     done = []
     monkeypatch.setattr(Watch, "__call__", lambda self, row: done.append(row.get("done")))
-    first = fit(model, PAIRS, **options)
+    first = fit(model, rows, **options)
     assert done[0] == 2
-    whole = fit(model, PAIRS, **options | {"folder": tmp_path / "whole"})
+    whole = fit(model, rows, **options | {"folder": tmp_path / "whole"})
     weights = [(one.checkpoint / "model.safetensors").read_bytes() for one in (first, whole)]
     assert weights[0] == weights[1]
 

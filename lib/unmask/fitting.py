@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
+from operator import index
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -34,7 +35,7 @@ from unmask.data.batches import permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.data.spelling import canonical, distinct
-from unmask.evaluation.tasks import Task, answers, evaluate, evaluate_bm25
+from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25
 from unmask.models import backbone
 from unmask.models.embedder import LONE_SURROGATE, Embedder, as_list
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
@@ -97,7 +98,7 @@ ASKED, AMONG = 1_000, 10_000  # held-out queries, and texts that they are asked 
 @dataclass(frozen=True)
 class Helped:
     """nDCG@10 of held-out queries before the training, after it, and of BM25. They are asked of the held-out
-    and of the training texts together, in INT8."""
+    and of the training texts together, negatives included, in INT8."""
 
     before: float
     after: float
@@ -126,8 +127,9 @@ def fit(
     BM25's, and kept as `helped` of the result. With several GPUs all of them train.
 
     Args:
-        model: an `Embedder`, a directory, a name on the Hub, or "smollm2-135m". A causal language model is
-            made to read both sides.
+        model: an `Embedder`, a directory, a name on the Hub, or "smollm2-135m". It is trained as it reads: with
+            its special tokens, lengths and normalisation. A causal language model is made to read both sides.
+            An embedder whose weights are rounded, as on a GPU, starts from those of its directory.
         data: rows, as tuples, as dicts, as a `datasets.Dataset` or as a data frame. Their columns, by stage:
             "pair": query, document; "triplet": query, document, negatives (a list);
             "contextual": chunks (a list), queries (a list), golds (for each query the number of its chunk);
@@ -162,8 +164,8 @@ def fit(
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
         stack.enter_context(alone(place))
         given = isinstance(model, Embedder)
-        rounded = given and model.mixed_precision
-        if rounded and (whole := Path(model.model.name_or_path)).is_dir():
+        rounded = given and model.mixed_precision and (whole := Path(model.model.name_or_path)).is_dir()
+        if rounded:
             asked = {"device": model.devices, **vars(model.settings)}
             model = Embedder.from_pretrained(whole, mixed_precision=False, **asked)
         start = backbone.require_checkpoint(model.save_pretrained(place / "start") if given else model)
@@ -187,8 +189,9 @@ def fit(
             return float(evaluate(embedder, [task], limits, late_chunking=True)[task.name].mean())
 
         before = ndcg(own) if task else 0.0
-        causal = not backbone.sees_both_sides(own.model)
-        if not given:
+        bm25 = _bm25(task) if task else 0.0
+        causal, settings = not backbone.sees_both_sides(own.model), own.settings
+        if rounded or not given:
             own.close()
         recipe = SimpleNamespace(
             backbone=_backbone(start, tokenizer),
@@ -197,7 +200,7 @@ def fit(
             **{stage: config},
         )
         corpus = _corpus(place, stage, kept, group_N[~held_N])
-        training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=causal)
+        training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=causal, settings=settings)
         network = training.model(start)
         try:
             checkpoint = train(training, network, place / stage, watch=Watch(title=stage))
@@ -208,7 +211,6 @@ def fit(
         embedder = Embedder.from_pretrained(checkpoint, mixed_precision=False)  # else it could not be saved
         embedder.checkpoint, embedder.helped = checkpoint if folder else None, None
         if task:
-            bm25 = float(evaluate_bm25([task])[task.name].mean())
             embedder.helped = Helped(before, ndcg(embedder), bm25, len(task.queries), len(task.chunks))
             print(embedder.helped)
     return embedder
@@ -300,7 +302,8 @@ def _config(
     if stage == "contextual":
         own = {"dimensions": (shape.hidden_size,)} | own
         if "chunk_length" not in values:
-            own["chunk_length"] = max(1, min(own["chunk_length"], positions // own["chunks"] - 1))
+            room = positions - 2  # for special tokens around a document
+            own["chunk_length"] = max(1, min(own["chunk_length"], room // own["chunks"] - 1))
     # No two rows of a group are in one batch.
     own["batch"] = values.get("batch", min(own["batch"], count, groups))
     own = {"steps": math.ceil(EPOCHS * count / min(own["batch"], count, groups))} | own
@@ -312,8 +315,9 @@ def _checked(stage: str, values: Mapping[str, Any]) -> Any:
 
     Raises: ConfigError that names the key which cannot be used.
     """
+    numbers = {key: index(one) for key, one in values.items() if isinstance(one, np.integer)}
     try:
-        return SECTIONS[stage](**values)
+        return SECTIONS[stage](**values | numbers)
     except ValidationError as error:
         raise ConfigError(f"{stage}.{explained(error, SECTIONS[stage])}") from None
 
@@ -346,23 +350,36 @@ def _corpus(place: Path, stage: str, rows: list[dict[str, Any]], group_N: np.nda
     return Corpus(path)
 
 
+def _bm25(task: Task) -> float:
+    try:
+        return float(evaluate_bm25([task])[task.name].mean())
+    except ValueError:  # no text holds a word
+        return 0.0
+
+
 def _task(rows: list[dict[str, Any]], held_N: np.ndarray) -> Task:
     """Held-out queries, `ASKED` at most, and `AMONG` texts at most, those of the held-out rows first. What
     answers a query is what stands in a row with it."""
     order_N = permuted(np.arange(len(rows)), len(rows), 0)
     order_N = order_N[np.argsort(~held_N[order_N], kind="stable")]
-    texts = np.cumsum([len(rows[i].get("chunks", [""])) for i in order_N])
+    texts = np.cumsum([len(rows[i].get("chunks") or ["", *rows[i].get("negatives", [])]) for i in order_N])
     order_N = order_N[: max(1, np.searchsorted(texts, AMONG, side="right"))]
     own, held = [rows[i] for i in order_N], held_N[order_N].sum()
     if "chunks" in own[0]:
         family, documents = "contextual", [row["chunks"] for row in own]
         firsts = np.cumsum([0, *map(len, documents)])
-        golds = ([int(first) + gold for gold in row["golds"]] for first, row in zip(firsts, own))
+        golds = (
+            [copies(row["chunks"], gold, int(at)) for gold in row["golds"]] for at, row in zip(firsts, own)
+        )
     else:
-        family, (texts, number_N) = "english", distinct([row["document"] for row in own])
-        documents, golds = [[text] for text in texts], ([number] for number in number_N.tolist())
+        family, given = "english", [row["document"] for row in own]
+        texts, number_N = distinct(given + [text for row in own for text in row.get("negatives", [])])
+        documents, golds = (
+            [[text] for text in texts],
+            ([{number}] for number in number_N[: len(own)].tolist()),
+        )
     asked = [row.get("queries", [row.get("query")]) for row in own]
-    told = [(query, {gold}) for query, gold in zip(chain(*asked), chain(*golds))]
+    told = list(zip(chain(*asked), chain(*golds)))
     relevant, own_told = answers(told), told[: sum(map(len, asked[:held]))]  # held-out ones come first
     queries = [*relevant][: min(ASKED, len(answers(own_told)))]
     return Task("rows", family, queries, documents, [relevant[query] for query in queries])

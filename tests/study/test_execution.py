@@ -128,11 +128,13 @@ def test_only_paths_of_this_machine_are_shortened(checkout, monkeypatch):
     monkeypatch.setenv("UNMASK_ARTIFACTS", "/data")
     monkeypatch.setattr("unmask.run.repository", lambda: Path("/app"))
     said = "/app/lib/a.py '/app' /data/smoke /apply https://host/app/v1 a/data/b file:/app/x\n/app/c"
+    said += " \x1b[32m/app/d /data.old/e /app."
     path = checkout.root / "some.ipynb"
     output = [{"output_type": "stream", "text": said}]
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": "", "outputs": output}]}))
     execute._clean(path, Folders("smoke"))
     expected = "lib/a.py '.' artifacts/smoke /apply https://host/app/v1 a/data/b file:x\nc"
+    expected += " \x1b[32md /data.old/e .."
     assert json.loads(path.read_text())["cells"][0]["outputs"][0]["text"] == expected
 
 

@@ -1,6 +1,7 @@
 """The graph of notebooks: selection, and what makes a notebook due."""
 
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -63,14 +64,18 @@ def test_other_data_are_due_where_they_are_read(diamond):
 
 def test_a_model_that_is_replaced_at_its_path_counts(diamond):
     weights = diamond.root / "base" / "model.safetensors"
-    write_atomic(weights, "old")
+    write_atomic(weights, "old weights" * 10**5)
     at = {"backbone.checkpoint": str(weights.parent), "retrieval.pool": ["bm25", str(weights.parent)]}
     diamond.notebook("05_more", reads=["backbone"])
     diamond.notebook("06_search", reads=["retrieval"])
     before = opened(diamond, at).depends_on
-    write_atomic(weights, "other weights")
+    write_atomic(weights, "new weights" * 10**5)
     now = opened(diamond, at).depends_on
     assert [name for name in now if now[name] != before[name]] == ["05_more", "06_search"]
+    write_atomic(weights.with_name("config.json"), "one")
+    before = opened(diamond, at).depends_on
+    os.utime(weights.with_name("config.json"))  # copied again
+    assert opened(diamond, at).depends_on == before
 
 
 def test_results_that_another_run_wrote_are_made_again(diamond):

@@ -342,10 +342,14 @@ def test_a_new_curve_is_drawn_over_that_of_the_last_training(start, tmp_path):
 
 def test_a_stopped_training_gives_a_gpus_memory_back(start, tmp_path, monkeypatch):
     given = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(True))
+
+    def empty():
+        given.append([one for one in gc.get_objects() if isinstance(one, torch.optim.AdamW)])
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     with pytest.raises(TrainingStopped):
-        trained(made("pair", start), start, tmp_path / "pair", watch=Told(signal.SIGTERM, 2))
-    assert given
+        trained(made("pair", start, steps=6), start, tmp_path / "pair", watch=Told(signal.SIGTERM, 2))
+    assert given == [[]]
 
 
 def test_two_processes_never_train_in_one_folder(start, tmp_path):

@@ -3,6 +3,7 @@
 Shape suffixes: N queries · M documents · D dimensions · K ranks, up to the largest cut-off.
 """
 
+import unicodedata
 from collections.abc import Sequence, Set
 from numbers import Integral
 
@@ -183,7 +184,7 @@ class Bm25:
 def _words(texts: Sequence[str]) -> list[list[str]]:
     texts = as_list(texts, "[text]")
     check(texts, f"Text {{}} of {len(texts)}".format, empty=True)
-    return [WORD.findall(text.lower()) for text in texts]
+    return [WORD.findall(unicodedata.normalize("NFC", text).lower()) for text in texts]
 
 
 def _check(rows: Tensor | np.ndarray, relevant: Sequence[Set[int]], ks: Sequence[int]) -> None:

@@ -206,6 +206,8 @@ def type_means(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     scores: dict[str, list[float]] = {}
     for row in rows:
         scores.setdefault(row["type"], []).append(np.nan if row["score"] is None else row["score"])
+    if not scores:
+        return {}
     types = {kind: fmean(found) for kind, found in scores.items()}
     means = {"mean (task)": fmean(chain(*scores.values())), "mean (type)": fmean(types.values())} | types
     return {name: mean for name, mean in means.items() if mean == mean}
@@ -218,7 +220,8 @@ def side_by_side(public: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict
     for system, rows in public.items():
         for row in rows:
             key = {name: row[name] for name in ("benchmark", "task")}
-            tasks.setdefault((*key.values(),), key).update({system: row["score"], "why": row["why"]})
+            found = tasks.setdefault((*key.values(),), key | {"why": ""})
+            found |= {system: row["score"], "why": found["why"] or row["why"]}
     return [*tasks.values()]
 
 

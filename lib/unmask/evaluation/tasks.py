@@ -143,13 +143,18 @@ def _document_task(name: str, family: str, rows: list[dict], config: EvaluationC
         if first + len(row["chunks"]) > config.max_documents:
             break
         documents.append(list(row["chunks"]))
-        text = [canonical(chunk) for chunk in row["chunks"]]
-        same = [{first + i for i, other in enumerate(text) if other == one} for one in text]
-        told += [(query, same[gold]) for query, gold in zip(row["queries"], row["golds"], strict=True)]
+        asked = zip(row["queries"], row["golds"], strict=True)
+        told += [(query, copies(row["chunks"], gold, first)) for query, gold in asked]
         first += len(row["chunks"])
     relevant = answers(told)
     asked = sorted(relevant, key=_hash)[: config.max_queries]
     return Task(name, family, asked, documents, [relevant[query] for query in asked])
+
+
+def copies(chunks: Sequence[str], gold: int, first: int = 0) -> set[int]:
+    """The chunks of a document with the text of one of them, numbered from `first` on."""
+    text = canonical(chunks[gold])
+    return {first + number for number, chunk in enumerate(chunks) if canonical(chunk) == text}
 
 
 def answers(told: Sequence[tuple[str, set[int]]]) -> dict[str, set[int]]:

@@ -9,6 +9,7 @@ each; here they become an ordinary checkpoint, once, under artifacts/data.
 """
 
 import json
+import logging
 import shutil
 import zipfile
 from pathlib import Path
@@ -135,10 +136,14 @@ def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: A
     Raises: ValueError if weights are cut short, or are not those that the configuration asks for.
     """
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that these are told, too
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.setLevel(logging.ERROR)  # it would warn of what is told, or not read
     try:
         model, report = kind.from_pretrained(source, dtype=dtype, **options)
     except SafetensorError as error:
         raise ValueError(f"weights in {source} are cut short or broken ({error}): copy them again") from None
+    finally:
+        logger.setLevel(logging.NOTSET)
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if lacking := sorted(name for name in lacking if "pooler." not in name):  # BERT's, which nobody reads
         if lacking == ["lm_head.weight"]:
@@ -147,6 +152,8 @@ def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: A
             f"{source}: the weights are not those of its configuration; {len(lacking)} are missing or have "
             f"another shape, the first is {lacking[0]}: copy them again"
         )
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None  # a training would find it without a gradient
     return model
 
 

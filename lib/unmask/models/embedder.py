@@ -119,11 +119,11 @@ class Embedder:
         window: int | None = None,
         mixed_precision: bool | None = None,
         token_budget: int | None = None,
-        device: str | torch.device | Sequence[str | torch.device] | None = None,
+        device: str | int | torch.device | Sequence[str | torch.device] | None = None,
         special_tokens: bool = False,
         normalize: bool = False,
     ):
-        several = [device] if isinstance(device, (str, torch.device)) else device
+        several = [device] if isinstance(device, (str, int, torch.device)) else device
         every = several or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
         self.devices = [torch.device(one) for one in every]
         on_gpu, has_bf16 = self.devices[0].type == "cuda", backbone.has_bf16(self.devices[0].type)
@@ -412,7 +412,7 @@ def _by_token(unit: Unit) -> Unit:
 
 def as_list(texts: Iterable[Any], right: str) -> list[Any]:
     """A list of what is given, unless it would be one of letters, of names or in no order."""
-    if isinstance(texts, str | Mapping | Set) or hasattr(texts, "columns"):
+    if texts is None or isinstance(texts, str | Mapping | Set) or hasattr(texts, "columns"):
         kind = "string" if isinstance(texts, str) else type(texts).__name__
         raise ValueError(f"expected a list, got one {kind}, {str(texts)[:80]!r}: write {right}")
     return list(texts)

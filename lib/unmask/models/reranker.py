@@ -135,7 +135,7 @@ class Reranker:
         check([query, *documents], names.__getitem__, empty=True)
         check_counts(query_length=query_length, document_length=document_length)
         backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
-        around = around_query(instruction or self.instruction)
+        around = around_query(self.instruction if instruction is None else instruction)
         head, tail = self._taken(around)
         limit = min(head + (query_length or longest), longest - tail - 1)
         (start_L,) = encode(backend, [query], np.int32, Limit(limit, around, harmless=True))

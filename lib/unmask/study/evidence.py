@@ -395,7 +395,7 @@ def elsewhere(study: Run) -> str:
     """Which of the `runs` were trained elsewhere, and by which commit, for the end of a sentence; they may be
     of other code than this one."""
     copied = {str(seed): run for seed, run in runs(study).items() if not run.root.is_dir()}
-    commits = sorted({run.load("provenance")["commit"][:7] for run in copied.values()})
+    commits = sorted({run.load("provenance")["commit"][:7] or "no commit" for run in copied.values()})
     return f", of which {', '.join(copied)} were trained elsewhere ({', '.join(commits)})" if copied else ""
 
 

@@ -83,6 +83,8 @@ def execute(pipeline: Pipeline, due: Sequence[Notebook], command: str, source: K
             if not running:
                 break
             ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            if signals and not kernels:  # nothing is there to be saved, and imports may take a while
+                source.process.kill()
             if signals and deadline == math.inf:
                 print(f"{signals[0].name}: trainings save themselves, in {grace:.0f} s at most", flush=True)
                 deadline = time.monotonic() + grace
@@ -160,7 +162,7 @@ def _run(
         tempfile.TemporaryDirectory() as sockets,
     ):
 
-        class Kernel(AsyncKernelManager):
+        class Manager(AsyncKernelManager):
             """This interpreter's, whatever kernels its user has."""
 
             kernel_spec = KernelSpec(**get_kernel_dict())
@@ -174,7 +176,7 @@ def _run(
 
         # Not ports: of two kernels that look for a free one at once, one may bind what the other chose.
         transport = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
-        options = {"kernel_name": "python3", "language": "python", "kernel_manager_class": Kernel}
+        options = {"kernel_name": "python3", "language": "python", "kernel_manager_class": Manager}
         options |= {"config": transport, "stdout_file": log, "stderr_file": log}
         options |= {"progress_bar": False, "record_timing": False, "start_timeout": 600}
         options["coalesce_streams"] = True  # of a progress bar its last state alone
@@ -220,6 +222,7 @@ def _clean(path: Path, folders: Folders) -> None:
         (f"{folders.root}/", ""),
         (f"{folders.root}", "."),
     ):
-        whole = rf"((?<![\w./-])|(?<=\\[nrt])){re.escape(folder)}" + r"(?![\w-])" * bool(name)
+        begins = r"((?<![\w./-])|(?<=\\[nrt])|(?<=\\u001b\[\dm)|(?<=\\u001b\[\d\dm))"  # colours, too
+        whole = begins + re.escape(folder) + r"(?![\w-]|\.\w)" * bool(name)
         text = re.sub(whole, name, text)
     write_atomic(path, text)

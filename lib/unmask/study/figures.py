@@ -363,7 +363,11 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
         runs: name → claims, as in claims.json (`unmask.study.evidence.claims`), in the order of the rows.
     """
     measured = {one["short"] for told in runs.values() for one in told if one["value"] is not None}
-    rows = [one["short"] for one in next(iter(runs.values())) if one["short"] in measured]
+    rows = [
+        name
+        for name in dict.fromkeys(one["short"] for told in runs.values() for one in told)
+        if name in measured
+    ]
     size = (WIDTH, 0.33 * len(rows) + 1.5)
     figure, drawn = axes(ncols=len(runs), figsize=size, squeeze=False, sharex=True, sharey=True)
     for (name, told), ax in zip(runs.items(), drawn[0], strict=True):

@@ -1,6 +1,6 @@
 """Kernels that have imported everything when they start: each forks from a process that has.
 
-    unmask run  →  python -m unmask.study.kernels  →  a kernel for each notebook
+    unmask run  →  python kernels.py  →  a kernel for each notebook
 
 That process imports nothing of the library, whose files may change before a kernel starts.
 """
@@ -69,7 +69,7 @@ class Kernels:
     def __init__(self, environment: dict[str, str]):
         self.environment = environment
         self.asking, self.ended = threading.Lock(), TemporaryDirectory()  # pid → exit status
-        command = [*KERNEL, "-P", "-m", "unmask.study.kernels", self.ended.name, *IMPORTED]
+        command = [*KERNEL, "-P", __file__, self.ended.name, *IMPORTED]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, env=environment, start_new_session=True, text=True, **pipes)
 
@@ -78,7 +78,7 @@ class Kernels:
         with self.asking:
             order = json.dumps([arguments, str(folder), environment, log])
             print(order, file=self.process.stdin, flush=True)
-            if not (pid := self.process.stdout.readline()):
+            if not (pid := self.process.stdout.readline().strip()):
                 raise BrokenPipeError
         return Kernel(int(pid), self)
 
@@ -96,7 +96,7 @@ def _serve(ended: str, imported: list[str]) -> None:
     """Forks a kernel for each order that comes, and writes the exit status of each."""
 
     def collect(*_: Any) -> None:
-        with contextlib.suppress(ChildProcessError, FileNotFoundError):  # none is left; nobody asks any more
+        with contextlib.suppress(OSError):  # none is left; nobody asks any more; the disk is full
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 path = Path(ended, f"{found[0]}.new")
                 path.write_text(str(os.waitstatus_to_exitcode(found[1])))
@@ -109,14 +109,21 @@ def _serve(ended: str, imported: list[str]) -> None:
     for name in ["ipykernel.kernelapp", *imported]:
         with contextlib.suppress(ImportError):  # the notebook that needs it will say so
             importlib.import_module(name)
-    signal.signal(signal.SIGCHLD, collect)
+    # Who stops all processes at once means the kernels, which save what they have.
+    handlers = {signal.SIGCHLD: collect, signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}
+    before = {number: signal.signal(number, one) for number, one in handlers.items()}
     for order in iter(sys.stdin.readline, ""):
-        if pid := os.fork():
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes, or too little memory
+            pid = ""
+        if pid != 0:
             print(pid, file=answers, flush=True)
-        else:
-            answers.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return _become_kernel(*json.loads(order))
+            continue
+        answers.close()
+        for number, one in before.items():
+            signal.signal(number, one)
+        return _become_kernel(*json.loads(order))
 
 
 def _become_kernel(arguments: list[str], folder: str, environment: dict[str, str], log: str) -> None:
@@ -130,6 +137,7 @@ def _become_kernel(arguments: list[str], folder: str, environment: dict[str, str
     parent = os.environ["JPY_PARENT_PID"]
     os.environ.clear()
     os.environ.update(environment, JPY_PARENT_PID=parent)
+    sys.argv[:], sys.path[:0] = ["ipykernel_launcher.py", *arguments], [""]
     if torch and torch.cuda._is_in_bad_fork():  # something did start CUDA
         os.execv(sys.executable, [*KERNEL, "-m", "ipykernel_launcher", *arguments])
     if torch and others:

@@ -141,7 +141,7 @@ class Pipeline:
         if not done:
             return "not done yet"
         executed = self.folders.executed / notebook.path.name
-        if not executed.is_file() or self._saved(notebook) != done["saved"]:
+        if not executed.is_file() or self._saved(notebook) != done.get("saved"):
             return "executed notebook or results are missing, or others'"
         old, new = done["depends_on"], self.depends_on[notebook.name]
         return ", ".join(f"{key} changed" for key in sorted(old | new) if old.get(key) != new.get(key))
@@ -234,12 +234,18 @@ class Pipeline:
 
 
 def _content(section: Any) -> list[Any]:
-    """A section, and of each file or directory that it names the files, by name, size and time."""
+    """A section, and the files that it names or that lie in directories that it names."""
     values = section.values() if isinstance(section, dict) else ()
     named = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     paths = [Path(one) for one in named if isinstance(one, str) and os.path.isabs(one)]
     files = [file for path in paths for file in ([path] if path.is_file() else visible(path))]
-    return [section, *([str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files))]
+    return [section, *([str(file), *_version(file)] for file in sorted(files))]
+
+
+def _version(file: Path) -> list[Any]:
+    """What changes with a file's content; of a large one, which is not read, size and time."""
+    about = file.stat()
+    return [sha256(file)] if about.st_size < 2**20 else [about.st_size, about.st_mtime_ns]
 
 
 def recorded(folders: Folders) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from unmask.config import (
     Section,
     TrainConfig,
 )
+from unmask.models.checkpoint import Settings
 
 JOB = "job.json"  # in a training's folder: the job, and what it is made of
 Location = Annotated[str, BeforeValidator(str)]  # a path or a name
@@ -34,6 +35,7 @@ class Job(Section):
     surrogate: Location = ""  # an embedder, directory or Hub name, instead of `clusters.surrogate`
     milestones: tuple[int, ...] = ()  # steps after which the model is kept as well, see `milestones`
     bidirectional: bool = False  # a causal start reads both sides from the first step on, without pretraining
+    settings: Settings | None = None  # how the embedder that it starts from reads; None: as the recipe's
     late_chunking: bool = True  # false: contextual training on the same batches, each chunk read alone
 
     # Known when it begins.
@@ -51,4 +53,4 @@ class Job(Section):
 
 
 # What is said of a training beside the values of its section.
-TOLD = ("only", "mined", "surrogate", "milestones", "bidirectional", "late_chunking")
+TOLD = ("only", "mined", "surrogate", "milestones", "bidirectional", "late_chunking", "settings")

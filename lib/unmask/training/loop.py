@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -174,6 +175,9 @@ def _released() -> Iterator[None]:
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield
+    except (TrainingStopped, KeyboardInterrupt) as error:
+        traceback.clear_frames(error.__traceback__)  # they hold the optimiser as long as the error lives
+        raise
     finally:
         gc.collect()
         torch.cuda.empty_cache()
@@ -333,7 +337,7 @@ def _backward(
     batch: Any,
     step: int,
     processes: Processes,
-    held: "_Memory",
+    held: _Memory,
 ) -> dict[str, Any]:
     """`stage.backward`; where memory does not hold it, again with half the tokens at a time, from then on.
 

@@ -27,7 +27,7 @@ from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
-from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks
+from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks, special_tokens_around
 from unmask.extras import extra
 from unmask.losses.tensors import shipped
 from unmask.models import backbone
@@ -164,15 +164,31 @@ class Stage:
 
     def facts(self, start: str) -> dict[str, Any]:
         """How the checkpoint is to be used, and which ready backbone it descends from."""
-        facts = {"stage": self.job.section, "pooling": getattr(self.config, "pooling", "mean")}
+        facts = vars(self.job.settings).copy() if self.job.settings else {}
+        facts |= {"stage": self.job.section, "pooling": getattr(self.config, "pooling", "mean")}
         if source := backbone.facts(start).get("source"):
             facts["source"] = source
         return facts | ({"special_tokens": True} if self.ends else {})
 
+    @cached_property
+    def around(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the special tokens before and after each text or document, where the start has some."""
+        given = self.job.settings and self.job.settings.special_tokens and not self.ends
+        return special_tokens_around(self.tokenizer) if given else (np.array([], np.int32),) * 2
+
+    def read(self, tokens_L: np.ndarray) -> TokenSequence:
+        """A text as the model reads it."""
+        before, after = self.around
+        return TokenSequence(
+            np.concatenate([before, tokens_L, after]) if len(before) + len(after) else tokens_L
+        )
+
     def reading(self, group: str) -> tuple[Limit, Limit]:
         """How a query and a document of this group are read: tokens at most, and what is put around them."""
-        around = ("", end_token(self.tokenizer) if self.ends else "")
-        return Limit(self.config.query_length, around), Limit(self.config.document_length, around)
+        around, taken = ("", end_token(self.tokenizer) if self.ends else ""), sum(map(len, self.around))
+        lengths = self.config.query_length, self.config.document_length
+        query, document = (Limit(max(1, length - taken), around) for length in lengths)
+        return query, document
 
     def groups(self) -> dict[str, str]:
         """Data sets of pairs to train on → their groups.
@@ -471,7 +487,7 @@ class Contrastive(Stage):
         pairs = self.data[name]
         texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
         texts += [negative for i in rows for negative in pairs.negatives[i]] if pairs.negatives else []
-        return Batch(dataset=name, sequences=list(map(TokenSequence, texts)), count=len(rows))
+        return Batch(dataset=name, sequences=list(map(self.read, texts)), count=len(rows))
 
     def drawn(self, step: int) -> tuple[list[Batch], dict[str, float]]:
         """With "guess", the loss of a model to which all texts are alike."""
@@ -623,12 +639,15 @@ class Contextual(Contrastive):
             for index, document in enumerate(documents)
             for number in sorted(rng.permutation(len(document.queries))[: config.queries_per_document])
         ]
-        texts = [TokenSequence(documents[index].queries[number]) for index, number in drawn]
-        if self.job.late_chunking:
-            texts += [join_chunks(document.chunks, self.stored.end) for document in documents]
-        else:
-            texts += [TokenSequence(chunk) for document in documents for chunk in document.chunks]
+        texts = [self.read(documents[index].queries[number]) for index, number in drawn]
         lengths = [torch.tensor([float(len(chunk)) for chunk in document.chunks]) for document in documents]
+        if self.job.late_chunking:
+            texts += [join_chunks(document.chunks, self.stored.end, self.around) for document in documents]
+            for tokens_C in lengths:  # the first chunk and the last own what stands around the document
+                tokens_C[0] += len(self.around[0])
+                tokens_C[-1] += len(self.around[1])
+        else:
+            texts += [self.read(chunk) for document in documents for chunk in document.chunks]
         batch = ContextualBatch(
             dataset=name,
             sequences=texts,
