@@ -127,9 +127,9 @@ def fit(
     BM25's, and kept as `helped` of the result. With several GPUs all of them train.
 
     Args:
-        model: an `Embedder`, a directory, a name on the Hub, or "smollm2-135m". It is trained as it reads: with
-            its special tokens, lengths and normalisation. A causal language model is made to read both sides.
-            An embedder whose weights are rounded, as on a GPU, starts from those of its directory.
+        model: an `Embedder`, a directory, a name on the Hub, or "smollm2-135m". It is trained as it reads:
+            with its special tokens, lengths and normalisation. A causal language model is made to read both
+            sides. An embedder whose weights are rounded, as on a GPU, starts from those of its directory.
         data: rows, as tuples, as dicts, as a `datasets.Dataset` or as a data frame. Their columns, by stage:
             "pair": query, document; "triplet": query, document, negatives (a list);
             "contextual": chunks (a list), queries (a list), golds (for each query the number of its chunk);
