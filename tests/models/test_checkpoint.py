@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import tiny_foreign
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
@@ -15,6 +14,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast, Qwen
 
 import tiny
 import tiny_families
+import tiny_foreign
 from closeness import assert_close
 from unmask import Embedder
 from unmask.data.tokenized import Table, token_pairs
