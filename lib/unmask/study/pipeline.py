@@ -98,7 +98,8 @@ class Pipeline:
 
     def __init__(self, folders: Folders, preset: Preset, overrides: dict[str, Any], data: str = ""):
         self.folders, self.preset, self.overrides = folders, preset, overrides
-        self.notebooks, sections = discover(folders.notebooks), resolved(preset)
+        self.notebooks = discover(folders.notebooks)
+        sections = {name: fingerprint(*_content(section)) for name, section in resolved(preset).items()}
         self.depends_on: dict[str, dict[str, str]] = {}  # notebook → all that counts
         library = folders.library
         code = (path for path in visible(library) if path.relative_to(library).as_posix() not in ASIDE)
@@ -110,7 +111,7 @@ class Pipeline:
             self.depends_on[one.name] = (
                 shared
                 | {"notebook": one.code, "data": data if "data" in one.reads else ""}
-                | {f"preset section {name}": fingerprint(*_content(sections.get(name))) for name in one.reads}
+                | {f"preset section {name}": sections.get(name, "") for name in one.reads}
                 | {f"input {name}": fingerprint(self.depends_on[name]) for name in (*one.needs, *taken)}
                 | {f"run {name}": made for name, made in pooled.items()}
             )
@@ -226,11 +227,13 @@ class Pipeline:
         write_json(path, about | {"stages": dict(sorted(others.items()))})
 
     def _corpus_hash(self, notebook: Notebook) -> str | None:
-        """SHA-256 of the rows that a notebook has read, see `Corpus.hash`; None if it read no corpus."""
+        """`Corpus.hash` of what a notebook has read; None if it read no corpus."""
+        from unmask.data.corpus import Corpus  # noqa: PLC0415 (with `datasets`, which takes a second)
+
         data, elsewhere = self.depends_on[notebook.name]["data"], Path(os.environ.get("UNMASK_CORPUS", ""))
         folder = elsewhere if elsewhere.name == data else artifacts_root() / "data" / data
-        card = read_json(folder / "card.json") if data else {}
-        return "-".join([card["hash"], *self.preset.data.families]) if card else None
+        known = data and (folder / "card.json").is_file()
+        return Corpus(folder, self.preset.data.families).hash if known else None
 
 
 def _content(section: Any) -> list[Any]:
