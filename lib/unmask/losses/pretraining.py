@@ -82,7 +82,7 @@ def diffusion_loss(
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else rows_RD.dtype
     dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
-    rows_RD, unembedding_VD = rows_RD.to(dtype), unembedding_VD.to(dtype)
+    rows_RD = rows_RD.to(dtype)
     weight_R = shipped(weight_R.to(torch.promote_types(dtype, torch.float32)), device)
     size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
     with torch.autocast(device.type, enabled=False):
@@ -170,6 +170,7 @@ class _WeightedNats(torch.autograd.Function):
 
     The gradient, weight · (p − onehot(target)) at the logits, is made beside the loss: no logits are kept,
     and none are computed twice. Products run in the precision of the rows, the softmax in float32 or better.
+    The unembedding's gradient is summed in the softmax's precision and rounded to its own once.
     """
 
     @staticmethod
@@ -178,18 +179,20 @@ class _WeightedNats(torch.autograd.Function):
         if with_gradient:
             d_rows_RD = torch.empty_like(rows_RD)
             d_unembedding_VD = weight_R.new_zeros(unembedding_VD.shape)
+        output_VD = unembedding_VD.to(rows_RD.dtype)
         for start in range(0, len(rows_RD), size):
             part = slice(start, start + size)
             rows, target, weight = rows_RD[part], target_R[part, None], weight_R[part, None]
-            logits = F.linear(rows, unembedding_VD).to(weight.dtype)
-            p = torch.softmax(logits, dim=1)
+            logits = F.linear(rows, output_VD)
+            p = torch.softmax(logits, dim=1, dtype=weight.dtype)
             # log Σ e^logit = the highest logit − log of its p, which is at least 1/V.
-            log_sum = logits.amax(1, keepdim=True) - p.amax(1, keepdim=True).log()
+            highest, place = logits.max(1, keepdim=True)
+            log_sum = highest.to(weight.dtype) - p.gather(1, place).log()
             total += (weight * (log_sum - logits.gather(1, target))).sum()
             if with_gradient:
                 d_logits = p.scatter_add_(1, target, -torch.ones_like(weight)).to(rows.dtype)
                 weight = weight.to(rows.dtype)
-                d_rows_RD[part] = (d_logits @ unembedding_VD) * weight
+                d_rows_RD[part] = (d_logits @ output_VD) * weight
                 d_unembedding_VD += d_logits.T @ (rows * weight)
         if with_gradient:
             ctx.save_for_backward(d_rows_RD, d_unembedding_VD.to(unembedding_VD.dtype))
@@ -197,5 +200,5 @@ class _WeightedNats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        d_rows_RD, d_unembedding_VD = (d * gradient.to(d.dtype) for d in ctx.saved_tensors)
+        d_rows_RD, d_unembedding_VD = (d.mul_(gradient.to(d.dtype)) for d in ctx.saved_tensors)
         return d_rows_RD, d_unembedding_VD, None, None, None, None
