@@ -15,12 +15,12 @@ FAMILIES = {
 }
 
 
-def model(family: str, *, bidirectional: bool = False, head: bool = False, seed: int = 0):
+def model(family: str, *, bidirectional: bool = False, head: bool = False, seed: int = 0, layers: int = 2):
     if family == "qwen3":
-        return tiny.model(bidirectional=bidirectional, head=head, seed=seed)
+        return tiny.model(bidirectional=bidirectional, head=head, seed=seed, layers=layers)
     config, kind = FAMILIES[family]
     torch.manual_seed(seed)
-    built = kind(config(vocab_size=len(tiny.tokenizer()), **SHAPE))
+    built = kind(config(vocab_size=len(tiny.tokenizer()), **SHAPE | {"num_hidden_layers": layers}))
     if bidirectional:
         backbone.make_bidirectional(built, tiny.tokenizer(), "<|fim_pad|>")
     return (built if head else built.model).eval()
@@ -40,6 +40,20 @@ def mistral():
     torch.manual_seed(0)
     config = transformers.MistralConfig(vocab_size=len(tiny.tokenizer()), sliding_window=8, **SHAPE)
     return transformers.MistralForCausalLM(config).model.eval()
+
+
+def alternating():
+    """Four layers, every other one with attention over a window."""
+    torch.manual_seed(0)
+    kinds = ["full_attention", "sliding_attention"] * 2
+    config = transformers.Qwen3Config(
+        vocab_size=len(tiny.tokenizer()),
+        sliding_window=8,
+        use_sliding_window=True,
+        layer_types=kinds,
+        **SHAPE | {"num_hidden_layers": 4},
+    )
+    return transformers.Qwen3ForCausalLM(config).model.eval()
 
 
 def xlm_roberta():

@@ -75,6 +75,9 @@ class BackboneConfig(Section):
     """The Transformer: a ready checkpoint, or the shape of one built from scratch."""
 
     checkpoint: Place = ""  # "smollm2-135m", Hub name or directory; empty: built in the shape below
+    keep_layers: Annotated[tuple[Whole, ...], Field(min_length=1)] | None = (
+        None  # of the checkpoint; None: all
+    )
     hidden_size: Count
     layers: Count
     heads: Count
@@ -88,6 +91,8 @@ class BackboneConfig(Section):
     def __post_init__(self):
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} kv_heads evenly: change one")
+        if self.keep_layers and not self.checkpoint:
+            raise ValueError("keep_layers cuts a checkpoint short: name one, or set layers")
 
 
 def _by_itself(fused: bool, info: ValidationInfo) -> bool:

@@ -19,13 +19,10 @@ def extra(name: str) -> Iterator[None]:
         raise ModuleNotFoundError(f"{package} is not installed: {remedy}") from None
 
 
-def require_compiler(device: str, remedy: str) -> None:
-    """Makes sure that layers can be compiled for a kind of device: Triton starts a GPU's kernels with C, a
-    CPU's are C++.
-
-    Raises: ValueError that names what is missing, and the remedy.
-    """
+def lacking_compiler(device: str) -> str:
+    """What is missing to compile layers for a kind of device; empty if nothing is. Triton starts a GPU's
+    kernels with C, a CPU's are C++."""
     compiler = os.environ.get("CC", "gcc") if device == "cuda" else os.environ.get("CXX", "g++")
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not (shutil.which(compiler) and header.is_file()):
-        raise ValueError(f"compiled layers need {compiler} and {header}: install both, or {remedy}")
+    there = shutil.which(compiler) and header.is_file()
+    return "" if there else f"compiled layers need {compiler} and {header}"

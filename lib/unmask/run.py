@@ -145,8 +145,12 @@ class Run:
         return [self.name, self.config.name] if self.name.startswith(f"{LAB}/") else [self.name]
 
     def base(self) -> str:
-        """The causal backbone that everything starts from: a ready checkpoint, or notebook 00's own."""
-        return self.config.backbone.checkpoint or str(self.artifacts("00_backbone") / "ar" / "model")
+        """The causal backbone that everything starts from: a ready checkpoint, or notebook 00's own, trained
+        or cut short."""
+        ready = self.config.backbone
+        if ready.checkpoint and not ready.keep_layers:
+            return ready.checkpoint
+        return str(self.artifacts("00_backbone") / ("cut" if ready.keep_layers else "ar") / "model")
 
     @property
     def results(self) -> Path:

@@ -6,6 +6,10 @@ import sys
 import psutil
 import pytest
 import torch
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+from safetensors.torch import load_file
 from transformers import AutoModel, GraniteConfig, GraniteForCausalLM
 
 import tiny
@@ -138,3 +142,42 @@ def test_a_gpu_without_bf16_says_that_it_computes_in_float32(monkeypatch):
     with pytest.warns(match="this GPU has no bf16: it computes in float32"):
         assert not backbone.computes_in_bf16("bf16")
     assert not backbone.computes_in_bf16("fp32")
+
+
+CUTS = {"qwen3": [0, 2], "llama": [3, 0, 1], "olmo2": [1]}
+
+
+@pytest.mark.parametrize(("family", "numbers"), CUTS.items())
+def test_a_model_cut_short_is_mergekits_passthrough(family, numbers, tmp_path):
+    """Also of layers whose attention differs, and with one matrix for input and output."""
+    whole = tiny_families.model(family, head=True, layers=4)
+    path = backbone.save(whole, tiny.tokenizer(), tmp_path / "whole", source="Ours")
+    cut = backbone.load(backbone.cut_short(path, numbers, tmp_path / "cut"), head=True)
+    slices = [{"sources": [{"model": str(path), "layer_range": [i, i + 1]}]} for i in numbers]
+    recipe = {"merge_method": "passthrough", "slices": slices, "dtype": "float32"}
+    options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
+    run_merge(MergeConfiguration.model_validate(recipe), str(tmp_path / "theirs"), options)
+    files = (tmp_path / "theirs").glob(
+        "*.safetensors"
+    )  # a configuration with layer_types they leave as it was
+    expected = {name: x for file in files for name, x in load_file(file).items()}
+    assert cut.config.num_hidden_layers == len(numbers)
+    assert {name for name, _ in cut.named_parameters()} == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in cut.named_parameters())
+    named = f"Ours · cut short: its layers {str(numbers)[1:-1]} alone"
+    assert backbone.facts(tmp_path / "cut")["source"] == named
+
+
+def test_layers_that_stay_keep_their_kind_and_their_place():
+    whole = tiny_families.alternating()
+    weight = whole.layers[3].mlp.up_proj.weight
+    cut = backbone.keep_layers(whole, [2, 3])
+    assert cut.config.layer_types == ["full_attention", "sliding_attention"]
+    assert [layer.self_attn.layer_idx for layer in cut.layers] == [0, 1]
+    assert cut.layers[1].mlp.up_proj.weight is weight
+
+
+@pytest.mark.parametrize("numbers", [[], [0, 0], [0, 2], [-1]])
+def test_layers_that_a_model_has_not_are_one_message(numbers):
+    with pytest.raises(ValueError, match=r"keep_layers \[.*one layer at least, of 0 to 1, and none twice"):
+        backbone.keep_layers(tiny.model(), numbers)

@@ -4,6 +4,7 @@ Shape suffixes: H heads · T tokens of all sequences, one after the other · D d
 N sequences of one length L.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,6 +12,7 @@ from importlib import import_module
 from inspect import signature
 from itertools import groupby
 from typing import Any
+from warnings import warn
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +24,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from unmask.extras import extra, require_compiler
+from unmask.extras import extra, lacking_compiler
 from unmask.losses.tensors import shipped
 from unmask.models import backbone
+from unmask.store import artifacts_root
 
 VARLEN = "varlen"
 KERNEL_ON = {"cuda"}  # kinds of device for which torch has a kernel for it
@@ -153,12 +156,14 @@ def compile_layers(model: nn.Module, *, same_length: bool) -> None:
     one length, they are for this length, which is the fastest, and a second length makes those for all; else
     they are for any number and lengths of sequences from the first on. The next model of the same shapes
     finds them, in this process; another begins anew, since torch keeps few for a function.
-    Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds. Wrap or
-    shard the model afterwards.
-
-    Raises: ValueError if nothing here compiles what they become.
+    Names and parameters stay as they are. A whole model takes minutes to compile, one layer seconds; what is
+    compiled is kept under artifacts, where the next process finds it. Where nothing compiles, layers stay as
+    they are, and a warning says so. Wrap or shard the model afterwards.
     """
-    require_compiler(next(model.parameters()).device.type, "set compile to false")
+    if lacking := lacking_compiler(next(model.parameters()).device.type):
+        warn(f"{lacking}: trained without, more slowly", stacklevel=2)
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(artifacts_root() / "data" / "compiled"))
     layers = backbone.layers(model)
     shapes = {tuple((name, p.dtype, *p.shape) for name, p in layer.named_parameters()) for layer in layers}
     if (kind := {same_length} | shapes) != _COMPILED:

@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -91,6 +92,48 @@ def make_bidirectional(
             "when the last token changes): take a family that honours it, Llama or Qwen3 for instance"
         )
     return model
+
+
+def keep_layers(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
+    """Cuts a model short, in place: of its layers these stay, in this order.
+
+    Embeddings, final norm and output matrix stay as they are, and what the configuration says of each layer
+    is kept for those that stay. It is what mergekit's passthrough makes of the same slices.
+
+    Args:
+        numbers: of layers, counted from 0.
+    Raises: ValueError if none is named, one twice, or one that the model has not.
+    Source: the last three quarters of a language model can go before contrastive training (2410.14578).
+    """
+    config, numbers = model.config.get_text_config(), list(numbers)
+    count = config.num_hidden_layers
+    if not numbers or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(count)}:
+        raise ValueError(
+            f"keep_layers {numbers}: name one layer at least, of 0 to {count - 1}, and none twice"
+        )
+    lists = (part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
+    stack = next(part for part in lists if [*part] and isinstance(part[0], GradientCheckpointingLayer))
+    for name, values in config.to_dict().items():
+        if "layer" in name and isinstance(values, list) and len(values) == count:  # layer_types, for instance
+            setattr(config, name, [values[number] for number in numbers])
+    remaining = [stack[number] for number in numbers]
+    del stack[:]
+    stack.extend(remaining)
+    for place, layer in enumerate(stack):
+        for part in layer.modules():
+            if hasattr(part, "layer_idx"):  # of its keys in a cache
+                part.layer_idx = place
+    config.num_hidden_layers = len(stack)
+    return model
+
+
+def cut_short(source: str | Path, numbers: Sequence[int], path: Path) -> Path:
+    """Writes a language model of which only these layers stay (`keep_layers`), with its tokenizer. What is
+    noted beside it says what it was and which layers it has."""
+    model, earlier = keep_layers(load(source, head=True), numbers), inherited(require_checkpoint(source))
+    layers_kept = f"cut short: its layers {', '.join(map(str, numbers))} alone"
+    about = {"stage": "base", "source": f"{earlier.get('source', source)} · {layers_kept}"}
+    return save(model, load_tokenizer(source), path, **earlier | about)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ import psutil
 
 from unmask.children import ENVIRONMENT
 from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
-from unmask.extras import require_compiler
+from unmask.extras import lacking_compiler
 from unmask.run import Folders
 from unmask.store import (
     artifacts_root,
@@ -304,9 +304,9 @@ def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
     Args:
         gpus, jobs: what --gpus and --jobs said; None: not given.
     Raises: ValueError if the machine has too few GPUs, trainings on several of them would run side by
-        side, nothing starts the other machines' processes, or layers are to be compiled and nothing does it.
+        side, nothing starts the other machines' processes, or a kernel is to be fused and nothing does it.
     """
-    parallel, kernels = preset.parallel, itertools.product(TRAINED, ("compile", "fused"))
+    parallel = preset.parallel
     machines, found = parallel.num_machines, min(len(gpu_names()), len(_visible()))
     here = parallel.per_machine
     if machines > 1 and not parallel.launcher:
@@ -319,9 +319,9 @@ def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
         )
     if jobs > 1 and parallel.num_processes > 1 and (found or gpus or parallel.launcher):
         raise ValueError("a training on several GPUs takes all of them: --jobs 1")
-    if compiled := [(name, key) for name, key in kernels if getattr(getattr(preset, name), key)]:
-        remedy = " ".join(f"--set {name}.{key}=false" for name, key in compiled)
-        require_compiler("cuda" if found else "cpu", f"use {remedy}")
+    fused = [name for name in TRAINED if getattr(preset, name).fused]
+    if fused and (lacking := lacking_compiler("cuda" if found else "cpu")):
+        raise ValueError(f"{lacking}, or {' '.join(f'--set {name}.fused=false' for name in fused)}")
 
 
 def own_gpus(parallel: ParallelConfig) -> dict[str, str]:

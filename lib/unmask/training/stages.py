@@ -371,10 +371,13 @@ class Diffusion(Pretraining):
             drawn = {"tokens_BL": tokens, "masked_BL": masked, "t_B": divisor, "valid_BL": valid}
             loss = partial(losses.diffusion_loss, **drawn, normalizer=predictable)
             noised = processes.ship(tokens.masked_fill(masked, self.mask_token_id))
-            mask = valid
             if batch.seen_LL is not None:
                 mask = batch.seen_LL & batch.valid_BL[rows, None, None]
-            return module(noised, None if mask is None else processes.ship(mask), loss)
+                return module(noised, processes.ship(mask), loss)
+            if valid is None:
+                return module(noised, None, loss)
+            with torch.compiler.set_stance("force_eager"):  # few texts are cut: no graph of their own
+                return module(noised, processes.ship(valid), loss)
 
         # Cut sequences go last, so that all other micro-batches need no attention mask.
         order = batch.valid_BL.all(1).logical_not().argsort(stable=True)
