@@ -144,25 +144,17 @@ def test_a_gpu_without_bf16_says_that_it_computes_in_float32(monkeypatch):
     assert not backbone.computes_in_bf16("fp32")
 
 
-CUTS = {"qwen3": [0, 2], "llama": [3, 0, 1], "olmo2": [1]}
-
-
-@pytest.mark.parametrize(("family", "numbers"), CUTS.items())
+@pytest.mark.parametrize(("family", "numbers"), [("llama", [3, 0, 1]), ("olmo2", [1])])
 def test_a_model_cut_short_is_mergekits_passthrough(family, numbers, tmp_path):
-    """Also of layers whose attention differs, and with one matrix for input and output."""
+    """With one matrix for input and output. mergekit cannot cut a Qwen3: it leaves layer_types as they are."""
     whole = tiny_families.model(family, head=True, layers=4)
     path = backbone.save(whole, tiny.tokenizer(), tmp_path / "whole", source="Ours")
     cut = backbone.load(backbone.cut_short(path, numbers, tmp_path / "cut"), head=True)
-    config = json.loads((path / "config.json").read_text())
-    config.pop("layer_types", None)  # which mergekit leaves as they were
-    (path / "config.json").write_text(json.dumps(config))
     slices = [{"sources": [{"model": str(path), "layer_range": [i, i + 1]}]} for i in numbers]
     recipe = {"merge_method": "passthrough", "slices": slices, "dtype": "float32"}
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
     run_merge(MergeConfiguration.model_validate(recipe), str(tmp_path / "theirs"), options)
-    files = (tmp_path / "theirs").glob(
-        "*.safetensors"
-    )
+    files = (tmp_path / "theirs").glob("*.safetensors")
     expected = {name: x for file in files for name, x in load_file(file).items()}
     assert cut.config.num_hidden_layers == len(numbers)
     assert {name for name, _ in cut.named_parameters()} == expected.keys()
