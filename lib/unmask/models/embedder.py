@@ -93,8 +93,8 @@ class Embedder:
         pooling: "mean", or "last" for the ablation.
         max_length: tokens of one text at most; what is longer is cut. Default: the model's positions, or
             10,000 where it has no limit.
-        window: tokens of a document that are read at once, see `encode_documents`. Default: the positions,
-            too, whatever `max_length` is.
+        window: tokens of a document that are read at once, see `encode_documents`. Default: 10,000, or the
+            positions, whatever `max_length` is.
         mixed_precision: bf16 autocast; faster, and about one INT8 code in ten differs, by one. The matrices
             of `model` become bfloat16, in place, so it can no longer be saved. Default: on a GPU that has
             it, not on a CPU.
@@ -140,7 +140,7 @@ class Embedder:
         self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
         check_counts(window=window, token_budget=token_budget)
         self.positions = backbone.positions(model) or WINDOW
-        self.window = min(window or self.positions, self.positions)
+        self.window = min(window or WINDOW, self.positions)
         tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an embedder pads by itself
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
         self.max_length = self._limit(self.positions if max_length is None else max_length)
@@ -219,8 +219,8 @@ class Embedder:
         """Embeds chunks in the context of their document: late chunking (pplx-embed, section 2.4).
 
         A document beyond `window` (what the model was trained on, for instance) is read in overlapping
-        windows of whole chunks, of 10,000 tokens at most, and each chunk has the vector of the window where
-        it has most context: `encoding.context_windows` says how. Every chunk has one vector, always.
+        windows of whole chunks, and each chunk has the vector of the window where it has most context:
+        `encoding.context_windows` says how. Every chunk has one vector, always.
 
         Args:
             documents: a list of chunks for each document.
@@ -293,15 +293,13 @@ class Embedder:
         return Reading(units, self.pooling, name), np.cumsum([0, *map(len, documents)])
 
     def _windows(self, documents: list[list[str]], chunk_length: int | None, name: Name) -> Iterator[Unit]:
-        limit = self.window - sum(map(len, self.around))
+        room = self.window - sum(map(len, self.around))
         tokens = self._tokens(chain.from_iterable(documents), chunk_length, name)
         separator_id = self.tokenizer.convert_tokens_to_ids(end_token(self.tokenizer))
         first = 0
         for chunks in documents:
             ids = list(islice(tokens, len(chunks)))
             lengths = list(map(len, ids))
-            whole = sum(lengths) + len(lengths) - 1 <= limit  # with a separator between two chunks
-            room = limit if whole else min(WINDOW, limit)
             if max(lengths) > room:
                 raise ValueError(
                     f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens, the window holds {room}: "
