@@ -1,6 +1,7 @@
 """ConTEB: its layout on the Hub, tasks from own documents, variations of a task."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,14 +11,16 @@ from datasets import Dataset
 
 import tiny
 from chat_servers import chat_server
+from by_hand import cells
 from closeness import assert_close
 from fake_hub import fake_hub
-from unmask.config import ContextsConfig
+from unmask.config import ContextsConfig, load_preset
 from unmask.data.mining import unit
 from unmask.data.registry import CONTEB
 from unmask.evaluation import conteb
 from unmask.evaluation.conteb import articles, as_task, load, maxsim, squad, xquad
-from unmask.evaluation.tasks import evaluate_bm25
+from unmask.evaluation.tasks import Task, evaluate_bm25, ndcg
+from unmask.models.embedder import Embedder
 from unmask.study.report import PAPER
 from unmask.synthesis import replies
 
@@ -125,7 +128,10 @@ def test_articles_are_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatc
     path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
     Dataset.from_list(rows).to_parquet(path)
     task = articles()
-    assert task.name == "Wikipedia" and task.documents[0] == ["Z paragraph 0", "Z paragraph 1"]  # in the data's order
+    assert task.name == "Wikipedia" and task.documents[0] == [
+        "Z paragraph 0",
+        "Z paragraph 1",
+    ]  # in the data's order
     assert [len(document) for document in task.documents] == [2, 3, 1] and len(task.queries) == 12
     for query, relevant in zip(task.queries, task.relevant, strict=True):
         title, _, paragraph, _ = query.split()
@@ -174,3 +180,27 @@ def test_maxsim_is_its_formula_however_it_is_tiled(monkeypatch, tile):
     units = [[unit(x_LD).astype(float) for x_LD in texts] for texts in (q, d)]
     expected = [[(q_LD @ d_LD.T).max(axis=1).sum() for d_LD in units[1]] for q_LD in units[0]]
     assert_close(maxsim(q, d), expected)
+
+
+def test_notebook_08_reads_public_chunks_as_far_by_token_as_by_chunk():
+    """Its cells, run on a task whose chunks are longer than the preset's own."""
+    defined, *_, searched = (cell for cell in cells("08_conteb") if "late_interaction(" in cell)
+    loop = searched[searched.index("for name, (model, late) in by_token") : searched.index("sets = ")]
+    rng, words = np.random.default_rng(0), " ".join(tiny.TEXTS).split()
+    documents = [[" ".join(rng.choice(words, 100))] for _ in range(40)]
+    task = Task(
+        "public", "contextual", [text[-40:] for (text,) in documents], documents, [{i} for i in range(40)]
+    )
+    config, reader = load_preset("smoke"), Embedder(tiny.model(), tiny.tokenizer())
+    scores, lengths = {}, replace(config.evaluation, chunk_length=config.conteb.chunk_length)
+    names = {"config": config, "np": np, "Embedder": Embedder, "Task": Task, "conteb": conteb, "ndcg": ndcg}
+    names |= {"embedders": {"m": reader}, "by_token": {"alone": ("m", False)}, "public": [task]}
+    names |= {"settings": replace(config.conteb, late_documents=40), "lengths": lengths}
+    exec(defined + "\n" + loop, names | {"public_scores": scores})
+    queries = reader.encode_tokens(task.queries, max_length=lengths.query_length)
+    whole, cut = (
+        ndcg(task, maxsim(queries, reader.encode_tokens(task.chunks, max_length=one.chunk_length)))
+        for one in (lengths, config.evaluation)
+    )
+    found = scores["alone, token vectors"]["public"]
+    assert (found == whole).all() and (found != cut).any()
