@@ -10,8 +10,8 @@ import pytest
 from datasets import Dataset
 
 import tiny
-from chat_servers import chat_server
 from by_hand import cells
+from chat_servers import chat_server
 from closeness import assert_close
 from fake_hub import fake_hub
 from unmask.config import ContextsConfig, load_preset

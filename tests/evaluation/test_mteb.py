@@ -162,7 +162,7 @@ def test_notebook_09_puts_the_requests_with_instructions_beside_table_5():
     """As the table's baselines were run; those without follow, and say so."""
     (cell,) = (source for source in cells("09_retrieval") if "tool_kinds" in source)
     subsets = dict.fromkeys(
-        benchmark_tasks("ToolRet")[0].hf_subsets, dict.fromkeys("P R C nDCG".split(), 0.0)
+        benchmark_tasks("ToolRet")[0].hf_subsets, dict.fromkeys(["P", "R", "C", "nDCG"], 0.0)
     )
     row = {"precision": "INT8", "benchmark": "ToolRet", "subsets": subsets}
     names = {"public": [row | {"task": task.metadata.name} for task in benchmark_tasks("ToolRet")]}
