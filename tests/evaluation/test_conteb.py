@@ -128,10 +128,8 @@ def test_articles_are_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatc
     path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
     Dataset.from_list(rows).to_parquet(path)
     task = articles()
-    assert task.name == "Wikipedia" and task.documents[0] == [
-        "Z paragraph 0",
-        "Z paragraph 1",
-    ]  # in the data's order
+    assert task.name == "Wikipedia"
+    assert task.documents[0] == ["Z paragraph 0", "Z paragraph 1"]  # in the data's order
     assert [len(document) for document in task.documents] == [2, 3, 1] and len(task.queries) == 12
     for query, relevant in zip(task.queries, task.relevant, strict=True):
         title, _, paragraph, _ = query.split()

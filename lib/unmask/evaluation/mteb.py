@@ -58,7 +58,8 @@ class MtebEncoder(AbsEncoder):
     What is no search (classification, clusters, pairs of sentences) gets float vectors of unit length.
 
     Args:
-        config: `query_length` and `document_length` are tokens at most, up to the model's positions.
+        config: `query_length` and `document_length` are tokens at most, but for LENGTHS, and up to the model's
+            positions.
         precision: "int8", "binary", "ubinary" or "float32".
         instruct: every text but a searched document comes after mteb's instruction for its task, in
             Qwen3-Embedding's template; ArguAna's prompt is not used.
