@@ -58,7 +58,7 @@ class MtebEncoder(AbsEncoder):
     What is no search (classification, clusters, pairs of sentences) gets float vectors of unit length.
 
     Args:
-        config: `query_length` and `document_length` are tokens at most, but for LENGTHS, and up to the model's
+        config: `query_length` and `document_length` are tokens at most, but for LENGTHS, up to the model's
             positions.
         precision: "int8", "binary", "ubinary" or "float32".
         instruct: every text but a searched document comes after mteb's instruction for its task, in
