@@ -391,7 +391,7 @@ class ContebConfig(Section):
     joined: Several = 8  # texts that look alike, as one document
     chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
     chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
-    piece_characters: Sizes = (100,)  # to which SQuAD's paragraphs are cut; the first is ConTEB's task
+    piece_characters: Sizes = (100,)  # to which SQuAD's paragraphs are cut; several: as a figure
     corpus_documents: Sizes  # among which a query looks for its document
     late_documents: Count = 100  # at most, compared by late interaction: vectors fifteen times as large
     # InSeNT's weight of the in-sequence term, one training each.

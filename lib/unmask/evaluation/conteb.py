@@ -83,7 +83,7 @@ def squad(paragraphs: int = 0, characters: int = 100, ask_hub: bool = False) -> 
     """ConTEB's SQuAD task, built from the validation split of SQuAD 1.1.
 
     Paragraphs are documents. They are cut at spaces into pieces, the chunks. The piece where the answer
-    begins is right. Each paragraph's first question is asked [choice: ConTEB has as many, not said which].
+    begins is right. Of each paragraph the first question is asked [choice: which is not said].
 
     Args:
         paragraphs: take the first so many; 0: all 2,067.
