@@ -641,7 +641,8 @@ class Contextual(Contrastive):
 
     @cached_property
     def data(self) -> dict[str, TokenDocuments]:
-        corpus, config, data = self.corpus, self.config, {}
+        corpus, data, taken = self.corpus, {}, sum(map(len, self.around))
+        config = replace(self.config, query_length=max(1, self.config.query_length - taken))
         for name in corpus.datasets("documents", "train") if config.join == 1 else ():
             rows, file = corpus.documents("train", name), corpus.identity("documents", name)
             data[name] = tokenized.token_documents(Table(rows, name, file, self.stored), config)
