@@ -24,6 +24,7 @@ from unmask.config import ConfigError
 from unmask.data.tokens import END_OF_TEXT
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
+from unmask.models.embedder import quantized
 from unmask.training import TrainingStopped, Watch
 from unmask.training.stages import Contrastive
 
@@ -155,7 +156,9 @@ def test_the_loss_sees_what_encode_serves(foreign, stage, monkeypatch):
     if stage == "contextual":
         whole = [row["chunks"] for row in LETTERS[stage]]
         codes |= {tuple(row) for rows in given.encode_documents(whole) for row in rows.tolist()}
-        codes |= {tuple(row) for row in given.encode([" ".join(chunks) for chunks in whole]).tolist()}
+        means = np.stack([np.concatenate(one).mean(0) for one in given.encode_document_tokens(whole)])
+        means /= np.linalg.norm(means, axis=1, keepdims=True)
+        codes |= {tuple(row) for row in quantized(means, "int8").tolist()}
 
     def loss(*vectors, **options):
         if torch.is_grad_enabled():  # not for the loss of a guess
