@@ -1,5 +1,6 @@
 """`fit`: rows of one's own in, an embedder out, and what is refused before anything is loaded."""
 
+import copy
 import doctest
 import json
 import subprocess
@@ -19,9 +20,9 @@ import tiny
 import tiny_families
 import tiny_foreign
 from unmask import Embedder, fit, fitting, losses
-from unmask.evaluation import retrieval_metrics
 from unmask.config import ConfigError
 from unmask.data.tokens import END_OF_TEXT
+from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
 from unmask.models.embedder import quantized
@@ -175,9 +176,10 @@ def test_the_loss_sees_what_encode_serves(foreign, stage, monkeypatch):
 
 def test_lengths_beyond_the_positions_are_cut_and_said(foreign, tmp_path, capsys):
     long = [(f"{a} " * 90, f"{b} " * 90) for a, b in WORDS]
-    for stage, rows in (("pair", long), ("triplet", [(*pair, [long[i - 1][1]]) for i, pair in enumerate(long)])):
+    for stage, rows in ("pair", long), ("triplet", [(*pair, [pair[0]]) for pair in long]):
         fit(foreign, rows, stage=stage, document_length=500, query_length=64, **SHORT)
-        assert "document_length: 64 instead of 500, as many tokens as the model reads" in capsys.readouterr().out
+        told = "document_length: 64 instead of 500, as many tokens as the model reads"
+        assert told in capsys.readouterr().out
     documents = [{"chunks": [b, b], "queries": [a], "golds": [1]} for a, b in long]
     fit(foreign, documents, stage="contextual", chunk_length=500, **SHORT)
     assert "chunk_length: 30 instead of 500" in capsys.readouterr().out
@@ -204,10 +206,10 @@ def test_only_diffusion_needs_a_mask_token(tmp_path):
     lm = backbone.save(tiny.model(bidirectional=False, head=True), sparse(), tmp_path / "lm")
     assert fit(lm, PAIRS, **SHORT).helped
     fill = {"stage": "diffusion", "length": 8, "batch": 2, "lr": 1e-3} | SHORT
-    with pytest.raises(ConfigError, match="diffusion.mask_token: name a rare token"):
+    with pytest.raises(ConfigError, match=r"diffusion\.mask_token: name a rare token"):
         fit(lm, tiny.TEXTS, **fill)
     for token, why in ((END_OF_TEXT, "ends texts"), ("<mask>", "is not in the vocabulary")):
-        with pytest.raises(ConfigError, match=f"diffusion.mask_token: .* {why}"):
+        with pytest.raises(ConfigError, match=rf"diffusion\.mask_token: .* {why}"):
             fit(lm, tiny.TEXTS, mask_token=token, **fill)
     model = fit(lm, tiny.TEXTS, mask_token="<|other|>", **fill).model
     assert model.config.mask_token_id == sparse().convert_tokens_to_ids("<|other|>")
@@ -234,8 +236,7 @@ def test_code_of_a_checkpoint_is_neither_asked_for_nor_run(tmp_path, monkeypatch
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
-    larger = PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer().backend_tokenizer, eos_token=END_OF_TEXT)
-    larger = PreTrainedTokenizerFast.from_pretrained(larger.save_pretrained(tmp_path / "a") and tmp_path / "a")
+    larger = copy.deepcopy(tiny.tokenizer())
     larger.add_tokens(["[NEWTOKEN]"])
     folder = backbone.save(tiny.model(), larger, tmp_path / "model")
     message = r"token '\[NEWTOKEN\]' has the number 400, the model has rows for 400 tokens"

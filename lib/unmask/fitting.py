@@ -142,8 +142,8 @@ def fit(
             interruption. Default: nothing is kept but the result.
         hold_out: share of the groups to hold out; 0: none. It needs 20 groups, and one with no more rows than
             this share.
-        bidirectional: whether a causal model is made to read both sides, before anything is measured. Default:
-            if it is a plain language model; an embedder is left as it is.
+        bidirectional: whether a causal model is made to read both sides, before anything is measured.
+            Default: a plain language model is, an embedder is not.
         values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr; for
             "diffusion" also `mask_token`, the token of the vocabulary that plays [MASK]. By default
             three epochs of batches of 128 rows, or of all rows if there are fewer, and for pairs the model's

@@ -138,8 +138,8 @@ def load_config(source: str | Path) -> PreTrainedConfig:
         stock |= {"architectures": ["Qwen3Model"], "is_causal": False, "use_bidirectional_attention": True}
         return Qwen3Config.from_dict(stock)
     if kind not in CONFIG_MAPPING:
-        unknown = f"{source}: the architecture {kind!r} is unknown to the installed transformers, and code that"
-        raise ValueError(f"{unknown} comes with it is not run: update transformers, or convert it")
+        unknown = f"{source}: the architecture {kind!r} is unknown to the installed transformers, and code"
+        raise ValueError(f"{unknown} that comes with it is not run: update transformers, or convert it")
     more = [key for key in ("auto_map", "quantization_config") if stored.get(key)]  # code, codes for weights
     if more := more + [file.name for file in Path(source).glob("adapter_config.json")]:
         stock = "only plain weights of a stock class are read: convert them, or take it out if unused"
@@ -224,8 +224,8 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBas
     token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if token_id >= rows:
         raise ValueError(
-            f"the tokenizer's token {token!r} has the number {token_id}, the model has rows for {rows} tokens: "
-            "resize the model's embeddings (resize_token_embeddings) and train them, or take the token out"
+            f"the tokenizer's token {token!r} has the number {token_id}, the model has rows for {rows} "
+            "tokens: give the model such rows (resize_token_embeddings), or take the token out"
         )
 
 
@@ -236,7 +236,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """
     source = require_checkpoint(path, weights=False)
     # Told the configuration, it does not ask for a class of the checkpoint's own.
-    config = load_config(source) if not Path(source).is_dir() or Path(source, "config.json").exists() else None
+    alone = Path(source).is_dir() and not Path(source, "config.json").exists()
+    config = None if alone else load_config(source)
     try:
         return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False)
     except json.JSONDecodeError as error:

@@ -200,9 +200,7 @@ def portable(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> PreTrain
     return tokenizer
 
 
-def _sentence_transformers_files(
-    settings: Settings, dimensions: int
-) -> dict[str, Any]:
+def _sentence_transformers_files(settings: Settings, dimensions: int) -> dict[str, Any]:
     kinds = {"Transformer": "", "Pooling": "1_Pooling"}
     if settings.normalize:
         kinds["Normalize"] = "2_Normalize"

@@ -141,5 +141,6 @@ def _meaning(parent: Path, tokenizer: PreTrainedTokenizerBase, settings: Setting
     reads["prompts"] = {name: text for name, text in settings.prompts.items() if text}
     around = special_tokens_around(tokenizer) if settings.special_tokens else ()
     reads["special_tokens"] = settings.special_tokens, [ids.tolist() for ids in around]
-    values = {key: value for key, value in config.to_dict().items() if key not in FREE and "dropout" not in key}
+    values = {key: value for key, value in config.to_dict().items() if key not in FREE}
+    values = {key: value for key, value in values.items() if "dropout" not in key}
     return values | reads | {"tokenizer": StoredTokenizer.of(tokenizer)}

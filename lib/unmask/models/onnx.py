@@ -15,8 +15,8 @@ from unmask.store import new_directory, write_json
 
 
 def export_onnx(embedder: Embedder, path: str | Path) -> Path:
-    """Writes model.onnx, its weights in model.onnx.data, the tokenizer and the settings (unmask.json: lengths,
-    prompts) into a directory.
+    """Writes model.onnx, its weights in model.onnx.data, the tokenizer and unmask.json, with lengths and
+    prompts, into a directory.
 
     Inputs, int64, of any number and length of texts: `input_ids` (B, L) and `attention_mask` (B, L), padded
     at the end. Outputs:

@@ -174,7 +174,7 @@ class Stage:
 
     def facts(self, start: str) -> dict[str, Any]:
         """How the checkpoint is to be used, and which ready backbone it descends from."""
-        facts = self.job.settings.facts if self.job.settings else {}
+        facts = replace(self.job.settings, about={}).facts if self.job.settings else {}
         facts |= {"stage": self.job.section, "pooling": getattr(self.config, "pooling", "mean")}
         if source := backbone.facts(start).get("source"):
             facts["source"] = source
