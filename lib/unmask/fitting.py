@@ -188,7 +188,8 @@ def fit(
         if own.pooling != "mean" and stage != "pair":
             raise ValueError(f"stage {stage!r} trains the mean of tokens, this model pools {own.pooling!r}")
         tokenizer, width = backbone.load_tokenizer(start), own.model.config.get_text_config().hidden_size
-        shape = SimpleNamespace(hidden_size=width, max_position_embeddings=own.window)
+        most = own.window if stage == "contextual" else own.positions
+        shape = SimpleNamespace(hidden_size=width, max_position_embeddings=most)
         ready = _backbone(start, tokenizer, mask_token, stage)
         kept, groups = [row for row, held in zip(rows, held_N) if not held], len(set(group_N[~held_N]))
         config = _config(stage, kept, groups, shape, own.pooling, values)
@@ -309,6 +310,7 @@ def _config(
     values = {key: getattr(given, key) for key in values}
     own = SMALL[stage] | ({"pooling": pooling} if stage == "pair" else {}) | values
     positions = getattr(shape, "max_position_embeddings", None) or own.get("document_length", 512)
+    own |= {key: min(own[key], positions) for key in own if key.endswith("length") and key not in values}
     count: float = len(rows)
     if stage == "diffusion":  # so many blocks, about
         count = max(1, sum(len(row["text"]) for row in rows) // (4 * own["length"]))

@@ -114,7 +114,7 @@ def test_settings_of_sentence_transformers_stay(tmp_path, capsys):
     tiny_foreign.edit(two / "sentence_bert_config.json", max_seq_length=30)
     parent, merged = map(Embedder.from_pretrained, (one, slerp(one, two, 0.0, tmp_path / "m")))
     assert merged.max_length == 30
-    assert "max_length is 20 and 30: the merge has the longest, 30" in capsys.readouterr().out
+    assert "max_length is 20, 30: the merge has the longest, 30" in capsys.readouterr().out
     texts = [*tiny.TEXTS[:2], "7"]  # all shorter
     assert_close(merged.encode(texts, "float32", max_length=20), parent.encode(texts, "float32"))
     assert vars(merged.settings) | {"max_length": 20, "about": 0} == vars(parent.settings) | {"about": 0}

@@ -96,7 +96,7 @@ def _merge(
         except Exception as error:  # of whatever kind: mergekit meets what it does not know anywhere
             kind = backbone.load_config(parents[0]).architectures
             what = f"mergekit cannot merge {', '.join(map(str, parents))} ({', '.join(kind)}): {error}"
-            known = "decoders such as Qwen3, Llama, Mistral and OLMo 2 can be merged, BERT and GPT-2 cannot"
+            known = "decoders such as Qwen3, Llama, Mistral and OLMo 2 can be merged, BERT cannot"
             raise ValueError(f"{what}. Take other parents: {known}") from error
         finally:
             logging.disable(logging.NOTSET)
@@ -128,7 +128,8 @@ def _longest(settings: Sequence[Settings]) -> dict[str, int | None]:
     longest = {key: None if None in values else max(values) for key, values in lengths.items()}
     for key, values in lengths.items():
         if len({*values}) > 1:
-            print(f"{key} is {' and '.join(map(str, values))}: the merge has the longest, {longest[key]}")
+            *several, most = [str(one or "all positions") for one in (*values, longest[key])]
+            print(f"{key} is {', '.join(several)}: the merge has the longest, {most}")
     return longest
 
 
