@@ -41,17 +41,17 @@ def claims(run: str) -> list[dict]:
 
 def quality(run: str) -> str:
     """nDCG@10 of the recipe's stages beside two references, on docstrings and code, on contextual tasks and
-    on SQuAD, over the seeds that notebook 12 pools."""
+    on Wikipedia, over the seeds that notebook 12 pools."""
     by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
     every = [report.measured(report.STAGES, one) | _headed(one) for one in by_seed]
     families = evidence.gathered(every)
-    squad = evidence.gathered({"SQuAD": _squad(one)} for one in by_seed)["SQuAD"]
+    wikipedia = evidence.gathered({"Wikipedia": _wikipedia(one)} for one in by_seed)["Wikipedia"]
     rows = []
     for model in MODELS:
         found, headed = families.get(model, {}), model.endswith(HEADED)
         row = {"nDCG@10": model, "docstrings, code": "–" if headed else _mean(found.get("average"))}
         row |= {"in context": _mean(found.get("contextual")) + _same_seeds(model, every)}
-        row |= {"SQuAD": "–" if headed else _mean(squad.get(model))}
+        row |= {"Wikipedia": "–" if headed else _mean(wikipedia.get(model))}
         trained = model.removesuffix(HEADED) not in OUTSIDE
         rows.append(row | {"seeds": str(len(found.get("contextual", ()))) if trained else "–"})
     return report.markdown_table(rows)
@@ -71,12 +71,15 @@ def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
     return {name: {"contextual": mean(row.values())} for name, row in rivals.items() if HEADED in name}
 
 
-def _squad(metrics: dict[str, dict]) -> dict[str, float]:
-    """nDCG@10 on SQuAD of the same models, each paragraph alone; earlier it was measured in notebook 03."""
-    found = metrics.get("08_conteb", {}).get("squad") or metrics.get("03_contextual", {}).get("squad", {})
-    row = {name.removesuffix(", chunks alone"): value / 100 for name, value in found.items()}
-    elsewhere = metrics.get("09_retrieval", {}).get("elsewhere") or {}
-    return row | ({"merged": elsewhere["ours (INT8)"]["SQuAD"]} if elsewhere else {})
+def _wikipedia(metrics: dict[str, dict]) -> dict[str, float]:
+    """nDCG@10 on Wikipedia of the same models, each paragraph alone. Earlier runs call the task SQuAD, and
+    have it in percent, from notebook 08 or 03."""
+    earlier = metrics.get("08_conteb", {}).get("squad") or metrics.get("03_contextual", {}).get("squad", {})
+    found = {name: {"Wikipedia": value / 100} for name, value in earlier.items()}
+    found |= metrics.get("08_conteb", {}).get("elsewhere", {})
+    merged = (metrics.get("09_retrieval", {}).get("elsewhere") or {}).get("ours (INT8)", {})
+    found["merged"] = {"Wikipedia": merged["SQuAD"]} if "SQuAD" in merged else merged
+    return {n.removesuffix(", chunks alone"): x["Wikipedia"] for n, x in found.items() if "Wikipedia" in x}
 
 
 def _mean(values: list[float] | None) -> str:

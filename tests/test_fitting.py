@@ -1,5 +1,6 @@
 """`fit`: rows of one's own in, an embedder out, and what is refused before anything is loaded."""
 
+import copy
 import doctest
 import json
 import subprocess
@@ -8,16 +9,23 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 import tiny
 import tiny_families
 import tiny_foreign
-from unmask import Embedder, fit, fitting
+from unmask import Embedder, fit, fitting, losses
+from unmask.config import ConfigError
+from unmask.data.tokens import END_OF_TEXT
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
+from unmask.models.embedder import quantized
 from unmask.training import TrainingStopped, Watch
 from unmask.training.stages import Contrastive
 
@@ -105,6 +113,136 @@ def test_an_embedder_is_trained_as_it_reads(foreign, stage, monkeypatch):
     whole = given._texts([*known], None).units
     ids = {tuple(unit.sequence.tokens_L.tolist()) for unit in whole}
     assert {tuple(one.tokens_L.tolist()) for one in read[0].sequences[: read[0].count]} <= ids
+
+
+NOTHING = {"lr": 1e-12, "hold_out": 0.2} | SHORT  # a rate that changes nothing
+
+
+def test_a_causal_embedder_stays_causal_and_keeps_its_prompts(tmp_path):
+    folder = tiny_foreign.qwen3_embedding(tmp_path / "qwen3")
+    queries = [query for query, _ in PAIRS]
+    embedder = fit(folder, PAIRS, **NOTHING)
+    assert not backbone.sees_both_sides(embedder.model)
+    given = Embedder.from_pretrained(folder, device="cpu")
+    assert embedder.settings == given.settings
+    assert np.array_equal(embedder.encode(queries), given.encode(queries))
+    assert embedder.helped.after == pytest.approx(embedder.helped.before)
+    theirs = (embedder.save_pretrained(tmp_path / "saved"), folder)
+    after, before = (SentenceTransformer(str(path), device="cpu").encode_query(queries) for path in theirs)
+    assert abs(after - before).max() < 1e-5
+    turned = fit(folder, PAIRS, bidirectional=True, **NOTHING)
+    assert backbone.sees_both_sides(turned.model) and turned.pooling == "last"
+
+
+def test_a_plain_language_model_is_measured_as_it_is_trained(model):
+    given = Embedder.from_pretrained(model, device="cpu")
+    for start in (model, given):
+        embedder = fit(start, PAIRS, **NOTHING)
+        assert backbone.sees_both_sides(embedder.model)
+        assert embedder.helped.after == pytest.approx(embedder.helped.before)
+    assert not backbone.sees_both_sides(given.model)  # it is the user's
+    assert not backbone.sees_both_sides(fit(model, PAIRS, bidirectional=False, **NOTHING).model)
+    with pytest.raises(ConfigError, match="bidirectional=False: stage 'diffusion' reads both sides"):
+        fit(model, tiny.TEXTS, stage="diffusion", bidirectional=False)
+
+
+@pytest.mark.parametrize("stage", LETTERS)
+def test_the_loss_sees_what_encode_serves(foreign, stage, monkeypatch):
+    """Of an embedder whose vectors have unit length, but whose means are twenty times as long."""
+    given, seen, original = Embedder.from_pretrained(foreign), [], getattr(losses, f"{stage}_loss")
+    given.model.encoder.layer[-1].output.LayerNorm.weight.data *= 20
+    given.model.config.hidden_dropout_prob = given.model.config.attention_probs_dropout_prob = 0.0
+    texts = [text for pair in WORDS for text in pair]
+    codes = {tuple(row) for row in given.encode(texts).tolist()}
+    if stage == "contextual":
+        whole = [row["chunks"] for row in LETTERS[stage]]
+        codes |= {tuple(row) for rows in given.encode_documents(whole) for row in rows.tolist()}
+        means = np.stack([np.concatenate(one).mean(0) for one in given.encode_document_tokens(whole)])
+        means /= np.linalg.norm(means, axis=1, keepdims=True)
+        codes |= {tuple(row) for row in quantized(means, "int8").tolist()}
+
+    def loss(*vectors, **options):
+        if torch.is_grad_enabled():  # not for the loss of a guess
+            seen.extend(vectors)
+        return original(*vectors, **options)
+
+    monkeypatch.setattr(losses, f"{stage}_loss", loss)
+    options = SHORT | {"steps": 1} | ({"chunks": 2} if stage == "contextual" else {})
+    fit(given, LETTERS[stage], stage=stage, hold_out=0, **options)
+    rows = torch.cat([x.detach().flatten(0, -2) for x in seen if x.shape[-1] == 32])
+    near = [min(np.abs(np.array(row) - code).max() for code in codes) for row in rows.tolist()]
+    assert len(near) >= 48 and max(near) <= 1  # rounding
+
+
+def test_lengths_beyond_the_positions_are_cut_and_said(foreign, tmp_path, capsys):
+    long = [(f"{a} " * 90, f"{b} " * 90) for a, b in WORDS]
+    for stage, rows in ("pair", long), ("triplet", [(*pair, [pair[0]]) for pair in long]):
+        fit(foreign, rows, stage=stage, document_length=500, query_length=64, **SHORT)
+        told = "document_length: 64 instead of 500, as many tokens as the model reads"
+        assert told in capsys.readouterr().out
+    documents = [{"chunks": [b, b], "queries": [a], "golds": [1]} for a, b in long]
+    fit(foreign, documents, stage="contextual", chunks=2, chunk_length=500, **SHORT)
+    assert "chunk_length: 30 instead of 500" in capsys.readouterr().out
+    given = Embedder.from_pretrained(foreign, max_length=40)  # what `encode` cuts, training cuts
+    fit(given, long, **SHORT)
+    assert "document_length: 40 instead of 64" in capsys.readouterr().out
+    roberta = backbone.save(tiny_families.xlm_roberta(), tiny.tokenizer(), tmp_path / "roberta")
+    fit(roberta, PAIRS, document_length=256, **SHORT)  # 255: its positions begin behind the padding token
+    assert "document_length: 255 instead of 256" in capsys.readouterr().out
+
+
+def sparse(bos=False):
+    """A tokenizer without a token to spare, as Llama 3's; with `bos` it puts one before a text."""
+    backend = Tokenizer.from_str(tiny.tokenizer().backend_tokenizer.to_str().replace("fim_pad", "other"))
+    start = "<|im_start|>"
+    if bos:
+        special = [(start, backend.token_to_id(start))]
+        backend.post_processor = TemplateProcessing(f"{start} $A", f"{start} $A $B", special)
+    roles = {"bos_token": start, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+
+
+def test_only_diffusion_needs_a_mask_token(tmp_path):
+    lm = backbone.save(tiny.model(bidirectional=False, head=True), sparse(), tmp_path / "lm")
+    assert fit(lm, PAIRS, **SHORT).helped
+    fill = {"stage": "diffusion", "length": 8, "batch": 2, "lr": 1e-3} | SHORT
+    with pytest.raises(ConfigError, match=r"diffusion\.mask_token: name a rare token"):
+        fit(lm, tiny.TEXTS, **fill)
+    for token, why in ((END_OF_TEXT, "ends texts"), ("<mask>", "is not in the vocabulary")):
+        with pytest.raises(ConfigError, match=rf"diffusion\.mask_token: .* {why}"):
+            fit(lm, tiny.TEXTS, mask_token=token, **fill)
+    model = fit(lm, tiny.TEXTS, mask_token="<|other|>", **fill).model
+    assert model.config.mask_token_id == sparse().convert_tokens_to_ids("<|other|>")
+    with pytest.raises(ConfigError, match="pair: unknown key 'mask_token'"):
+        fit(lm, PAIRS, mask_token="<|other|>")
+
+
+def test_an_embedder_that_pools_last_keeps_its_own_template(tmp_path, monkeypatch):
+    model = backbone.save(tiny.model(bidirectional=False), sparse(bos=True), tmp_path / "lm")
+    given = Embedder.from_pretrained(model, pooling="last", special_tokens=True)
+    embedder = fit(given, PAIRS, **NOTHING)
+    start = embedder.tokenizer.bos_token_id
+    assert embedder.tokenizer("a")["input_ids"][0] == start and embedder.around[0].tolist() == [start]
+    assert len(embedder.around[1]) == 0 and not backbone.sees_both_sides(embedder.model)
+    assert np.array_equal(embedder.encode(["a b"]), given.encode(["a b"]))
+
+
+def test_code_of_a_checkpoint_is_neither_asked_for_nor_run(tmp_path, monkeypatch):
+    folder = tiny_foreign.released(tmp_path / "pplx")  # whose code raises
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    embedder = fit(folder, PAIRS, cluster_size=8, **NOTHING)
+    texts = [text for _, text in PAIRS]
+    assert np.array_equal(embedder.encode(texts), Embedder.from_pretrained(folder).encode(texts))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    larger = copy.deepcopy(tiny.tokenizer())
+    larger.add_tokens(["[NEWTOKEN]"])
+    folder = backbone.save(tiny.model(), larger, tmp_path / "model")
+    message = r"token '\[NEWTOKEN\]' has the number 400, the model has rows for 400 tokens"
+    for use in (Embedder.from_pretrained, lambda path: fit(path, PAIRS, **SHORT)):
+        with pytest.raises(ValueError, match=message):
+            use(folder)
 
 
 def test_the_measure_counts_copies_and_asks_among_negatives(capsys):

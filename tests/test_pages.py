@@ -17,7 +17,7 @@ LIMITS = {  # bytes; words with a digit in a hundred
     GPUS: (8_000, 6),
     pages.RESULTS / "PROTOCOL.md": (6_000, 6),
     pages.RESULTS / "LOG.md": (15_000, 6),
-    PAPERS: (10_000, 8),
+    PAPERS: (11_500, 8),
 }
 
 

@@ -42,6 +42,16 @@ def test_every_value_has_a_source(name):
     assert not [place for place, comment in comments.items() if not source.match(comment)]
 
 
+@pytest.mark.parametrize("name", PAPER)
+def test_insent_is_trained_as_its_authors_do(name):
+    preset = load_preset(name)
+    own = preset.conteb
+    assert (own.lr, own.lam, own.temperature, preset.contextual.schedule) == (5e-5, 0.1, 0.05, "cosine")
+    queries = own.steps * preset.contextual.batch * own.queries_per_document
+    assert queries == pytest.approx(2 * 307_241, rel=0.05)  # two epochs of ConTEB's table 3
+    assert preset.contextual.warmup == 0.05 * preset.contextual.steps
+
+
 STATED = {"paper-0.6b": 596e6, "hub-0.6b": 596e6, "paper-4b": 4.02e9, "gpu": 134.5e6, "cpu": 2.89e6}
 
 

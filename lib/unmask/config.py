@@ -396,13 +396,16 @@ class ContebConfig(Section):
     joined: Several = 8  # texts that look alike, as one document
     chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
     chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
+    piece_characters: Sizes = (100,)  # to which SQuAD's paragraphs are cut; several: as a figure
     corpus_documents: Sizes  # among which a query looks for its document
     late_documents: Count = 100  # at most, compared by late interaction: vectors fifteen times as large
     # InSeNT's weight of the in-sequence term, one training each.
     lambdas: Annotated[tuple[Share, ...], Field(min_length=1)] = (0.0, 0.3, 1.0)
     lam: Share = 0.3  # for one training of full length; between the ends, which ConTEB finds worst
     temperature: Positive = 0.05  # InSeNT's; the pair stage's is much sharper
+    lr: Annotated[float, Field(ge=0)] = 0.0  # of trainings with InSeNT's objective; 0: the contextual stage's
     steps: Count  # of each training of the sweep
+    queries_per_document: Count = 4  # of the sweep
 
 
 class CdeConfig(PairConfig):

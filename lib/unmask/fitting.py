@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import index
 from pathlib import Path
@@ -35,8 +35,10 @@ from unmask.data.batches import permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.data.spelling import canonical, distinct
+from unmask.data.tokens import end_token
 from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25
 from unmask.models import backbone
+from unmask.models.checkpoint import folder_of
 from unmask.models.embedder import LONE_SURROGATE, Embedder, as_list
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, train
@@ -118,6 +120,7 @@ def fit(
     stage: str = "pair",
     folder: str | Path | None = None,
     hold_out: float = 0.1,
+    bidirectional: bool | None = None,
     **values: Any,
 ) -> Embedder:
     """Trains an embedder on rows of one's own, and says whether it helped.
@@ -128,8 +131,8 @@ def fit(
 
     Args:
         model: an `Embedder`, a directory, a name on the Hub, or "smollm2-135m". It is trained as it reads:
-            with its special tokens, lengths and normalisation. A causal language model is made to read both
-            sides. An embedder whose weights are rounded, as on a GPU, starts from those of its directory.
+            with its special tokens, lengths, normalisation and mask, and keeps its prompts. An embedder whose
+            weights are rounded, as on a GPU, starts from those of its directory.
         data: rows, as tuples, as dicts, as a `datasets.Dataset` or as a data frame. Their columns, by stage:
             "pair": query, document; "triplet": query, document, negatives (a list);
             "contextual": chunks (a list), queries (a list), golds (for each query the number of its chunk);
@@ -139,7 +142,10 @@ def fit(
             interruption. Default: nothing is kept but the result.
         hold_out: share of the groups to hold out; 0: none. It needs 20 groups, and one with no more rows than
             this share.
-        values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr. By default
+        bidirectional: whether a causal model is made to read both sides, before anything is measured.
+            Default: a plain language model is, an embedder is not.
+        values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr; for
+            "diffusion" also `mask_token`, the token of the vocabulary that plays [MASK]. By default
             three epochs of batches of 128 rows, or of all rows if there are fewer, and for pairs the model's
             pooling, else the mean. Where `cluster_size` or `filter_margin` ask for look-alikes, the model
             finds them.
@@ -155,7 +161,10 @@ def fit(
         dtype('int8')
     """
     rows = _rows(data, stage)
+    mask_token = values.pop("mask_token", "") if stage == "diffusion" else ""
     check_keys(SECTIONS[stage], values, stage)
+    if bidirectional is False and STAGES[stage].bidirectional:
+        raise ConfigError(f"bidirectional=False: stage {stage!r} reads both sides, leave it out")
     if not 0 <= hold_out < 1:
         raise ValueError(f"hold_out must be a share below 1, got {hold_out!r}")
     group_N = _groups(rows)
@@ -168,13 +177,23 @@ def fit(
         if rounded:
             asked = {"device": model.devices, **vars(model.settings)}
             model = Embedder.from_pretrained(whole, mixed_precision=False, **asked)
-        start = backbone.require_checkpoint(model.save_pretrained(place / "start") if given else model)
+        start = str(model.save_pretrained(place / "start") if given else folder_of(model))
         own = model if given else Embedder.from_pretrained(start, mixed_precision=False)
+        settings, causal = own.settings, not backbone.sees_both_sides(own.model)
+        turned = causal and (settings.plain if bidirectional is None else bidirectional)
+        if turned and given:  # the one that is given stays as it is
+            own = Embedder.from_pretrained(start, mixed_precision=False, device=model.devices)
+        if turned:
+            backbone.make_bidirectional(own.model, own.tokenizer, "")
         if own.pooling != "mean" and stage != "pair":
             raise ValueError(f"stage {stage!r} trains the mean of tokens, this model pools {own.pooling!r}")
-        tokenizer, shape = backbone.load_tokenizer(start), own.model.config.get_text_config()
+        tokenizer, width = backbone.load_tokenizer(start), own.model.config.get_text_config().hidden_size
+        most = own.window if stage == "contextual" else own.positions
+        shape = SimpleNamespace(hidden_size=width, max_position_embeddings=most)
+        ready = _backbone(start, tokenizer, mask_token, stage)
         kept, groups = [row for row, held in zip(rows, held_N) if not held], len(set(group_N[~held_N]))
         config = _config(stage, kept, groups, shape, own.pooling, values)
+        config = _cut(own, config, kept if "chunk_length" in values else [])
         print(
             f"{stage}: {len(kept):,} rows in {groups:,} groups, {config.steps:,} steps of "
             f"{config.batch if stage == 'diffusion' else min(config.batch, groups):,}; "
@@ -190,17 +209,16 @@ def fit(
 
         before = ndcg(own) if task else 0.0
         bm25 = _bm25(task) if task else 0.0
-        causal, settings = not backbone.sees_both_sides(own.model), own.settings
-        if rounded or not given:
+        if own is not model or rounded:
             own.close()
         recipe = SimpleNamespace(
-            backbone=_backbone(start, tokenizer),
+            backbone=ready,
             clusters=ClustersConfig(surrogate=start),
             parallel=ParallelConfig(num_processes=max(1, torch.cuda.device_count())),
             **{stage: config},
         )
         corpus = _corpus(place, stage, kept, group_N[~held_N])
-        training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=causal, settings=settings)
+        training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=turned, settings=settings)
         network = training.model(start)
         try:
             checkpoint = train(training, network, place / stage, watch=Watch(title=stage))
@@ -322,11 +340,35 @@ def _checked(stage: str, values: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{stage}.{explained(error, SECTIONS[stage])}") from None
 
 
-def _backbone(start: str, tokenizer: PreTrainedTokenizerBase) -> BackboneConfig:
-    """A ready checkpoint, whose shape is in its own files; and the token that plays [MASK]."""
-    vocabulary, ready = tokenizer.get_vocab(), ("hidden_size", "layers", "heads", "kv_heads", "head_size")
-    masks = [token for token in (tokenizer.mask_token, *MASKS, tokenizer.unk_token) if token in vocabulary]
-    mask_token, unread = masks[0] if masks else str(tokenizer.pad_token), (*ready, "mlp_size", "max_length")
+def _cut(embedder: Embedder, config: Any, documents: list[dict[str, Any]]) -> Any:
+    """The stage's section with texts, and these documents, as long as the embedder reads them."""
+    most = dict.fromkeys(("query_length", "document_length"), embedder.max_length)
+    most["length"] = embedder.positions
+    if documents:  # with a separator between two chunks
+        chunks = min(config.chunks, max(len(row["chunks"]) for row in documents))
+        most["chunk_length"] = max(1, (embedder.window - sum(map(len, embedder.around)) + 1) // chunks - 1)
+    cut = {key: limit for key, limit in most.items() if limit < vars(config).get(key, 0)}
+    for key, limit in cut.items():
+        print(f"{key}: {limit} instead of {getattr(config, key)}, as many tokens as the model reads")
+    return replace(config, **cut)
+
+
+def _backbone(start: str, tokenizer: PreTrainedTokenizerBase, mask_token: str, stage: str) -> BackboneConfig:
+    """A ready checkpoint, whose shape is in its own files; and for diffusion the token that plays [MASK].
+
+    Raises: ConfigError that names the key, where none can.
+    """
+    if stage == "diffusion":
+        texts_end = {tokenizer.eos_token, end_token(tokenizer)}
+        spare = (tokenizer.mask_token, *MASKS, tokenizer.unk_token, tokenizer.pad_token)
+        known = (token for token in spare if token in tokenizer.get_vocab() and token not in texts_end)
+        if not (mask_token := mask_token or next(known, "")):
+            raise ConfigError("diffusion.mask_token: name a rare token of the vocabulary that plays [MASK]")
+        try:
+            backbone.mask_id(tokenizer, mask_token)
+        except ValueError as error:
+            raise ConfigError(f"diffusion.{error}") from None
+    unread = ("hidden_size", "layers", "heads", "kv_heads", "head_size", "mlp_size", "max_length")
     return BackboneConfig(checkpoint=start, mask_token=mask_token, **dict.fromkeys(unread, 1))
 
 

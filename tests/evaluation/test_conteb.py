@@ -1,5 +1,8 @@
 """ConTEB: its layout on the Hub, tasks from own documents, variations of a task."""
 
+import os
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,16 +10,21 @@ import pytest
 from datasets import Dataset
 
 import tiny
+from by_hand import cells
 from chat_servers import chat_server
 from closeness import assert_close
-from unmask.config import ContextsConfig
+from fake_hub import fake_hub
+from unmask.config import ContextsConfig, load_preset
 from unmask.data.mining import unit
 from unmask.data.registry import CONTEB
 from unmask.evaluation import conteb
-from unmask.evaluation.conteb import as_task, load, maxsim, squad, xquad
+from unmask.evaluation.conteb import articles, as_task, load, maxsim, squad, xquad
+from unmask.evaluation.tasks import Task, evaluate_bm25, ndcg
+from unmask.models.embedder import Embedder
 from unmask.study.report import PAPER
 from unmask.synthesis import replies
 
+MIRROR = os.environ.get("UNMASK_MIRROR", "")  # before a fixture takes it away
 CHUNKS = [("b_1", "second of b"), ("b_0", "first of b"), ("a_10", "last of a"), ("a_2", "middle of a")]
 DOCUMENTS = [{"chunk_id": name, "chunk": text} for name, text in CHUNKS]
 QUERIES = [{"query": "what ends a?", "chunk_id": "a_10"}, {"query": "what is b?", "chunk_id": "b_0"}]
@@ -74,21 +82,60 @@ def test_who_trains_on_xquad_is_not_asked_squad(kind):
     assert conteb.trained_on(corpus("xquad/eng")) and not conteb.trained_on(corpus("squad-like"))
 
 
-def test_squad_is_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
-    assert squad() is None
+def test_squad_is_cut_into_pieces_and_the_one_where_the_answer_begins_is_right(tmp_path):
+    assert squad() is None and squad(ask_hub=True) is None  # the mirror lacks it, and stands for the Hub
+    texts = ["aaa bbb  ccc dddddddddd e", "ff gg", "h"]
+    asked = [(0, "c?", texts[0].index("ccc")), (0, "a?", 0), (1, "g?", 3), (2, "h?", 0), (0, "e?", 24)]
+    rows = [
+        {"title": "T", "context": texts[n], "question": query}
+        | {"answers": {"text": ["…", "…"], "answer_start": [start, 0]}}
+        for n, query, start in asked
+    ]
+    path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
+    Dataset.from_list(rows).to_parquet(path)
+    task = squad(characters=8)
+    assert task.documents == [["aaa bbb", "ccc", "dddddddddd", "e"], ["ff gg"], ["h"]]
+    assert (task.queries, task.relevant) == (["c?", "g?", "h?"], [{1}, {4}, {5}])  # a question a paragraph
+    assert task.contextual and task.name == "SQuAD"
+    assert squad(paragraphs=2, characters=3).documents[1] == ["ff", "gg"]
+
+
+def test_squad_is_read_from_the_hub_without_a_mirror_where_that_is_wanted(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_MIRROR", "")
+    row = {"context": "a b", "question": "b?", "answers": {"text": ["b"], "answer_start": [2]}}
+    path = "plain_text/validation-00000-of-00001.parquet"
+    Dataset.from_list([row]).to_parquet(tmp_path / path)
+    tiny.write_card(tmp_path, {"plain_text": [{"split": "validation", "path": path}]})
+    with fake_hub() as hub:
+        files = {name: (tmp_path / name).read_bytes() for name in ("README.md", path)}
+        hub.add("dataset", "rajpurkar/squad", files)
+        assert squad() is None and squad(ask_hub=True, characters=1).documents == [["a", "b"]]
+
+
+@pytest.mark.skipif(not Path(MIRROR, "rajpurkar/squad").is_dir(), reason="UNMASK_MIRROR holds no SQuAD")
+def test_squad_is_as_large_and_as_hard_as_contebs(monkeypatch):
+    monkeypatch.setenv("UNMASK_MIRROR", MIRROR)
+    task = squad()
+    assert (len(task.queries), len(task.documents), len(task.chunks)) == (2067, 2067, 17384)  # 17.6k there
+    assert evaluate_bm25([task])["SQuAD"].mean() == pytest.approx(0.617, abs=1e-3)  # 56.2 in ConTEB, table 2
+
+
+def test_articles_are_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
+    assert articles() is None
     asked = [(t, p, q) for t, count in (("Z", 2), ("A", 3), ("M", 1)) for p in range(count) for q in range(2)]
     texts = [{"context": f"{t} paragraph {p}", "question": f"{t} question {p} {q}"} for t, p, q in asked]
     rows = [{"title": t} | text for (t, *_), text in zip(asked, texts, strict=True)]
     path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
     Dataset.from_list(rows).to_parquet(path)
-    task = squad()
+    task = articles()
+    assert task.name == "Wikipedia"
     assert task.documents[0] == ["Z paragraph 0", "Z paragraph 1"]  # in the data's order
     assert [len(document) for document in task.documents] == [2, 3, 1] and len(task.queries) == 12
     for query, relevant in zip(task.queries, task.relevant, strict=True):
         title, _, paragraph, _ = query.split()
         assert [task.chunks[i] for i in relevant] == [f"{title} paragraph {paragraph}"]
     monkeypatch.setattr(conteb, "QUESTIONS", 3)
-    fewer = squad(paragraphs=5)
+    fewer = articles(paragraphs=5)
     assert fewer.documents == task.documents[:2]
     assert fewer.queries == [query for query in task.queries if not query.startswith("M")][:3]
     assert xquad("de") is None
@@ -131,3 +178,27 @@ def test_maxsim_is_its_formula_however_it_is_tiled(monkeypatch, tile):
     units = [[unit(x_LD).astype(float) for x_LD in texts] for texts in (q, d)]
     expected = [[(q_LD @ d_LD.T).max(axis=1).sum() for d_LD in units[1]] for q_LD in units[0]]
     assert_close(maxsim(q, d), expected)
+
+
+def test_notebook_08_reads_public_chunks_as_far_by_token_as_by_chunk():
+    """Its cells, run on a task whose chunks are longer than the preset's own."""
+    defined, *_, searched = (cell for cell in cells("08_conteb") if "late_interaction(" in cell)
+    loop = searched[searched.index("for name, (model, late) in by_token") : searched.index("sets = ")]
+    rng, words = np.random.default_rng(0), " ".join(tiny.TEXTS).split()
+    documents = [[" ".join(rng.choice(words, 100))] for _ in range(40)]
+    task = Task(
+        "public", "contextual", [text[-40:] for (text,) in documents], documents, [{i} for i in range(40)]
+    )
+    config, reader = load_preset("smoke"), Embedder(tiny.model(), tiny.tokenizer())
+    scores, lengths = {}, replace(config.evaluation, chunk_length=config.conteb.chunk_length)
+    names = {"config": config, "np": np, "Embedder": Embedder, "Task": Task, "conteb": conteb, "ndcg": ndcg}
+    names |= {"embedders": {"m": reader}, "by_token": {"alone": ("m", False)}, "public": [task]}
+    names |= {"settings": replace(config.conteb, late_documents=40), "lengths": lengths}
+    exec(defined + "\n" + loop, names | {"public_scores": scores})
+    queries = reader.encode_tokens(task.queries, max_length=lengths.query_length)
+    whole, cut = (
+        ndcg(task, maxsim(queries, reader.encode_tokens(task.chunks, max_length=one.chunk_length)))
+        for one in (lengths, config.evaluation)
+    )
+    found = scores["alone, token vectors"]["public"]
+    assert (found == whole).all() and (found != cut).any()

@@ -1,5 +1,6 @@
 """Our models under mteb: scores equal to ours, the Hub's layout from a mirror, appendix C, every type."""
 
+import itertools
 from dataclasses import replace
 from statistics import fmean
 
@@ -14,6 +15,7 @@ from mteb.mocks.mock_tasks.reranking import MockAggregatedTask
 from scipy.stats import spearmanr
 
 import tiny
+from by_hand import cells
 from unmask.config import load_preset
 from unmask.evaluation import mteb as in_mteb
 from unmask.evaluation.metrics import retrieval_metrics
@@ -31,7 +33,7 @@ from unmask.evaluation.tasks import embed_task, score_task
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import Embedder, instructed
 from unmask.models.reranker import Reranker
-from unmask.study.report import paper_table
+from unmask.study.report import markdown_table, paper_table
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
 DOCUMENTS = [f"The {one} of number {i} likes {i % 7}." for i, one in enumerate(["fox", "owl", "bee"] * 12)]
@@ -156,6 +158,21 @@ def test_the_benchmarks_are_the_papers():
     assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
 
 
+def test_notebook_09_puts_the_requests_with_instructions_beside_table_5():
+    """As the table's baselines were run; those without follow, and say so."""
+    (cell,) = (source for source in cells("09_retrieval") if "tool_kinds" in source)
+    tasks = benchmark_tasks("ToolRet")
+    subsets = dict.fromkeys(tasks[0].hf_subsets, dict.fromkeys(in_mteb.MEASURES, 0.0))
+    row = {"precision": "INT8", "benchmark": "ToolRet", "subsets": subsets}
+    names = {"public": [row | {"task": task.metadata.name} for task in tasks]}
+    names |= {"mteb": in_mteb, "paper_table": paper_table, "percent": dict, "itertools": itertools}
+    names |= {"display": print, "Markdown": str, "markdown_table": markdown_table}
+    exec(cell, names)
+    systems = [row["system"] for row in names["rows"]]
+    assert systems[2:] == ["ours (INT8)", "ours (INT8), without instructions"]
+    assert all(system.startswith("paper: ") for system in systems[:2])
+
+
 def encode(encoder, name, kind, *texts):
     about = {"task_metadata": mteb.get_task(name).metadata, "prompt_type": mteb.types.PromptType(kind)}
     return encoder.encode([{"text": [text]} for text in texts], **about)
@@ -179,13 +196,28 @@ def test_equal_documents_of_text2sql_are_told_apart_always_in_the_same_way(embed
     assert (encode(encoder, name, "query", *texts) == exact).all()
 
 
-def test_lengths_are_the_presets_but_for_passkeys(embedder):
-    encoder, text = MtebEncoder(embedder, CONFIG), " ".join(f"word{i}" for i in range(200))
-    passkey = encode(encoder, "LEMBPasskeyRetrieval", "document", text)
-    assert (passkey == embedder.encode([text])).all()  # as far as the model's window goes
-    short = encode(encoder, "SCIDOCS", "document", text)
-    assert (short == embedder.encode([text], max_length=CONFIG.document_length)).all()
-    assert (passkey != short).any()
+LONG = " ".join(f"word{i}" for i in range(200))
+
+
+@pytest.mark.parametrize("name", ["LEMBPasskeyRetrieval", "MultiLongDocRetrieval"])
+def test_lengths_are_the_presets_but_for_long_documents(embedder, name):
+    encoder = MtebEncoder(embedder, CONFIG)
+    whole = encode(encoder, name, "document", LONG)
+    assert (whole == embedder.encode([LONG])).all()  # as far as the model's positions go
+    short = encode(encoder, "SCIDOCS", "document", LONG)
+    assert (short == embedder.encode([LONG], max_length=CONFIG.document_length)).all()
+    assert (whole != short).any()
+    assert in_mteb.LENGTHS["MultiLongDocRetrieval"] == 8192
+
+
+def test_a_benchmark_is_read_at_a_length_of_its_own(animals, embedder, monkeypatch):
+    assert in_mteb.LENGTHS["MTEB(eng, v1)"] == 512
+    monkeypatch.setattr(in_mteb, "benchmark_tasks", lambda *_: [Animals()])
+    monkeypatch.setitem(in_mteb.LENGTHS, "Zoo", 3)
+    usual, short = run_benchmark(embedder, ["Animals", "Zoo"], CONFIG, animals / "results")
+    config = replace(CONFIG, query_length=3, document_length=3)
+    (again,) = run_benchmark(embedder, ["Animals"], config, animals / "again")
+    assert short["score"] == again["score"] != usual["score"]
 
 
 def test_a_query_with_an_instruction_comes_after_it_and_equal_corpora_are_encoded_once(embedder, monkeypatch):
@@ -285,16 +317,19 @@ def test_both_sides_of_a_pair_come_after_the_instruction_and_documents_do_not(ma
     assert (encode(encoder, "ArguAna", "document", text) == plain).all()
 
 
-def test_the_best_documents_are_reranked_and_the_others_left_out(animals, embedder):
+@pytest.mark.parametrize("own", [{}, {"Animals": 20}])
+def test_the_best_documents_are_reranked_and_the_others_left_out(animals, embedder, monkeypatch, own):
+    monkeypatch.setattr(in_mteb, "LENGTHS", own)
+    read = replace(CONFIG, query_length=20, document_length=20) if own else CONFIG
     reranker = Reranker(tiny.model(bidirectional=False, head=True, length=1024), tiny.tokenizer())
     config = replace(load_preset("smoke").reranker, candidates=12)
     how = (CONFIG, animals / "results", "int8", False, True)
     (row,) = run_benchmark(embedder, ["Animals"], *how, (reranker, config))
     told = "Retrieve text based on user query."  # mteb's, for a search that has no instruction of its own
-    q_ND = embedder.encode([instructed(told, query) for query in QUERIES], max_length=CONFIG.query_length)
-    first_NM = similarity(q_ND, embedder.encode(DOCUMENTS, max_length=CONFIG.document_length)).numpy()
+    q_ND = embedder.encode([instructed(told, query) for query in QUERIES], max_length=read.query_length)
+    first_NM = similarity(q_ND, embedder.encode(DOCUMENTS, max_length=read.document_length)).numpy()
     final_NM = np.full(first_NM.shape, -1e9)
-    limits = {"query_length": config.query_length, "document_length": config.document_length}
+    limits = {"query_length": read.query_length, "document_length": read.document_length}
     for query, first_M, final_M in zip(QUERIES, first_NM, final_NM, strict=True):
         best = np.argsort(-first_M, kind="stable")[:12]
         texts = [DOCUMENTS[i] for i in best]

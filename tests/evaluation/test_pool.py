@@ -7,9 +7,13 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 import rehearsal
+import tiny
+import tiny_foreign
+from unmask import Embedder
 from unmask.config import ConfigError, load_preset
 from unmask.data import mirror
 from unmask.evaluation.pool import PROMPTS, agreed, nearest
+from unmask.evaluation.search import top_k
 
 
 def test_the_vote_is_that_of_a_naive_computation():
@@ -55,6 +59,13 @@ def test_an_embedder_of_the_pool_reads_with_its_prompt_and_finds_the_nearest(fol
     found_NK = nearest(name, queries, documents, 7, 512)
     best_NK = -np.sort(-scores_NM, 1)[:, :7]  # random models rank some almost equally
     np.testing.assert_allclose(np.take_along_axis(scores_NM, found_NK, 1), best_NK, atol=1e-5)
+
+
+def test_a_released_pplx_embed_is_read_without_its_code(tmp_path):
+    path = str(tiny_foreign.released(tmp_path / "pplx"))
+    codes = Embedder.from_pretrained(path).encode(tiny.TEXTS[:5])
+    found = nearest(path, tiny.TEXTS[:5], tiny.TEXTS[:5], 5, 256)
+    assert found.tolist() == top_k(codes, codes, 5)[1].tolist()
 
 
 def test_what_the_pool_needs_is_asked_for_at_the_start(folder, tmp_path, monkeypatch):

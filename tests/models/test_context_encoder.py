@@ -140,6 +140,7 @@ def test_an_embedder_is_saved_with_its_options(tmp_path):
     assert {file.name for file in path.iterdir()} == {"first", "second", "null.safetensors", "unmask.json"}
     loaded = ContextEmbedder.from_pretrained(path, device="cpu")
     options = {"pooling": "mean", "max_length": 9, "window": 99, "special_tokens": False, "normalize": True}
+    options |= {"prompts": {}}
     assert backbone.facts(path) == options | {"context": J}
     write_json(path / "unmask.json", backbone.facts(path) | {"source": "org/model", "fingerprint": "x"})
     again = ContextEmbedder.from_pretrained(path, device="cpu").save_pretrained(tmp_path / "again")

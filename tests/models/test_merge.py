@@ -12,9 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny
 import tiny_families
+import tiny_foreign
 from closeness import assert_close
+from unmask import Embedder
 from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
+from unmask.models.checkpoint import Settings
 from unmask.models.merge import slerp, slerp_all
 
 
@@ -38,7 +41,8 @@ def naive_middle(*tensors):
 
 
 def check(merged, parents, formula, facts):
-    assert backbone.facts(merged) == {"stage": "merge", "pooling": "mean"} | facts
+    settings = Settings.of(backbone.facts(merged))
+    assert settings == Settings() and settings.about == {"stage": "merge"} | facts
     assert not list(merged.parent.glob(".*"))
     model = backbone.load(merged)
     assert model.config.is_causal is False
@@ -89,6 +93,61 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
     with pytest.raises(ValueError, match="weighted sum of the input tensors is zero"):
         copies = [Path(shutil.copytree(path, f"{path}-again")) for path in (one, other)]
         slerp_all([one, other, *copies], tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def embedder_of_others(folder, seed=0, **options):
+    """A sentence-transformers directory with every setting that changes vectors."""
+    source = tiny_foreign.causal_qwen3(folder / "plain")
+    tiny.model(bidirectional=False, seed=seed).save_pretrained(source)
+    prompts = {"prompts": {"query": "Find: ", "document": ""}}
+    path = tiny_foreign.sentence_transformers(
+        source, folder / "model", **{"pooling": "lasttoken", "normalize": True} | options
+    )
+    tiny_foreign.edit(path / "config_sentence_transformers.json", **prompts)
+    return path
+
+
+def test_settings_of_sentence_transformers_stay(tmp_path, capsys):
+    one, two = (embedder_of_others(tmp_path / str(seed), seed) for seed in range(2))
+    tiny_foreign.edit(one / "sentence_bert_config.json", max_seq_length=20)
+    tiny_foreign.edit(two / "sentence_bert_config.json", max_seq_length=30)
+    parent, merged = map(Embedder.from_pretrained, (one, slerp(one, two, 0.0, tmp_path / "m")))
+    assert merged.max_length == 30
+    assert "max_length is 20, 30: the merge has the longest, 30" in capsys.readouterr().out
+    texts = [*tiny.TEXTS[:2], "7"]  # all shorter
+    assert_close(merged.encode(texts, "float32", max_length=20), parent.encode(texts, "float32"))
+    assert vars(merged.settings) | {"max_length": 20, "about": 0} == vars(parent.settings) | {"about": 0}
+    assert merged.settings.prompts == {"query": "Find: ", "document": ""} and merged.special_tokens
+    assert merged.about == {"stage": "merge", "t": 0.0}
+
+
+@pytest.mark.parametrize("what", ["normalize", "prompts", "special_tokens"])
+def test_parents_that_read_differently_are_refused_by_name(tmp_path, what):
+    one, two = (embedder_of_others(tmp_path / str(seed), seed) for seed in range(2))
+    if what == "normalize":
+        two = embedder_of_others(tmp_path / "other", 1, normalize=False)
+    elif what == "prompts":
+        tiny_foreign.edit(two / "config_sentence_transformers.json", prompts={"query": "Ask: "})
+    else:  # another template
+        backend = json.loads((two / "tokenizer.json").read_text())
+        backend["post_processor"]["single"].insert(0, backend["post_processor"]["single"][-1])
+        (two / "tokenizer.json").write_text(json.dumps(backend))
+    with pytest.raises(ValueError, match=f"have another {what}: their weights"):
+        slerp(one, two, 0.5, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_released_parents_are_merged_without_their_code(tmp_path):
+    one, two = (tiny_foreign.released(tmp_path / str(seed)) for seed in range(2))
+    parent, merged = map(Embedder.from_pretrained, (one, slerp(one, two, 0.5, tmp_path / "m")))
+    assert_close(merged.encode(tiny.TEXTS[:3], "float32"), parent.encode(tiny.TEXTS[:3], "float32"))
+
+
+def test_what_mergekit_cannot_merge_is_said(tmp_path):
+    one, two = (tiny_foreign.bert(tmp_path / str(seed)) for seed in range(2))
+    with pytest.raises(ValueError, match=r"mergekit cannot merge .* \(BertModel\): .*decoders such as Qwen3"):
+        slerp(one, two, 0.5, tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 

@@ -45,6 +45,7 @@ def test_onnxruntime_returns_what_the_embedder_returns(tmp_path, family, options
     embedder = Embedder(model, tiny.tokenizer(), device="cpu", **options)
     path = export_onnx(embedder, tmp_path / "model")
     files = {"model.onnx", "model.onnx.data", "tokenizer.json", "tokenizer_config.json"}
+    files |= {"unmask.json"}
     assert {file.name for file in path.iterdir()} == files
     session = onnxruntime.InferenceSession(path / "model.onnx", providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]

@@ -1,4 +1,5 @@
 import copy
+import shutil
 
 import numpy as np
 import pytest
@@ -104,13 +105,18 @@ def test_ranking_is_by_score_and_equal_ones_keep_their_order():
 
 
 def test_a_saved_and_a_released_reranker_load(tmp_path, monkeypatch):
-    one = reranker(instruction="Find code")
+    one = reranker(instruction="Find code", max_length=220)
     start = backbone.save(one.model, one.tokenizer, tmp_path / "start", source="a card", fingerprint="x")
-    Reranker.from_pretrained(start, instruction="Find code", device="cpu").save_pretrained(tmp_path / "model")
-    assert backbone.facts(tmp_path / "model").items() >= {"source": "a card", "stage": "reranker"}.items()
+    options = {"instruction": "Find code", "max_length": 220, "device": "cpu"}
+    loaded = Reranker.from_pretrained(start, **options)
+    shutil.rmtree(start)  # it is read once
+    loaded.save_pretrained(tmp_path / "model")
+    facts = {"source": "a card", "stage": "reranker", "instruction": "Find code", "max_length": 220}
+    assert backbone.facts(tmp_path / "model") == facts
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path.parent))
     again = Reranker.from_pretrained(f"{tmp_path.name}/model", device="cpu")  # by its name on the Hub
     np.testing.assert_array_equal(again.score("q", DOCUMENTS), one.score("q", DOCUMENTS))
+    assert again.reader.max_length == 220
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.tie_word_embeddings is False
     # The layout of Qwen3-Reranker: half precision, nothing of ours.
     copy.deepcopy(one.model).to(torch.bfloat16).save_pretrained(tmp_path / "released")

@@ -1,5 +1,6 @@
 """Trainings in this process: what a stage reads of a few sentences, and which training is which."""
 
+import copy
 import gc
 import importlib
 import os
@@ -21,6 +22,7 @@ from tiny_stages import Reported, Told
 import tiny
 import tiny_corpus
 from unmask import losses
+from unmask.config import ConfigError
 from unmask.data.mining import negative_similarity
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
@@ -133,6 +135,16 @@ def test_a_stage_knows_its_special_tokens(start):
 def test_a_causal_start_reads_both_sides_if_told(causal):
     for told in (False, True):
         assert backbone.sees_both_sides(made("pair", causal, bidirectional=told).model(causal)) == told
+
+
+def test_what_a_model_cannot_read_is_refused_before_a_step(start, tmp_path):
+    with pytest.raises(ConfigError, match=r"pair\.document_length is 300, the model has 256 positions"):
+        made("pair", start, document_length=300).model(start)
+    stage, larger = made("pair", start), copy.deepcopy(tiny.tokenizer())
+    larger.add_tokens(["[NEWTOKEN]"])
+    stage.tokenizer = larger
+    with pytest.raises(ValueError, match=r"'\[NEWTOKEN\]' has the number 400, .* rows for 400 tokens"):
+        stage.model(start)
 
 
 DIFFERENT = [

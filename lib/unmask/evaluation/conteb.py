@@ -5,6 +5,7 @@ Every query is ranked against every chunk of the whole corpus, by nDCG@10 with t
 benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `tasks.family_means`).
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -18,8 +19,8 @@ from torch.nn.functional import normalize
 from unmask.data import hub
 from unmask.data.corpus import Corpus, Rows
 from unmask.data.reading import data_files, document_of
+from unmask.data.registry import Source, halves
 from unmask.data.registry import conteb as source
-from unmask.data.registry import halves
 from unmask.evaluation.tasks import Task
 from unmask.extras import extra
 
@@ -28,7 +29,7 @@ with extra("study"):
 
 SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
 LENGTHS = {"query_length": 64, "document_length": 320, "chunk_length": 320}  # tokens of their texts
-QUESTIONS = 2000  # of a task on SQuAD, at most
+QUESTIONS = 2000  # of a task of articles, at most
 # What a language model is asked for a chunk's context: Anthropic's contextual retrieval, in our own words.
 # The document comes first, so that a server can keep what it has read of it.
 SITUATE = """<document>
@@ -78,8 +79,37 @@ def as_task(name: str, documents: Rows, queries: Rows) -> Task:
     return Task(name, "contextual", texts, list(parts.values()), relevant, list(number))
 
 
-def squad(paragraphs: int = 0) -> Task | None:
-    """ConTEB's SQuAD task, built from the validation split of SQuAD 1.1 in the mirror.
+def squad(paragraphs: int = 0, characters: int = 100, ask_hub: bool = False) -> Task | None:
+    """ConTEB's SQuAD task, built from the validation split of SQuAD 1.1.
+
+    Paragraphs are documents. They are cut at spaces into pieces, the chunks. The piece where the answer
+    begins is right. Of each paragraph the first question is asked [choice: which is not said].
+
+    Args:
+        paragraphs: take the first so many; 0: all 2,067.
+        characters: of a piece at most, but for longer words.
+        ask_hub: read the Hub where there is no mirror.
+    Returns: the task; None where `validation` finds no `SQUAD`.
+    Source: ConTEB (2505.24782), appendix A.4; the length is that of the authors' evaluation.
+    """
+    first: dict[str, dict] = {}
+    for row in validation(SQUAD, "plain_text", ask_hub):
+        first.setdefault(row["context"], row)
+    chunks, queries = [], []
+    for number, (text, row) in enumerate(islice(first.items(), paragraphs or None)):
+        starts = [0]
+        for word in re.finditer(r"\S+", text):
+            if word.end() - starts[-1] > characters and word.start() > starts[-1]:
+                starts.append(word.start())
+        pieces = [text[slice(*ends)].strip() for ends in zip(starts, [*starts[1:], None])]
+        chunks += [{"chunk_id": f"{number:04d}_{i}", "chunk": piece} for i, piece in enumerate(pieces)]
+        right = int(np.searchsorted(starts, row["answers"]["answer_start"][0], side="right")) - 1
+        queries.append({"query": row["question"], "chunk_id": f"{number:04d}_{right}"})
+    return as_task("SQuAD", chunks, queries) if chunks else None
+
+
+def articles(paragraphs: int = 0) -> Task | None:
+    """Questions about Wikipedia, from the validation split of SQuAD 1.1 in the mirror; no task of ConTEB's.
 
     Articles are documents, their paragraphs chunks, and a question's own paragraph answers it. With the
     chunks embedded alone this is plain retrieval of paragraphs. XQuAD is a part of it.
@@ -89,12 +119,12 @@ def squad(paragraphs: int = 0) -> Task | None:
             At most 2,000 of their questions (10,570 in all) are asked, chosen by hash.
     Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
     """
-    return _articles("SQuAD", SQUAD, "plain_text", paragraphs)
+    return _articles("Wikipedia", SQUAD, "plain_text", paragraphs)
 
 
 def xquad(language: str) -> Task | None:
-    """As `squad`, for XQuAD: 240 of its paragraphs and 1,190 questions, in English ("en") or translated. Its
-    rows must name their article ("title"), which the Hub's own copy does not: without, None."""
+    """As `articles`, for XQuAD: 240 of its paragraphs and 1,190 questions, in English ("en") or translated.
+    Its rows must name their article ("title"), which the Hub's own copy does not: without, None."""
     return _articles(f"XQuAD {language}", XQUAD, f"xquad.{language}")
 
 
@@ -104,10 +134,14 @@ def trained_on(corpus: Corpus) -> bool:
     return any("xquad" in name for kind in kinds for name in corpus.datasets(kind, "train"))
 
 
-def validation(repo: str, config: str) -> list[dict]:
-    """The rows of a validation split in the mirror; none without a mirror, or where it does not hold it."""
+def validation(repo: str, config: str, ask_hub: bool = False) -> list[dict]:
+    """The rows of a validation split in the mirror; none where it does not hold it, and without a mirror,
+    unless the Hub may be asked."""
     folder = hub.local(repo)
     files = sorted(map(str, folder.glob(f"{config}/validation-*.parquet"))) if folder else []
+    if ask_hub and not hub.root():
+        place = {"repo": repo, "config": config, "split": "validation"}
+        files = [file.path for file in data_files(Source(repo, "hub", "text", "eng", licence="", **place))]
     return load_dataset("parquet", data_files=files, split="train").to_list() if files else []
 
 

@@ -5,6 +5,7 @@ Shape suffixes: B texts · N queries · M documents · D dimensions.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -57,7 +58,8 @@ class MtebEncoder(AbsEncoder):
     What is no search (classification, clusters, pairs of sentences) gets float vectors of unit length.
 
     Args:
-        config: `query_length` and `document_length` are tokens at most, up to the model's positions.
+        config: `query_length` and `document_length` are tokens at most, but for LENGTHS, up to the model's
+            positions.
         precision: "int8", "binary", "ubinary" or "float32".
         instruct: every text but a searched document comes after mteb's instruction for its task, in
             Qwen3-Embedding's template; ArguAna's prompt is not used.
@@ -81,7 +83,7 @@ class MtebEncoder(AbsEncoder):
         which the tokenizer must have a token."""
         name, kind, reader = task_metadata.name, about.get("prompt_type"), self.reader(about.get("hf_subset"))
         query, before, column = kind == PromptType.query, "", itemgetter("text")
-        length = LENGTHS.get(name, self.config.query_length if query else self.config.document_length)
+        length = self.length(name, kind or PromptType.document)
         if self.instruct and kind != PromptType.document:
             before = self.get_task_instruction(task_metadata, kind)
         elif query:
@@ -95,6 +97,10 @@ class MtebEncoder(AbsEncoder):
         if kind is None:  # no search
             return unit(_floats(self._found))
         return noisy(self._found) if name in REPEATING else self._found
+
+    def length(self, task: str, kind: PromptType) -> int:
+        """Tokens that are read of a query or a document."""
+        return LENGTHS.get(task, getattr(self.config, f"{kind}_length"))
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
         """Cosine similarity (N, M); one vector may come as (D,)."""
@@ -127,15 +133,14 @@ class MtebReranker(SearchEncoderWrapper):
     Queries come with mteb's instruction for their task.
 
     Args:
-        config: `candidates` of each query are reranked, `query_length` and `document_length` are read.
+        config: `candidates` of each query are reranked, read as far as `first` reads.
     Source: Qwen3-Embedding, section 4.2.
     """
 
     def __init__(self, first: MtebEncoder, reranker: Reranker, config: RerankerConfig):
         super().__init__(first)
         self.reranker, self.candidates = reranker, config.candidates
-        self.limits = {"query_length": config.query_length, "document_length": config.document_length}
-        how = reranker.reader.mixed_precision, reranker.reader.max_length, config.candidates, self.limits
+        how = reranker.reader.mixed_precision, reranker.reader.max_length, config.candidates
         read, revision = reranker.model.parameters(), first.mteb_model_meta.revision
         self.mteb_model_meta = _meta("reranked", read, revision, how)
 
@@ -151,7 +156,8 @@ class MtebReranker(SearchEncoderWrapper):
         instruction = self.model.get_instruction(task_metadata, PromptType.query)
         sides = (chain.from_iterable(x["text"] for x in named[key]) for key in ("inputs1", "inputs2"))
         pairs = groupby(zip(*sides, strict=True), key=itemgetter(0))  # of one query, side by side
-        rank = partial(self.reranker.log_odds, instruction=instruction, **self.limits)
+        limits = {f"{kind}_length": self.model.length(task_metadata.name, kind) for kind in PromptType}
+        rank = partial(self.reranker.log_odds, instruction=instruction, **limits)
         return np.concatenate([rank(query, [text for _, text in own]) for query, own in pairs])
 
 
@@ -307,12 +313,19 @@ def run_benchmark(
     Raises: KeyError for an unknown name, before anything runs.
     """
     wanted = [(name, task) for name in names for task in benchmark_tasks(name, every_type)]
-    if not wanted:
-        return []
-    encoder, results = MtebEncoder(embedder, config, precision, instruct), mteb.ResultCache(folder)
-    model = MtebReranker(encoder, *reranking) if reranking else encoder
-    known = ({"benchmark": name, "task": t.metadata.name, "type": t.metadata.type} for name, t in wanted)
-    return [row | _run(model, task, results) for row, (_, task) in zip(known, wanted)]
+    results = mteb.ResultCache(folder)
+
+    @cache
+    def model(length: int | None) -> MtebEncoder | MtebReranker:
+        read = replace(config, query_length=length, document_length=length) if length else config
+        encoder = MtebEncoder(embedder, read, precision, instruct)
+        return MtebReranker(encoder, *reranking) if reranking else encoder
+
+    return [
+        {"benchmark": name, "task": task.metadata.name, "type": task.metadata.type}
+        | _run(model(LENGTHS.get(name)), task, results)
+        for name, task in wanted
+    ]
 
 
 def _run(encoder: MtebEncoder | MtebReranker, task: AbsTask, results: mteb.ResultCache) -> dict[str, Any]:

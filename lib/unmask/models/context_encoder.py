@@ -9,7 +9,6 @@ D dimensions.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -154,14 +153,12 @@ class ContextEmbedder(Embedder):
         first, second = (backbone.load(path / name) for name in ("first", "second"))
         encoder = ContextualEncoder(first, second, known["context"])
         encoder.second.null_D.data = load_file(path / NULL)["null_D"]
-        stored = asdict(Settings.of(known))
+        stored = vars(Settings.of(known))
         return cls(encoder, backbone.load_tokenizer(path / "second"), **stored | options)
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` loads, without the context."""
-        origin = Path(self.encoder.first.name_or_path)  # …/first, of one that was loaded
-        facts = backbone.inherited(origin.parent) if origin.name == "first" else {}
-        return save(self.encoder, self.tokenizer, Path(path), **facts | asdict(self.settings))
+        return save(self.encoder, self.tokenizer, Path(path), **self.settings.facts)
 
     def with_context(self, texts: Sequence[str], *, max_length: int | None = None) -> "ContextEmbedder":
         """The same encoder, sharing its weights, in the context of these documents of the corpus.

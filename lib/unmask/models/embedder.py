@@ -91,10 +91,10 @@ class Embedder:
 
     Args:
         pooling: "mean", or "last" for the ablation.
-        max_length: tokens of one text at most; what is longer is cut. Default: the model's positions, or
-            10,000 where it has no limit.
-        window: tokens of a document that are read at once, see `encode_documents`. Default: the positions,
-            too, whatever `max_length` is.
+        max_length: tokens of one text at most; what is longer is cut, to the model's positions in any case.
+            Default: these, or 10,000 where it has no limit.
+        window: tokens of a document that are read at once, see `encode_documents`. Default: 10,000, or the
+            positions, whatever `max_length` is.
         mixed_precision: bf16 autocast; faster, and about one INT8 code in ten differs, by one. The matrices
             of `model` become bfloat16, in place, so it can no longer be saved. Default: on a GPU that has
             it, not on a CPU.
@@ -105,7 +105,11 @@ class Embedder:
         special_tokens: the tokenizer's own special tokens ([CLS] and [SEP], for instance) are put around each
             text, or around each document. They count for `max_length`, and the pooling averages them too.
         normalize: vectors get unit length, before dimensions or codes are taken from them.
-    Raises: ValueError for an unknown pooling, a `max_length` in which no token of a text has room, and bf16
+        prompts: of sentence-transformers, by name. They are saved with the embedder; which texts they stand
+            before is for you to say, here nothing adds them.
+        about: where the embedder is from, saved with it.
+    Raises: ValueError for an unknown pooling, a `max_length` in which no token of a text has room, a
+        tokenizer with tokens that the model has no rows for, and bf16
         (`mixed_precision`, or the model's own) where the device would emulate it.
     """
 
@@ -122,7 +126,10 @@ class Embedder:
         device: str | int | torch.device | Sequence[str | torch.device] | None = None,
         special_tokens: bool = False,
         normalize: bool = False,
+        prompts: Mapping[str, str] | None = None,
+        about: Mapping[str, Any] | None = None,
     ):
+        backbone.check_vocabulary(model.config, tokenizer)
         several = [device] if isinstance(device, (str, int, torch.device)) else device
         every = several or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
         self.devices = [torch.device(one) for one in every]
@@ -138,9 +145,10 @@ class Embedder:
         if pooling not in POOLS:
             raise ValueError(f"pooling must be 'mean' or 'last', got {pooling!r}")
         self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
+        self.prompts, self.about = dict(prompts or {}), dict(about or {})
         check_counts(window=window, token_budget=token_budget)
         self.positions = backbone.positions(model) or WINDOW
-        self.window = min(window or self.positions, self.positions)
+        self.window = min(window or WINDOW, self.positions)
         tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an embedder pads by itself
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
         self.max_length = self._limit(self.positions if max_length is None else max_length)
@@ -158,7 +166,7 @@ class Embedder:
         Raises: ValueError if the directory holds no checkpoint.
         """
         model, tokenizer, settings = checkpoint.load(path)
-        return cls(model, tokenizer, **dataclasses.asdict(settings) | options)
+        return cls(model, tokenizer, **vars(settings) | options)
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained`, AutoModel and sentence-transformers load.
@@ -170,7 +178,7 @@ class Embedder:
     @property
     def settings(self) -> Settings:
         """What is kept beside the weights; its lengths are those in force."""
-        return Settings(self.pooling, self.max_length, self.window, self.special_tokens, self.normalize)
+        return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
     def close(self) -> None:
         """Frees the model's memory, which another model or a training may need. The embedder cannot be
@@ -200,7 +208,7 @@ class Embedder:
                 was taught with the tanh, which the mean lacks: where a few dimensions are far larger than
                 the others, as in pretrained language models, cosines of means rank worse than INT8.
             dimensions: keep only the first so many (Matryoshka).
-            max_length: instead of the embedder's own.
+            max_length: instead of the embedder's own, up to the model's positions.
         Returns: array of shape (texts, dimensions), for "ubinary" (texts, dimensions / 8); no texts, no rows.
         Raises: TypeError for a text that is no string. ValueError for one that is empty or has no tokens, for
             a lone surrogate (half a character), and where the model returns NaN or infinity. Both name the
@@ -219,8 +227,8 @@ class Embedder:
         """Embeds chunks in the context of their document: late chunking (pplx-embed, section 2.4).
 
         A document beyond `window` (what the model was trained on, for instance) is read in overlapping
-        windows of whole chunks, of 10,000 tokens at most, and each chunk has the vector of the window where
-        it has most context: `encoding.context_windows` says how. Every chunk has one vector, always.
+        windows of whole chunks, and each chunk has the vector of the window where it has most context:
+        `encoding.context_windows` says how. Every chunk has one vector, always.
 
         Args:
             documents: a list of chunks for each document.
@@ -293,15 +301,13 @@ class Embedder:
         return Reading(units, self.pooling, name), np.cumsum([0, *map(len, documents)])
 
     def _windows(self, documents: list[list[str]], chunk_length: int | None, name: Name) -> Iterator[Unit]:
-        limit = self.window - sum(map(len, self.around))
+        room = self.window - sum(map(len, self.around))
         tokens = self._tokens(chain.from_iterable(documents), chunk_length, name)
         separator_id = self.tokenizer.convert_tokens_to_ids(end_token(self.tokenizer))
         first = 0
         for chunks in documents:
             ids = list(islice(tokens, len(chunks)))
             lengths = list(map(len, ids))
-            whole = sum(lengths) + len(lengths) - 1 <= limit  # with a separator between two chunks
-            room = limit if whole else min(WINDOW, limit)
             if max(lengths) > room:
                 raise ValueError(
                     f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens, the window holds {room}: "

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.auto import AutoConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from unmask.data.tokens import StoredTokenizer
+from unmask.data.tokens import StoredTokenizer, special_tokens_around
 from unmask.extras import extra
 from unmask.models import backbone
-from unmask.models.checkpoint import Settings
+from unmask.models.checkpoint import Settings, settings_of
 from unmask.store import new_directory
 
 with extra("study"):
@@ -34,14 +34,16 @@ def slerp(base: str | Path, other: str | Path, t: float, path: str | Path) -> Pa
     mergekit falls back to linear interpolation where |cos θ| > 0.9995; two opposite parents have many ways
     between them, and are refused.
 
-    Raises: ValueError for a directory that is no checkpoint, a t outside of [0, 1], parents of which another
-        tokenizer, configuration or pooling makes use, parents that point opposite ways, and if what mergekit
-        wrote is not a whole checkpoint (it returns normally even when it wrote no weights).
+    The result reads as its parents do. Where their lengths differ it takes the longer one, and says so.
+
+    Raises: ValueError for a directory that is no checkpoint, a t outside of [0, 1], parents that differ in
+        something that changes vectors, by its name, parents that point opposite ways, an architecture that
+        mergekit cannot merge, and if what it wrote is not a whole checkpoint (it returns normally even when
+        it wrote no weights).
     """
     if not 0 <= t <= 1:
         raise ValueError(f"t must lie in [0, 1], from one parent to the other; got {t}")
-    recipe = {"merge_method": "slerp", "base_model": str(Path(base).resolve()), "parameters": {"t": t}}
-    return _merge(recipe, [base, other], path, t=t)
+    return _merge("slerp", {"t": t}, [base, other], path, t=t)
 
 
 def slerp_all(checkpoints: Sequence[str | Path], path: str | Path) -> Path:
@@ -55,16 +57,18 @@ def slerp_all(checkpoints: Sequence[str | Path], path: str | Path) -> Path:
 
     Raises: ValueError as in `slerp`.
     """
-    recipe = {"merge_method": "multislerp", "parameters": {"weight": 1.0}}
-    return _merge(recipe, checkpoints, path, merged=len(checkpoints))
+    return _merge("multislerp", {"weight": 1.0}, checkpoints, path, merged=len(checkpoints))
 
 
-def _merge(recipe: dict[str, Any], parents: Sequence[str | Path], path: str | Path, **facts: Any) -> Path:
+def _merge(
+    method: str, values: dict[str, float], given: Sequence[str | Path], path: str | Path, **facts: Any
+) -> Path:
     """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
-    clears), checks the result, and writes it with the first parent's tokenizer and facts."""
-    path, parents = Path(path), [*map(Path, parents)]
-    models = [{"model": backbone.require_checkpoint(parent.resolve())} for parent in parents]
-    first, *others = map(_meaning, parents)
+    clears), checks the result, and writes it with the first parent's tokenizer and the parents' settings."""
+    path, parents = Path(path), [Path(backbone.require_checkpoint(Path(one).resolve())) for one in given]
+    tokenizers = [*map(backbone.load_tokenizer, parents)]
+    settings = [*map(settings_of, parents, tokenizers)]
+    first, *others = map(_meaning, parents, tokenizers, settings)
     for parent, other in zip(parents[1:], others, strict=True):
         if differ := sorted(key for key in first | other if first.get(key) != other.get(key)):
             what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
@@ -76,32 +80,68 @@ def _merge(recipe: dict[str, Any], parents: Sequence[str | Path], path: str | Pa
             if torch.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) < -NEARLY_ONE:
                 both = f"{name} of {parents[0]} and of {parents[1]}"
                 raise ValueError(f"{both} point opposite ways, and nothing says which way leads between them")
-    configuration = MergeConfiguration.model_validate(recipe | {"models": models, "dtype": "float32"})
+    reads = settings[0].facts | _longest(settings)
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
     silent = logging.NullHandler()  # or mergekit sets the root logger up, and every library speaks up
     with new_directory(path) as folder:
+        models = [_stock(parent, folder / f"parent-{number}") for number, parent in enumerate(parents)]
+        recipe = {"merge_method": method, "parameters": values, "dtype": "float32"}
+        recipe |= {"models": [{"model": str(model)} for model in models]}
+        recipe |= {"base_model": str(models[0])} if method == "slerp" else {}
         logging.root.addHandler(silent)
         logging.disable(logging.WARNING)  # transformers' on an option that mergekit uses
         try:
-            run_merge(configuration, str(folder / "merged"), options)
+            run_merge(MergeConfiguration.model_validate(recipe), str(folder / "merged"), options)
+        except Exception as error:  # of whatever kind: mergekit meets what it does not know anywhere
+            kind = backbone.load_config(parents[0]).architectures
+            what = f"mergekit cannot merge {', '.join(map(str, parents))} ({', '.join(kind)}): {error}"
+            known = "decoders such as Qwen3, Llama, Mistral and OLMo 2 can be merged, BERT cannot"
+            raise ValueError(f"{what}. Take other parents: {known}") from error
         finally:
             logging.disable(logging.NOTSET)
             logging.root.removeHandler(silent)
         merged = backbone.load(folder / "merged")  # refuses what is not whole
         if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
             raise ValueError(f"the merge of {parents[0]} has NaN or infinity in {bad[0]}")
-        facts = backbone.inherited(parents[0]) | {"stage": "merge"} | facts
-        backbone.write(merged, backbone.load_tokenizer(parents[0]), folder, **facts)
+        backbone.write(merged, tokenizers[0], folder, **reads | {"stage": "merge"} | facts)
         del merged  # its weights may be mapped from what goes now
-        shutil.rmtree(folder / "merged")
+        for rest in [folder / "merged", *folder.glob("parent-*")]:
+            shutil.rmtree(rest)
     return path
 
 
-def _meaning(parent: Path) -> dict[str, Any]:
-    """What gives weights their meaning: tokenizer, configuration, and how an embedder reads and pools."""
-    settings = Settings.of(backbone.facts(parent))
-    reads = {name: getattr(settings, name) for name in ("pooling", "special_tokens", "normalize")}
-    config = AutoConfig.from_pretrained(parent).to_dict()
-    config = {key: value for key, value in config.items() if key not in FREE and "dropout" not in key}
-    return config | reads | {"tokenizer": StoredTokenizer.of(backbone.load_tokenizer(parent))}
+def _stock(parent: Path, folder: Path) -> Path:
+    """A parent as mergekit reads one: where its files name another class than that of their weights (the
+    released pplx-embed and Qwen3-Embedding), a copy that does not."""
+    model = backbone.load(parent, dtype="auto")
+    stored, own = PreTrainedConfig.get_config_dict(parent)[0].get("architectures"), [type(model).__name__]
+    if stored == own:
+        return parent
+    model.save_pretrained(folder)
+    return folder
+
+
+def _longest(settings: Sequence[Settings]) -> dict[str, int | None]:
+    """The longer ones of lengths that differ; None, all positions of the model, is the longest."""
+    lengths = {key: [getattr(one, key) for one in settings] for key in ("max_length", "window")}
+    longest = {key: None if None in values else max(values) for key, values in lengths.items()}
+    for key, values in lengths.items():
+        if len({*values}) > 1:
+            *several, most = [str(one or "all positions") for one in (*values, longest[key])]
+            print(f"{key} is {', '.join(several)}: the merge has the longest, {most}")
+    return longest
+
+
+def _meaning(parent: Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict[str, Any]:
+    """What gives weights and vectors their meaning: tokenizer, configuration, how an embedder reads and
+    pools."""
+    config = backbone.load_config(parent)
+    backbone.check_vocabulary(config, tokenizer)
+    reads = {"pooling": settings.pooling, "normalize": settings.normalize}
+    reads["prompts"] = {name: text for name, text in settings.prompts.items() if text}
+    around = special_tokens_around(tokenizer) if settings.special_tokens else ()
+    reads["special_tokens"] = settings.special_tokens, [ids.tolist() for ids in around]
+    values = {key: value for key, value in config.to_dict().items() if key not in FREE}
+    values = {key: value for key, value in values.items() if "dropout" not in key}
+    return values | reads | {"tokenizer": StoredTokenizer.of(tokenizer)}

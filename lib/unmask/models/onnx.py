@@ -11,11 +11,12 @@ from unmask.models.checkpoint import READ_BACK, portable
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import POOLS
 from unmask.models.quantize import int8
-from unmask.store import new_directory
+from unmask.store import new_directory, write_json
 
 
 def export_onnx(embedder: Embedder, path: str | Path) -> Path:
-    """Writes model.onnx, its weights in model.onnx.data, and the tokenizer into a directory.
+    """Writes model.onnx, its weights in model.onnx.data, the tokenizer and unmask.json, with lengths and
+    prompts, into a directory.
 
     Inputs, int64, of any number and length of texts: `input_ids` (B, L) and `attention_mask` (B, L), padded
     at the end. Outputs:
@@ -44,6 +45,7 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
     any_size = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     with new_directory(path) as folder:
         portable(embedder.tokenizer, embedder.settings).save_pretrained(folder)
+        write_json(folder / "unmask.json", embedder.settings.facts)
         with torch.inference_mode():
             torch.onnx.export(
                 _Outputs(embedder).eval(),

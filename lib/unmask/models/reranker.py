@@ -5,8 +5,9 @@ Legend: B prompts read together · L tokens · D dimensions · M documents.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ class Reranker:
 
     Args:
         instruction: what documents are wanted for, in a sentence.
+        about: where the model is from, saved with it.
         options: `max_length` (tokens of a prompt at most; the document is cut first, then the query, and
             nothing else), `device` (one), `mixed_precision` and `token_budget` of `Embedder`.
     Raises: ValueError for a model that is not causal, a `max_length` that leaves query and document no room,
@@ -56,11 +58,13 @@ class Reranker:
         tokenizer: PreTrainedTokenizerBase,
         *,
         instruction: str = INSTRUCTION,
+        about: Mapping[str, Any] | None = None,
         **options,
     ):
         if not getattr(model.config, "is_causal", True):
             raise ValueError("the model is bidirectional (is_causal is false): a reranker needs a causal one")
         self.model, self.tokenizer, self.instruction = model.eval(), tokenizer, instruction
+        self.about = dict(about or {})
         self.reader = Embedder(model.base_model, tokenizer, **options)
         self.yes, self.no = answers(tokenizer.backend_tokenizer)
         self._taken(around_query(instruction))
@@ -74,13 +78,15 @@ class Reranker:
         Raises: ValueError if the directory holds no checkpoint.
         """
         folder = checkpoint.folder_of(path)
-        known = {key: value for key, value in backbone.facts(folder).items() if key == "instruction"}
-        return cls(backbone.load(folder, head=True), backbone.load_tokenizer(folder), **{**known, **options})
+        about = {key: value for key, value in backbone.facts(folder).items() if key != "fingerprint"}
+        known = {key: about.pop(key) for key in ("instruction", "max_length") if key in about}
+        options = known | {"about": about} | options
+        return cls(backbone.load(folder, head=True), backbone.load_tokenizer(folder), **options)
 
     def save_pretrained(self, path: str | Path) -> Path:
         """Writes a directory that `from_pretrained` and AutoModelForCausalLM load."""
-        facts = {"stage": "reranker", "instruction": self.instruction}
-        facts = backbone.inherited(self.model.name_or_path) | facts
+        settings = {"instruction": self.instruction, "max_length": self.reader.max_length}
+        facts = {"stage": "reranker"} | self.about | settings
         return backbone.save(self.model, self.tokenizer, Path(path), **facts)
 
     def score(self, query: str, documents: Sequence[str], **options) -> np.ndarray:

@@ -228,7 +228,8 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
         yield "07_diffusion_vs_ar", "pair", arms, short
     if ablation.parts:
         yield "07_diffusion_vs_ar", "pair", 4, short
-    short = _with(preset, "contextual", steps=conteb.steps)
+    asked = conteb.queries_per_document
+    short = _with(preset, "contextual", steps=conteb.steps, queries_per_document=asked)
     yield "08_conteb", "contextual", 2 + len(conteb.lambdas), short
     yield "08_conteb", "contextual", 3, preset
     sizes = Counter((changes["batch"], changes["context"]) for changes in preset.cde.trainings.values())

@@ -23,7 +23,6 @@ from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
 from unmask.models.encoding import after_context, every_token, micro_batches
-from unmask.models.quantize import int8
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import Processes
@@ -138,7 +137,7 @@ class Qwen3(Pair):
         return super().facts(start) | {"prompts": {"query": prompt(INSTRUCTIONS["english"]), "document": ""}}
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
-        rows_RD = int8(rows_RD) if self.config.quantize else rows_RD
+        rows_RD = self.served(rows_RD)
         shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
         shared["number_R"] = numbered(batch.sequences[batch.count :])
         vectors = parted(rows_RD, batch.count)

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask import losses
-from unmask.config import GROUPS, DiffusionConfig, changed
+from unmask.config import GROUPS, ConfigError, DiffusionConfig, changed
 from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
@@ -148,10 +149,19 @@ class Stage:
             model = backbone.load(start, head=self.head)
         else:
             model = backbone.build(self.job.backbone, self.tokenizer, seed=self.config.seed)
+        backbone.check_vocabulary(model.config, self.tokenizer)
+        self._check_lengths(backbone.positions(model))
         if self.bidirectional or self.job.bidirectional:
             backbone.make_bidirectional(model, self.tokenizer, self.job.backbone.mask_token)
         model.start = str(start)
         return model
+
+    def _check_lengths(self, positions: int) -> None:
+        """Refuses lengths beyond the model's positions, which would fail in the middle of a training."""
+        for key in ("length", "query_length", "document_length", "chunk_length"):
+            if 0 < positions < (length := vars(self.config).get(key, 0)):
+                what = f"{self.job.section}.{key} is {length}, the model has {positions} positions"
+                raise ConfigError(f"{what}: set it to so many at most")
 
     def restore(self, model: nn.Module, path: Path) -> None:
         """Gives the model the weights of a checkpoint that the stage has trained."""
@@ -164,7 +174,7 @@ class Stage:
 
     def facts(self, start: str) -> dict[str, Any]:
         """How the checkpoint is to be used, and which ready backbone it descends from."""
-        facts = vars(self.job.settings).copy() if self.job.settings else {}
+        facts = replace(self.job.settings, about={}).facts if self.job.settings else {}
         facts |= {"stage": self.job.section, "pooling": getattr(self.config, "pooling", "mean")}
         if source := backbone.facts(start).get("source"):
             facts["source"] = source
@@ -501,6 +511,12 @@ class Contrastive(Stage):
             guess += float(self.part_of_loss(part, slice(few), alike_R1)) * part.count / few
         return parts, {"guess": guess}
 
+    def served(self, rows_RD: Tensor) -> Tensor:
+        """Pooled vectors as `encode` gives them: of unit length, where the embedder's are, then as codes."""
+        if self.job.settings and self.job.settings.normalize:
+            rows_RD = normalize(rows_RD, dim=-1)
+        return int8(rows_RD) if getattr(self.config, "quantize", True) else rows_RD
+
     def part_of_loss(self, part: Batch, queries: slice, rows_RD: Tensor) -> Tensor:
         """What some of the queries pay of a part's loss."""
         return part.weight * self.loss(rows_RD, part, temperature=self.config.temperature, queries=queries)
@@ -524,7 +540,13 @@ class Pair(Contrastive):
     (pplx-embed, section 2.3)."""
 
     section = "pair"
-    ends = property(lambda self: self.config.pooling == "last")
+
+    @property
+    def ends(self) -> bool:
+        """An embedder that pools its last token has that of its own tokenizer, or none."""
+        settings = self.job.settings
+        return self.config.pooling == "last" and (settings is None or settings.plain)
+
     data = cached_property(Stage.pairs)
 
     def allowed(self) -> Callable[[int], set[str]] | None:
@@ -545,7 +567,7 @@ class Pair(Contrastive):
         path = backbone.require_checkpoint(name)
 
         def load() -> Encoder:
-            if backbone.facts(path):
+            if backbone.facts(path) or backbone.is_released(path):
                 return Embedder.from_pretrained(path)
             # A second to import, for few trainings.
             with extra("study"):
@@ -591,7 +613,7 @@ class Pair(Contrastive):
         return [replace(batch, negatives=torch.from_numpy(self.neighbours[name].negatives(rows, margin)))]
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
-        rows_RD = int8(rows_RD) if self.config.quantize else rows_RD
+        rows_RD = self.served(rows_RD)
         shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
         q_ND, d_ND = rows_RD[: batch.count], rows_RD[batch.count :]
         return losses.pair_loss(q_ND, d_ND, query_query=self.config.query_query, **shared)
@@ -622,7 +644,8 @@ class Contextual(Contrastive):
 
     @cached_property
     def data(self) -> dict[str, TokenDocuments]:
-        corpus, config, data = self.corpus, self.config, {}
+        corpus, data, taken = self.corpus, {}, sum(map(len, self.around))
+        config = replace(self.config, query_length=max(1, self.config.query_length - taken))
         for name in corpus.datasets("documents", "train") if config.join == 1 else ():
             rows, file = corpus.documents("train", name), corpus.identity("documents", name)
             data[name] = tokenized.token_documents(Table(rows, name, file, self.stored), config)
@@ -671,7 +694,7 @@ class Contextual(Contrastive):
         else:
             loss = partial(losses.contextual_loss, alpha=config.alpha, beta=batch.beta, margin=config.margin)
             vectors = (q_ND, chunks_MCD, documents_MD)
-        return losses.matryoshka(partial(loss, **shared), [int8(x) for x in vectors], config.dimensions)
+        return losses.matryoshka(partial(loss, **shared), [*map(self.served, vectors)], config.dimensions)
 
 
 class Triplet(Contrastive):
@@ -689,7 +712,7 @@ class Triplet(Contrastive):
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         number_R = numbered(batch.sequences[batch.count :])
-        return losses.triplet_loss(*parted(int8(rows_RD), batch.count), number_R=number_R, **shared)
+        return losses.triplet_loss(*parted(self.served(rows_RD), batch.count), number_R=number_R, **shared)
 
 
 def parted(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
