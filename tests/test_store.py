@@ -164,7 +164,7 @@ def test_files_have_the_mode_that_the_umask_says(embedder, tmp_path, umask):
 
 
 @pytest.mark.parametrize("writer", ["save", "pull", "encode"])
-def test_a_file_system_without_locks_is_told_with_its_place_and_a_remedy(model, tmp_path, monkeypatch, writer):
+def test_a_file_system_without_locks_is_told_with_place_and_remedy(model, tmp_path, monkeypatch, writer):
     def refused(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

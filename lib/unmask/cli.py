@@ -155,6 +155,11 @@ def run(options: argparse.Namespace) -> None:
             print(describe(preset, [one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
             check_machine(preset, options.gpus, options.jobs)
+            for one in due:
+                try:
+                    mirror.require(preset, {*one.reads} & {*mirror.STUDIES})
+                except ValueError as error:
+                    print(f"note: {one.name} will fail: {error}")
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = kernel_environment(folders)
             environment |= {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}

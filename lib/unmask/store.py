@@ -78,7 +78,7 @@ def locked(file: Path, *, timeout: float = -1) -> Iterator[None]:
     except OSError as error:
         with contextlib.suppress(OSError):
             file.unlink()
-        remedy = "name a folder that you can write to and that takes locks (UNMASK_ARTIFACTS: that of all runs)"
+        remedy = "name a folder that can be written and locked (UNMASK_ARTIFACTS: that of all runs)"
         raise OSError(error.errno, f"{error.strerror}; {remedy}", str(file)) from None
     try:
         yield
@@ -96,9 +96,9 @@ def alone(path: Path) -> Iterator[None]:
     """
     path = path.resolve()
     try:
-        with locked(path / ".lock" if path.is_dir() else path.with_name(f".{path.name}.lock"), timeout=0):
-            with naming(path):
-                yield
+        lock = path / ".lock" if path.is_dir() else path.with_name(f".{path.name}.lock")
+        with locked(lock, timeout=0), naming(path):
+            yield
     except Timeout:
         raise RuntimeError(f"another process works on {path}: wait until it has ended") from None
 
@@ -163,9 +163,9 @@ class Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary name for a directory, which the block makes and fills. It becomes `path`; where that exists,
-    it gets the files and keeps what it is: a mount point, of a mode and a group. After an error `path` is as
-    it was.
+    """A temporary name for a directory, which the block makes and fills, and which becomes `path`. One that
+    exists gets its files and stays what it is: a mount point, of a mode and a group. After an error `path` is
+    as it was.
 
     Raises: ValueError if `path` is a file, or holds what the new one does not, hidden files and weights in
         other pieces aside; RuntimeError if another process makes it, too; OSError as `locked`.
@@ -192,8 +192,8 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _refill(path: Path, new: Path) -> None:
-    """Moves the content of a folder into another one, whose own goes. Weights are the first to go and the last
-    to come: where they are after a kill, all is."""
+    """Moves the content of a folder into another one, whose own goes. Weights go first and come last: where
+    they are after a kill, all is."""
 
     def in_order(folder: Path) -> list[Path]:
         shown = (one for one in folder.iterdir() if one.name[0] != "." and one.name != "lost+found")
