@@ -29,7 +29,7 @@ from unmask.config import COMPUTED, TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import fast_attention, fused_layers, plain_attention
-from unmask.store import alone, fingerprint, link, read_json, replace_directory, write_atomic, write_json
+from unmask.store import alone, fingerprint, link, read_json, write_atomic, write_json
 from unmask.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from unmask.training.distributed import Processes, full_weights, refresh
 from unmask.training.identity import identity
@@ -68,6 +68,7 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
     folder, made_of = Path(folder), identity(stage, model)
     home = _home(folder, made_of)
     watch = watch or Watch()
+    home.mkdir(parents=True, exist_ok=True)
     with alone(home):
         if (home / "model").is_dir():
             _finish(home)  # a kill may have come in between
@@ -102,7 +103,8 @@ def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, report: 
         weights, new = full_weights(model), path.with_name(f".{path.name}.new")
         if processes.main:
             stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=job.fingerprint)
-            replace_directory(new, path)
+            shutil.rmtree(path, ignore_errors=True)  # of a kill
+            os.replace(new, path)
         processes.wait()
 
     options = {"report": report, "save": save, "processes": processes, "signals": signals}

@@ -88,10 +88,19 @@ class Watch:
             self.next = monotonic() + max(1.0, RARE * (monotonic() - began))
 
     def draw(self) -> None:
-        """Shows the curve, in the place of the one before."""
-        with extra("study"):  # a second to import
-            from IPython.display import Image, display  # noqa: PLC0415
-            from matplotlib.figure import Figure  # noqa: PLC0415
+        """Shows the curve, in the place of the one before. One that cannot be drawn is the last."""
+        try:
+            with extra("study"):  # a second to import
+                from matplotlib import style  # noqa: PLC0415
+            with style.context("default"):  # whatever the user's matplotlibrc says
+                self._draw()
+        except Exception as error:
+            self.curve, why = False, " ".join(str(error).split())
+            tqdm.write(f"no curve ({type(error).__name__}: {why:.200}); the training goes on")
+
+    def _draw(self) -> None:
+        from IPython.display import Image, display  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
 
         figure = Figure(figsize=(6, 2.2), layout="constrained")
         axes = figure.subplots()
