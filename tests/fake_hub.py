@@ -27,6 +27,7 @@ class FakeRepo:
     name: str
     files: dict[str, bytes]
     gated: bool = False
+    revision: str = "main"
 
     @cached_property
     def commit(self) -> str:
@@ -46,8 +47,16 @@ class FakeHub:
     requests: list[str] = field(default_factory=list)
     token: str = "hf_right"
 
-    def add(self, type: str, name: str, files: dict[str, bytes], *, gated: bool = False) -> None:
-        self.repos[name] = FakeRepo(type, name, files, gated)
+    def add(
+        self, type: str, name: str, files: dict[str, bytes], revision: str = "main", *, gated: bool = False
+    ) -> None:
+        key = name if revision == "main" else f"{name}@{revision}"
+        self.repos[key] = FakeRepo(type, name, files, gated, revision)
+
+    def at(self, name: str, revision: str) -> FakeRepo | None:
+        """A repository in a revision, a branch or a commit."""
+        known = (one for one in self.repos.values() if one.name == name)
+        return next((one for one in known if revision in (one.revision, one.commit)), None)
 
     def fetched(self, file: str, since: int = 0) -> int:
         """How often a file's content was sent, the first `since` of all left out."""
@@ -121,19 +130,19 @@ class _Handler(Handler):
     hub: FakeHub
 
     def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
+        path = urlsplit(self.path).path
         if path.startswith("/api/"):
             path = path.removeprefix("/api")
         elif not path.startswith("/datasets/"):
             path = f"/models{path}"
         if path.count("/") < 3:
             return self.send(200 if path == "/models/" else 404)
-        kind, organisation, name, *rest = path.strip("/").split("/")
+        kind, organisation, name, *rest = map(unquote, path.strip("/").split("/"))  # some hold a slash
         repo = self.hub.repos.get(f"{organisation}/{name}")
         if repo is None or f"{repo.type}s" != kind:
             return self._error(401, "RepoNotFound", "Repository not found")
         action, revision, *inside = rest or ["revision", "main"]
-        if revision not in ("main", repo.commit):
+        if (repo := self.hub.at(repo.name, revision)) is None:
             return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         match action:
             case "revision":

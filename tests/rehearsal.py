@@ -9,6 +9,7 @@ say what is not.
 """
 
 import argparse
+import io
 import itertools
 import json
 import os
@@ -25,15 +26,19 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from unmask.config import TRAINED
+from fake_hub import fake_hub
+from unmask.config import TRAINED, load_preset
+from unmask.data import mirror as mirrors
 from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
 from unmask.store import repository
 
@@ -186,6 +191,22 @@ def write_embedder(
     SentenceTransformer(modules=parts, device="cpu", prompts=prompts).save(str(folder))
 
 
+def pull_converted(folder: Path, name: str, mirror: Path) -> None:
+    """Pulls an embedder of the pool that lies on a Hub as some do: with weights in pickle on main, and beside
+    them in safetensors in a pull request alone."""
+    pool = load_preset("paper-0.6b").retrieval
+    files = {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+    torch.save(load_file(folder / "model.safetensors"), pickled := io.BytesIO())
+    files["pytorch_model.bin"] = pickled.getvalue()
+    main = {file: content for file, content in files.items() if file != "model.safetensors"}
+    changes = {"retrieval.pool": [name], "retrieval.pool_revisions": pool.pool_revisions}
+    with fake_hub() as hub, pytest.MonkeyPatch.context() as patch:
+        hub.add("model", name, main)
+        hub.add("model", name, files, pool.pool_revisions[name])
+        patch.setenv("UNMASK_MIRROR", str(mirror))  # which a pull changes
+        mirrors.pull(load_preset("smoke", changes), mirror)
+
+
 def write_embedders(mirror: Path) -> None:
     """CDE's surrogate, and the embedders of the paper's pool."""
     t5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
@@ -194,7 +215,9 @@ def write_embedders(mirror: Path) -> None:
     write_embedder(gtr, transformers.T5EncoderModel, t5, "mean", dense)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     roberta = transformers.XLMRobertaModel, shape | {"max_position_embeddings": 514}
-    write_embedder(mirror / "BAAI" / "bge-m3", *roberta, "cls")
+    with TemporaryDirectory() as folder:
+        write_embedder(Path(folder, "bge-m3"), *roberta, "cls")
+        pull_converted(Path(folder, "bge-m3"), "BAAI/bge-m3", mirror)
     write_embedder(mirror / "intfloat" / "multilingual-e5-large-instruct", *roberta, "mean")
     qwen3 = transformers.Qwen3Model, shape | {"num_key_value_heads": 2, "head_dim": 8}
     prompts = {"query": "Instruct: Given a web search query, …\nQuery:", "document": ""}

@@ -39,6 +39,19 @@ def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
     ]
 
 
+def test_what_one_study_lacks_stops_no_other_notebook(checkout: Checkout, tmp_path, monkeypatch) -> None:
+    checkout.notebook("00_backbone", ["1"])
+    checkout.notebook("01_study", ["1"], needs=["00_backbone"], reads=["retrieval"])
+    checkout.notebook("02_other", ["1"], needs=["00_backbone"])
+    monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
+    result = checkout.unmask("run", "--preset", "smoke", "--set", "retrieval.pool=[org/voter]")
+    lacks = "lacks org/voter (not there): with internet, `unmask mirror pull"
+    assert lacks in result.stdout.partition("note: 01_study will fail: ")[2].splitlines()[0]
+    assert result.returncode == 1 and lacks in result.stderr and "not done: 01_study\n" in result.stderr
+    done = [one.parent.name for one in checkout.folders.artifacts.glob("*/done.json")]
+    assert sorted(done) == ["00_backbone", "02_other"]
+
+
 def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout) -> None:
     """A training that tells its seed, and fails with seed 1 while there is a file "broken"; and a report."""
     broken, told = checkout.root / "broken", "load_preset(preset, overrides).pair.seed; seed"

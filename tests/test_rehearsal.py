@@ -32,7 +32,7 @@ def test_stages_and_tasks_find_what_they_read_and_trainings_read_what_was_prepar
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(folder / "artifacts"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
     preset = load_preset(name, rehearsal.SMALL)
-    mirror.require(preset)
+    mirror.require(preset, mirror.PARTS)
     prepared = unmask("prepare", "--preset", name, *rehearsal.told(rehearsal.SMALL))
     assert prepared.returncode == 0 and re.search("pair: data set .*rows 12", prepared.stdout)
 

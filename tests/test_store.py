@@ -1,5 +1,7 @@
 """Files and folders that two processes write, that a kill interrupts, and that a disk does not hold."""
 
+import errno
+import os
 import resource
 import shutil
 import signal
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from unmask.data.mining import kept
 from unmask.data.tokenized import Prepared
 from unmask.models.jobs import encode_file
 from unmask.models.merge import slerp
+from unmask.models.onnx import export_onnx
 from unmask.store import alone, link, new_directory, read_json, write_json
 from unmask.study.figures import Figure
 
@@ -56,6 +60,8 @@ WRITERS: dict[str, Callable[[Path, Path], object]] = {
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_of_two_writers_the_second_is_refused(model, tmp_path, write):
     path = tmp_path / "out.npy"
+    if write is WRITERS["pull"]:
+        path.mkdir()  # a mirror is there before its lock
     with alone(path), pytest.raises(RuntimeError, match=r"another process works on .*/out\.npy: wait"):
         write(model, path)
     assert not path.is_file() and not list(tmp_path.glob("out.npy/*")) and not list(tmp_path.glob(".*"))
@@ -114,13 +120,58 @@ def test_a_file_is_one_of_those_that_writers_meant_and_a_kill_leaves_nothing_for
     assert read_json(path) == "whole" and [one.name for one in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_what_a_kill_left_aside_comes_back(tmp_path):
-    """Between the two renames there is no folder; it must not be lost with the next failure."""
-    write_json(tmp_path / ".model.old" / "config.json", {})
-    (tmp_path / ".model.tmp").mkdir()
-    with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "model"):
-        1 / 0  # noqa: B018
-    assert [one.name for one in tmp_path.rglob("*")] == ["model", "config.json"]
+def test_a_folder_that_exists_stays_and_gets_the_files(model, tmp_path):
+    """As a mount point has to, and one below a folder of somebody else: nothing is written beside it."""
+    path = tmp_path / "model"
+    (path / "lost+found").mkdir(parents=True)
+    path.chmod(0o2770)
+    before = path.stat()
+    for _ in range(2):
+        Embedder.from_pretrained(model).save_pretrained(path)
+    assert {*os.listdir(path)} == {*os.listdir(model), "lost+found"} and os.listdir(tmp_path) == ["model"]
+    assert (path.stat().st_ino, path.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert path.stat().st_gid == before.st_gid and Embedder.from_pretrained(path)
+
+
+def test_nothing_is_written_beside_a_folder_that_exists(model, tmp_path, monkeypatch):
+    path, names = tmp_path / "model", set()
+    path.mkdir()
+
+    def seen(file: int | str | Path, *arguments: Any) -> int:
+        names.update(os.listdir(tmp_path))
+        return opened(file, *arguments)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", seen)
+    with new_directory(path) as new:
+        new.mkdir()
+        write_json(new / "a.json", {})
+    assert names == {"model"}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007])
+def test_files_have_the_mode_that_the_umask_says(embedder, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        embedder.save_pretrained(tmp_path / "model")
+        export_onnx(embedder, tmp_path / "onnx")
+        write_json(tmp_path / "one.json", {})
+        drawn(tmp_path, tmp_path / "one.png")
+    finally:
+        os.umask(before)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) > 12 and {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("writer", ["save", "pull", "encode"])
+def test_a_file_system_without_locks_is_told_with_place_and_remedy(model, tmp_path, monkeypatch, writer):
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refused)  # as NFS and FUSE do
+    with pytest.raises(OSError, match=r"No locks available; name a folder .*UNMASK_ARTIFACTS.*out") as caught:
+        WRITERS[writer](model, tmp_path / "out.npy")
+    assert caught.value.errno == errno.ENOLCK and not list(tmp_path.rglob("*lock"))
 
 
 def test_a_link_changes_at_once(tmp_path):

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from unmask.children import on_signal
 from unmask.config import Preset, load_preset, preset_names, seeded
 from unmask.extras import extra
 from unmask.run import PREEMPTED, Folders, Run, seed_run
-from unmask.store import artifacts_root, read_json
+from unmask.store import artifacts_root, locked, read_json
 from unmask.study.clean import outdated, remove, size
 from unmask.study.kernels import Kernels
 from unmask.study.pipeline import PAGE, Pipeline, check_machine, clock, kernel_environment, own_gpus, recorded
@@ -155,12 +155,17 @@ def run(options: argparse.Namespace) -> None:
             print(describe(preset, [one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
             check_machine(preset, options.gpus, options.jobs)
+            for one in due:
+                try:
+                    mirror.require(preset, {*one.reads} & {*mirror.STUDIES})
+                except ValueError as error:
+                    print(f"note: {one.name} will fail: {error}")
             # A run that has everything here must not wait for a Hub that may be out of reach.
             environment = kernel_environment(folders)
             environment |= {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
             code = "anew" if options.force else "accept" if options.accept_code else "ask"
             environment |= own_gpus(preset.parallel) | {"UNMASK_CODE": code}
-            with FileLock(folders.artifacts / ".lock", timeout=0), Kernels(environment) as kernels:
+            with locked(folders.artifacts / ".lock", timeout=0), Kernels(environment) as kernels:
                 # To check web addresses: nbformat would load it for two seconds.
                 sys.modules.setdefault("rfc3987_syntax", None)
                 from unmask.study.execute import execute
@@ -220,7 +225,7 @@ def clean(options: argparse.Namespace) -> None:
         )
     with ExitStack() as held:
         for lock in {folder / ".lock", *folder.rglob("*.lock")}:
-            held.enter_context(FileLock(lock, timeout=0))
+            held.enter_context(locked(lock, timeout=0))
         found = outdated(folder)
         print(f"{folder}: {len(found) or 'nothing'} to remove, {sum(found.values()) / 1e6:,.1f} MB")
         _print_table([(str(one.relative_to(folder)), f"{size / 1e6:,.1f} MB") for one, size in found.items()])

@@ -383,6 +383,8 @@ class RetrievalConfig(Section):
     # query and, where known, its language ("en"), intent and form, and the url that it led to.
     log: Place = ""
     pool: Annotated[tuple[System, ...], Field(min_length=1)] = ("bm25", "characters", "lsa", "pair")
+    # Of an embedder of the pool: its revision on the Hub, where that is not main.
+    pool_revisions: dict[str, str] = Field(default_factory=dict)
     pool_depth: Count  # documents that each system puts into the pool of a query
     xquad: tuple[str, ...] = ("en",)  # languages of XQuAD, where a mirror holds it
 

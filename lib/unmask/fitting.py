@@ -171,6 +171,7 @@ def fit(
     held_N = _held_out(group_N, hold_out, stage)
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
+        place.mkdir(parents=True, exist_ok=True)
         stack.enter_context(alone(place))
         given = isinstance(model, Embedder)
         rounded = given and model.mixed_precision and (whole := Path(model.model.name_or_path)).is_dir()

@@ -63,23 +63,44 @@ def naming(path: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Keeps other processes from making the same file or folder, and has errors of the system name it.
+def locked(file: Path, *, timeout: float = -1) -> Iterator[None]:
+    """Holds a lock, whose file goes in the end.
 
-    Raises: RuntimeError if one is at it.
+    Args:
+        timeout: seconds to wait for it; negative: as long as it takes.
+    Raises: Timeout if another process held it so long; OSError with place and remedy where none is to be had.
     """
-    path = path.resolve()
-    lock = FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
+    lock = FileLock(file, timeout=timeout)
     try:
         lock.acquire()
     except Timeout:
-        raise RuntimeError(f"another process works on {path}: wait until it has ended") from None
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        remedy = "name a folder that can be written and locked (UNMASK_ARTIFACTS: that of all runs)"
+        raise OSError(error.errno, f"{error.strerror}; {remedy}", str(file)) from None
     try:
-        with naming(path):
-            yield
+        yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: who has just opened it sees that
+        file.unlink(missing_ok=True)  # while it is held: who has just opened it sees that
         lock.release()
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Keeps other processes from making the same file or folder, and has errors of the system name it. The
+    lock of a folder that exists lies in it: the one above may be another's, or on another disk.
+
+    Raises: RuntimeError if one is at it; and as `locked`.
+    """
+    path = path.resolve()
+    try:
+        lock = path / ".lock" if path.is_dir() else path.with_name(f".{path.name}.lock")
+        with locked(lock, timeout=0), naming(path):
+            yield
+    except Timeout:
+        raise RuntimeError(f"another process works on {path}: wait until it has ended") from None
 
 
 @contextlib.contextmanager
@@ -88,7 +109,7 @@ def replacing(path: Path) -> Iterator[Path]:
     content, never half of it. A second writer waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
-    with FileLock(temporary.with_suffix(".tmp.lock")) as lock:
+    with locked(temporary.with_suffix(".tmp.lock")):
         temporary.unlink(missing_ok=True)
         try:
             with naming(path):
@@ -96,7 +117,6 @@ def replacing(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-            Path(lock.lock_file).unlink(missing_ok=True)  # while it is held, as in `alone`
 
 
 def write_atomic(path: Path, text: str) -> Path:
@@ -143,44 +163,50 @@ class Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary name for a directory, which the block makes and fills; it then replaces `path`, which
-    after an error is as it was.
+    """A temporary name for a directory, which the block makes and fills, and which becomes `path`. One that
+    exists gets its files and stays what it is: a mount point, of a mode and a group. After an error `path` is
+    as it was.
 
-    Raises: ValueError if `path` is a file, or holds what the new one does not, weights in other pieces aside;
-        RuntimeError if another process makes it, too.
+    Raises: ValueError if `path` is a file, or holds what the new one does not, hidden files and weights in
+        other pieces aside; RuntimeError if another process makes it, too; OSError as `locked`.
     """
     path = path.resolve()  # a link stays one
     if path.is_file():
         raise ValueError(f"{path} is a file: name a folder")
-    temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
     with alone(path):
-        if not path.exists() and (old := _old(path)).exists():  # a kill came between two renames
-            os.replace(old, path)
+        refilled = path.is_dir()
+        # The same each time: a killed one is cleared away.
+        temporary = path / ".new.tmp" if refilled else path.with_name(f".{path.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             yield temporary
-            there = [*path.iterdir()] if path.is_dir() else []
-            kept = {one.name for one in there if not (one.is_file() and WEIGHTS.fullmatch(one.name))}
-            if foreign := kept - {*os.listdir(temporary)}:
-                raise ValueError(f"{path} holds {min(foreign)}, which would be lost: name another folder")
-            replace_directory(temporary, path)
+            mode = temporary.stat().st_mode & 0o666  # as the umask says; safetensors lets nobody else read
+            for file in filter(Path.is_file, temporary.rglob("*")):
+                file.chmod(mode)
+            if refilled:
+                _refill(path, temporary)
+            else:
+                os.replace(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def replace_directory(temporary: Path, path: Path) -> None:
-    """Puts a finished directory in the place of an older one."""
-    old = _old(path)
-    shutil.rmtree(old, ignore_errors=True)  # left by a kill
-    if path.exists():
-        os.replace(path, old)
-    os.replace(temporary, path)
-    shutil.rmtree(old, ignore_errors=True)
+def _refill(path: Path, new: Path) -> None:
+    """Moves the content of a folder into another one, whose own goes. Weights go first and come last: where
+    they are after a kill, all is."""
 
+    def in_order(folder: Path) -> list[Path]:
+        shown = (one for one in folder.iterdir() if one.name[0] != "." and one.name != "lost+found")
+        return sorted(shown, key=lambda one: (WEIGHTS.fullmatch(one.name) is not None, one.name))
 
-def _old(path: Path) -> Path:
-    """Where a directory lies while a new one takes its place."""
-    return path.with_name(f".{path.name}.old")
+    old, added = in_order(path), in_order(new)
+    theirs = {one.name for one in old if not (one.is_file() and WEIGHTS.fullmatch(one.name))}
+    if foreign := theirs - {one.name for one in added}:
+        raise ValueError(f"{path} holds {min(foreign)}, which is of something else: name another folder")
+    for one in reversed(old):
+        shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+    for one in added:
+        os.replace(one, path / one.name)
 
 
 def fingerprint(*parts: Any) -> str:

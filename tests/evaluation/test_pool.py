@@ -2,6 +2,7 @@
 
 import random
 
+import huggingface_hub
 import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
@@ -9,11 +10,13 @@ from sentence_transformers import SentenceTransformer
 import rehearsal
 import tiny
 import tiny_foreign
+from fake_hub import fake_hub
 from unmask import Embedder
 from unmask.config import ConfigError, load_preset
 from unmask.data import mirror
 from unmask.evaluation.pool import PROMPTS, agreed, nearest
 from unmask.evaluation.search import top_k
+from unmask.store import visible
 
 
 def test_the_vote_is_that_of_a_naive_computation():
@@ -68,15 +71,31 @@ def test_a_released_pplx_embed_is_read_without_its_code(tmp_path):
     assert found.tolist() == top_k(codes, codes, 5)[1].tolist()
 
 
+def test_an_embedder_is_fetched_in_its_revision(folder, tmp_path, monkeypatch):
+    """On main of some there are no safetensors."""
+    whole = {str(one.relative_to(folder / POOL[0])): one.read_bytes() for one in visible(folder / POOL[0])}
+    main = {name: content for name, content in whole.items() if name != "model.safetensors"}
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    texts = ["one text", "another"]
+    with fake_hub() as hub:
+        hub.add("model", "org/converted", main)
+        hub.add("model", "org/converted", whole, "refs/pr/38")
+        assert nearest("org/converted", texts, texts, 1, 64, "refs/pr/38").tolist() == [[0], [1]]
+        with pytest.raises(ValueError, match=r"is no checkpoint: \*\.safetensors missing"):
+            nearest("org/converted", texts, texts, 1, 64)
+
+
 def test_what_the_pool_needs_is_asked_for_at_the_start(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
     needs = mirror.needs(load_preset("smoke", {"retrieval.pool": ["bm25", *POOL]}))
     assert {one.repo for one in needs} == {*POOL}
     mirror.require(load_preset("smoke"))
-    told = {"BAAI/bge-m3": "lacks BAAI/bge-m3", "/no/where": "/no/where is no directory here"}
-    for name, message in told.items():
-        with pytest.raises(ValueError, match=message):
-            mirror.require(load_preset("smoke", {"retrieval.pool": [name]}))
+    with pytest.raises(ValueError, match="/no/where is no directory here"):
+        mirror.require(load_preset("smoke", {"retrieval.pool": ["/no/where"]}))
+    lacks = load_preset("smoke", {"retrieval.pool": ["BAAI/bge-m3"]})
+    mirror.require(lacks)  # the other notebooks start
+    with pytest.raises(ValueError, match="lacks BAAI/bge-m3"):
+        mirror.require(lacks, ["retrieval"])
     with pytest.raises(ConfigError, match=r"retrieval\.pool.*'bm25'.*got 'bm52'"):
         load_preset("smoke", {"retrieval.pool": ["bm52"]})
     with pytest.raises(ValueError, match=r"retrieval\.log: there is no file"):

@@ -158,7 +158,7 @@ def test_what_is_hit_ends_as_if_uninterrupted(tmp_path, monkeypatch, work):
         process.join(900)
         assert process.exitcode == 0, (tmp_path / "processes.log").read_text(encoding="utf8")
         assert not [*folder.rglob("checkpoints"), *folder.rglob(".*.tmp/")]
-        assert not [*folder.rglob(".*.old"), *folder.rglob(".*.partial")]
+        assert not [*folder.rglob(".*.partial")]
         left = whole(folder)
         shutil.rmtree(folder)
         return left

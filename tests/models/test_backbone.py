@@ -1,6 +1,7 @@
 """A backbone of any family that honours `is_causal`, and its checkpoints."""
 
 import json
+import subprocess
 import sys
 
 import psutil
@@ -10,7 +11,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
-from transformers import AutoModel, GraniteConfig, GraniteForCausalLM
+from transformers import AutoModel, BertConfig, BertForMaskedLM, GraniteConfig, GraniteForCausalLM
 
 import tiny
 import tiny_families
@@ -103,6 +104,40 @@ def test_what_is_no_checkpoint_is_refused(load, tmp_path):
         load(path)
 
 
+LOADS = """
+import csv, logging, sys, warnings
+import fsspec.compression
+import numpy, torch
+import transformers
+from transformers.utils.logging import is_progress_bar_enabled
+
+def host():
+    loggers = [logging.getLogger(name) for name in (None, *theirs)]
+    yield [(one.level, one.filters, one.handlers, one.propagate, one.disabled) for one in loggers]
+    yield transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected, is_progress_bar_enabled()
+    yield csv.field_size_limit(), warnings.filters, fsspec.compression.compr, torch.get_num_threads()
+
+theirs = [*logging.root.manager.loggerDict]
+before = repr([*host()])
+from unmask import Embedder
+for path in sys.argv[2:]:
+    Embedder.from_pretrained(path).save_pretrained(sys.argv[1])
+    import unmask.data.reading
+    assert repr([*host()]) == before
+"""
+
+
+def test_a_load_says_nothing_and_changes_nothing_of_its_host(tmp_path):
+    """Also where the file holds a head that nobody reads, or lacks a pooler that nobody reads."""
+    saved(tmp_path / "head", bidirectional=False)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = BertConfig(vocab_size=len(tiny.tokenizer()), **sizes)
+    backbone.save(BertForMaskedLM(config), tiny.tokenizer(), tmp_path / "bert")
+    arguments = [tmp_path / name for name in ("out", "head", "bert")]
+    done = subprocess.run([sys.executable, "-c", LOADS, *arguments], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_scaled_head_is_refused(tmp_path):
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     config = GraniteConfig(**shape, num_attention_heads=2, num_key_value_heads=2, logits_scaling=4.0)
@@ -114,7 +149,7 @@ def test_a_scaled_head_is_refused(tmp_path):
 
 def test_a_save_replaces_its_own_kind_and_nothing_else(tmp_path):
     path = saved(tmp_path / "many" / "model-a")
-    with pytest.raises(ValueError, match=r"many holds model-a, which would be lost"):
+    with pytest.raises(ValueError, match=r"many holds model-a, which is of something else"):
         saved(tmp_path / "many")
     with pytest.raises(ValueError, match=r"config\.json is a file: name a folder"):
         saved(path / "config.json")
@@ -146,7 +181,7 @@ def test_a_gpu_without_bf16_says_that_it_computes_in_float32(monkeypatch):
 
 @pytest.mark.parametrize(("family", "numbers"), [("llama", [3, 0, 1]), ("olmo2", [1])])
 def test_a_model_cut_short_is_mergekits_passthrough(family, numbers, tmp_path):
-    """With one matrix for input and output. mergekit cannot cut a Qwen3: it leaves layer_types as they are."""
+    """One matrix is input and output. mergekit cannot cut a Qwen3: it leaves layer_types as they are."""
     whole = tiny_families.model(family, head=True, layers=4)
     path = backbone.save(whole, tiny.tokenizer(), tmp_path / "whole", source="Ours")
     cut = backbone.load(backbone.cut_short(path, numbers, tmp_path / "cut"), head=True)

@@ -104,6 +104,14 @@ def test_a_figure_is_saved_for_light_and_for_dark_pages(tmp_path, monkeypatch):
             assert min(np.abs(np.subtract(color, other)).max() for other in found) <= 3
 
 
+def test_the_style_is_ours_whatever_a_matplotlibrc_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")  # no LaTeX
+    with plt.rc_context({"text.usetex": True, "font.size": 40}):
+        figures.differences({"pair": (0.1, 0.0, 0.2)}, title="a", xlabel="b").keep(tmp_path / "one.png")
+    figures.differences({"pair": (0.1, 0.0, 0.2)}, title="a", xlabel="b").keep(tmp_path / "other.png")
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "other.png").read_bytes()
+
+
 def test_every_colour_is_another_on_dark_pages_where_paper_is_darkest():
     dark = figures.night(np.array([_rgb(color) for color in figures.COLORS]))
     assert len(np.unique(dark, axis=0)) == len(figures.COLORS)

@@ -17,6 +17,7 @@ from unmask.training import loop
 from unmask.training.distributed import Processes
 from unmask.training.launch import STOP, OutOfMemory, TrainingStopped
 from unmask.training.loop import lr_factor, parameter_groups, steps
+from unmask.training.watch import Watch, probes, seconds_until
 
 
 def fit(folder, name="pair", backward=None, report=lambda row: None, processes=None, **changes):
@@ -52,6 +53,43 @@ def test_resumed_equals_uninterrupted(tmp_path, name, precision):
     assert seen[0] == {"total": 8, "done": 4}
     assert [row["step"] for row in seen[1:]] == [4, 5, 6, 7]
     assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
+
+
+def test_what_is_measured_on_the_way_changes_nothing_and_is_kept(tmp_path):
+    """Ten times, or after every step; also where the training was interrupted."""
+
+    def watched(folder, stop):
+        def probe(model):
+            torch.rand(3)
+            with torch.no_grad():
+                return {"docs": float(next(model.parameters()).mul_(2).sum()), "code": 0.0}
+
+        watch = Watch(curve=False, probe=probe)
+        watch.open("pair", folder)
+        stage, model = tiny_stages.stage("pair"), tiny_stages.model("pair")
+        with watch:
+            report = lambda row: (watch(row), stop(row) if "step" in row else None)  # noqa: E731
+            return steps(stage, model, folder, report=report, watch=watch), watch.probed
+
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    plain = fit(tmp_path / "plain")
+    model, rows_whole = watched(tmp_path / "whole", lambda row: None)
+    assert_same(plain, model, (tmp_path / "plain", tmp_path / "whole"))
+    with pytest.raises(Interrupted):
+        watched(tmp_path / "parts", stop_at(5))
+    _, rows_parts = watched(tmp_path / "parts", lambda row: None)
+    kept = probes(tmp_path / "parts" / "model")
+    for found in (rows_parts, kept):
+        assert [(row["step"], row["docs"]) for row in found] == [(r["step"], r["docs"]) for r in rows_whole]
+    assert [row["step"] for row in kept] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_time_to_a_bar_is_where_the_mean_stays_above_it():
+    rows = [
+        {"step": s, "seconds": 10.0 * s, "docs": x, "code": x} for s, x in enumerate([0.6, 0.4, 0.7, 0.8])
+    ]
+    assert [seconds_until(rows, bar) for bar in (0.5, 0.75, 0.9)] == [20.0, 30.0, None]
 
 
 def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tmp_path):

@@ -9,7 +9,7 @@ missing is known; one without was put there by hand, and is read as it is.
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,9 @@ from unmask.data.reading import data_files, patterns, pulled, tables
 from unmask.data.registry import Source, conteb, halves, load_registry
 from unmask.store import alone, sha256
 
+# Sections of a preset with models or data of their own: those that each training needs, and those of studies.
+RECIPE, STUDIES = ("backbone", "clusters", "data"), ("retrieval", "conteb")
+PARTS = RECIPE + STUDIES
 ALL = 10**18  # bytes of text: more than there is of anything
 # Text to fetch for each byte that `data.max_text_mb` allows a source. Its share counts tokens: the cap
 # assumes four bytes per token, as in Latin script; others have up to seven.
@@ -41,17 +44,24 @@ class Need(NamedTuple):
     repo: str
     source: Source | None = None  # of a data set: the source, with this configuration
     text_bytes: float = ALL  # so much text will do
+    revision: str = "main"
 
 
-def needs(preset: Preset, folder: Path | None = None) -> list[Need]:
+def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] = PARTS) -> list[Need]:
     """What a preset reads from the Hub or a mirror (default: UNMASK_MIRROR), each part of a repository once.
 
+    Args:
+        sections: of the preset, whose models and data count.
     Raises: ValueError for a registry that cannot be read.
     """
-    models = (preset.backbone.checkpoint, preset.clusters.surrogate, *preset.retrieval.pool)
-    found = {(name, "", ""): Need(name) for name in models if hub.is_name(name, folder)}
-    sources = [conteb(name) for name in preset.conteb.tasks]
-    if preset.data.source != "environment":
+    models = {"backbone": [preset.backbone.checkpoint], "clusters": [preset.clusters.surrogate]}
+    models |= {"retrieval": preset.retrieval.pool}
+    wanted = (name for part, names in models.items() if part in sections for name in names)
+    named = [name for name in wanted if hub.is_name(name, folder)]
+    at = preset.retrieval.pool_revisions
+    found = {(name, "", ""): Need(name, revision=at.get(name, "main")) for name in named}
+    sources = [conteb(name) for name in preset.conteb.tasks if "conteb" in sections]
+    if "data" in sections and preset.data.source != "environment":
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
     for source in sources:
         text = ALL
@@ -59,7 +69,8 @@ def needs(preset: Preset, folder: Path | None = None) -> list[Need]:
             slack = SLACK_LATIN if source.language.endswith("_Latn") else SLACK
             text = slack * preset.data.max_text_mb * 1e6 * (source.share or 100) / 100
         for half in halves(source):
-            found.setdefault((source.repo, half.config, half.split), Need(source.repo, half, text))
+            need = Need(source.repo, half, text, source.revision)
+            found.setdefault((need.repo, half.config, half.split), need)
     return list(found.values())
 
 
@@ -77,10 +88,12 @@ def data_on_hub(preset: Preset) -> bool:
     return hub.root() is None and any(one.source and one.source.kind == "hub" for one in needs(data))
 
 
-def require(preset: Preset) -> None:
+def require(preset: Preset, sections: Collection[str] = RECIPE) -> None:
     """Makes sure, in seconds, that local models exist, and that a mirror has all that a run reads. Without a
     mirror, what the Hub lacks is reported when it is read.
 
+    Args:
+        sections: as for `needs`; by default what a study alone reads keeps no training from starting.
     Raises: ValueError that says what is missing, and how to get it.
     """
     if (log := preset.retrieval.log) and not Path(log).is_file():
@@ -89,7 +102,7 @@ def require(preset: Preset) -> None:
     for name in (preset.backbone.checkpoint, preset.clusters.surrogate, *pool):
         if name not in ("", hub.PACKAGED) and not hub.is_name(name) and not Path(name).is_dir():
             raise ValueError(f"{name} is no directory here, no name on the Hub, and not {hub.PACKAGED}")
-    if hub.root() and (lacking := _lacking(preset)):
+    if hub.root() and (lacking := _lacking(preset, sections)):
         what = ", ".join(f"{repo} ({why})" for repo, why in lacking)
         raise ValueError(f"the mirror {hub.root()} lacks {what}: {hub.HOW_TO_MIRROR}")
 
@@ -106,8 +119,8 @@ def check(preset: Preset) -> list[tuple[str, str]]:
     return wrong + _lacking(preset)
 
 
-def _lacking(preset: Preset) -> list[tuple[str, str]]:
-    mirror, wanted = hub.root(), needs(preset)
+def _lacking(preset: Preset, sections: Collection[str] = PARTS) -> list[tuple[str, str]]:
+    mirror, wanted = hub.root(), needs(preset, sections=sections)
     if wanted and not (mirror and mirror.is_dir()):
         raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: UNMASK_MIRROR names one")
     every = ((need.repo, _why(need)) for need in wanted)
@@ -119,7 +132,7 @@ def _why(need: Need) -> str:
     if not (folder := hub.local(need.repo)):
         return "not there"
     try:
-        _, files = pulled(folder, need.source.revision if need.source else "main")
+        _, files = pulled(folder, need.revision)
         if not (data_files(need.source) if need.source else any(folder.glob("*.safetensors"))):
             return "*.safetensors not there"
         for name in _wanted(need, str(folder), files) if files else ():
@@ -188,7 +201,7 @@ def pull(preset: Preset, folder: Path) -> None:
         why = " ".join(str(error).split())
         raise OSError(f"the Hub fails ({why}); the same command goes on") from error
     os.environ["UNMASK_MIRROR"] = str(folder)
-    require(preset)
+    require(preset, PARTS)
     print(f"all that preset {preset.name!r} needs is there: UNMASK_MIRROR={folder} serves it")
 
 
@@ -196,10 +209,10 @@ def _pull(need: Need, folder: Path) -> None:
     """Fetches what is needed of a repository. One that is in the mirror already stays at its commit, so that
     a branch that moves meanwhile does not mix two versions."""
     api, repo, source = huggingface_hub.HfApi(), need.repo, need.source
-    kind, place, revision = ("dataset", "datasets/", source.revision) if source else ("model", "", "main")
-    commit, files = pulled(folder, revision)
+    kind, place = ("dataset", "datasets/") if source else ("model", "")
+    commit, files = pulled(folder, need.revision)
     if not commit:
-        commit = api.repo_info(repo, repo_type=kind, revision=revision).sha
+        commit = api.repo_info(repo, repo_type=kind, revision=need.revision).sha
         tree = api.list_repo_tree(repo, recursive=True, repo_type=kind, revision=commit)
         files = {one.path: one for one in tree if isinstance(one, RepoFile)}
     wanted = list(_wanted(need, f"hf://{place}{repo}@{commit}", files))

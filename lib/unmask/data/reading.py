@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow as pa
 from datasets.data_files import get_data_patterns, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
-from fsspec.compression import register_compression
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.hf_api import RepoFile
 from pyarrow import parquet
@@ -45,12 +44,6 @@ UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row grou
 _LABELS = ("id", "key", "held_by", "chunk_id", "query_chunk_id")  # whose values become text
 _LISTS = ("negatives", "chunks", "queries")
 _HELD_BY = ("key", "title", "id", "text")  # the first that a row has decides its split, unless held_by does
-
-csv.field_size_limit(2**31 - 1)  # of a text; 128 kB unless it is set
-# fsspec knows .zst only where another package is installed, and reads its bytes as text elsewhere.
-register_compression(
-    "zstd", lambda file, **_: io.BufferedReader(pa.CompressedInputStream(file, "zstd")), "zst", force=True
-)
 
 
 class BadRow(ValueError):
@@ -278,6 +271,7 @@ def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
             with _open(unit.file, **text | {"newline": "\n"}) as lines:
                 yield from ({"text": line.rstrip("\r\n")} for line in lines)
         case ".csv" | ".tsv" as suffix:
+            csv.field_size_limit(2**31 - 1)  # of a text; 128 kB unless it is set
             with _open(unit.file, **text) as lines:
                 rows = csv.DictReader(lines, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
                 names = rows.fieldnames or []
@@ -299,7 +293,11 @@ def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
 def _open(file: str, mode: str = "rb", **options: Any) -> Any:
     """Opens a file, compressed or not. `fsspec.open` would take "::" in a path for a chain of systems."""
     system = fsspec.filesystem("hf" if file.startswith("hf://") else "file")
-    return system.open(file, mode, compression="infer", **options)
+    if not file.endswith(".zst"):
+        return system.open(file, mode, compression="infer", **options)
+    # fsspec reads it only where another package is installed, and takes its bytes for text elsewhere.
+    stream = io.BufferedReader(pa.CompressedInputStream(system.open(file), "zstd"))
+    return stream if mode == "rb" else io.TextIOWrapper(stream, **options)
 
 
 def _arrow_table(source: pa.NativeFile) -> pa.Table:

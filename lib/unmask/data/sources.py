@@ -11,7 +11,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 
@@ -27,6 +26,7 @@ from unmask.store import (
     artifacts_root,
     code_fingerprint,
     fingerprint,
+    locked,
     new_directory,
     preparing,
     read_json,
@@ -117,7 +117,7 @@ def _open(source: Source, config: DataConfig) -> Corpus:
     if path.exists():  # whole; its place may allow no lock
         return Corpus(path)
     preparing(f"corpus {path.name}")
-    with FileLock(path.with_name(f"{path.name}.lock")):
+    with locked(path.with_name(f"{path.name}.lock")):
         if not path.exists() and source.kind == "environment":
             languages = cldr.SLICE_LANGUAGES if config.max_packages else cldr.LANGUAGES
             environment.build(config, environment.installed_packages(), path, languages)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
-from filelock import FileLock
 from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 
@@ -34,6 +33,7 @@ from unmask.store import (
     code_fingerprint,
     fingerprint,
     hash64,
+    locked,
     naming,
     preparing,
     read_json,
@@ -142,7 +142,7 @@ def build(
         return done  # nothing is locked or touched
     preparing(f"tokens of {name}")
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with locked(folder.with_name(f"{folder.name}.lock")):
         done = Prepared.read(folder)
         for file in folder.glob("*.bin"):  # what did not reach the journal goes
             os.truncate(file, done.sizes.get(file.stem, 0))

@@ -10,7 +10,8 @@ import numpy as np
 
 from unmask.evaluation.search import top_k
 from unmask.extras import extra
-from unmask.models.backbone import is_released, require_checkpoint
+from unmask.models.backbone import is_released, quiet
+from unmask.models.checkpoint import folder_of
 from unmask.models.embedder import Embedder
 
 with extra("study"):
@@ -22,19 +23,23 @@ WEB = "Instruct: Given a web search query, retrieve relevant passages that answe
 PROMPTS = {"intfloat/multilingual-e5-large-instruct": WEB}
 
 
-def nearest(name: str, queries: list[str], documents: list[str], k: int, length: int) -> np.ndarray:
+def nearest(
+    name: str, queries: list[str], documents: list[str], k: int, length: int, revision: str = "main"
+) -> np.ndarray:
     """Numbers (N, K) of the documents nearest to each query, best first, by an embedder of
     sentence-transformers with its own prompts, or by a released pplx-embed, which has none.
 
     Args:
         name: directory or Hub name.
         length: tokens of a text that are read at most.
+        revision: on the Hub.
     """
-    path = require_checkpoint(name)
+    path = folder_of(name, revision)
     if is_released(path):
         embedder = Embedder.from_pretrained(path, max_length=length)
         return top_k(embedder.encode(queries), embedder.encode(documents), k)[1]
-    model = SentenceTransformer(path, model_kwargs={"use_safetensors": True})
+    with quiet():
+        model = SentenceTransformer(str(path), model_kwargs={"use_safetensors": True})
     model.max_seq_length = min(model.max_seq_length or length, length)
     q_ND = model.encode_query(queries, prompt=PROMPTS.get(name))
     return top_k(q_ND, model.encode_document(documents), k)[1]

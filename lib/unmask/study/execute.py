@@ -31,6 +31,7 @@ from papermill.log import logger
 from traitlets.config import Config
 
 from unmask.children import on_signal
+from unmask.data import mirror
 from unmask.run import Folders, grace_seconds
 from unmask.store import naming, read_json, write_atomic
 from unmask.study.kernels import Kernel, Kernels
@@ -144,6 +145,7 @@ def _run(
 
     Raises: RuntimeError that says why it failed; KeyboardInterrupt if its kernel was told to stop.
     """
+    mirror.require(pipeline.preset, {*notebook.reads} & {*mirror.STUDIES})
     name, folders, reason, stopped = notebook.name, pipeline.folders, "", False
     parameters = {"preset": pipeline.preset.name, "overrides": pipeline.overrides}
     parameters["run"] = folders.artifacts.name

@@ -112,7 +112,7 @@ def night(rgb_C3: np.ndarray) -> np.ndarray:
 
 def axes(**options) -> tuple[Figure, plt.Axes]:
     """A figure in our style; options as for `plt.subplots`."""
-    plt.style.use(Path(__file__).with_suffix(".mplstyle"))
+    plt.style.use(["default", Path(__file__).with_suffix(".mplstyle")])  # not the user's matplotlibrc
     return plt.subplots(FigureClass=Figure, **options)
 
 

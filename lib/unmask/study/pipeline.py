@@ -345,6 +345,7 @@ def kernel_environment(folders: Folders) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook
         "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one for each model would bury the rest
         "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
     }
     # Folders; notebooks run in another one than this process.

@@ -29,7 +29,7 @@ from unmask.config import COMPUTED, TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
 from unmask.models.attention import fast_attention, fused_layers, plain_attention
-from unmask.store import alone, fingerprint, link, read_json, replace_directory, write_atomic, write_json
+from unmask.store import alone, fingerprint, link, read_json, write_atomic, write_json
 from unmask.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from unmask.training.distributed import Processes, full_weights, refresh
 from unmask.training.identity import identity
@@ -68,6 +68,7 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
     folder, made_of = Path(folder), identity(stage, model)
     home = _home(folder, made_of)
     watch = watch or Watch()
+    home.mkdir(parents=True, exist_ok=True)
     with alone(home):
         if (home / "model").is_dir():
             _finish(home)  # a kill may have come in between
@@ -90,7 +91,7 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
     return home / "model"
 
 
-def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, report: Report) -> None:
+def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, watch: Watch | None = None) -> None:
     """Trains a model for the steps of its job, together with the processes that run the same job, and saves
     it."""
     folder, signals = Path(job.folder), []
@@ -102,10 +103,12 @@ def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, report: 
         weights, new = full_weights(model), path.with_name(f".{path.name}.new")
         if processes.main:
             stage.save(model, tokenizer, new, weights=weights, **facts, fingerprint=job.fingerprint)
-            replace_directory(new, path)
+            shutil.rmtree(path, ignore_errors=True)  # of a kill
+            os.replace(new, path)
         processes.wait()
 
-    options = {"report": report, "save": save, "processes": processes, "signals": signals}
+    options = {"watch": watch, "save": save, "processes": processes, "signals": signals}
+    options |= {"report": watch} if watch else {}
     with on_signal(signals.append):  # until the model is saved
         with _released():
             steps(stage, model, folder, **options)
@@ -190,6 +193,7 @@ def steps(
     *,
     report: Report = lambda row: None,
     save: Callable[[Path], None] = lambda path: None,
+    watch: Watch | None = None,
     processes: Processes | None = None,
     signals: Sequence[int] = (),
 ) -> nn.Module:
@@ -206,6 +210,7 @@ def steps(
             displays; on the main process only.
         save: writes the model to a path after the steps that `Job.milestones` says; before the checkpoint of
             such a step, so after a restart perhaps again.
+        watch: measures the model on its way, where it has a probe.
         processes: this process and its peers; default: this one alone.
         signals: grows when this process is told to stop; once any process was, the step is finished, a
             checkpoint written and the training stopped.
@@ -254,8 +259,12 @@ def steps(
                 running.add({"step": step, **logged, **row, "lr": lr}, facts)
                 running.look(processes.ahead)
                 milestone = step + 1 in stage.job.milestones
-                if milestone or running.asked or step + 1 == config.steps:
+                probed = watch is not None and watch.due(step)
+                if milestone or probed or running.asked or step + 1 == config.steps:
                     running.look(0)  # what is kept is known to be good
+                if probed:
+                    watch.measure(model, step, sum(row["seconds"] for row in history(log)))
+                    running.started = perf_counter()
                 if milestone:
                     save(folder / MILESTONES / f"step-{step + 1:07d}")
                 if step + 1 < config.steps and running.asked:

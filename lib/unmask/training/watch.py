@@ -1,19 +1,26 @@
 """What is seen of a training while it runs: a bar, and in a notebook the curve of its loss, which grows."""
 
+import copy
 import io
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
+from torch import nn
 from tqdm import tqdm
 
 from unmask.extras import extra
+from unmask.store import write_atomic
 
 METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
+PROBES = "probes.jsonl"  # and a line for each tenth of the steps, if something is measured meanwhile
+TENTHS = 10
 RARE = 30  # times what drawing takes: the least between two curves
 
 
@@ -29,24 +36,71 @@ def history(checkpoint: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def probes(checkpoint: Path) -> list[dict[str, Any]]:
+    """What was measured of a training on its way (`Watch.probe`): rows with "step", "seconds" of training so
+    far, and the values; none where nothing was."""
+    file = checkpoint.resolve().parent / PROBES
+    return (
+        [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] if file.is_file() else []
+    )
+
+
+def seconds_until(rows: Sequence[dict[str, Any]], bar: float) -> float | None:
+    """Seconds of training after which the mean of a probe's values stays above a bar; None: it does not."""
+    above = [row["seconds"] for row in itertools.takewhile(lambda row: quality(row) > bar, reversed(rows))]
+    return min(above, default=None)
+
+
+def quality(row: dict[str, Any]) -> float:
+    """The mean of a probe's values."""
+    values = [value for name, value in row.items() if name not in ("step", "seconds")]
+    return sum(values) / len(values)
+
+
 class Watch:
     """Called with "total" and "done" steps, then with each step's metrics, see `loop.steps`.
 
     Args:
         curve: whether a notebook shows the curve, too.
         title: of the bar; default: notebook and name of the training.
+        probe: measures the model every tenth of the steps, for instance nDCG@10 of some tasks by name; drawn
+            beneath the loss. It gets a copy, and takes no time of the training's. Only a training in this
+            process is measured.
+        bars: levels to compare with, by name.
     """
 
-    def __init__(self, *, curve: bool = True, title: str = ""):
+    def __init__(
+        self,
+        *,
+        curve: bool = True,
+        title: str = "",
+        probe: Callable[[nn.Module], dict[str, float]] | None = None,
+        bars: Mapping[str, float] | None = None,
+    ):
         self.curve, self.title = curve and draws(), title
+        self.probe, self.bars = probe, bars or {}
         self.bar = tqdm(disable=True)
+
+    def due(self, step: int) -> bool:
+        """Whether the model is to be measured after a step."""
+        tenths = {round(self.total * part / TENTHS) for part in range(1, TENTHS + 1)}
+        return self.probe is not None and step + 1 in tenths
+
+    def measure(self, model: nn.Module, step: int, seconds: float) -> None:
+        """Measures the model and keeps what is found."""
+        as_it_was = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+        with as_it_was, torch.compiler.set_stance("force_eager"):
+            row = {"step": step + 1, "seconds": seconds} | self.probe(copy.deepcopy(model))
+        self.probed.append(row)
+        with (self.folder / PROBES).open("a", encoding="utf8") as lines:
+            lines.write(json.dumps(row) + "\n")
 
     def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
         """Says what is trained, in which folder, and the steps of the last training of this name, whose curve
         is drawn beneath."""
         self.title, self.folder = self.title or title, folder
         self.before = [row["loss"] for row in before]
-        self.loss, self.handle, self.next, self.size = [], None, 0.0, 0
+        self.loss, self.probed, self.handle, self.next, self.size = [], [], None, 0.0, 0
 
     def __enter__(self) -> "Watch":
         return self
@@ -72,6 +126,8 @@ class Watch:
             log = self.folder / METRICS
             lines = log.read_text(encoding="utf8").splitlines()[: row["done"]] if row["done"] else []
             self.loss = [json.loads(line)["loss"] for line in lines]
+            self.probed = [one for one in probes(self.folder / METRICS) if one["step"] <= row["done"]]
+            write_atomic(self.folder / PROBES, "".join(json.dumps(one) + "\n" for one in self.probed))
             self.bar.close()
             self.total = row["total"]
             if self.curve:
@@ -88,21 +144,41 @@ class Watch:
             self.next = monotonic() + max(1.0, RARE * (monotonic() - began))
 
     def draw(self) -> None:
-        """Shows the curve, in the place of the one before."""
-        with extra("study"):  # a second to import
-            from IPython.display import Image, display  # noqa: PLC0415
-            from matplotlib.figure import Figure  # noqa: PLC0415
+        """Shows the curve, in the place of the one before. One that cannot be drawn is the last."""
+        try:
+            with extra("study"):  # a second to import
+                from matplotlib import style  # noqa: PLC0415
+            with style.context("default"):  # whatever the user's matplotlibrc says
+                self._draw()
+        except Exception as error:
+            self.curve, why = False, " ".join(str(error).split())
+            tqdm.write(f"no curve ({type(error).__name__}: {why:.200}); the training goes on")
 
-        figure = Figure(figsize=(6, 2.2), layout="constrained")
-        axes = figure.subplots()
+    def _draw(self) -> None:
+        from IPython.display import Image, display  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+
+        figure = Figure(figsize=(6, 4.0 if self.probe else 2.2), layout="constrained")
+        axes, *beneath = figure.subplots(2 if self.probe else 1, squeeze=False, sharex=True).flat
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
         for told, color, loss in (("the last training", "0.75", self.before), ("this one", "C0", self.loss)):
             axes.plot(smoothed(loss), color=color, label=told)
         steps = max(self.total, len(self.before), 2)
-        axes.set(xlabel="step", ylabel="loss (nats)", xlim=(0, steps - 1))
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(ylabel="loss (nats)", xlim=(0, steps - 1))
         if self.before:
             axes.legend(frameon=False)
+        for below in beneath:
+            at = [row["step"] for row in self.probed]
+            for name in {name for row in self.probed for name in row} - {"step", "seconds"}:
+                below.plot(at, [row[name] for row in self.probed], marker=".", color="0.75")
+            below.plot(at, list(map(quality, self.probed)), marker="o", color="C0", label="this model")
+            for number, (name, level) in enumerate(self.bars.items(), 1):
+                below.axhline(level, color=f"C{number}", linestyle="--", label=name)
+            below.set(ylabel="nDCG@10", ylim=(0, None))
+            below.legend(frameon=False, ncols=3)
+        (beneath or [axes])[-1].set_xlabel("step")
+        for each in (axes, *beneath):
+            each.spines[["top", "right"]].set_visible(False)
         file = io.BytesIO()
         figure.savefig(file, dpi=100)
         picture = Image(file.getvalue(), alt=f"loss of {self.title}")

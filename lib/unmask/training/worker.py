@@ -51,7 +51,7 @@ def main(path: Path) -> None:
         model = stage.model(job.start)
         if weights_hash(model) != about["made_of"]["weights"]:
             raise ValueError("the notebook's model is not what its start gives: save it, and start from that")
-        run(job, stage, model, processes, lambda row: None)
+        run(job, stage, model, processes)
     except TrainingStopped:
         _say(folder, "TrainingStopped")
         raise SystemExit(PREEMPTED) from None
