@@ -137,7 +137,7 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     # A machine with other packages reads the same where it is named.
     monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "2.0"})
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path))
-    monkeypatch.setattr(sources, "FileLock", None)  # its place may allow no lock
+    monkeypatch.setattr(sources, "locked", None)  # its place may allow no lock
     assert (identity(installed), open_corpus(installed)) == (environment.path.name, environment)
     with pytest.raises(ValueError, match=r"is no environment-… corpus of .*'delta'"):
         open_corpus(make_config(test_packages=("delta",)))

@@ -90,7 +90,7 @@ def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, cores, monkeyp
     assert build(folder, UNITS, work, "", wanted=16).units == 6
     build(folder, UNITS, work, "", wanted=10**6)
     assert contents(folder) == whole
-    monkeypatch.setattr(tokenized, "FileLock", None)  # what is finished is neither locked nor touched
+    monkeypatch.setattr(tokenized, "locked", None)  # what is finished is neither locked nor touched
     monkeypatch.setattr(os, "truncate", None)
     assert build(folder, UNITS, None, "").units == build(folder, UNITS, None, "", wanted=15).units == 20
 
