@@ -203,7 +203,7 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
     assert sum(part.count for part in parts) == 6
     for part in parts:
         n, rows = part.count, int8(torch.cat([encode_rows(model, [s]) for s in part.sequences]))
-        texts = [s.tokens_L.tolist() for s in part.sequences[n:]]
+        texts = [s.tokens_L.tolist() for s in part.sequences]
         number_R, hard_NKD = torch.tensor([texts.index(t) for t in texts]), rows[2 * n :].reshape(n, 3, -1)
         shared = {"temperature": stage.config.temperature, "number_R": number_R}
         total = total + triplet_loss(rows[:n], rows[n : 2 * n], hard_NKD, **shared) * n / 6

@@ -34,7 +34,6 @@ from unmask.training.stages import (
     Pair,
     Stage,
     accumulate,
-    numbered,
     parted,
 )
 
@@ -140,8 +139,7 @@ class Qwen3(Pair):
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = int8(rows_RD) if self.config.quantize else rows_RD
         shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
-        shared["number_R"] = numbered(batch.sequences[batch.count :])
-        vectors = parted(rows_RD, batch.count)
+        vectors, shared["number_R"] = parted(rows_RD, batch)
         return matryoshka(partial(qwen3_loss, **shared), vectors, self.config.dimensions)
 
 
