@@ -3,11 +3,14 @@
 import copy
 import doctest
 import json
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
@@ -293,27 +296,124 @@ def test_a_data_set_is_read_and_the_result_loads_elsewhere(model, tmp_path):
     assert abs(theirs.encode(["how is 7 written?"]) - ours).max() <= 1e-4 * abs(ours).max()
 
 
-def test_rows_that_share_a_text_are_one_group(capsys):
-    rows = fitting._rows([*PAIRS, ("another", PAIRS[0][1]), ("another", "b")], "pair")
-    group_N = fitting._groups(rows)
-    assert len({group_N[0], group_N[-1], group_N[-2]}) == 1 and len(set(group_N)) == 40
-    held_N = fitting._held_out(group_N, 0.1, "pair")
-    assert len(set(group_N[held_N])) == 4 and not set(group_N[held_N]) & set(group_N[~held_N])
-    assert not fitting._held_out(group_N[:10], 0.1, "pair").any()
-    assert "nothing is held out or measured: hold_out=0.1 needs 20 groups" in capsys.readouterr().out
+def held_out(pairs, share=0.1, stage="pair"):
+    return fitting._held_out(fitting._rows(pairs, stage), share, stage)
 
 
-def grouped(stage, rows):
-    return len(set(fitting._groups(fitting._rows(rows, stage))))
+def test_rows_that_share_a_text_are_held_out_together_whatever_its_column_and_spelling(capsys):
+    """A query of two documents, a document of two queries, both directions, and all of them twice."""
+    many = [
+        pair
+        for i in range(30)
+        for pair in ((f"q {i}", f"d {i}"), (f"q  {i}", f"e {i}"), (f"d {i}", f"q {i}"))
+    ]
+    held_N = held_out(many)
+    assert held_N.sum() == 9 and (held_N.reshape(-1, 3).all(1) == held_N.reshape(-1, 3).any(1)).all()
+    chunks = [{"chunks": ["one", text], "queries": [text], "golds": [1]} for text in "abcdefghijklmnopqrst"]
+    held_N = held_out([*chunks, *chunks], stage="contextual")
+    assert held_N.sum() == 4 and (held_N[:20] == held_N[20:]).all()
+    assert not held_out(PAIRS[:10]).any()
+    assert "nothing is held out or measured: hold_out=0.1 needs 20 rows" in capsys.readouterr().out
 
 
-def test_groups_are_blind_to_spelling_and_a_query_of_two_documents_is_one():
-    pairs = [("a  b", "1"), ("a\u00a0b", "2"), ("c", "caf\u00e9"), ("d", "cafe\u0301"), ("A b", "3")]
-    assert grouped("pair", pairs) == 3
-    chunks = [{"chunks": ["one", text], "queries": [text], "golds": [0]} for text in ("1", " 1.0", "2")]
-    assert grouped("contextual", chunks) == 2
-    asked = ["how many?", "how many?", "2?", "3?"]
-    assert grouped("contextual", [([f"{i}", "the same end"], [q], [0]) for i, q in enumerate(asked)]) == 3
+def test_a_text_of_many_rows_ties_no_rows_together_and_is_never_held_out(capsys):
+    common = [(f"asked {i}", "Return self.") for i in range(30)]
+    held_N = held_out([*common, *PAIRS])
+    assert held_N.sum() == 4 and not held_N[:30].any()
+    bound = [(f"how is {i} written?", "Return self.") for i in range(40)]  # each row has a neighbour in it
+    assert not held_out([*PAIRS, *bound]).any()
+    assert "texts in at most 8 of them; there are 40, and 40" in capsys.readouterr().out
+
+
+MIRRORED = [
+    pair for i in range(30) for pair in ((f"name of {i}", f"word {i}"), (f"word {i}", f"name of {i}"))
+]
+MANY = [(f"ask {i % 30}", f"answer {i}") for i in range(120)]  # a query with four documents
+CHAINED = [(f"{i // 3} step {i % 3}", f"{i // 3} step {i % 3 + 1}") for i in range(90)]
+HARD = [(*pair, [PAIRS[i - n][1] for n in range(1, 1 + i % 3)] or ["x"]) for i, pair in enumerate(PAIRS)]
+SHARED = {"mirrored": ("pair", MIRRORED), "many": ("pair", MANY), "chained": ("pair", CHAINED)}
+SHARED |= {"triplets": ("triplet", HARD)}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_what_is_held_out_is_seen_nowhere_in_training(case, model, monkeypatch, capsys):
+    """Nor does a query meet its own text, as a negative or among the candidates."""
+    (stage, rows), batches, tasks, drawn = SHARED[case], [], [], Contrastive.drawn
+    made = fitting._task
+
+    def seen(self, step):
+        batches.extend(self.batch(step))
+        return drawn(self, step)
+
+    monkeypatch.setattr(Contrastive, "drawn", seen)
+    monkeypatch.setattr(fitting, "_task", lambda *given: tasks.append(made(*given)) or tasks[-1])
+    assert fit(model, rows, stage=stage, steps=4, batch=64, precision="fp32").helped
+    read, ids = set(), lambda text: tiny.tokenize(tiny.tokenizer(), [text], None)[0].tobytes()
+    for part in batches:
+        texts = [one.tokens_L.astype(np.int32).tobytes() for one in part.sequences]
+        read.update(texts)
+        queries, others = texts[: part.count], texts[part.count : 2 * part.count]
+        assert not {*queries} & {*others} and len({*queries}) == len({*others}) == part.count
+    (task,) = tasks
+    held = {text for row in rows for text in row[:2] if row[0] in task.queries}
+    assert held and not {ids(text) for text in held} & read
+    for query, answers in zip(task.queries, task.relevant):
+        assert {task.chunks[i] for i in answers} == {row[1] for row in rows if row[0] == query}
+    places = zip(*task.identical)
+    assert all(task.queries[i] == task.chunks[j] for i, j in places)
+    assert (len(task.identical[0]) > 0) == (case in ("mirrored", "chained"))
+    if case in ("chained", "triplets"):
+        assert "taken out: " in capsys.readouterr().out
+
+
+def test_each_row_trains_on_the_negatives_that_it_has(model, monkeypatch):
+    rows = [(f"q {i}", f"d {i}", [f"n {i} {k}" for k in range(10 if i else 1)]) for i in range(24)]
+    counts, drawn = [], Contrastive.drawn
+    monkeypatch.setattr(
+        Contrastive, "drawn", lambda self, step: counts.append(self.batch(step)) or drawn(self, step)
+    )
+    fit(model, rows, stage="triplet", hold_out=0, **SHORT)
+    assert sorted(counts[0][0].hard_N) == [1] + [10] * 23
+
+
+def test_a_row_that_has_no_tokens_is_named(foreign):
+    rows = [*WORDS, ("\u200b", "z")]
+    with pytest.raises(ValueError, match=r"row 24, column query: '\\u200b' has no tokens: remove or fill it"):
+        fit(foreign, rows, **SHORT)
+    documents = [*LETTERS["contextual"], {"chunks": ["a b", "\u200b"], "queries": ["z"], "golds": [0]}]
+    with pytest.raises(ValueError, match=r"row 24, column chunks: '\\u200b' has no tokens"):
+        fit(foreign, documents, stage="contextual", **SHORT)
+
+
+def contextual(sizes, positions=256, **values):
+    """The section for documents of chunks with so many tokens."""
+    shape = tiny.model(length=positions).config
+    rows = [{"chunks": ["x"] * len(sizes), "queries": ["q"], "golds": [0]}] * 3
+    return fitting._config("contextual", rows, 3, shape, "mean", values, max(sizes))
+
+
+def test_room_is_shared_by_the_chunks_that_there_are():
+    """Where they do not fit, a document is divided, no chunk is cut."""
+    assert (contextual([122, 74]).chunks, contextual([122, 74]).chunk_length) == (2, 122)
+    many = contextual([60] * 20)
+    assert (many.chunks, many.chunk_length) == (4, 60) and many.document_length <= 254
+    assert contextual([900]).chunk_length == 253 and contextual([900], 2048).chunk_length == 256
+    assert contextual([60] * 20, chunks=8).chunk_length == 30
+    assert contextual([60] * 20, chunk_length=100).chunks == 4
+
+
+def test_the_papers_prefixes_are_trained():
+    assert contextual([3, 4]).dimensions == (128, 256, 512, 1024, 2048, 2560)
+
+
+def test_what_is_cut_is_printed_with_its_share(model, capsys):
+    documents = [
+        row | {"chunks": [one + " and so on" * i for one in row["chunks"]]} for i, row in enumerate(DOCUMENTS)
+    ]
+    fit(model, documents, stage="contextual", chunk_length=8, **SHORT)
+    assert re.search(
+        r"contextual: \d+ texts cut, [\d,]+ tokens cut \(\d\d\.\d% of all\)", capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(("name", "rows"), [("model", PAIRS), ("foreign", WORDS)])
@@ -340,7 +440,7 @@ def test_interrupted_it_goes_on(name, rows, tmp_path, monkeypatch, request):
 def test_before_is_the_given_embedders_own(tmp_path, model):
     mine = Embedder.from_pretrained(model, pooling="last", special_tokens=True)
     embedder = fit(mine, PAIRS, hold_out=0.5, **SHORT)
-    held = fitting._held_out(fitting._groups(ROWS["pair"]), 0.5, "pair").nonzero()[0]
+    held = held_out(ROWS["pair"], 0.5).nonzero()[0]
     queries, documents = zip(*PAIRS)
     scores = similarity(mine.encode([queries[i] for i in held]), mine.encode(documents))
     naive = retrieval_metrics(scores, [{int(i)} for i in held], document_ids=list(documents))["ndcg@10"]
@@ -348,15 +448,14 @@ def test_before_is_the_given_embedders_own(tmp_path, model):
     assert embedder.pooling == "last"
 
 
-def test_a_large_group_is_never_held_out(capsys):
-    """Nor is one of 25 groups of two rows, where a hundredth of fifty rows is none."""
-    assert not fitting._held_out(np.arange(50) // 2, 0.01, "pair").any()
-    said = "hold_out=0.01 needs 20 groups of rows, one of at most 1; there are 25, 0 of them so small"
-    assert said in capsys.readouterr().out
-    group_N = np.repeat(np.arange(31), [70, *[1] * 30])
+def test_what_holds_too_many_rows_is_never_held_out(capsys):
+    """Nor is a text of two rows, where a hundredth of fifty rows is none."""
+    assert not held_out([(f"q {i // 2}", f"d {i}") for i in range(50)], 0.01).any()
+    assert "texts in at most 1 of them; there are 25, and 0" in capsys.readouterr().out
+    rows = [("common", f"d {i}") for i in range(70)] + [(f"q {i}", f"e {i}") for i in range(30)]
     for share in (0.1, 0.3, 0.5):
-        held_N = fitting._held_out(group_N, share, "pair")
-        assert 1 <= held_N.sum() <= 16 and not held_N[0]
+        held_N = held_out(rows, share)
+        assert 1 <= held_N.sum() <= 16 and not held_N[:70].any()
 
 
 def test_few_held_out_rows_are_asked_of_many(monkeypatch):
@@ -379,7 +478,19 @@ def test_only_what_stands_beside_a_query_answers_it():
 
 def test_other_shapes_of_rows_are_read():
     frame = pd.DataFrame(PAIRS, columns=["query", "document"])
-    for rows in (frame, frame.itertuples(index=False), frame.to_numpy(), iter(PAIRS), [*map(list, PAIRS)]):
+    table = pa.Table.from_pandas(frame)
+    stream = SimpleNamespace(
+        __arrow_c_stream__=table.__arrow_c_stream__
+    )  # all that Arrow's interface asks for
+    for rows in (
+        table,
+        stream,
+        frame,
+        frame.itertuples(index=False),
+        frame.to_numpy(),
+        iter(PAIRS),
+        [*map(list, PAIRS)],
+    ):
         assert fitting._rows(rows, "pair") == ROWS["pair"]
 
 
@@ -404,8 +515,12 @@ def test_look_alikes_are_those_of_the_model(model):
 
 REFUSED = {
     "no rows": ([], {}, "no rows: there is nothing to train on"),
-    "one group": ([(f"q {i}", "a") for i in range(30)], {}, "leave 1 groups to train on, which needs 2"),
-    "all held out": (PAIRS, {"hold_out": 0.99}, "40 rows leave 0 groups to train on"),
+    "one group": (
+        [(f"q {i}", "a") for i in range(30)],
+        {},
+        "rows leave 1 of different texts to train on, which needs 2",
+    ),
+    "all held out": (PAIRS, {"hold_out": 0.99}, "40 rows leave 0 of different texts to train on"),
     "a dict of columns": ({"query": ["a"], "document": ["b"]}, {}, "expected a list, got one dict"),
     "no negatives": ([("a", "b", [])], {"stage": "triplet"}, "negatives must not be empty"),
     "another stage": (PAIRS, {"stage": "pairs"}, "unknown stage 'pairs'; did you mean 'pair'"),

@@ -1,5 +1,6 @@
 """Files and folders that two processes write, that a kill interrupts, and that a disk does not hold."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -131,6 +132,38 @@ def test_a_folder_that_exists_stays_and_gets_the_files(model, tmp_path):
     assert {*os.listdir(path)} == {*os.listdir(model), "lost+found"} and os.listdir(tmp_path) == ["model"]
     assert (path.stat().st_ino, path.stat().st_mode) == (before.st_ino, before.st_mode)
     assert path.stat().st_gid == before.st_gid and Embedder.from_pretrained(path)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("moves", range(5))
+def test_a_kill_while_a_folder_is_filled_loses_nothing(moves, tmp_path, monkeypatch):
+    """Weights are the old ones, the new ones or none, and the next writer first puts the new ones there."""
+    path, replace, left = tmp_path / "model", os.replace, iter(range(moves))
+
+    def write(content):
+        with new_directory(path) as folder:
+            there = {one.read_text() for one in path.glob("[!.]*")}
+            folder.mkdir()
+            for name in ("config.json", "model.safetensors"):
+                (folder / name).write_text(content)
+        return there
+
+    def killed(source, target):
+        if next(left, None) is None:
+            raise Killed
+        replace(source, target)
+
+    write("old")
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(os, "replace", killed)
+        write("new")
+    weights = [one.read_text() for one in path.glob("*.safetensors")]
+    assert weights == {0: ["old"], 4: ["new"]}.get(moves, [])
+    assert write("newest") == {"old" if moves == 0 else "new"}
+    assert sorted(os.listdir(path)) == ["config.json", "model.safetensors"]
 
 
 def test_nothing_is_written_beside_a_folder_that_exists(model, tmp_path, monkeypatch):

@@ -70,6 +70,10 @@ class Distinct(list):
     def keys(self) -> range:
         return range(len(self))
 
+    @property
+    def query_count(self) -> int:
+        return sum(len(document.queries) for document in self)
+
 
 def with_gradients(values: torch.Tensor, module: torch.nn.Module) -> tuple:
     """Values, and the gradients of their sum, weighted so that hardly two count alike."""

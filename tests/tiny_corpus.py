@@ -13,21 +13,29 @@ from unmask.data.registry import Source
 
 OF_PAIRS = dict.fromkeys(("dataset", "task"), "docs") | {"group": "english"}
 EVERYWHERE = {"language": "en", "package": "numbers"}
-PAIRS = [
-    {"query": f"How is number {i} written?", "key": str(i), **OF_PAIRS, **EVERYWHERE}
-    | {"document": f"Number {i} is written with {len(str(i))} digits. " * (1 + i % 3)}
-    for i in range(60)
-]
-SUMS = [f"{i} and {i + 1} make {2 * i + 1}. " * 8 for i in range(60)]
-TEXTS = [{"text": text, "kind": "prose", **EVERYWHERE} for text in SUMS]
-DOCUMENTS = [
-    {"document_id": str(i), "key": str(i), **dict.fromkeys(("dataset", "task"), "counting"), **EVERYWHERE}
-    | {"chunks": [f"Number {i} comes first.", f"Then comes {i + 1}.", f"The last one is {i + 2}."]}
-    | {"queries": [f"What comes after {i}?", f"Where does {i} end?"], "golds": [1, 2]}
-    for i in range(30)
-]
+NAMES = {"texts": "environment", "pairs": "docs", "documents": "counting"}  # of the data sets
 VERSIONS = cache(environment.installed_versions)  # as reading them takes half a second
-ROWS = {"texts": ("environment", TEXTS), "pairs": ("docs", PAIRS), "documents": ("counting", DOCUMENTS)}
+
+
+def rows(first: int) -> dict[str, list[dict]]:
+    """By kind, rows about the numbers from one on."""
+    pairs = [
+        {"query": f"How is number {i} written?", "key": str(i), **OF_PAIRS, **EVERYWHERE}
+        | {"document": f"Number {i} is written with {len(str(i))} digits. " * (1 + i % 3)}
+        for i in range(first, first + 60)
+    ]
+    sums = [f"{i} and {i + 1} make {2 * i + 1}. " * 8 for i in range(first, first + 60)]
+    texts = [{"text": text, "kind": "prose", **EVERYWHERE} for text in sums]
+    documents = [
+        {"document_id": str(i), "key": str(i), **dict.fromkeys(("dataset", "task"), "counting"), **EVERYWHERE}
+        | {"chunks": [f"Number {i} comes first.", f"Then comes {i + 1}.", f"The last one is {i + 2}."]}
+        | {"queries": [f"What comes after {i}?", f"Where does {i} end?"], "golds": [1, 2]}
+        for i in range(first, first + 30)
+    ]
+    return {"texts": texts, "pairs": pairs, "documents": documents}
+
+
+TEXTS, PAIRS, DOCUMENTS = rows(0).values()
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,9 +46,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(config, packages, path, languages):
-    """The same rows in every split."""
-    every = {kind: [row | {"split": split} for split in SPLITS for row in ROWS[kind][1]] for kind in ROWS}
-    card = write_tables(path, [(kind, ROWS[kind][0], rows) for kind, rows in every.items()])
+    """As many rows in every split, about other numbers."""
+    by_split = {split: rows(100 * number) for number, split in enumerate(SPLITS)}
+    every = {
+        kind: [row | {"split": split} for split, own in by_split.items() for row in own[kind]]
+        for kind in NAMES
+    }
+    card = write_tables(path, [(kind, name, every[kind]) for kind, name in NAMES.items()])
     place = {"files": ("texts/environment/train.arrow",), "columns": {"text": "text"}}
     text = Source("environment", "files", "text", "mul", "", **place)
     card |= {"hash": "tiny", "text_sources": [asdict(text)]}

@@ -250,6 +250,7 @@ class ContextualConfig(ContrastiveConfig):
     chunk_length: Count
     chunks: Count  # per document, at most
     recut: bool = False  # documents anew into exactly `chunks` chunks of chunk_length tokens (appendix B)
+    draw: Literal["queries", "documents"] = "queries"  # what counts as the size of a data set; the paper's
     single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
     join: Count = 1  # above 1: so many of these pairs a document, instead of the data's own (ConTEB, table 4)
     objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ

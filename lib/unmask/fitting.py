@@ -6,6 +6,7 @@ data, and with an answer to the question whether it helped.
 
 import math
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,9 +17,9 @@ from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from pydantic import AfterValidator, ValidationError
-from scipy.cluster.hierarchy import DisjointSet
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from unmask.config import (
@@ -31,11 +32,11 @@ from unmask.config import (
     check_keys,
     explained,
 )
-from unmask.data.batches import permuted
+from unmask.data.batches import apart, permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
-from unmask.data.spelling import canonical, distinct
-from unmask.data.tokens import end_token
+from unmask.data.spelling import distinct, held_texts, row_texts, text_id, without_held
+from unmask.data.tokens import encode, end_token
 from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25
 from unmask.models import backbone
 from unmask.models.checkpoint import folder_of
@@ -88,12 +89,13 @@ SMALL: dict[str, dict[str, Any]] = {  # values for small data
     "pair": {"batch": 128, "lr": 2e-4, "query_length": 64, "document_length": 256, "curriculum": (1, 0, 0)},
     "triplet": {"batch": 128, "lr": 5e-5, "query_length": 64, "document_length": 256, "accumulation": 1}
     | {"groups": ("english",), "max_pairs": 1},  # of mining, which is done
-    "contextual": {"batch": 32, "lr": 1e-4, "query_length": 64, "chunk_length": 128, "chunks": 16},
+    "contextual": {"batch": 32, "lr": 1e-4, "query_length": 64, "chunk_length": 256, "chunks": 16},
     "diffusion": {"batch": 16, "lr": 4e-4, "length": 256, "log_uniform": True, "t_min": 0.05},
 }
 MASKS = "<|fim_pad|>", "<empty_output>"  # rare tokens of Qwen3's and of SmolLM2's vocabulary
+PREFIXES = (128, 256, 512, 1024, 2048, 2560)  # the paper's; those that fit are trained beside the whole
 EPOCHS = 3
-FEWEST = 20  # groups of which a part can be held out
+FEWEST = 20  # rows of different texts, of which a part can be held out
 ASKED, AMONG = 1_000, 10_000  # held-out queries, and texts that they are asked of, at most
 
 
@@ -125,23 +127,26 @@ def fit(
 ) -> Embedder:
     """Trains an embedder on rows of one's own, and says whether it helped.
 
-    A tenth of the groups is held out: rows that share a query or a text are one group, and never each other's
-    negatives. nDCG@10 of their queries is printed, of the model as it is given and after the training, beside
-    BM25's, and kept as `helped` of the result. With several GPUs all of them train.
+    A tenth of the rows is held out, and seen nowhere in training: rows of one text are held out together, and
+    what else shares a text with them is taken out, and counted. A chunk with the text of a held-out one may
+    stay, as in another document it is another chunk. nDCG@10 of the held-out queries is printed, of the model
+    as it is given and after the training, beside BM25's, and kept as `helped` of the result. With several
+    GPUs all of them train.
 
     Args:
         model: an `Embedder`, a directory, a name on the Hub, or "smollm2-135m". It is trained as it reads:
             with its special tokens, lengths, normalisation and mask, and keeps its prompts. An embedder whose
             weights are rounded, as on a GPU, starts from those of its directory.
-        data: rows, as tuples, as dicts, as a `datasets.Dataset` or as a data frame. Their columns, by stage:
+        data: rows, as tuples, as dicts, as a `datasets.Dataset` or as a table or data frame with Arrow's
+            interface (pandas, polars, pyarrow). Their columns, by stage:
             "pair": query, document; "triplet": query, document, negatives (a list);
             "contextual": chunks (a list), queries (a list), golds (for each query the number of its chunk);
             "diffusion": text.
         stage: one of these.
         folder: where the training is kept. The same call finds it there, or goes on with it after an
             interruption. Default: nothing is kept but the result.
-        hold_out: share of the groups to hold out; 0: none. It needs 20 groups, and one with no more rows than
-            this share.
+        hold_out: share of the rows to hold out; 0: none. It needs 20 rows of different texts, and some of
+            which no text stands in more than this share of the rows.
         bidirectional: whether a causal model is made to read both sides, before anything is measured.
             Default: a plain language model is, an embedder is not.
         values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr; for
@@ -156,7 +161,7 @@ def fit(
     Example:
         >>> pairs = [(f"how is {i} written?", f"{i} is written with {len(str(i))} digits") for i in range(40)]
         >>> embedder = fit(model, pairs, steps=4)  # doctest: +ELLIPSIS
-        pair: 36 rows in 36 groups, ...
+        pair: 36 rows, 4 steps of 36; 4 rows are held out...
         >>> embedder.encode(["how is 7 written?"]).dtype
         dtype('int8')
     """
@@ -167,8 +172,14 @@ def fit(
         raise ConfigError(f"bidirectional=False: stage {stage!r} reads both sides, leave it out")
     if not 0 <= hold_out < 1:
         raise ValueError(f"hold_out must be a share below 1, got {hold_out!r}")
-    group_N = _groups(rows)
-    held_N = _held_out(group_N, hold_out, stage)
+    held_N = _held_out(rows, hold_out, stage)
+    held = {text_id(text) for i in np.flatnonzero(held_N) for text in held_texts(rows[i])}
+    every, dropped = (row for row, out in zip(rows, held_N) if not out), Counter()
+    kept = [left for row in every if (left := without_held(row, held, dropped))]
+    groups = _different(kept)
+    if groups < (least := 1 if stage == "diffusion" else 2):
+        left = f"{len(rows)} rows leave {groups} of different texts to train on"
+        raise ValueError(f"{left}, which needs {least}: give more rows, or hold out fewer")
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
         place.mkdir(parents=True, exist_ok=True)
@@ -192,13 +203,14 @@ def fit(
         most = own.window if stage == "contextual" else own.positions
         shape = SimpleNamespace(hidden_size=width, max_position_embeddings=most)
         ready = _backbone(start, tokenizer, mask_token, stage)
-        kept, groups = [row for row, held in zip(rows, held_N) if not held], len(set(group_N[~held_N]))
-        config = _config(stage, kept, groups, shape, own.pooling, values)
+        longest = _longest(rows, tokenizer)
+        config = _config(stage, kept, groups, shape, own.pooling, values, longest)
         config = _cut(own, config, kept if "chunk_length" in values else [])
         print(
-            f"{stage}: {len(kept):,} rows in {groups:,} groups, {config.steps:,} steps of "
+            f"{stage}: {len(kept):,} rows, {config.steps:,} steps of "
             f"{config.batch if stage == 'diffusion' else min(config.batch, groups):,}; "
             f"{held_N.sum():,} rows are held out"
+            + "".join(f"; taken out: {count:,} {what}" for what, count in dropped.items() if count)
         )
         lengths = ("query_length", "document_length", "chunk_length")
         own_lengths = {key: getattr(config, key, 1) for key in lengths}
@@ -218,7 +230,7 @@ def fit(
             parallel=ParallelConfig(num_processes=max(1, torch.cuda.device_count())),
             **{stage: config},
         )
-        corpus = _corpus(place, stage, kept, group_N[~held_N])
+        corpus = _corpus(place, stage, kept)
         training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=turned, settings=settings)
         network = training.model(start)
         try:
@@ -243,8 +255,10 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     if stage not in ROWS:
         raise ConfigError(f"unknown stage {stage!r}{nearest(stage, ROWS)}")
     kind, wanted, rows = ROWS[stage], [*ROWS[stage].__dataclass_fields__], []
-    if hasattr(data, "itertuples"):  # a data frame, which iterates over its columns' names
+    if hasattr(data, "itertuples"):  # of pandas, whose columns may hold values of several types
         data = data.to_dict("records")
+    elif hasattr(data, "__arrow_c_stream__"):
+        data = pa.RecordBatchReader.from_stream(data).read_all().to_pylist()
     for number, row in enumerate(as_list(data, "[row, row]")):
         try:
             if not isinstance(row, Mapping):
@@ -260,37 +274,55 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _groups(rows: list[dict[str, Any]]) -> np.ndarray:
-    """The group of each row: rows that share a query or a text, directly or through others. Of a document
-    with chunks it is the whole: what it shares with others is what its context is for."""
-    groups, first = DisjointSet(range(len(rows))), {}
-    for number, row in enumerate(rows):
-        text = row.get("document") or row.get("text") or " ".join(row["chunks"])
-        queries = [row["query"]] if "query" in row else row.get("queries", [])
-        for mark in (f"text {canonical(text)}", *(f"query {canonical(query)}" for query in queries)):
-            groups.merge(number, first.setdefault(mark, number))
-    return np.array([groups[number] for number in range(len(rows))])
+def _different(rows: list[dict[str, Any]]) -> int:
+    """Rows of which no two share what a batch tells apart: query and document, or a document of chunks."""
+    texts = (row_texts(row)[: 1 if "chunks" in row else 2] for row in rows)
+    return len(apart(([*map(text_id, own)] for own in texts), len(rows)))
 
 
-def _held_out(group_N: np.ndarray, share: float, stage: str) -> np.ndarray:
-    """Which rows are held out: those of some groups, at random, but of none with more rows than the share.
-
-    Raises: ValueError if too little is left to train on.
-    """
-    _, number_N, rows_G = np.unique(group_N, return_inverse=True, return_counts=True)
-    groups, asked, least = len(rows_G), share and stage != "diffusion", 1 if stage == "diffusion" else 2
-    drawn, most = permuted(np.arange(groups), groups, 0), max(1, int(share * len(group_N)))
-    small = drawn[rows_G[drawn] <= most]
-    held = small[: max(1, round(share * groups))] if asked and groups >= FEWEST else small[:0]
-    if (left := groups - len(held)) < least:
-        raise ValueError(
-            f"{len(group_N)} rows leave {left} groups to train on, which needs {least}: rows that share a "
-            "query or a text are one group"
+def _held_out(rows: list[dict[str, Any]], share: float, stage: str) -> np.ndarray:
+    """Which rows are held out: some at random, each with those that share a text with it. A text that stands
+    in more rows than the share is never held out: too few would be left to train on."""
+    held_N, groups = np.zeros(len(rows), bool), _different(rows)
+    if not share or stage == "diffusion":
+        return held_N
+    ids_N, rows_of = [{*map(text_id, row_texts(row))} for row in rows], defaultdict(list)
+    for number, ids in enumerate(ids_N):
+        for text in ids:
+            rows_of[text].append(number)
+    common_N = np.array([max(len(rows_of[text]) for text in ids) for ids in ids_N])
+    most, left = max(1, int(share * len(rows))), max(1, round(share * groups)) if groups >= FEWEST else 0
+    order_N = permuted(np.arange(len(rows)), len(rows), 0)
+    for number in order_N[common_N[order_N] <= most]:
+        near = [*{other for text in ids_N[number] for other in rows_of[text]}]
+        if left and not held_N[number] and common_N[near].max() <= most:
+            held_N[near] = True
+            left -= 1
+    if not held_N.any():
+        needs = (
+            f"hold_out={share} needs {FEWEST} rows of different texts, and texts in at most {most} of them"
         )
-    if asked and not len(held):
-        needs = f"hold_out={share} needs {FEWEST} groups of rows, one of at most {most}"
-        print(f"nothing is held out or measured: {needs}; there are {groups}, {len(small)} of them so small")
-    return np.isin(number_N, held)
+        print(f"nothing is held out or measured: {needs}; there are {groups}, and {(common_N <= most).sum()}")
+    return held_N
+
+
+def _longest(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokens of the longest chunk, 0 without chunks.
+
+    Raises: ValueError that names row and column of a text without tokens.
+    """
+    places, texts, longest = [], [], 0
+    for number, row in enumerate(rows):
+        for column, value in row.items():
+            own = [] if column == "golds" else [value] if isinstance(value, str) else value
+            places += [(number, column)] * len(own)
+            texts += own
+    tokens = encode(tokenizer.backend_tokenizer, texts, np.int32)
+    for (number, column), text, ids in zip(places, texts, tokens):
+        if not len(ids):
+            raise ValueError(f"row {number}, column {column}: {text!r} has no tokens: remove or fill it")
+        longest = max(longest, len(ids) * (column == "chunks"))
+    return longest
 
 
 # --- values
@@ -303,8 +335,14 @@ def _config(
     shape: PretrainedConfig,
     pooling: str,
     values: Mapping[str, Any],
+    longest: int = 0,
 ) -> Any:
-    """The stage's section: what is given, and what suits small data."""
+    """The stage's section: what is given, and what suits small data.
+
+    Args:
+        groups: rows that can be in one batch.
+        longest: tokens of the longest chunk.
+    """
     known = SECTIONS[stage].__dataclass_fields__
     others = {"steps": 10**6, "warmup": 0, "decay": 0, "dimensions": (shape.hidden_size,)}  # computed below
     given = _checked(stage, {key: one for key, one in others.items() if key in known} | SMALL[stage] | values)
@@ -317,13 +355,16 @@ def _config(
         count = max(1, sum(len(row["text"]) for row in rows) // (4 * own["length"]))
         groups = count
     if stage == "triplet":
-        own = {"negatives": min(len(row["negatives"]) for row in rows)} | own
+        own = {"negatives": max(len(row["negatives"]) for row in rows)} | own
     if stage == "contextual":
-        own = {"dimensions": (shape.hidden_size,)} | own
+        own = {"dimensions": PREFIXES} | own
+        room, there = positions - 2, max(len(row["chunks"]) for row in rows)  # 2: special tokens around it
+        length = min(longest, own["chunk_length"])
+        if "chunks" not in values:  # rather parts of a document than parts of chunks
+            own["chunks"] = max(1, min(own["chunks"], there, room // (length + 1)))
         if "chunk_length" not in values:
-            room = positions - 2  # for special tokens around a document
-            own["chunk_length"] = max(1, min(own["chunk_length"], room // own["chunks"] - 1))
-    # No two rows of a group are in one batch.
+            own["chunk_length"] = max(1, min(length, room // min(own["chunks"], there) - 1))
+    # No two rows of a text are in one batch.
     own["batch"] = values.get("batch", min(own["batch"], count, groups))
     own = {"steps": math.ceil(EPOCHS * count / min(own["batch"], count, groups))} | own
     return _checked(stage, {"warmup": own["steps"] // 10, "decay": own["steps"] // 5} | own)
@@ -376,14 +417,17 @@ def _backbone(start: str, tokenizer: PreTrainedTokenizerBase, mask_token: str, s
 # --- the corpus, and the question whether it helped
 
 
-def _corpus(place: Path, stage: str, rows: list[dict[str, Any]], group_N: np.ndarray) -> Corpus:
+def _corpus(place: Path, stage: str, rows: list[dict[str, Any]]) -> Corpus:
     """The rows to train on as a corpus, in a folder that their hash names."""
-    made_of = fingerprint(stage, rows, group_N.tolist())
+    made_of = fingerprint(stage, rows)
     path = place / f"data-{made_of}"
     same = {"dataset": "rows", "task": stage, "group": "english", "language": "mul", "split": "train"}
     same |= {"package": "", "kind": "text"}
     if not path.exists():
-        own = ({"key": str(group), "document_id": str(i)} for i, group in enumerate(group_N))
+        own = (
+            {"key": row.get("document") or " ".join(row.get("chunks", ())), "document_id": str(i)}
+            for i, row in enumerate(rows)
+        )
         file = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
         source = vars(Source("rows", "files", "text", "mul", "", **file))
         with new_directory(path) as folder:
@@ -425,4 +469,5 @@ def _task(rows: list[dict[str, Any]], held_N: np.ndarray) -> Task:
     told = list(zip(chain(*asked), chain(*golds)))
     relevant, own_told = answers(told), told[: sum(map(len, asked[:held]))]  # held-out ones come first
     queries = [*relevant][: min(ASKED, len(answers(own_told)))]
-    return Task("rows", family, queries, documents, [relevant[query] for query in queries])
+    answered = [relevant[query] for query in queries]
+    return Task("rows", family, queries, documents, answered, ignore_identical=True)

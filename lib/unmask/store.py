@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(safetensors|onnx|onnx\.data)(\.index\.json)?")
+WHOLE, MOVING = ".whole.tmp", ".moving.tmp"  # within a folder: its next content, before and while it moves in
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -175,6 +176,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path} is a file: name a folder")
     with alone(path):
         refilled = path.is_dir()
+        _move_in(path)  # what a kill interrupted
         # The same each time: a killed one is cleared away.
         temporary = path / ".new.tmp" if refilled else path.with_name(f".{path.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -184,29 +186,42 @@ def new_directory(path: Path) -> Iterator[Path]:
             for file in filter(Path.is_file, temporary.rglob("*")):
                 file.chmod(mode)
             if refilled:
-                _refill(path, temporary)
+                _check_foreign(path, temporary)
+                os.replace(temporary, path / WHOLE)
+                _move_in(path)
             else:
                 os.replace(temporary, path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _refill(path: Path, new: Path) -> None:
-    """Moves the content of a folder into another one, whose own goes. Weights go first and come last: where
-    they are after a kill, all is."""
+def _shown(folder: Path) -> list[Path]:
+    """What lies in a folder, hidden files aside, weights last."""
+    shown = (one for one in folder.iterdir() if one.name[0] != "." and one.name != "lost+found")
+    return sorted(shown, key=lambda one: (WEIGHTS.fullmatch(one.name) is not None, one.name))
 
-    def in_order(folder: Path) -> list[Path]:
-        shown = (one for one in folder.iterdir() if one.name[0] != "." and one.name != "lost+found")
-        return sorted(shown, key=lambda one: (WEIGHTS.fullmatch(one.name) is not None, one.name))
 
-    old, added = in_order(path), in_order(new)
-    theirs = {one.name for one in old if not (one.is_file() and WEIGHTS.fullmatch(one.name))}
-    if foreign := theirs - {one.name for one in added}:
+def _check_foreign(path: Path, new: Path) -> None:
+    """Refuses to fill a folder that holds what the new one does not, weights in other pieces aside."""
+    theirs = {one.name for one in _shown(path) if not (one.is_file() and WEIGHTS.fullmatch(one.name))}
+    if foreign := theirs - {*os.listdir(new)}:
         raise ValueError(f"{path} holds {min(foreign)}, which is of something else: name another folder")
-    for one in reversed(old):
-        shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
-    for one in added:
-        os.replace(one, path / one.name)
+
+
+def _move_in(path: Path) -> None:
+    """Moves what is ready in a folder within `path` up into it, in the place of what is there. Weights go
+    first and come last: where they are, all is. A kill in between loses nothing: the next call goes on."""
+    if (path / WHOLE).is_dir():
+        for one in _shown(path):
+            if WEIGHTS.fullmatch(one.name):
+                one.unlink()
+        os.replace(path / WHOLE, path / MOVING)
+    if (path / MOVING).is_dir():
+        for one in _shown(path / MOVING):
+            if (path / one.name).is_dir():
+                shutil.rmtree(path / one.name)
+            os.replace(one, path / one.name)
+        (path / MOVING).rmdir()
 
 
 def fingerprint(*parts: Any) -> str:

@@ -74,7 +74,7 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
         shares = np.exp(rng.uniform(np.log(1 / 8), 0, (2, n)))
         limits = np.array([[config.query_length], [config.document_length]])
         columns = [[ids(int(length)) for length in row] for row in np.ceil(shares * limits)]
-        pairs = TokenPairs(*columns, [str(i) for i in range(n)])
+        pairs = TokenPairs(*columns, np.arange(3 * n).reshape(n, 3))
         return on(Pair, data={"random": pairs}), [(1, len(text)) for row in columns for text in row]
     documents = [
         TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])

@@ -103,6 +103,18 @@ def test_mining_equals_the_rule_written_row_by_row(margin, window, monkeypatch):
     assert columns(mine(embedder, index, pairs, config)[0]) == expected
 
 
+def test_the_text_of_a_query_is_none_of_its_negatives():
+    """Of pairs in both directions; it is the most similar of all documents."""
+    embedder, pairs, _ = case(12)
+    again = [
+        {**row, "query": row["document"], "document": f"{row['query']} ", "key": f"b{i}"}
+        for i, row in enumerate(pairs)
+    ]
+    embedder.vectors |= {f"{text} ": vector for text, vector in embedder.vectors.items()}
+    mined, _ = mine(embedder, index, Dataset.from_list([*pairs, *again]), replace(CONFIG, margin=2.0))
+    assert not any(row["query"] in [text.strip() for text in row["negatives"]] for row in mined)
+
+
 def test_rows_of_one_query_or_document_are_own_however_they_are_spelt():
     """Else the answer of one would be mined as a negative of the other."""
     embedder, pairs, _ = case(12, queries=[0, 0, *range(2, 12)], documents=[*range(11), 10])

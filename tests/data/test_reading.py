@@ -112,6 +112,21 @@ def test_a_bad_row_is_refused(tmp_path, suffix, good, bad, detail):
     assert count == 1 and message.startswith(f"{path}, row 3: {reason}")
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "csv"])
+def test_a_row_is_named_by_its_place_in_the_whole_file(tmp_path, suffix, monkeypatch):
+    """Read in whatever pieces; in JSON lines by its line, blank ones counted. A text that shows nothing is
+    empty."""
+    rows = [PAIRS[0]] * 40 + [PAIRS[0] | {"document": "\u200b\u2060 \x07"}] + [PAIRS[0]] * 3
+    path, row = write_as(tmp_path / f"a.{suffix}", rows), 41
+    if suffix == "jsonl":
+        path.write_text("\n\n" + path.read_text())
+        row = 43
+    monkeypatch.setattr(reading, "UNIT_BYTES", 99)
+    assert refusal(own(path, columns=PAIR_COLUMNS)).startswith(
+        f"{path}, row {row}: document is no text, or empty"
+    )
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl"])
 @pytest.mark.parametrize(("column", "value"), [("query", None), ("key", None), ("held_by", float("nan"))])
 def test_the_rows_of_an_empty_column_are_counted(tmp_path, suffix, column, value):

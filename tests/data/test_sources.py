@@ -10,10 +10,13 @@ from test_environment import make_config, make_packages
 
 import tiny
 from tiny_sources import PAIR_COLUMNS, own, write_as
+from unmask.config import load_preset
 from unmask.data import reading, sources
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.registry import Source, split_of
 from unmask.data.sources import collect, identity, open_corpus
+from unmask.data.spelling import held_texts
+from unmask.training.stages import Pair
 
 REGISTRY = """
 about: a few rows of one's own
@@ -104,6 +107,29 @@ def test_an_optional_source_joins_once_it_is_there(config):
     assert corpus.pairs("train", "synthetic").unique("task") == ["questions"]
 
 
+def test_no_training_reads_what_is_held_out_in_another_row_or_data_set(config):
+    """A query with four documents, the other direction of a pair, a query of another data set."""
+    asked = [{"q": f"What is {i // 4}?", "a": f"{i} is a number"} for i in range(400)]
+    asked += [{"q": row["a"], "a": row["q"]} for row in asked[::4]]
+    write_as(config.folder / "questions.jsonl", asked)
+    more = [{"q": f"What is {i}?", "a": f"{i} as well"} for i in range(60)]
+    write_as(config.folder / "synthetic.jsonl", more)
+    corpus = open_corpus(config)
+    stage = Pair(load_preset("smoke"), corpus, tiny.tokenizer(), query_length=64, document_length=64)
+    tables = [table(split) for split in ("dev", "test") for table in (corpus.pairs, corpus.documents)]
+
+    def ids(texts):
+        return {tuple(one.tolist()) for one in texts}
+
+    held = [text for table in tables for row in table for text in held_texts(row)]
+    held = ids(tiny.tokenize(tiny.tokenizer(), held, None))
+    for name, data in stage.data.items():
+        assert len(data.keys) and held.isdisjoint(ids([*data.queries, *data.documents]))
+        out = data.counters["rows that share a text with a held-out row"]
+        assert 0 < out == len(corpus.pairs("train", name)) - len(data.keys)
+    assert [*stage.data] == ["questions", "synthetic"]
+
+
 def test_max_rows_takes_the_first_training_rows_of_pieces_that_are_drawn(config, monkeypatch):
     whole = open_corpus(config).pairs("train", "questions")["query"]
     change(config, "questions.jsonl", "questions.jsonl, max_rows: 9")  # a single piece
@@ -137,7 +163,7 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     # A machine with other packages reads the same where it is named.
     monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "2.0"})
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path))
-    monkeypatch.setattr(sources, "FileLock", None)  # its place may allow no lock
+    monkeypatch.setattr(sources, "locked", None)  # its place may allow no lock
     assert (identity(installed), open_corpus(installed)) == (environment.path.name, environment)
     with pytest.raises(ValueError, match=r"is no environment-… corpus of .*'delta'"):
         open_corpus(make_config(test_packages=("delta",)))

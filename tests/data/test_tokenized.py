@@ -15,7 +15,9 @@ import tiny
 from tiny_sources import own, write_as
 from unmask.config import load_preset
 from unmask.data import tokenized
+from unmask.data.batches import BatchPlan
 from unmask.data.registry import split_of
+from unmask.data.spelling import text_id
 from unmask.data.tokenized import Table, build, open_blocks, single_chunks, token_documents, token_pairs
 from unmask.data.tokens import Limit, StoredTokenizer, pack
 from unmask.study.report import paper_table
@@ -90,7 +92,7 @@ def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, cores, monkeyp
     assert build(folder, UNITS, work, "", wanted=16).units == 6
     build(folder, UNITS, work, "", wanted=10**6)
     assert contents(folder) == whole
-    monkeypatch.setattr(tokenized, "FileLock", None)  # what is finished is neither locked nor touched
+    monkeypatch.setattr(tokenized, "locked", None)  # what is finished is neither locked nor touched
     monkeypatch.setattr(os, "truncate", None)
     assert build(folder, UNITS, None, "").units == build(folder, UNITS, None, "", wanted=15).units == 20
 
@@ -145,12 +147,47 @@ def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored, cores, monkeypa
     assert lists(pairs(PAIRS, stored).queries) == tokens(PAIRS["query"][:], 8)  # another preparation
 
 
-def test_negatives_stay_with_their_queries_and_rows_with_too_few_are_counted(stored):
-    mined = PAIRS.add_column("negatives", [["x", "y"], ["y"], ["z", "x", "y"]])
-    found = pairs(mined, stored, negatives=2)
+def test_a_row_has_the_negatives_that_it_has_and_rows_without_are_counted(stored):
+    mined = PAIRS.add_column("negatives", [["x", "y"], [], ["z", "x", "y"]])
+    found = pairs(mined, stored, negatives=3)
     assert lists(found.queries) == tokens(["Read a table", "Compute the mean"])
-    assert [lists(row) for row in found.negatives] == [tokens(["x", "y"]), tokens(["z", "x"])]
-    assert len(found.keys) == 2 and found.counters["rows with too few negatives"] == 1
+    assert [lists(row) for row in found.negatives] == [tokens(["x", "y"]), tokens(["z", "x", "y"])]
+    assert len(found.keys) == 2 and found.counters["rows without negatives"] == 1
+    (x, y), (_, *again) = found.negative_keys
+    assert again == [x, y] and lists(pairs(mined, stored, negatives=1).negatives[0]) == tokens(["x"])
+
+
+def held(*texts):
+    return np.array([text_id(text) for text in texts], np.uint64)
+
+
+def test_what_shares_a_text_with_a_held_out_row_is_left_out_and_counted(stored):
+    """Whatever the columns: a held-out query is no document, a negative that is held out leaves its row."""
+    mined = PAIRS.add_column("negatives", [["x", "y"], ["x"], ["z", "x", "y"]])
+    found = token_pairs(Table(mined, "b", "", stored, held("of  an array", "x")), Limit(8), Limit(12), 2)
+    assert lists(found.queries) == tokens(["Read a table"])
+    assert [lists(row) for row in found.negatives] == [tokens(["y"])]
+    shared = "rows that share a text with a held-out row"
+    assert (found.counters[shared], found.counters["negatives that are held out"]) == (2, 1)
+    out = held("first", "six", "three")  # a query, a whole document, and a chunk, which is another one here
+    found = token_documents(Table(DOCUMENTS, "d", "", stored, out), CONTEXTUAL)
+    assert [lists(d.queries) for d in found] == [tokens([q]) for q in ("fourth", "fifth", "seventh")]
+    assert (found.counters[shared], found.counters["queries that are held out"]) == (1, 1)
+
+
+def test_pairs_as_documents_share_no_batch_where_they_share_a_text(stored):
+    both = [
+        {"query": q, "document": d, "key": d} for q, d in (("a", "b"), ("b", "a"), ("c", "d"), ("d", "e"))
+    ]
+    config = replace(CONTEXTUAL, single=9)
+    found = single_chunks(Table(Dataset.from_list(both), "b", "", stored), config)
+    assert sorted(len({*row}) for row in found.keys.tolist()) == [2, 2, 2, 2]
+    plan = BatchPlan({"b": found.keys}, replace(load_preset("smoke").contextual, batch=4, steps=20))
+    for step in range(20):
+        texts = [key for row in plan(step)[1] for key in {*found.keys[row].tolist()}]
+        assert len(texts) == len({*texts}) > 2
+    joined = single_chunks(Table(Dataset.from_list(both), "b", "", stored), replace(config, join=2))
+    assert len(joined.queries.values) == 2
 
 
 def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):

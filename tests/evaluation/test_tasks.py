@@ -112,6 +112,24 @@ def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(built):
         assert texts["copied"] == {f"{task.name} answer 7"}
 
 
+def test_a_query_is_not_asked_of_its_own_text():
+    """Both directions of a pair, and a chunk that is a query; unless it is the answer."""
+    both = [("a", "b"), ("b", "a "), ("c", "d"), ("e", "e")]
+    rows = [dict(zip(("query", "document"), pair)) | {"key": pair[1].strip()} for pair in both]
+    pairs = [row | {"group": "english", "task": "both"} for row in rows]
+    row = {"task": "chunks", "document_id": "1", "chunks": ["x", "y", "z"], "queries": ["x"], "golds": [1]}
+    plain, contextual = build_tasks(
+        SimpleNamespace(pairs=lambda split: pairs, documents=lambda split: [row]), "test", CONFIG
+    )
+    found = {plain.queries[i]: plain.chunks[j].strip() for i, j in zip(*plain.identical)}
+    assert found == {"a": "a", "b": "b"} and contextual.identical == ([0], [0])
+    own_NM = np.array([[text.strip() == query for text in plain.chunks] for query in plain.queries])
+    scores_NM = own_NM + 0.5 * np.array([[j in r for j in range(4)] for r in plain.relevant])
+    assert tasks.ndcg(plain, scores_NM).tolist() == [1, 1, 1, 1]
+    assert tasks.ndcg(replace(plain, ignore_identical=False), scores_NM).mean() < 1
+    assert plain.identity != replace(plain, ignore_identical=False).identity
+
+
 def test_golds_are_counted_over_all_documents(built):
     for task in built[len(PLAIN) :]:
         assert len(task.queries) == 16

@@ -84,23 +84,25 @@ def insent(q, chunks, document, gold, lam, temperature, mask, query=None, cosine
     return fmean(map(fmean, of_document.values()))
 
 
-def triplet(q, d, hard, temperature, document=None, hard_document=None):
-    """`document` and `hard_document` are texts, of which equal ones are the same thing; None: all differ."""
-    document, terms = document or [None] * len(q), []
+def triplet(q, d, hard, temperature, query=None, document=None, hard_document=None):
+    """`query`, `document` and `hard_document` are texts, of which equal ones are the same thing, and −1 is
+    none; None: all differ."""
+    query, document, terms = query or [-1] * len(q), document or [-1] * len(q), []
     hard_document = hard_document or [[0] * len(row) for row in hard]
     for i in range(len(q)):
-        others = d[:i] + d[i + 1 :]
+        others, none = d[:i] + d[i + 1 :], (-1, query[i], document[i])
         for row, texts in zip(hard, hard_document):
-            others += [negative for negative, text in zip(row, texts) if text != document[i]]
+            others += [negative for negative, text in zip(row, texts) if text not in none]
         terms.append(nats(cosine(q[i], d[i]), [cosine(q[i], other) for other in others], temperature))
     return fmean(terms)
 
 
-def qwen3(q, d, hard, temperature, margin, document, hard_document):
-    """`document` and `hard_document` are texts, of which equal ones are the same thing."""
+def qwen3(q, d, hard, temperature, margin, query, document, hard_document):
+    """The texts are as in `triplet`."""
     terms = []
     for i in range(len(q)):
-        scores = [cosine(q[i], x) for x, text in zip(hard[i], hard_document[i]) if text != document[i]]
+        none = (-1, query[i], document[i])
+        scores = [cosine(q[i], x) for x, text in zip(hard[i], hard_document[i]) if text not in none]
         for j in range(len(q)):
             if j != i and document[j] != document[i]:
                 scores += [cosine(q[i], q[j]), cosine(d[i], d[j]), cosine(q[i], d[j])]

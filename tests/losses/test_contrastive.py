@@ -23,8 +23,11 @@ def batch(n, k, d, seed):
 
 
 def texts(n, k, seed):
-    """Numbers of documents and hard negatives, of which some are equal, within and across the two kinds."""
-    return torch.randint(n, (n + n * k,), generator=torch.Generator().manual_seed(seed))
+    """Numbers of queries, documents and hard negatives, of which some are equal, within and across the three
+    kinds, and some negatives are none."""
+    numbers = torch.randint(n, (2 * n + n * k,), generator=torch.Generator().manual_seed(seed))
+    numbers[2 * n :: 3] = -1
+    return numbers
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3, 0), (5, 3, 2, 1), (9, 2, 4, 2), (16, 0, 8, 3)])  # N, K, D, seed
@@ -43,7 +46,7 @@ def test_the_losses_are_the_formulas(shape, temperature, margin):
     expected = naive_losses.triplet(q, d, [[] for _ in q], temperature)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
     number_R = texts(n, k, seed)
-    numbers = number_R[:n].tolist(), number_R[n:].view(n, k).tolist()
+    numbers = *number_R[: 2 * n].view(2, n).tolist(), number_R[2 * n :].view(n, k).tolist()
     expected = naive_losses.qwen3(q, d, hard, temperature, margin, *numbers)
     found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, number_R=number_R)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
@@ -112,7 +115,7 @@ REFUSED = {
     "a slice without a step": lambda: pair_loss(TWO, TWO, queries=slice(0, 2, 2)),
     "margin must be 0 or more": lambda: pair_loss(TWO, TWO, margin=-0.1),
     r"hard_NKD must have the shape \(2, K, 2\)": lambda: triplet_loss(TWO, TWO, torch.ones(3, 1, 2)),
-    r"number_R must have the shape \(4\)": lambda: triplet_loss(TWO, TWO, HARD, number_R=torch.arange(2)),
+    r"number_R must have the shape \(6\)": lambda: triplet_loss(TWO, TWO, HARD, number_R=torch.arange(2)),
 }
 
 

@@ -23,6 +23,7 @@ LOSSES = {
     "pair": (losses.pair_loss, (Q, D)),
     "filtered": (partial(losses.pair_loss, negatives_NN=FILTER), (Q, D)),
     "triplet": (losses.triplet_loss, (Q, D, HARD)),
+    "numbered": (partial(losses.triplet_loss, number_R=NUMBER), (Q, D, HARD)),
     "qwen3": (partial(losses.qwen3_loss, negatives_NN=FILTER, number_R=NUMBER), (Q, D, HARD)),
     "global": (partial(losses.global_loss, document_N=DOCUMENT), (CQ, DOCUMENTS)),
     "local": (partial(losses.local_loss, **WHERE), (CQ, CHUNKS)),

@@ -48,7 +48,7 @@ def test_what_the_model_cannot_read_is_named_with_its_place(model, tmp_path, mon
     monkeypatch.setattr(jobs, "_texts", lambda path, column: iter([*TEXTS[:9], ""]))
     (tmp_path / "texts.txt").touch()
     assert main(["encode", str(model), str(tmp_path / "texts.txt"), str(tmp_path / "out.npy")]) == 2
-    assert "texts.txt, after its first 8 texts: Text 1 of 2 has no tokens" in capsys.readouterr().err
+    assert "texts.txt, row 10 has no tokens" in capsys.readouterr().err
 
 
 REFUSED = [

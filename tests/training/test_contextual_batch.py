@@ -32,6 +32,15 @@ def test_queries_point_at_their_document_and_chunk(limit):
         assert gold == documents[m].golds[asked.index(text.tokens_L.tolist())]
 
 
+@pytest.mark.parametrize(("draw", "share"), [("queries", 0.9), ("documents", 0.5)])
+def test_data_sets_are_drawn_by_their_queries(draw, share):
+    """As the paper's by their pairs; or by their documents."""
+    few, many = ([TokenDocument([one], [one] * n, [0] * n) for one in tiny.sequences(9)] for n in (1, 9))
+    data = {"few": tiny.Distinct(few), "many": tiny.Distinct(many)}
+    stage = tiny_stages.stage("contextual", data, draw=draw, steps=400)
+    assert sum(stage.plan(step)[0] == "many" for step in range(400)) / 400 == pytest.approx(share, abs=0.05)
+
+
 def test_a_query_that_is_asked_twice_has_all_its_answers(monkeypatch):
     """Of one document, and of another one: to the loss, equal queries are one."""
     documents = [one._replace(queries=[tiny.sequences(1, seed=0)[0]] * len(one.queries)) for one in DOCUMENTS]

@@ -37,11 +37,12 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
     a, b, c, q = (np.array(ids, np.uint16) for ids in ([5, 6, 0], [7, 0], [8, 9, 0], [4, 0]))
     hard = {"x": [b, c], "y": [c, a], "z": [a, b]}
     queries = [np.append(q, np.uint16(i)) for i in range(3)]
-    data = TokenPairs(queries, [a, b, a], list(hard), list(hard.values()))
+    keys = np.array([[20, 10, 1], [21, 11, 2], [22, 12, 4]])  # two documents that are alike once they are cut
+    data = TokenPairs(queries, [a, b, a], keys, [*hard.values()], np.array([[2, 3], [3, 1], [1, 2]]))
     stage = tiny_stages.stage("qwen3", {"one": data}, batch=3)
     [batch] = stage.batch(0)
     texts = [s.tokens_L.tolist() for s in batch.sequences]
-    numbers = numbered(batch.sequences[3:]).tolist()
+    numbers = numbered(batch.sequences, batch.key_R)[3:].tolist()
     assert len(set(zip(numbers, map(str, texts[3:])))) == len(set(numbers)) == 3
     for place, row in enumerate(stage.plan(0)[1]):
         assert texts[6 + 2 * place : 8 + 2 * place] == [text.tolist() for text in data.negatives[row]]

@@ -203,11 +203,38 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
     assert sum(part.count for part in parts) == 6
     for part in parts:
         n, rows = part.count, int8(torch.cat([encode_rows(model, [s]) for s in part.sequences]))
-        texts = [s.tokens_L.tolist() for s in part.sequences[n:]]
+        texts = [s.tokens_L.tolist() for s in part.sequences]
         number_R, hard_NKD = torch.tensor([texts.index(t) for t in texts]), rows[2 * n :].reshape(n, 3, -1)
         shared = {"temperature": stage.config.temperature, "number_R": number_R}
         total = total + triplet_loss(rows[:n], rows[n : 2 * n], hard_NKD, **shared) * n / 6
     assert_same(step(stage, model, parts), backpropagated(total, model))
+
+
+def test_each_query_has_the_negatives_it_has_and_its_own_text_is_none(monkeypatch):
+    """The loss is that of lists of different lengths; one text, in whatever column, has one number."""
+    data = tiny_stages.pairs(5, negatives=3)
+    hard, keys = [row[: 1 + i % 3] for i, row in enumerate(data.negatives)], data.negative_keys.copy()
+    keys[2, 1] = data.keys[4, 1]  # the query of row 4
+    keys[1, 0] = data.keys[3, 2]  # the document of row 3, perhaps spelt in another way
+    data = replace(data, negatives=hard, negative_keys=[row[: 1 + i % 3] for i, row in enumerate(keys)])
+    stage = tiny_stages.stage("triplet", {"one": data}, batch=5, accumulation=1)
+    model, order = tiny_stages.model("triplet"), stage.plan(0)[1].tolist()
+    [part] = stage.batch(0)
+    rows = int8(torch.cat([encode_rows(model, [s]) for s in part.sequences])).detach()
+    number = [[f"{row} {k}" for k in range(len(hard[row]))] for row in order]
+    number[order.index(2)][1], number[order.index(1)][0] = "q4", "d3"
+    none = [(f"q{row}", f"d{row}") for row in order]
+    hard_D = rows[10:].split(list(map(len, number)))
+    terms = []
+    for q_D, d_D, own in zip(rows[:5], rows[5:10], none):
+        left = [
+            x_D for texts, part_KD in zip(number, hard_D) for t, x_D in zip(texts, part_KD) if t not in own
+        ]
+        s_X = torch.cosine_similarity(q_D, torch.stack([d_D, *rows[5:10], *left])) / stage.config.temperature
+        terms.append(float(s_X[1:].logsumexp(0) - s_X[0]))
+    assert step(stage, model, [part])[0] == pytest.approx(fmean(terms), rel=1e-5)
+    shown = list(stage.shown(0))
+    assert [len(lines) - 2 for lines in shown] == [len(hard[row]) for row in order]
 
 
 @pytest.mark.parametrize("name", ["pair", "cde", "qwen3"])

@@ -58,7 +58,7 @@ READ = [
 
 
 @pytest.mark.parametrize(("section", "negatives", "read"), READ)
-def test_a_stage_trains_and_says_what_it_read(start, tmp_path, section, negatives, read):
+def test_a_stage_trains_and_says_what_it_read(start, tmp_path, section, negatives, read, capsys):
     more = {"mined": tiny_stages.mined(tmp_path, negatives)} if negatives else {}
     path = trained(made(section, start, **more), start, tmp_path / section)
     assert [row["step"] for row in history(path)] == [0, 1]
@@ -66,6 +66,10 @@ def test_a_stage_trains_and_says_what_it_read(start, tmp_path, section, negative
     assert found.keys() == read.keys()
     for name, counts in read.items():
         assert found[name].items() >= counts.items()
+    cut = sum(row.get("tokens cut", 0) for row in found.values())
+    share = cut / (cut + sum(row["tokens"] for row in found.values()))
+    assert (f", {cut:,} tokens cut" in (said := capsys.readouterr().out)) == (cut > 0)
+    assert not cut or f"({share:.1%} of all)" in said
 
 
 SHOWN = {

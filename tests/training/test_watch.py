@@ -38,4 +38,4 @@ def test_a_curve_that_cannot_be_drawn_stops_no_training(watch, monkeypatch, caps
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # a broken installation
     assert len(trained(watch)) == 3
     said = [line for line in capsys.readouterr().out.splitlines() if "curve" in line]
-    assert len(said) == 1 and "matplotlib.figure" in said[0] and said[0].endswith("the training goes on")
+    assert len(said) == 1 and "matplotlib" in said[0] and said[0].endswith("the training goes on")

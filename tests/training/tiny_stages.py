@@ -54,7 +54,10 @@ def pairs(count, *, keys=None, negatives=0, seed=0):
     texts = tiny.sequences(count, seed=seed, longest=8), tiny.sequences(count, seed=seed + 1, longest=12)
     hard = tiny.sequences(count * negatives, seed=seed + 2, longest=12)
     hard = [hard[i * negatives : (i + 1) * negatives] for i in range(count)] if negatives else None
-    return TokenPairs(*texts, keys or [str(i) for i in range(count)], hard)
+    numbers = np.arange(count * (3 + negatives))  # all texts differ
+    own = numbers[: 3 * count].reshape(3, count).T.copy()
+    own[:, 0] = -1 - (np.arange(count) if keys is None else np.unique(keys, return_inverse=True)[1])
+    return TokenPairs(*texts, own, hard, numbers[3 * count :].reshape(count, negatives))
 
 
 def documents(count):

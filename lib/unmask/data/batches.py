@@ -5,7 +5,7 @@ Shape suffixes: N rows · K clusters · P places.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -96,12 +96,13 @@ class BatchPlan:
 
     Args:
         keys: for each data set, one key per row or several (N, K), memory-mapped ones too: what it is, its
-            query, its document. Rows that share one, in the same place, must not be each other's negatives:
+            query, its document. Rows that share one, in whatever places, must not be each other's negatives:
             a batch keeps the first and drops the others. Look-alikes often are the same thing: a batch of a
             packing is filled up with the next rows in order, which come again in the next slice.
         config: `steps`, `seed`, and `batch`, the rows per step; a smaller data set gives smaller batches.
         allowed: names of the data sets that may be drawn at a step (a curriculum); default: all, always.
         packings: data set -> clusters of look-alikes; one without has its rows in random order.
+        sizes: data set -> its size, where that is not its number of rows.
         shares: data set -> share of the steps, whatever its size; default: by size. A set whose share is used
             up is drawn only where no other is allowed.
     Raises: ValueError if no data set is left, or one cannot give two distinct rows.
@@ -111,6 +112,7 @@ class BatchPlan:
     config: TrainConfig
     allowed: Callable[[int], set[str]] | None = None
     packings: Mapping[str, Packing] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -118,13 +120,14 @@ class BatchPlan:
             raise ValueError("no training data: the corpus holds no data set for this stage")
         self.keys = {name: np.atleast_2d(np.transpose(own)).T for name, own in self.keys.items()}
         for name, own in self.keys.items():
-            if (own == own[:1]).all(axis=0).any():
+            if not len(own) or any((own == key).any(axis=1).all() for key in own[0]):
                 raise ValueError(
                     f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
                     "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
         self.names = sorted(self.keys)
-        weights_K = np.array([len(self.keys[name]) for name in self.names], np.float64)
+        sizes = {name: len(own) for name, own in self.keys.items()} | {**self.sizes}
+        weights_K = np.array([sizes[name] for name in self.names], np.float64)
         if self.shares:  # the steps that are due to each; 1e-6: none
             weights_K = np.maximum([self.shares[name] for name in self.names], 1e-6)
             weights_K *= self.config.steps / weights_K.sum()
@@ -153,21 +156,21 @@ class BatchPlan:
         for start, width in widths:
             places = (slot * size + start + np.arange(min(width, count))) % count
             rows = packing(places, seed) if packing else permuted(places, count, seed)
-            chosen = rows[apart(keys[rows], size)]
+            chosen = rows[apart(keys[rows].tolist(), size)]
             if len(chosen) > 1 or size == 1:
                 break
         return name, chosen
 
 
-def apart(keys_NK: np.ndarray, most: int) -> list[int]:
+def apart(keys_N: Iterable[Sequence[Any]], most: int) -> list[int]:
     """The first `most` rows, each of which shares no key with one before it."""
-    taken: set[tuple[int, Any]] = set()
+    taken: set[Any] = set()
     chosen: list[int] = []
-    for row, keys in enumerate(keys_NK.tolist()):
+    for row, keys in enumerate(keys_N):
         if len(chosen) == most:
             break
-        if taken.isdisjoint(own := [*enumerate(keys)]):
-            taken.update(own)
+        if taken.isdisjoint(keys):
+            taken.update(keys)
             chosen.append(row)
     return chosen
 

@@ -6,14 +6,17 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 
 from unmask.data.registry import Source
+from unmask.data.spelling import held_texts, text_id
 
 SPLITS = ("train", "dev", "test")
 Rows = Iterable[Mapping[str, Any]]  # of a table
@@ -98,6 +101,12 @@ class Corpus:
     def documents(self, split: str, dataset: str | None = None) -> Dataset:
         """Documents in chunks, with the queries that one of the chunks answers, of one data set or of all."""
         return self._read("documents", split, dataset)
+
+    def held_out(self) -> np.ndarray:
+        """The texts that no training sees, by `text_id`: those of dev and test, whatever their data set."""
+        tables = (read(split) for read in (self.pairs, self.triplets, self.documents) for split in SPLITS[1:])
+        texts = chain.from_iterable(map(held_texts, chain.from_iterable(tables)))
+        return np.unique(np.fromiter(map(text_id, texts), np.uint64))
 
     def _read(self, kind: str, split: str, dataset: str | None = None) -> Dataset:
         folders, names = self.card["folders"][kind], [dataset] if dataset else self.datasets(kind, split)

@@ -25,7 +25,7 @@ from unmask.config import ClustersConfig, PairConfig, TripletConfig
 from unmask.data import batches
 from unmask.data.batches import Packing, parts, permuted
 from unmask.data.corpus import Corpus
-from unmask.data.spelling import distinct
+from unmask.data.spelling import canonical, distinct
 from unmask.data.tokenized import TokenPairs
 from unmask.data.tokens import StoredTokenizer
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, replacing
@@ -63,9 +63,10 @@ class Mining(NamedTuple):
 def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig) -> tuple[Dataset, Mining]:
     """Adds to each pair of one data set `config.negatives` hard negatives from the same data set.
 
-    Of the distinct documents, a pair's own ones are left out: its document and those of pairs with its key or
-    its query. The `rank_window` best of the others are its window. What is more than `margin` better than the
-    positive is probably an unlabelled answer, and unsafe. The negatives are
+    Of the distinct documents, a pair's own ones are left out: its document, those of pairs with its key or
+    its query, and one with its query's text. The `rank_window` best of the others are its window. What is
+    more than `margin` better than the positive is probably an unlabelled answer, and unsafe. The negatives
+    are
 
     1. drawn at random from the safe documents of the window; if there are not enough of them,
     2. the most similar of all safe documents; if there are not enough of them,
@@ -84,6 +85,10 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     (queries, query_N), (documents, document_N) = (distinct(pairs[name]) for name in ("query", "document"))
     groups = (distinct(pairs["key"])[1], query_N)  # the documents of all rows of a group are a row's own
     own = sum(csr_matrix((np.ones(len(pairs), bool), (group_N, document_N)))[group_N] for group_N in groups)
+    place = {canonical(text): number for number, text in enumerate(documents)}
+    copies = [(number, place[text]) for number, text in enumerate(map(canonical, queries)) if text in place]
+    rows, columns = np.array(copies, np.int64).reshape(-1, 2).T
+    own += csr_matrix((np.ones(len(rows), bool), (rows, columns)), (len(queries), len(documents)))[query_N]
     left_N = len(documents) - own.getnnz(axis=1)
     if left_N.min() < config.negatives:
         few = f"a query with {left_N.min()} documents that are not its own"

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from pyarrow import parquet
 
 from unmask.data.hub import HOW_TO_MIRROR, root
 from unmask.data.registry import Source, halves, own_files, split_of
-from unmask.data.spelling import canonical
+from unmask.data.spelling import canonical, is_blank
 from unmask.store import fingerprint, nearest
 
 TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
@@ -187,13 +188,12 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         where `source.bad_rows` is "stop"; always for a file that cannot be parsed.
     """
     columns = {path.strip() for several in source.columns.values() for path in several.split(",")}
-    for number, raw in enumerate(_raw_rows(unit, columns), 1):
+    for number, raw in _raw_rows(unit, columns):
         try:
             row = _checked(raw, source.columns)
         except BadRow as bad:
             if source.bad_rows == "stop":
-                part = f" of part {unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
-                what = f"{unit.file}, row {number}{part}: {''.join(bad.args)}"
+                what = f"{unit.file}, row {number}: {''.join(bad.args)}"
                 remedy = "correct it (in a registry `bad_rows: drop` leaves such rows out)"
                 raise ValueError(f"{what}; {remedy}") from None
             dropped[bad.args[0]] += 1
@@ -240,8 +240,9 @@ def _parts(file: DataFile) -> int:
     return -(-file.size // UNIT_BYTES) if suffix in (".parquet", ".arrow") else 1
 
 
-def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Rows as they are in the file. Whatever the libraries that read it raise becomes one error."""
+def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows as they are in the file, each with its number there, from 1: in JSON lines that of the line.
+    Whatever the libraries that read it raise becomes one error."""
     try:
         yield from _rows(unit, columns)
     except Exception as error:
@@ -249,7 +250,7 @@ def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{unit.file} cannot be read ({reason}); correct it, or get it again") from error
 
 
-def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+def _rows(unit: Unit, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     text = {"mode": "rt", "encoding": "utf-8-sig", "newline": ""}  # Windows marks it
     match suffix_of(unit.file):
         case ".parquet":
@@ -260,16 +261,17 @@ def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
                 if lost := wanted - {*there}:
                     raise ValueError(f"there is no {min(lost)!r}{nearest(min(lost), there)}")
                 groups = np.array_split(range(file.num_row_groups), unit.parts)[unit.part].tolist()
-                for batch in file.iter_batches(BATCH, groups, [*wanted]):
-                    yield from batch.to_pylist()
+                first = 1 + sum(file.metadata.row_group(i).num_rows for i in range(min(groups, default=0)))
+                batches = file.iter_batches(BATCH, groups, [*wanted])
+                yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), first)
         case ".arrow":
             table = _arrow_table(pa.memory_map(unit.file))
             start, stop = (len(table) * part // unit.parts for part in (unit.part, unit.part + 1))
-            for batch in table.slice(start, stop - start).to_batches(BATCH):
-                yield from batch.to_pylist()
+            batches = table.slice(start, stop - start).to_batches(BATCH)
+            yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start + 1)
         case ".txt":
             with _open(unit.file, **text | {"newline": "\n"}) as lines:
-                yield from ({"text": line.rstrip("\r\n")} for line in lines)
+                yield from enumerate(({"text": line.rstrip("\r\n")} for line in lines), 1)
         case ".csv" | ".tsv" as suffix:
             csv.field_size_limit(2**31 - 1)  # of a text; 128 kB unless it is set
             with _open(unit.file, **text) as lines:
@@ -277,7 +279,7 @@ def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
                 names = rows.fieldnames or []
                 if twice := [name for name in columns if names.count(name) > 1]:
                     raise ValueError(f"{len(names)} columns, of which more than one is called {twice[0]!r}")
-                for row in rows:
+                for number, row in enumerate(rows, 1):
                     if None in row or None in row.values():
                         raise ValueError(f"line {rows.line_num}: other than {len(rows.fieldnames)} fields")
                     # Not all who write TSV quote: a quote that is a sign like others would join what follows.
@@ -285,7 +287,7 @@ def _rows(unit: Unit, columns: Collection[str]) -> Iterator[dict[str, Any]]:
                     if suffix == ".tsv" and any(between in value for value in row.values()):
                         joined = f"to line {rows.line_num}, a quote that opens a field takes in others"
                         raise ValueError(f"{joined}; if they are one text, write it as .csv or .jsonl")
-                    yield row
+                    yield number, row
         case _:
             yield from _objects(unit.file)
 
@@ -311,7 +313,7 @@ def _arrow_table(source: pa.NativeFile) -> pa.Table:
     return table
 
 
-def _objects(file: str) -> Iterator[dict[str, Any]]:
+def _objects(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a JSON file, as they are: one in each line, or all in one list. Arrow would give the texts
     of a column one type, in blocks, and so alter or refuse some."""
     with _open(file) as lines:
@@ -324,7 +326,7 @@ def _objects(file: str) -> Iterator[dict[str, Any]]:
                     raise ValueError("no names and values in braces")
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from None
-            yield from found
+            yield from enumerate(found, number)
 
 
 # --- columns: which are read, what is in them
@@ -373,7 +375,8 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
 
 
 def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and values != [] and all(isinstance(v, str) and v.strip() for v in values)
+    some = isinstance(values, list) and values != []
+    return some and all(isinstance(v, str) and not is_blank(v) for v in values)
 
 
 def _held_by(row: Mapping[str, Any]) -> str:

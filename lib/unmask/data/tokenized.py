@@ -24,9 +24,9 @@ from tqdm.auto import tqdm
 from unmask.children import dying_together
 from unmask.config import ContextualConfig, PretrainConfig
 from unmask.data import reading, spelling, tokens
-from unmask.data.batches import parts, permuted, shuffled
+from unmask.data.batches import apart, parts, permuted, shuffled
 from unmask.data.registry import Source
-from unmask.data.spelling import canonical, distinct
+from unmask.data.spelling import text_id, without_held
 from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
 from unmask.store import (
     artifacts_root,
@@ -271,20 +271,23 @@ class Table(NamedTuple):
     name: str
     identity: str  # of the rows; the same identity must mean the same rows
     stored: StoredTokenizer
+    held: np.ndarray = np.empty(0, np.uint64)  # texts that are held out, see `Corpus.held_out`
 
 
 @dataclass(frozen=True)
 class TokenPairs:
     """A tokenised data set of pairs; `negatives` hold hard negatives per query where there are any.
 
-    `keys` are as `BatchPlan` takes them. `counters` say what was cut or left out; `identity` is a
-    hash of all of it.
+    `keys` are as `BatchPlan` takes them: key, query and document of each row by `text_id`, as are
+    `negative_keys` of its negatives. `counters` say what was cut or left out; `identity` is a hash of all of
+    it.
     """
 
     queries: Sequence[np.ndarray]
     documents: Sequence[np.ndarray]
     keys: Sequence | np.ndarray
     negatives: Sequence[Sequence[np.ndarray]] | None = None
+    negative_keys: Sequence[np.ndarray] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)
     identity: str = ""
 
@@ -310,6 +313,10 @@ class TokenDocuments(Sequence):
     def __len__(self) -> int:
         return len(self.golds)
 
+    @property
+    def query_count(self) -> int:
+        return len(self.queries.values)
+
     def __getitem__(self, row: int) -> TokenDocument:
         return TokenDocument(self.chunks[row], self.queries[row], self.golds[row].tolist())
 
@@ -320,7 +327,7 @@ def token_pairs(table: Table, query: Limit, document: Limit, negatives: int = 0)
     Args:
         table: columns query, document, key, and negatives (lists) if any are wanted.
         document: of each document and each negative.
-        negatives: hard negatives per query; rows with fewer are left out, of more the first are taken.
+        negatives: hard negatives per query at most; of more the first are taken, rows with none left out.
     Raises: ValueError naming data set and row of a text without tokens, or if a length leaves no room beside
         what is put around.
     """
@@ -329,7 +336,8 @@ def token_pairs(table: Table, query: Limit, document: Limit, negatives: int = 0)
     queries, documents = (done.texts(column, dtype) for column in ("queries", "documents"))
     keys = done.array("keys", np.uint64).reshape(-1, 3)  # key, query, document
     hard = done.lists("negatives", dtype) if negatives else None
-    return TokenPairs(queries, documents, keys, hard, done.counters, done.folder.name)
+    hard_keys = Ragged(done.array("negatives.keys", np.uint64), hard.ends) if hard else None
+    return TokenPairs(queries, documents, keys, hard, hard_keys, done.counters, done.folder.name)
 
 
 def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
@@ -344,20 +352,23 @@ def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
     done = _prepared(kind, table, limits, arrange, config.chunks)
     chunks, queries = (done.lists(column, table.stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
-    keys = done.array("keys", np.uint64).reshape(-1, 2)  # key, chunks
+    keys = done.array("keys", np.uint64).reshape(len(golds), -1)  # key, chunks, and of a pair the query
     return TokenDocuments(chunks, queries, golds, keys, done.counters)
 
 
 def single_chunks(table: Table, config: ContextualConfig) -> TokenDocuments:
     """Up to `config.single` random pairs of a data set, no two of one key, as documents of one chunk, or of
-    `config.join`: of pairs that stand together by chance, no two with one document text."""
+    `config.join`: of pairs that stand together by chance, no two of which share a text."""
     rows, join = table.rows, config.join
     order = permuted(np.arange(len(rows)), len(rows), config.seed)
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
     chosen = order[np.sort(first)[: config.single]]
     drawn = rows.select(np.sort(chosen) if join == 1 else chosen)
     if join > 1:
-        kept = np.unique(distinct(drawn["document"])[1], return_index=True)[1]
+        both = zip(drawn["query"], drawn["document"])
+        keys_NK = np.array([[*map(text_id, texts)] for texts in both], np.uint64)
+        free_N = np.flatnonzero(~np.isin(keys_NK, table.held).any(axis=1))
+        kept = free_N[apart(keys_NK[free_N].tolist(), len(free_N))]
         drawn = Dataset.from_list([_together(**drawn[kept[part]]) for part in parts(len(kept), join)])
     identity = fingerprint(table.identity, config.single, config.seed, join)
     return token_documents(table._replace(rows=drawn, identity=identity), replace(config, recut=False))
@@ -370,18 +381,22 @@ def _together(query: list[str], document: list[str], key: list[str], **_: Any) -
 
 def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: int) -> Prepared:
     """A table, arranged with `count` and tokenised."""
-    folder = _folder(kind, table.name, table.identity, table.stored.identity, limits, count)
+    known = table.name, table.identity, hash64(table.held.tobytes()), table.stored.identity
+    folder = _folder(kind, *known, limits, count)
     work = partial(_tokenised, table, limits, partial(arrange, count))
     return build(folder, parts(len(table.rows), ROWS), work, table.name)
 
 
 def _tokenised(table: Table, limits: Limits, arrange: Arrange, part: slice) -> Tokenised:
     """Tokenises a part of a table."""
-    counters, rows = Counter(), []
+    held, counters, rows = {*table.held.tolist()}, Counter(), []
     for number, row in enumerate(table.rows.select(range(part.start, part.stop)).to_list(), part.start):
-        rows += [(number, row["key"], *one) for one in arrange(row, counters)]
-    keys = [[hash64(canonical(text).encode()) for text in (key, *own)] for _, key, _, _, own in rows]
+        if row := without_held(row, held, counters):
+            rows += [(number, row["key"], *one) for one in arrange(row, counters)]
+    keys = [[*map(text_id, (key, *own))] for _, key, _, _, own in rows]
     columns = {"keys": np.array(keys, np.uint64)}
+    hard = [text_id(text) for _, _, own, *_ in rows for text in own.get("negatives", [])]
+    columns["negatives.keys"] = np.array(hard, np.uint64)
     columns["golds"] = np.array([gold for _, _, _, golds, _ in rows for gold in golds], np.int64)
     for column, limit in limits.items():
         texts = [(number, text) for number, _, own, *_ in rows for text in own[column]]
@@ -414,10 +429,10 @@ def _cut(
 
 
 def _pairs(negatives: int, row: Mapping[str, Any], counters: Counter[str]) -> Arranged:
-    """A pair, or a triplet with enough negatives."""
+    """A pair, or a triplet with what negatives it has."""
     hard = row["negatives"][:negatives] if negatives else []
-    if len(hard) < negatives:
-        counters["rows with too few negatives"] += 1
+    if negatives and not hard:
+        counters["rows without negatives"] += 1
     else:
         query, document = row["query"], row["document"]
         yield {"queries": [query], "documents": [document], "negatives": hard}, [], [query, document]
@@ -425,15 +440,17 @@ def _pairs(negatives: int, row: Mapping[str, Any], counters: Counter[str]) -> Ar
 
 def _windows(most: int, row: Mapping[str, Any], counters: Counter[str]) -> Arranged:
     """A document, or a pair as one of a single chunk, in parts of `most` chunks at most."""
+    own = []
     if "chunks" not in row:
-        row = {"chunks": [row["document"]], "queries": [row["query"]], "golds": [0]}
+        own = [row["query"]]
+        row = {"chunks": [row["document"]], "queries": own, "golds": [0]}
     counters["documents divided"] += len(row["chunks"]) > most
     for first in range(0, len(row["chunks"]), most):
         chunks = row["chunks"][first : first + most]
         near = [i for i, gold in enumerate(row["golds"]) if first <= gold < first + most]
         if near:
             texts = {"chunks": chunks, "queries": [row["queries"][i] for i in near]}
-            yield texts, [row["golds"][i] - first for i in near], [" ".join(chunks)]
+            yield texts, [row["golds"][i] - first for i in near], [" ".join(chunks), *own]
         else:
             counters["chunks without a query near them"] += len(chunks)
 

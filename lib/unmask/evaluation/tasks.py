@@ -7,7 +7,7 @@ Shape suffixes: N queries · M chunks · D dimensions · K candidates.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -50,7 +50,8 @@ class Task:
     """Queries against a corpus of chunks. A plain task has documents of one chunk each.
 
     `relevant[i]` holds the numbers of the chunks that answer query i, counted over all documents in order.
-    `chunk_ids` names the chunks, which orders equal scores; None: by their numbers.
+    `chunk_ids` names the chunks, which orders equal scores; None: by their numbers. With `ignore_identical` a
+    chunk with the query's own text is no candidate, unless it answers; public benchmarks say themselves.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Task:
     documents: list[list[str]]
     relevant: list[set[int]]
     chunk_ids: list[str] | None = None
+    ignore_identical: bool = False
 
     @property
     def contextual(self) -> bool:
@@ -82,7 +84,19 @@ class Task:
     def identity(self) -> str:
         """Hash of queries, documents and answers."""
         relevant = [sorted(chunks) for chunks in self.relevant]
-        return fingerprint(self.family, self.queries, self.documents, relevant, self.chunk_ids)
+        ranked = self.chunk_ids, self.ignore_identical
+        return fingerprint(self.family, self.queries, self.documents, relevant, *ranked)
+
+    @cached_property
+    def identical(self) -> tuple[list[int], list[int]]:
+        """Queries and chunks of one text, where the chunk is no candidate."""
+        places: dict[str, list[int]] = {}
+        for number, chunk in enumerate(self.chunks if self.ignore_identical else ()):
+            places.setdefault(canonical(chunk), []).append(number)
+        asked = zip(self.queries, self.relevant)
+        own = [{*places.get(canonical(query), ())} - answers for query, answers in asked]
+        both = [(number, chunk) for number, chunks in enumerate(own) for chunk in sorted(chunks)]
+        return [number for number, _ in both], [chunk for _, chunk in both]
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,8 @@ def _pair_task(name: str, family: str, rows: list[dict], config: EvaluationConfi
         of_key.setdefault(row["key"], set()).add(number[canonical(row["document"])])
     relevant = answers([(row["query"], of_key[row["key"]]) for row in rows])
     asked = list(relevant)[: config.max_queries]
-    return Task(name, family, asked, [[text] for text in texts], [relevant[query] for query in asked])
+    answered = [relevant[query] for query in asked]
+    return Task(name, family, asked, [[text] for text in texts], answered, ignore_identical=True)
 
 
 def _document_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
@@ -149,7 +164,7 @@ def _document_task(name: str, family: str, rows: list[dict], config: EvaluationC
         first += len(row["chunks"])
     relevant = answers(told)
     asked = sorted(relevant, key=_hash)[: config.max_queries]
-    return Task(name, family, asked, documents, [relevant[query] for query in asked])
+    return Task(name, family, asked, documents, [relevant[query] for query in asked], ignore_identical=True)
 
 
 def copies(chunks: Sequence[str], gold: int, first: int = 0) -> set[int]:
@@ -185,8 +200,16 @@ def score_task(
     return ndcg(task, similarity(q_ND, quantized(vectors.chunks_MD, precision, dimensions)))
 
 
+def among_candidates(task: Task, scores_NM: Tensor | np.ndarray) -> Tensor:
+    """The scores, −∞ where a chunk is no candidate (`Task.ignore_identical`)."""
+    scores_NM = torch.as_tensor(scores_NM).clone()
+    scores_NM[task.identical] = -torch.inf
+    return scores_NM
+
+
 def ndcg(task: Task, scores_NM: Tensor | np.ndarray) -> np.ndarray:
     """nDCG@10 of each query of a task, given the score of each chunk for it."""
+    scores_NM = among_candidates(task, scores_NM)
     return retrieval_metrics(scores_NM, task.relevant, document_ids=task.chunk_ids, per_query=True)["ndcg@10"]
 
 
@@ -276,7 +299,7 @@ def rerank_task(
     """
     count = config.max_queries
     asked = replace(task, queries=task.queries[:count], relevant=task.relevant[:count])
-    first_NM = torch.as_tensor(scores_NM)[: len(asked.queries)].double()
+    first_NM = among_candidates(asked, scores_NM[: len(asked.queries)]).double()
     chunks, final_NM = asked.chunks, first_NM.cpu().numpy().copy()
     best_NK = best_columns(first_NM.float(), config.candidates, asked.chunk_ids)
     options = {"instruction": INSTRUCTIONS[task.family]}

@@ -98,15 +98,15 @@ def triplet_loss(
 
         L = −(1/N) Σ_i log e^{s(q_i,d_i)/τ} / [ Σ_j e^{s(q_i,d_j)/τ} + Σ_j Σ_k e^{s(q_i,h_jk)/τ} ]
 
-    Queries are not compared with each other, and nothing is masked but a h_jk that is d_i once more: what was
-    mined for one query may be the answer to another.
+    Queries are not compared with each other, and nothing is masked but a h_jk that is d_i or q_i once more:
+    what was mined for one query may be the answer to another.
 
     Args:
         q_ND, d_ND: embeddings of N aligned pairs, of any scale.
         hard_NKD: embeddings of the K hard negatives of each query.
         temperature: τ, above 0.
-        number_R: a number for each of the N documents, then for each hard negative, query by query; equal for
-            equal texts. Default: all differ.
+        number_R: a number for each of the N queries, the N documents and the hard negatives, query by query;
+            equal for equal texts, −1 where a query has fewer than K hard negatives. Default: all differ.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -127,13 +127,13 @@ def triplet_loss(
         '1.2446'
     """
     check_settings(temperature=temperature)
-    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
-    hard_HD, hard_document_H = hard_NKD.flatten(0, 1), hard_document_NK.flatten()
+    number_N2, hard_number_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
+    hard_HD, hard_number_H = hard_NKD.flatten(0, 1), hard_number_NK.flatten()
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
-        qh_TH = cosine(q_TD, hard_HD).masked_fill(document_N[rows, None] == hard_document_H, -torch.inf)
+        qh_TH = cosine(q_TD, hard_HD).masked_fill(_is_none(number_N2[rows], hard_number_H), -torch.inf)
         return info_nce(positive_T, qd_TN, qh_TH, temperature=temperature)
 
     return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_HD))
@@ -160,7 +160,8 @@ def qwen3_loss(
                 + Σ_{j≠i} m e^{s(q_i,q_j)/τ} + Σ_{j≠i} m e^{s(d_i,d_j)/τ} + Σ_{j≠i} m e^{s(q_i,d_j)/τ}
 
     Each m is 0 where its own similarity exceeds s(q_i,d_i) + margin, and where the negative is the positive
-    once more: h_ik or d_j equal to d_i, or the query j of such a d_j. Otherwise it is 1. No gradient flows
+    once more: h_ik or d_j equal to d_i, or the query j of such a d_j; and where h_ik is q_i. Otherwise it is
+    1. No gradient flows
     through m. The paper writes one m_ij for the last three sums and names s(q_i,d_j) and s(q_i,q_j) as its
     scores; that s(d_i,d_j) counts in its own sum is assumed.
 
@@ -169,8 +170,7 @@ def qwen3_loss(
         hard_NKD: embeddings of the K hard negatives of each query, compared with no other query; K may be 0.
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; 0 or more, `math.inf` masks nothing.
-        number_R: a number for each of the N documents, then for each hard negative, query by query; equal for
-            equal texts. Default: all differ.
+        number_R: as for `triplet_loss`.
         negatives_NN: False where neither document nor query j is a negative of pair i (CDE, section 4.1); the
             diagonal does not matter, and hard negatives always count.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
@@ -195,16 +195,16 @@ def qwen3_loss(
     """
     check_settings(temperature=temperature, margin=margin)
     check_shapes(q_ND=q_ND, negatives_NN=negatives_NN)
-    document_N, hard_document_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
+    number_N2, hard_number_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
+    document_N = number_N2[:, 1]
 
     def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
-        own_T1 = document_N[rows, None]
-        same_TN = no_negatives(own_T1 == document_N, negatives_NN, rows)  # the own document among them
-        same_TK = own_T1 == hard_document_NK[rows]
+        # The own document among them.
+        same_TN = no_negatives(document_N[rows, None] == document_N, negatives_NN, rows)
         qh_TK = cosine(q_TD[:, None], hard_NKD[rows]).squeeze(1)
-        hard_TK = counted(qh_TK, same_TK, positive_T, margin)
+        hard_TK = counted(qh_TK, _is_none(number_N2[rows], hard_number_NK[rows]), positive_T, margin)
         in_batch = (cosine(q_TD, q_ND), cosine(d_ND[rows], d_ND), qd_TN)
         negatives = [counted(side_TN, same_TN, positive_T, margin) for side_TN in in_batch]
         return info_nce(positive_T, positive_T[:, None], hard_TK, *negatives, temperature=temperature)
@@ -213,15 +213,22 @@ def qwen3_loss(
 
 
 def _numbered(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, number_R: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The numbers of documents (N,) and of hard negatives (N, K), by default all different, once shapes are
-    checked."""
+    """The numbers of queries and documents (N, 2) and of hard negatives (N, K), by default all different,
+    once shapes are checked."""
     check_shapes(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
     n, k = hard_NKD.shape[:2]
-    number_R = torch.arange(n + n * k) if number_R is None else number_R
-    if number_R.shape != (n + n * k,):
-        raise ValueError(f"number_R must have the shape ({n + n * k}); got {tuple(number_R.shape)}.")
+    number_R = torch.arange(2 * n + n * k) if number_R is None else number_R
+    if number_R.shape != (2 * n + n * k,):
+        raise ValueError(f"number_R must have the shape ({2 * n + n * k}); got {tuple(number_R.shape)}.")
     number_R = shipped(number_R, q_ND.device)
-    return number_R[:n], number_R[n:].view(n, k)
+    return number_R[: 2 * n].view(2, n).mT, number_R[2 * n :].view(n, k)
+
+
+def _is_none(number_T2: Tensor, hard_number_TX: Tensor) -> Tensor:
+    """Which hard negatives, a row for all queries of a tile or one for each, are none of a query's: its own
+    text, its document's, or nothing."""
+    query_T1, document_T1 = number_T2.split(1, dim=1)
+    return (hard_number_TX == document_T1) | (hard_number_TX == query_T1) | (hard_number_TX < 0)
 
 
 def mean_over_queries(

@@ -6,6 +6,7 @@ Legend: N texts, B texts or documents, R rows of embeddings, D dimensions (bytes
 
 import glob
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -61,7 +62,9 @@ def encode_file(
             try:
                 rows_ND[start : start + size] = embedder.encode(batch, precision, dimensions)
             except ValueError as error:
-                raise ValueError(f"{texts}, after its first {start:,} texts: {error}") from None
+                place = re.match(r"Text (\d+) of \d+", str(error))
+                row = f"row {start + 1 + int(place[1])}{str(error)[place.end() :]}" if place else error
+                raise ValueError(f"{texts}, {row}") from None
             rows_ND.flush()
             write_json(state, {"job": job, "rows": start + size})
         os.replace(partial, output)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from unmask.data.tokens import StoredTokenizer, special_tokens_around
@@ -93,6 +94,8 @@ def _merge(
         logging.disable(logging.WARNING)  # transformers' on an option that mergekit uses
         try:
             run_merge(MergeConfiguration.model_validate(recipe), str(folder / "merged"), options)
+        except (OSError, SafetensorError):  # a disk's
+            raise
         except Exception as error:  # of whatever kind: mergekit meets what it does not know anywhere
             kind = backbone.load_config(parents[0]).architectures
             what = f"mergekit cannot merge {', '.join(map(str, parents))} ({', '.join(kind)}): {error}"

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -41,6 +41,7 @@ from unmask.training.watch import METRICS, Watch, history
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
 MEMORY = "memory.json"  # in a training's folder, once memory did not hold what the preset gives
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
+READ = ("rows", "tokens", "texts", "blocks", "held out")  # of its numbers, those that are no loss
 RARE = 30  # times what a checkpoint takes: the least between two of them, on a slow disk
 Report = Callable[[dict[str, Any]], None]
 
@@ -76,7 +77,9 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
             print(f"{folder.parent.name}/{folder.name}: already trained")
         else:
             # Read here, where progress shows and no GPU waits for it.
-            write_json(home / DATA_REPORT, stage.prepare())
+            write_json(home / DATA_REPORT, report := stage.prepare())
+            if told := _left_out(report):
+                print(f"{folder.parent.name}/{folder.name}: {told}")
             job = stage.begun(model, home)
             write_json(home / JOB, {"made_of": made_of} | read_json(home / JOB) | {"job": resolved(job)})
             watch.open(f"{folder.parent.name}/{folder.name}", home, _before(folder, home))
@@ -124,6 +127,16 @@ def data_report(checkpoint: Path) -> list[dict[str, Any]]:
     """What the training that made a checkpoint read: a row per data set or text source with what was cut,
     left out and repeated."""
     return json.loads((checkpoint.resolve().parent / DATA_REPORT).read_text(encoding="utf8"))
+
+
+def _left_out(report: Sequence[dict[str, Any]]) -> str:
+    """What of the data is cut or left out, all data sets together; empty where nothing is."""
+    total = Counter()
+    for row in report:
+        total.update({what: count for what, count in row.items() if isinstance(count, int)})
+    share = total["tokens cut"] / max(1, total["tokens cut"] + total["tokens"])
+    told = [f"{count:,} {what}" for what, count in total.items() if count and what not in READ]
+    return ", ".join(told) + (f" ({share:.1%} of all)" if share else "")
 
 
 def milestones(checkpoint: Path) -> list[Path]:

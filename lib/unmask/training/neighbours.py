@@ -33,7 +33,6 @@ from unmask.training.stages import (
     Pair,
     Stage,
     accumulate,
-    numbered,
     parted,
 )
 
@@ -139,8 +138,7 @@ class Qwen3(Pair):
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = self.served(rows_RD)
         shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
-        shared["number_R"] = numbered(batch.sequences[batch.count :])
-        vectors = parted(rows_RD, batch.count)
+        vectors, shared["number_R"] = parted(rows_RD, batch)
         return matryoshka(partial(qwen3_loss, **shared), vectors, self.config.dimensions)
 
 

@@ -8,9 +8,10 @@ Shape suffixes: N queries · R rows (texts) · D dimensions · B sequences · L 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from unmask.config import GROUPS, ConfigError, DiffusionConfig, changed
 from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
-from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours, sample
+from unmask.data.mining import Encoder, Neighbours, Surrogate, kept, neighbours, sample
 from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks, special_tokens_around
 from unmask.extras import extra
@@ -223,7 +224,7 @@ class Stage:
 
     def triplets(self) -> dict[str, TokenPairs]:
         """The corpus's triplets and mined ones, as the stage reads them: `config.negatives` for each query,
-        or in a data set that has fewer, as many as nine in ten of its rows have."""
+        or as many as it has."""
         corpus, sources, data = self.corpus, {}, {}
         for name in corpus.datasets("triplets", "train"):
             sources[name] = corpus.triplets("train", name), corpus.identity("triplets", name)
@@ -233,13 +234,15 @@ class Stage:
             for name in np.unique(names):
                 sources[str(name)] = rows.select(np.flatnonzero(names == name)), file
         for name, (rows, file) in sources.items():
-            count_N = [len(row["negatives"]) for row in rows.select_columns("negatives")]
-            enough = max(1, int(np.quantile(count_N, 0.1, method="lower")))
-            data[name] = self._tokenised(name, rows, file, negatives=min(self.config.negatives, enough))
+            data[name] = self._tokenised(name, rows, file, negatives=self.config.negatives)
         return data
 
+    @cached_property
+    def held_out(self) -> np.ndarray:
+        return kept("held-out", [self.corpus.hash], self.corpus.held_out)
+
     def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
-        table = Table(rows, name, file, self.stored)
+        table = Table(rows, name, file, self.stored, self.held_out)
         return tokenized.token_pairs(table, *self.reading(rows[0]["group"]), negatives)
 
 
@@ -434,6 +437,8 @@ class Batch:
     dataset: str
     sequences: list[TokenSequence]  # the queries come first
     count: int  # N
+    key_R: np.ndarray | None = None  # of each text, by `text_id`
+    hard_N: np.ndarray | None = None  # the number of each query's hard negatives
     negatives: Tensor | None = None  # (N, N), False: the document is no negative of the query
     weight: float = 1.0  # of its loss in the step's
     context: Sequence[TokenSequence] = ()  # CDE's: documents that all pairs see
@@ -468,10 +473,7 @@ class ContextualBatch(Batch):
 
     def placed(self, found: Tensor) -> Tensor:
         """What was found of each chunk (X, …) by document and chunk (M, C, …); zeros where there is none."""
-        # Known here, on the CPU: a mask on the GPU would make this process wait in the backward pass.
-        places_X = shipped(self.mask_MC.flatten().nonzero().squeeze(1), found.device)
-        empty = found.new_zeros(self.mask_MC.numel(), *found.shape[1:])
-        return empty.index_copy(0, places_X, found).unflatten(0, self.mask_MC.shape)
+        return placed(found, self.mask_MC)
 
     def asked(self) -> dict[str, Tensor]:
         """What the losses are told beside vectors: which chunk of which document answers which query."""
@@ -488,19 +490,23 @@ class Contrastive(Stage):
     def shown(self, step: int) -> Iterator[list[str]]:
         """Each query with its document, and with its hard negatives, if any."""
         for part in self.batch(step):
-            count, texts = part.count, [self.text(text.own_L) for text in part.sequences]
-            hard = len(texts) // count - 2
-            for i in range(count):
-                negatives = texts[2 * count + i * hard : 2 * count + (i + 1) * hard]
-                own = [f"query     {texts[i]}", f"document  {texts[count + i]}"]
-                yield own + [f"negative  {negative}" for negative in negatives]
+            texts = iter([self.text(text.own_L) for text in part.sequences])
+            pairs = [[*islice(texts, part.count)] for _ in range(2)]
+            for query, document, hard in zip(*pairs, part.hard_N, strict=True):
+                own = [f"query     {query}", f"document  {document}"]
+                yield own + [f"negative  {negative}" for negative in islice(texts, hard)]
 
     def texts(self, name: str, rows: np.ndarray) -> Batch:
         """The pairs in some rows: queries, then documents, then the hard negatives of each query, if any."""
         pairs = self.data[name]
         texts = [pairs.queries[i] for i in rows] + [pairs.documents[i] for i in rows]
-        texts += [negative for i in rows for negative in pairs.negatives[i]] if pairs.negatives else []
-        return Batch(dataset=name, sequences=list(map(self.read, texts)), count=len(rows))
+        keys, hard_N = [pairs.keys[rows, 1], pairs.keys[rows, 2]], np.zeros(len(rows), np.int64)
+        if pairs.negatives:
+            texts += [negative for i in rows for negative in pairs.negatives[i]]
+            keys += [pairs.negative_keys[i] for i in rows]
+            hard_N = np.array([len(pairs.negatives[i]) for i in rows])
+        read, key_R = list(map(self.read, texts)), np.concatenate(keys)
+        return Batch(dataset=name, sequences=read, count=len(rows), key_R=key_R, hard_N=hard_N)
 
     def drawn(self, step: int) -> tuple[list[Batch], dict[str, float]]:
         """With "guess", the loss of a model to which all texts are alike."""
@@ -648,11 +654,19 @@ class Contextual(Contrastive):
         config = replace(self.config, query_length=max(1, self.config.query_length - taken))
         for name in corpus.datasets("documents", "train") if config.join == 1 else ():
             rows, file = corpus.documents("train", name), corpus.identity("documents", name)
-            data[name] = tokenized.token_documents(Table(rows, name, file, self.stored), config)
+            table = Table(rows, name, file, self.stored, self.held_out)
+            data[name] = tokenized.token_documents(table, config)
         for name in corpus.datasets("pairs", "train") if config.single else ():
             rows, file = corpus.pairs("train", name), corpus.identity("pairs", name)
-            data[name] = tokenized.single_chunks(Table(rows, name, file, self.stored), config)
+            table = Table(rows, name, file, self.stored, self.held_out)
+            data[name] = tokenized.single_chunks(table, config)
         return data
+
+    def drawing(self) -> dict[str, Any]:
+        """Data sets are drawn by their queries, as the paper's by their pairs, or by their documents."""
+        if self.config.draw == "documents":
+            return {}
+        return {"sizes": {name: rows.query_count for name, rows in self.data.items()}}
 
     def batch(self, step: int) -> list[ContextualBatch]:
         """Up to `queries_per_document` queries of each document, and the documents, each to be read whole, or
@@ -711,24 +725,43 @@ class Triplet(Contrastive):
         return [replace(self.texts(name, part), weight=len(part) / len(rows)) for part in parts]
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
-        number_R = numbered(batch.sequences[batch.count :])
-        return losses.triplet_loss(*parted(self.served(rows_RD), batch.count), number_R=number_R, **shared)
+        vectors, number_R = parted(self.served(rows_RD), batch)
+        return losses.triplet_loss(*vectors, number_R=number_R, **shared)
 
 
-def parted(rows_RD: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The vectors of n queries, of their documents and of their hard negatives: (q_ND, d_ND, hard_NKD)."""
-    return rows_RD[:n], rows_RD[n : 2 * n], rows_RD[2 * n :].unflatten(0, (n, -1))
+def parted(rows_RD: Tensor, batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The vectors of a batch's queries, of their documents and of their hard negatives, (q_ND, d_ND,
+    hard_NKD); and the number of each text. Where a query has fewer than K hard negatives, their vectors are
+    zeros and their numbers −1."""
+    n, number_R = batch.count, numbered(batch.sequences, batch.key_R)
+    mask_NK = torch.from_numpy(np.arange(batch.hard_N.max()) < batch.hard_N[:, None])
+    hard_number_NK = placed(number_R[2 * n :] + 1, mask_NK) - 1
+    vectors = rows_RD[:n], rows_RD[n : 2 * n], placed(rows_RD[2 * n :], mask_NK)
+    return vectors, torch.cat([number_R[: 2 * n], hard_number_NK.flatten()])
 
 
-def numbered(sequences: Sequence[TokenSequence]) -> Tensor:
-    """A number for each text (R,): equal tokens, equal numbers.
+def placed(rows_X: Tensor, mask_YZ: Tensor) -> Tensor:
+    """Rows (X, …) where the mask is True, one after the other, and zeros elsewhere: (Y, Z, …)."""
+    # The mask is on the CPU: one on the GPU would make this process wait in the backward pass.
+    places_X = shipped(mask_YZ.flatten().nonzero().squeeze(1), rows_X.device)
+    empty = rows_X.new_zeros(mask_YZ.numel(), *rows_X.shape[1:])
+    return empty.index_copy(0, places_X, rows_X).unflatten(0, mask_YZ.shape)
 
-    They are what the model reads: also of two texts that only begin alike and are cut, the vectors are equal.
-    Rows with two spellings of one text are in no batch together, by their `keys`; negatives have no keys, and
-    one that differs from a document in white space alone counts.
+
+def numbered(sequences: Sequence[TokenSequence], key_R: Iterable[Any] | None = None) -> Tensor:
+    """A number for each text (R,): equal numbers for one text, by its key, and for equal tokens.
+
+    Tokens are what the model reads: also of two texts that only begin alike and are cut, the vectors are
+    equal.
     """
-    seen: dict[bytes, int] = {}
-    return torch.tensor([seen.setdefault(text.tokens_L.tobytes(), len(seen)) for text in sequences])
+    seen: dict[Any, int] = {}
+    numbers = []
+    for number, (text, key) in enumerate(zip_longest(sequences, [] if key_R is None else key_R)):
+        marks = [mark for mark in (key, text.tokens_L.tobytes()) if mark is not None]
+        first = min(seen.get(mark, number) for mark in marks)
+        numbers.append(first)
+        seen |= dict.fromkeys(marks, first)
+    return torch.tensor(numbers)
 
 
 def cosine_ramp(start: float, end: float, step: int, steps: int) -> float:

@@ -155,8 +155,9 @@ class Watch:
             tqdm.write(f"no curve ({type(error).__name__}: {why:.200}); the training goes on")
 
     def _draw(self) -> None:
-        from IPython.display import Image, display  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        with extra("study"):
+            from IPython.display import Image, display  # noqa: PLC0415
+            from matplotlib.figure import Figure  # noqa: PLC0415
 
         figure = Figure(figsize=(6, 4.0 if self.probe else 2.2), layout="constrained")
         axes, *beneath = figure.subplots(2 if self.probe else 1, squeeze=False, sharex=True).flat
