@@ -81,9 +81,9 @@ def own_texts(config: DataConfig, rows: int = 200) -> dict[str, list[str]]:
     """What one's own pairs and documents hold, some of it: name of the source → queries and texts."""
     if config.source == "environment":
         return {}
-    own = [one for one in _registry(config)[1] if one.kind == "files" and one.role != "text"]
+    files = [one for one in load_registry(config.source) if one.kind == "files" and own_files(one)]
     texts = {}
-    for source in own:
+    for source in (one for one in files if one.role != "text"):
         table = getattr(_open(source, config), KIND[source.role])("train")
         some = table.select(range(0, len(table), -(-len(table) // rows) or 1))
         texts[source.name] = list(chain.from_iterable(map(row_texts, some)))

@@ -121,8 +121,8 @@ def unknown_languages(tokenizer: PreTrainedTokenizerBase, texts: Mapping[str, Se
         return ""
     return (
         f"bytes of text in a token: {few} (SmolLM2's English has 4.6, code 3.5), so the tokenizer hardly "
-        "knows this language: take another backbone.checkpoint, a multilingual decoder for instance, or --preset "
-        "scratch, which learns a vocabulary of its own"
+        "knows this language: take another backbone.checkpoint, a multilingual decoder for instance, or "
+        "--preset scratch, which learns a vocabulary of its own"
     )
 
 
