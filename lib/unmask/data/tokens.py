@@ -116,7 +116,7 @@ def unknown_languages(tokenizer: PreTrainedTokenizerBase, texts: Mapping[str, Se
     for name, some in texts.items():
         encodings = tokenizer.backend_tokenizer.encode_batch([*some], add_special_tokens=False)
         rates[name] = sum(len(text.encode()) for text in some) / max(1, sum(map(len, encodings)))
-    few = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items() if rate < KNOWN)
+    few = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items() if 0 < rate < KNOWN)
     if not few:
         return ""
     return (
