@@ -43,7 +43,7 @@ from unmask.store import (
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
 ASIDE = ("study/pipeline.py", "study/execute.py", "study/kernels.py", "study/plan.py", "study/clean.py")
-ASIDE += ("children.py", "cli.py", "data/hub.py", "data/mirror.py", "__main__.py")
+ASIDE += ("study/progress.py", "children.py", "cli.py", "data/hub.py", "data/mirror.py", "__main__.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12_report"  # the notebook that is published as the report
 Name = str | None  # of a notebook, or its number
@@ -219,6 +219,7 @@ class Pipeline:
             **ran,
             "commit": about["commit"],
             "dirty": about["dirty"],
+            "processor": processor(about["hardware"]),
             "reads": sorted({*notebook.reads, *inherited}),  # what it needs included
             "otherwise": {key: value for key, value in old.items() if key.partition(".")[0] in inherited},
             "data": self.depends_on[notebook.name]["data"],
@@ -252,8 +253,13 @@ def _version(file: Path) -> list[Any]:
 
 
 def recorded(folders: Folders) -> dict[str, Any]:
-    """How the notebooks of a run last ran: name → times, memory, exit status, commit."""
+    """How the notebooks of a run last ran: name → times, memory, exit status, commit, processor."""
     return read_json(folders.results / "provenance.json").get("stages", {})
+
+
+def processor(about: dict[str, Any]) -> dict[str, Any]:
+    """Of `hardware` what decides how long a notebook takes."""
+    return {key: about[key] for key in ("cpu", "bf16", "cores", "gpus")}
 
 
 def hardware() -> dict[str, Any]:
