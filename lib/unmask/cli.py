@@ -321,8 +321,11 @@ def _require(preset: Preset) -> None:
 
 
 def _print_states(pipeline: Pipeline, states: dict[Notebook, str]) -> dict[str, float]:
-    """Of some notebooks when they last finished, how long they take with all their trainings, and why they are
-    due. Returns: name → seconds."""
+    """Prints when some notebooks last finished, how long they take with all their trainings, and why they are
+    due.
+
+    Returns: name → seconds.
+    """
     if not states:
         return {}
     seconds, estimated = whole_times(pipeline, states)

@@ -1,8 +1,8 @@
 """How long notebooks take, before a run and while it runs.
 
-Whole times, trainings included, are those that were recorded with these values on a processor of this kind, or
-else come from steps and tokens. What is under way is read from what trainings log (`training.watch`); papermill
-says which cell runs.
+Whole times, trainings included, are those that were recorded with these values on a processor of this kind,
+or else come from steps and tokens. What is under way is read from what trainings log (`training.watch`), or
+papermill says which cell runs.
 """
 
 import json
@@ -11,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
@@ -27,11 +26,11 @@ AROUND = 60.0  # seconds of a notebook beside its trainings, if nothing is recor
 # Two cores with bf16 instructions take so many times what `plan` says of a GPU, and without them thrice that.
 TWO_CORES = 1000
 QUIET = 30.0  # seconds between two lines where no terminal is
-BAR = "{percentage:3.0f}%|{bar:20}| {desc}"
+BAR = "|{bar:20}| {desc}"
 
 
 def whole_times(pipeline: Pipeline, notebooks: Iterable[Notebook]) -> tuple[dict[str, float], set[str]]:
-    """Seconds of each notebook with all its trainings, and the names of those for which no record was found."""
+    """Seconds of each notebook with all its trainings, and the names of those that no record tells."""
     notebooks, preset, about = [*notebooks], pipeline.preset, hardware()
     now, runs, seconds = comparable(resolved(preset)), Folders(preset.name).results, {}
     for folder in (*seed_runs(runs).values(), runs, pipeline.folders.results):
@@ -40,16 +39,15 @@ def whole_times(pipeline: Pipeline, notebooks: Iterable[Notebook]) -> tuple[dict
             ran = record.get("stages", {}).get(one.name, {})
             made = comparable(record.get("preset", {})) | ran.get("otherwise", {})
             counts = (key for key in now if key.partition(".")[0] in {*one.reads, "parallel"})
-            if ran.get("processor") == processor(about) and not ran["exit_status"]:
-                if all(made.get(key, now[key]) == now[key] for key in counts):
-                    seconds[one.name] = ran["whole_seconds"]
+            same = ran.get("processor") == processor(about) and not ran["exit_status"]
+            if same and all(made.get(key, now[key]) == now[key] for key in counts):
+                seconds[one.name] = ran["whole_seconds"]
     if estimated := {one.name for one in notebooks} - {*seconds}:
         from unmask.study.plan import trainings  # noqa: PLC0415 (with torch, which takes seconds)
 
         gpus = preset.parallel.num_processes
-        factor = (
-            1.0 if about["gpus"] or gpus > 1 else TWO_CORES * 2 / about["cores"] * (3 - 2 * about["bf16"])
-        )
+        slow = TWO_CORES * 2 / about["cores"] * (1 if about["bf16"] else 3)
+        factor = 1 if about["gpus"] or gpus > 1 else slow
         seconds |= dict.fromkeys(estimated, AROUND)
         for training in trainings(preset, gpus, notebooks=[*estimated]):
             seconds[training.notebook] += factor * 3600 * training.gpu_hours / gpus
@@ -76,8 +74,8 @@ def until_done(
 
 
 class Progress:
-    """Shows a run: how much of the whole is done, the minutes left, and of each notebook under way its training
-    or else its cell. On a terminal bars, elsewhere a line now and then.
+    """Shows a run: how much of the whole is done, the minutes left, and of each notebook under way its
+    training or else its cell. On a terminal bars, elsewhere a line now and then.
 
     Args:
         seconds: name → whole time.
@@ -85,12 +83,8 @@ class Progress:
 
     def __init__(self, artifacts: Path, seconds: Mapping[str, float], jobs: int):
         self.artifacts, self.seconds, self.jobs = artifacts, seconds, jobs
-        self.terminal, self.began, self.shown, self.text = (
-            sys.stdout.isatty(),
-            time.time(),
-            time.monotonic(),
-            "",
-        )
+        self.terminal, self.text = sys.stdout.isatty(), ""
+        self.began, self.shown = time.time(), time.monotonic()
         self.cells: Counter[str] = Counter()  # begun, of each notebook
         self.running: dict[str, tuple[float, int, dict[Path, float]]] = {}
         self.took: dict[str, float] = {}
@@ -99,7 +93,7 @@ class Progress:
         self.bars = [tqdm(total=1, position=place, **options) for place in places]
 
     def close(self) -> None:
-        for bar in self.bars:
+        for bar in reversed(self.bars):  # so that the cursor ends at the first
             bar.close()
 
     def say(self, text: str, file: TextIO | None = None) -> None:
@@ -130,13 +124,14 @@ class Progress:
         left, lines = {}, []
         for name in self.running:
             text, share, training = self._state(name)
-            left[name] = max(training, expected[name] - self._so_far(name))
+            so_far = self._so_far(name)
+            left[name] = max(training, expected[name] - so_far, so_far / 10)
             lines.append((f"{name}: {text}", share))
         rest = until_done(waiting, left, expected, self.jobs)
         share = 1 - rest / (time.time() - self.began + rest)
         lines.insert(0, (f"{share:.0%} done, {math.ceil(rest / 60)} min left", share))
-        for bar, (bar.desc, bar.n) in zip_longest(self.bars, lines, fillvalue=("", 0)):
-            bar.bar_format = BAR if bar.desc else " "
+        for bar, (text, share) in zip(self.bars, lines + [("", 0)] * self.jobs, strict=False):
+            bar.desc, bar.n, bar.bar_format = text, share, BAR if text else " "
             bar.refresh()
         text = " · ".join(text for text, _ in lines)
         if not self.terminal and text != self.text:
