@@ -329,13 +329,11 @@ def _print_states(pipeline: Pipeline, states: dict[Notebook, str]) -> dict[str, 
     if not states:
         return {}
     seconds, estimated = whole_times(pipeline, states)
-    rows = [("notebook", "finished (UTC)", "whole time", "state")]
+    rows = [("notebook", "finished (UTC)", "whole time, ≈ by steps and tokens", "state")]
     for name, why in ((one.name, why) for one, why in states.items()):
         finished = pipeline.folders.done(name).get("finished", "")[:19].replace("T", " ")
         rows.append((name, finished, f"{'≈ ' * (name in estimated)}{clock(seconds[name])}", why))
     _print_table(rows)
-    if estimated:
-        print("≈ from steps and tokens: no run of these values on such a processor is recorded")
     return seconds
 
 
