@@ -24,15 +24,7 @@ from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.store import artifacts_root, locked, read_json
 from unmask.study.clean import outdated, remove, size
 from unmask.study.kernels import Kernels
-from unmask.study.pipeline import (
-    PAGE,
-    Notebook,
-    Pipeline,
-    check_machine,
-    clock,
-    kernel_environment,
-    own_gpus,
-)
+from unmask.study.pipeline import PAGE, Notebook, Pipeline, check_machine, clock, kernel_environment, own_gpus
 from unmask.study.progress import until_done, whole_times
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
@@ -159,7 +151,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")
         seconds = _print_states(pipeline, due)
         if due:
-            print(f"together {clock(until_done(due, {}, seconds, options.jobs))} with --jobs {options.jobs}")
+            print(f"together {clock(until_done(seconds, options.jobs))} with --jobs {options.jobs}")
         if due and options.dry_run:
             from unmask.study.plan import describe
 
@@ -181,7 +173,7 @@ def run(options: argparse.Namespace) -> None:
                 sys.modules.setdefault("rfc3987_syntax", None)
                 from unmask.study.execute import execute
 
-                execute(pipeline, [*due], options.said, kernels, options.jobs, seconds)
+                execute(pipeline, seconds, options.said, kernels, options.jobs)
         whole = PAGE in {one.name for one in selected}
         name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
         if shown.exists():
@@ -320,19 +312,17 @@ def _require(preset: Preset) -> None:
         print(f"note: {note}", flush=True)
 
 
-def _print_states(pipeline: Pipeline, states: dict[Notebook, str]) -> dict[str, float]:
+def _print_states(pipeline: Pipeline, states: dict[Notebook, str]) -> dict[Notebook, float]:
     """Prints when some notebooks last finished, how long they take with all their trainings, and why they are
     due.
 
-    Returns: name → seconds.
+    Returns: their seconds.
     """
-    if not states:
-        return {}
     seconds, estimated = whole_times(pipeline, states)
-    rows = [("notebook", "finished (UTC)", "whole time, ≈ by steps and tokens", "state")]
-    for name, why in ((one.name, why) for one, why in states.items()):
-        finished = pipeline.folders.done(name).get("finished", "")[:19].replace("T", " ")
-        rows.append((name, finished, f"{'≈ ' * (name in estimated)}{clock(seconds[name])}", why))
+    rows = [("notebook", "finished (UTC)", "whole time, ≈ by steps and tokens", "state")] * bool(states)
+    for one, why in states.items():
+        when = pipeline.folders.done(one.name).get("finished", "")[:19].replace("T", " ")
+        rows.append((one.name, when, "≈ " * (one.name in estimated) + clock(seconds[one]), why))
     _print_table(rows)
     return seconds
 

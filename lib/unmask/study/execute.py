@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -43,23 +42,15 @@ logger.disabled = True  # what it says of a kernel that died is in the error, to
 Process = subprocess.Popen | Kernel
 
 
-def execute(
-    pipeline: Pipeline,
-    due: Sequence[Notebook],
-    command: str,
-    source: Kernels,
-    jobs: int,
-    seconds: Mapping[str, float],
-) -> None:
+def execute(pipeline: Pipeline, due: dict[Notebook, float], command: str, source: Kernels, jobs: int) -> None:
     """Executes the notebooks that are due, shows how far they are, and records each when it has ended.
 
     One starts as soon as what it needs is there and fewer than `jobs` others run.
 
     Args:
-        due: from `Pipeline.plan`, in running order.
+        due: from `Pipeline.plan`, in running order, each with the seconds that it takes (`whole_times`).
         command: the command that was given, for the record.
         source: of the notebooks' kernels.
-        seconds: that each of them takes, from `whole_times`.
     Raises:
         RuntimeError: notebooks failed, for the reasons that were printed when they did; those that need
             nothing of them were done.
@@ -72,10 +63,10 @@ def execute(
     waiting, left = [*due], {one.name for one in due}  # left: what is not done
     running, signals, grace, deadline = {}, [], grace_seconds(), math.inf
     kernels, memory, told = {}, Counter(), set()  # told: whose kernel got SIGTERM
-    progress = Progress(pipeline.folders.artifacts, seconds, jobs)
+    progress = Progress(pipeline.folders.artifacts, due, jobs)
 
     def say(notebook: Notebook, text: str) -> None:
-        progress.say(f"[{due.index(notebook) + 1}/{len(due)}] {notebook.name} · {text}")
+        progress.say(f"[{[*due].index(notebook) + 1}/{len(due)}] {notebook.name} · {text}")
 
     with (
         on_signal(signals.append),
@@ -96,7 +87,7 @@ def execute(
             if not running:
                 break
             ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
-            progress.look(waiting)
+            progress.look()
             if signals and not kernels:  # nothing is there to be saved, and imports may take a while
                 source.process.kill()
             if signals and deadline == math.inf:
