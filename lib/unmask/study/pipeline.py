@@ -257,11 +257,6 @@ def _version(file: Path) -> list[Any]:
     return [sha256(file)] if about.st_size < 2**20 else [about.st_size, about.st_mtime_ns]
 
 
-def recorded(folders: Folders) -> dict[str, Any]:
-    """How the notebooks of a run last ran: name → times, memory, exit status, commit, processor."""
-    return read_json(folders.results / "provenance.json").get("stages", {})
-
-
 def processor(about: dict[str, Any]) -> dict[str, Any]:
     """Of `hardware` what decides how long a notebook takes."""
     return {key: about[key] for key in ("cpu", "bf16", "cores", "gpus")}

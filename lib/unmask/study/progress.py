@@ -46,19 +46,15 @@ def whole_times(pipeline: Pipeline, notebooks: Iterable[Notebook]) -> tuple[dict
     if estimated := {one.name: one for one in seconds if one.name not in recorded}:
         from unmask.study.plan import trainings  # noqa: PLC0415 (with torch, which takes seconds)
 
-        gpus, slow = (
-            preset.parallel.num_processes,
-            TWO_CORES * 2 / machine["cores"] * (3 - 2 * machine["bf16"]),
-        )
+        gpus, slow = preset.parallel.num_processes, TWO_CORES * 2 / machine["cores"]
+        factor = 1 if machine["gpus"] or gpus > 1 else slow if machine["bf16"] else 3 * slow
         for training in trainings(preset, gpus, notebooks=[*estimated]):
-            there = 1 if machine["gpus"] or gpus > 1 else slow
-            seconds[estimated[training.notebook]] += there * 3600 * training.gpu_hours / gpus
+            seconds[estimated[training.notebook]] += factor * 3600 * training.gpu_hours / gpus
     return seconds, {*estimated}
 
 
 def until_done(seconds: Mapping[Notebook, float], jobs: int) -> float:
-    """Seconds that notebooks, in running order, take together: where each needs the one before it, the sum;
-    else up to `jobs` side by side."""
+    """Seconds that notebooks, given in running order, take together at least, up to `jobs` side by side."""
     ends: dict[str, float] = {}
     for one, took in seconds.items():
         ends[one.name] = took + max((ends.get(name, 0.0) for name in one.inputs), default=0.0)
@@ -154,5 +150,6 @@ def _rows(log: Path) -> list[dict[str, Any]]:
 
 def _used(log: Path, since: float) -> bool:
     """Whether a training has gone on since then, or its model was asked for (`training.train` links it)."""
-    link, model = log.parents[1] / "model", log.parent.resolve() / "model"
-    return max([log.stat().st_mtime, *([link.lstat().st_mtime] * (link.resolve() == model))]) >= since
+    link = log.parents[1] / "model"
+    linked = link.resolve() == log.parent.resolve() / "model" and link.lstat().st_mtime >= since
+    return linked or log.stat().st_mtime >= since
