@@ -99,6 +99,8 @@ def test_a_line_tells_trainings_and_cells_the_share_and_the_minutes(made, monkey
     line = "20% done, 8 min left · 01_diffusion_cpt: cell 1/3 · 02_pair: pair 12/200, loss 2.900"
     assert look(2) == [line]
     assert look(2) == look(31) == []  # too soon; nothing new
+    train(made, "02_pair", steps=0, of=200)
+    assert look(31)[0].endswith("02_pair: pair 0/200")
     folder = train(made, "02_pair", steps=200, of=200)
     (folder / "model").mkdir()
     assert look(31)[0].endswith("02_pair: cell 0/3")

@@ -128,7 +128,9 @@ class Progress:
         for log in self._logs(notebook):
             if log.stat().st_mtime >= began and not (log.parent / "model").exists():
                 steps = read_json(log.parent / "job.json")["job"]["config"]["steps"]
-                rows = _rows(log)[-20:] or [{"step": -1, "loss": math.nan, "seconds": 0.0}]
+                rows = _rows(log, 20)
+                if not rows:  # the first step, or what is compiled for it, is under way
+                    return f"{log.parents[1].name} 0/{steps}", 0.0, 0.0
                 step, pace = rows[-1]["step"] + 1, median(row["seconds"] for row in rows)
                 text = f"{log.parents[1].name} {step}/{steps}, loss {rows[-1]['loss']:.3f}"
                 return text, step / steps, (steps - step) * pace
@@ -143,9 +145,10 @@ class Progress:
         return time.time() - began + sum(took for log, took in before.items() if _used(log, began))
 
 
-def _rows(log: Path) -> list[dict[str, Any]]:
-    """The steps of a training; not one of which half is written."""
-    return [json.loads(row) for row in log.read_bytes().splitlines(keepends=True) if row.endswith(b"\n")]
+def _rows(log: Path, last: int = 0) -> list[dict[str, Any]]:
+    """The last steps of a training, or all; not one of which half is written."""
+    rows = [row for row in log.read_bytes().splitlines(keepends=True) if row.endswith(b"\n")]
+    return [json.loads(row) for row in rows[-last:]]
 
 
 def _used(log: Path, since: float) -> bool:
