@@ -33,13 +33,14 @@ def test_dry_run_says_what_is_due_and_writes_nothing(two: Checkout) -> None:
     result = two.unmask("run", "--preset", "smoke", "--run", "mine", "--to", "00", "--dry-run", "--gpus", "8")
     assert result.returncode == 0 and result.stderr == ""
     head, titles, row = result.stdout.splitlines()[:3]
-    assert head == "run 'mine': 1 to do" and titles.endswith("took, earlier trainings apart  state")
-    assert row.split() == ["00_backbone", "unknown", "not", "done", "yet"]
+    assert head == "run 'mine': 1 to do" and titles.endswith("whole time, ≈ by steps and tokens  state")
+    assert row.split() == ["00_backbone", "≈", "0:01:00", "not", "done", "yet"]
+    assert "together 0:01:00 with --jobs 1\n" in result.stdout
     assert "plan of preset 'smoke' on 8 GPUs, ddp" in result.stdout
     assert not (two.root / "artifacts").exists() and not (two.root / "results").exists()
     states = two.unmask("status", "--preset", "smoke").stdout.partition("  state\n")[2].splitlines()
-    assert [row.split()[::2] for row in states] == [
-        [name, "not", "yet"] for name in ("00_backbone", "01_pair")
+    assert [row.split() for row in states] == [
+        [name, "≈", "0:01:00", "not", "done", "yet"] for name in ("00_backbone", "01_pair")
     ]
 
 

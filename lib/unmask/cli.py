@@ -24,7 +24,8 @@ from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.store import artifacts_root, locked, read_json
 from unmask.study.clean import outdated, remove, size
 from unmask.study.kernels import Kernels
-from unmask.study.pipeline import PAGE, Pipeline, check_machine, clock, kernel_environment, own_gpus, recorded
+from unmask.study.pipeline import PAGE, Notebook, Pipeline, check_machine, clock, kernel_environment, own_gpus
+from unmask.study.progress import until_done, whole_times
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
 PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
@@ -148,7 +149,9 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError("repetitions leave these notebooks out: give the command without --seed")
         due = pipeline.plan(selected, force=options.force)
         print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")
-        _print_states(pipeline, {one.name: why for one, why in due.items()})
+        seconds = _print_states(pipeline, due)
+        if due:
+            print(f"together {clock(until_done(seconds, options.jobs))} with --jobs {options.jobs}")
         if due and options.dry_run:
             from unmask.study.plan import describe
 
@@ -171,7 +174,7 @@ def run(options: argparse.Namespace) -> None:
                 sys.modules.setdefault("rfc3987_syntax", None)
                 from unmask.study.execute import execute
 
-                execute(pipeline, [*due], options.said, kernels, options.jobs)
+                execute(pipeline, seconds, options.said, kernels, options.jobs)
         whole = PAGE in {one.name for one in selected}
         name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
         if shown.exists():
@@ -183,8 +186,7 @@ def status(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         pipeline = _open(options, seed, sure=False)
         print(f"run {pipeline.folders.artifacts.name!r}, preset {options.preset!r}")
-        states = {one.name: pipeline.why_due(one) or "done" for one in pipeline.select(again=seed)}
-        _print_states(pipeline, states)
+        _print_states(pipeline, {one: pipeline.why_due(one) or "done" for one in pipeline.select(again=seed)})
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -330,15 +332,19 @@ def _weights(preset: Preset) -> None:
             print(f"note: {note}", flush=True)
 
 
-def _print_states(pipeline: Pipeline, states: dict[str, str]) -> None:
-    """Of some notebooks when they last finished, how long they took, in this run or else in its preset's, and
-    why they are due."""
-    known = recorded(Folders(pipeline.preset.name)) | recorded(pipeline.folders)
-    took = {name: clock(one["wall_seconds"]) for name, one in known.items() if not one["exit_status"]}
-    when = {name: pipeline.folders.done(name).get("finished", "")[:19].replace("T", " ") for name in states}
-    rows = [(name, when[name], took.get(name, "unknown"), why) for name, why in states.items()]
-    header = ("notebook", "finished (UTC)", "took, earlier trainings apart", "state")
-    _print_table([header, *rows] if rows else [])
+def _print_states(pipeline: Pipeline, states: dict[Notebook, str]) -> dict[Notebook, float]:
+    """Prints when some notebooks last finished, how long they take with all their trainings, and why they are
+    due.
+
+    Returns: their seconds.
+    """
+    seconds, estimated = whole_times(pipeline, states)
+    rows = [("notebook", "finished (UTC)", "whole time, ≈ by steps and tokens", "state")] * bool(states)
+    for one, why in states.items():
+        when = pipeline.folders.done(one.name).get("finished", "")[:19].replace("T", " ")
+        rows.append((one.name, when, "≈ " * (one.name in estimated) + clock(seconds[one]), why))
+    _print_table(rows)
+    return seconds
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 from unmask import cli
 from unmask.config import Preset, load_preset
 from unmask.run import Folders, seed_run
-from unmask.store import repository
-from unmask.study.pipeline import recorded
+from unmask.store import read_json, repository
 from unmask.study.plan import trainings
 
 SITTINGS = {"decide": ("00", "01", "07"), "recipe": ("00", "01", "02", "03", "04", "05")}
@@ -94,7 +93,8 @@ def sit(sitting: str, small: bool, seed: int = 0) -> Iterator[dict[str, Any]]:
         status = child.wait()
     yield {"name": sitting, "status": status, "seconds": time.monotonic() - started}
     cli.main(["status", *named])
-    for name, ran in recorded(Folders(seed_run(run, seed) if seed else run)).items():
+    about = read_json(Folders(seed_run(run, seed) if seed else run).results / "provenance.json")
+    for name, ran in about.get("stages", {}).items():
         if name.partition("_")[0] in SITTINGS[sitting]:
             yield {"name": name, "status": ran["exit_status"], "seconds": ran["wall_seconds"]}
 

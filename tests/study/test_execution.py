@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from unmask.config import load_preset
 from unmask.models.backbone import computes_in_bf16
 from unmask.run import Folders
 from unmask.study import execute
-from unmask.study.pipeline import Pipeline
+from unmask.study.pipeline import Pipeline, clock
 from waiting import live, live_in, wait_for
 
 LOOK = """
@@ -88,7 +89,17 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     assert again.returncode == 0 and "nothing to do" in again.stdout and "report.md" in again.stdout
     rows = checkout.unmask("run", "--preset", "smoke", "--dry-run").stdout.splitlines()[2:]
     assert rows[0].split()[0] == "01_pair" and rows[0].endswith("preset section pair changed")
-    assert rows[0].split()[-5].startswith("0:00:") and not any("00_backbone" in row for row in rows)
+    assert rows[0].split()[-6] == "≈" and not any("00_backbone" in row for row in rows)
+
+
+def test_a_run_says_where_it_is_and_its_list_what_was_recorded(checkout, monkeypatch):
+    monkeypatch.setattr("unmask.study.progress.QUIET", 0)
+    checkout.notebook("00_slow", ["import time; time.sleep(2)"])
+    first = checkout.unmask("run", "--preset", "smoke").stdout
+    assert re.search(r"^\d+% done, 1 min left · 00_slow: cell 3/3$", first, re.MULTILINE)
+    whole = record(checkout)["stages"]["00_slow"]["whole_seconds"]
+    again = checkout.unmask("run", "--preset", "smoke", "--force", "--dry-run").stdout.splitlines()[2:4]
+    assert again[0].split()[3] == again[1].split()[1] == clock(whole)
 
 
 # As if a library had started CUDA when it was imported.

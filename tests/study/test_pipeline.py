@@ -11,9 +11,11 @@ import pytest
 
 from unmask.config import SECTIONS, ParallelConfig, load_preset
 from unmask.run import Folders
-from unmask.store import artifacts_root, write_atomic
+from unmask.store import artifacts_root, read_json, write_atomic
 from unmask.study import pipeline
 from unmask.study.pipeline import Pipeline, discover, kernel_environment
+
+RAN = {"exit_status": 0, "wall_seconds": 40.0, "whole_seconds": 40.0}
 
 
 @pytest.fixture
@@ -39,6 +41,10 @@ def finish(checkout, *names):
             write_atomic(checkout.folders.executed / f"{one.name}.ipynb", "")
             write_atomic(checkout.folders.results / f"{one.name}.json", "{}")
             made.finish(one, 0.0)
+
+
+def recorded(checkout):
+    return read_json(checkout.folders.results / "provenance.json")["stages"]
 
 
 def reasons(checkout, overrides=None):
@@ -181,10 +187,21 @@ def test_a_record_keeps_what_of_the_preset_was_otherwise_when_its_notebook_ran(d
     notebooks = discover(diamond.folders.notebooks)
     for notebook, steps in zip(notebooks[:4], (11, 12, 11, 11), strict=True):
         made = opened(diamond, {f"pair.{key}": steps for key in ("steps", "seed", "keep_tokens")})
-        made.record(notebook, {"exit_status": 0}, made.describe("unmask run"))
-    kept = {name: one["otherwise"] for name, one in pipeline.recorded(diamond.folders).items()}
+        made.record(notebook, RAN, made.describe("unmask run"))
+    kept = {name: one["otherwise"] for name, one in recorded(diamond).items()}
     old = {"pair.steps": 12}  # what is made from it, too
     assert kept == {"00_backbone": {}, "01_left": old, "02_right": {}, "03_join": old}
+
+
+def test_a_whole_time_is_that_of_a_run_from_nothing(diamond):
+    """What a notebook had prepared for trainings that it finds is in no log."""
+    whole = []
+    for seed, took, before in ((1, 90, 0), (1, 11, 7), (5, 11, 7), (5, 9, 0)):
+        made = opened(diamond, {"data.seed": seed})
+        ran = RAN | {"wall_seconds": took, "whole_seconds": took + before}
+        made.record(made.notebooks[0], ran, made.describe("unmask run"))
+        whole.append(recorded(diamond)["00_backbone"]["whole_seconds"])
+    assert whole == [90, 90, 18, 9]
 
 
 def test_a_record_tells_the_content_of_what_was_read(diamond, monkeypatch):
@@ -195,8 +212,8 @@ def test_a_record_tells_the_content_of_what_was_read(diamond, monkeypatch):
         write_atomic(path, json.dumps({"hash": data}))
         made = opened(diamond, {"data.families": families}, data=data)
         for notebook in made.notebooks[:2]:
-            made.record(notebook, {"exit_status": 0}, made.describe("unmask run"))
-        kept = pipeline.recorded(diamond.folders).values()
+            made.record(notebook, RAN, made.describe("unmask run"))
+        kept = recorded(diamond).values()
         assert [one["corpus_hash"] for one in kept] == ["-".join([data, *families]), None]
 
 

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -37,18 +36,19 @@ from unmask.store import naming, read_json, write_atomic
 from unmask.study.kernels import Kernel, Kernels
 from unmask.study.page import publish
 from unmask.study.pipeline import PAGE, Notebook, Pipeline, clock, utc
+from unmask.study.progress import Progress
 
 logger.disabled = True  # what it says of a kernel that died is in the error, too
 Process = subprocess.Popen | Kernel
 
 
-def execute(pipeline: Pipeline, due: Sequence[Notebook], command: str, source: Kernels, jobs: int) -> None:
-    """Executes the notebooks that are due and records each when it has ended.
+def execute(pipeline: Pipeline, due: dict[Notebook, float], command: str, source: Kernels, jobs: int) -> None:
+    """Executes the notebooks that are due, shows how far they are, and records each when it has ended.
 
     One starts as soon as what it needs is there and fewer than `jobs` others run.
 
     Args:
-        due: from `Pipeline.plan`, in running order.
+        due: from `Pipeline.plan`, in running order, each with the seconds that it takes (`whole_times`).
         command: the command that was given, for the record.
         source: of the notebooks' kernels.
     Raises:
@@ -63,9 +63,10 @@ def execute(pipeline: Pipeline, due: Sequence[Notebook], command: str, source: K
     waiting, left = [*due], {one.name for one in due}  # left: what is not done
     running, signals, grace, deadline = {}, [], grace_seconds(), math.inf
     kernels, memory, told = {}, Counter(), set()  # told: whose kernel got SIGTERM
+    progress = Progress(pipeline.folders.artifacts, due, jobs)
 
     def say(notebook: Notebook, text: str) -> None:
-        print(f"[{due.index(notebook) + 1}/{len(due)}] {notebook.name} · {text}", flush=True)
+        progress.say(f"[{[*due].index(notebook) + 1}/{len(due)}] {notebook.name} · {text}")
 
     with (
         on_signal(signals.append),
@@ -73,21 +74,24 @@ def execute(pipeline: Pipeline, due: Sequence[Notebook], command: str, source: K
         contextlib.ExitStack() as last,
     ):
         last.callback(lambda: [kernel.terminate() for kernel in kernels.values()])  # after an error here
+        last.callback(progress.close)
         while True:
             ready = [one for one in waiting if left.isdisjoint(one.inputs)]
             for notebook in [] if signals else ready[: jobs - len(running)]:
                 waiting.remove(notebook)
                 own = share if jobs > 1 and (running or len(ready) > 1) else environment
-                task = threads.submit(_run, notebook, pipeline, own, kernels, source)
+                progress.begin(notebook)
+                task = threads.submit(_run, notebook, pipeline, own, kernels, source, progress.cells)
                 running[task] = notebook, time.time()
                 say(notebook, "started")
             if not running:
                 break
             ended, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+            progress.look()
             if signals and not kernels:  # nothing is there to be saved, and imports may take a while
                 source.process.kill()
             if signals and deadline == math.inf:
-                print(f"{signals[0].name}: trainings save themselves, in {grace:.0f} s at most", flush=True)
+                progress.say(f"{signals[0].name}: trainings save themselves, in {grace:.0f} s at most")
                 deadline = time.monotonic() + grace
             for name, kernel in [*kernels.items()]:
                 memory[name] = max(memory[name], _memory(kernel))
@@ -102,15 +106,15 @@ def execute(pipeline: Pipeline, due: Sequence[Notebook], command: str, source: K
                 if isinstance(error, KeyboardInterrupt) and not signals:
                     signals.append(signal.SIGTERM)
                 word = "done" if error is None else "stopped" if signals else "failed"
-                seconds = round(time.time() - began, 1)
-                say(notebook, f"{word} after {clock(seconds)}")
+                took, whole = round(time.time() - began, 1), round(progress.end(notebook), 1)
+                say(notebook, f"{word} after {clock(took)}")
                 if word == "failed":
-                    print(f"unmask: {error}", file=sys.stderr, flush=True)
+                    progress.say(f"unmask: {error}", sys.stderr)
                 if word == "done":
-                    pipeline.finish(notebook, seconds)
+                    pipeline.finish(notebook, took)
                     left.remove(notebook.name)
                 if word != "stopped":
-                    ran = {"started": utc(began), "wall_seconds": seconds}
+                    ran = {"started": utc(began), "wall_seconds": took, "whole_seconds": whole}
                     ran |= {"peak_memory_bytes": memory[notebook.name], "exit_status": int(word == "failed")}
                     pipeline.record(notebook, ran, about)
     if signals:  # if they came at the very end, another seed may be next
@@ -140,8 +144,12 @@ def _run(
     environment: dict[str, str],
     kernels: dict[str, Process],
     source: Kernels,
+    cells: Counter[str],
 ) -> None:
     """Has papermill execute a notebook, which it writes while it runs; what is printed goes to a log, too.
+
+    Args:
+        cells: counts those that have begun.
 
     Raises: RuntimeError that says why it failed; KeyboardInterrupt if its kernel was told to stop.
     """
@@ -182,6 +190,7 @@ def _run(
         options |= {"config": transport, "stdout_file": log, "stderr_file": log}
         options |= {"progress_bar": False, "record_timing": False, "start_timeout": 600}
         options["coalesce_streams"] = True  # of a progress bar its last state alone
+        options["on_cell_execute"] = lambda **_: cells.update([name])
         try:
             execute_notebook(notebook.path, executed, parameters, **options)
         except PapermillExecutionError as error:

@@ -102,8 +102,7 @@ def describe(preset: Preset, notebooks: Sequence[str] | None = None, *, gpu_memo
         f"{hours / gpus / 24:.1f} days",
         f"estimated, not measured: {UTILISATION} of {PEAK['bf16']:.3g} FLOP/s (fp32: {PEAK['fp32']:.3g}); "
         "assumed: texts as long as they may be, and a checkpoint of the sizes of the preset's backbone; "
-        "not counted: mining and evaluation; two CPU cores take about a thousand times as long as a GPU, "
-        f"{1000 * hours:,.1f} hours",
+        "not counted: mining and evaluation",
     ]
     return "\n".join(lines)
 
