@@ -1,7 +1,8 @@
 """Presets: every hyper-parameter of a run, typed, checked and in one place (`papermill_runs/presets/*.yaml`).
 
 A preset is a YAML file of sections, one per stage. It holds what differs from the preset that it extends
-(`extends: smollm2`) and from the defaults below: the papers' values, and those that hardly any preset changes.
+(`extends: smollm2`) and from the defaults below: the papers' values, and those that hardly any preset
+changes.
 What depends on model and machine (sizes, steps, rates) has no default.
 """
 
@@ -390,6 +391,9 @@ class RetrievalConfig(Section):
     xquad: tuple[str, ...] = ("en",)  # languages of XQuAD, where a mirror holds it
 
 
+ContebTraining = Literal["sweep", "insent", "flattened", "token vectors"]
+
+
 class ContebConfig(Section):
     """The studies of context: ConTEB, InSeNT, late interaction. Trainings are the contextual stage's but for
     what is named here."""
@@ -410,9 +414,7 @@ class ContebConfig(Section):
     steps: Count  # of each training of the sweep
     queries_per_document: Count = 4  # of the sweep
     # What is trained: the sweep of objectives; and each for as many steps as the contextual stage.
-    trainings: tuple[Literal["sweep", "insent", "flattened", "token vectors"], ...] = (
-        *("sweep", "insent", "flattened", "token vectors"),
-    )
+    trainings: tuple[ContebTraining, ...] = get_args(ContebTraining)
 
 
 class CdeConfig(PairConfig):
@@ -460,7 +462,9 @@ class Qwen3EmbeddingConfig(PairConfig):
     quantize: bool = False  # Qwen3-Embedding has no quantiser
     negatives: Whole = 3  # mined ones per query, in the second phase
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
-    start: Literal["causal", "scratch", "pair"] = "causal"  # the parent, random weights, or notebook 02's model
+    start: Literal["causal", "scratch", "pair"] = (
+        "causal"  # the parent, random weights, or notebook 02's model
+    )
     # Beside the two phases: the second alone, that without prefixes, and the reranker.
     trainings: tuple[Literal["no-weak", "one-size", "reranker"], ...] = ("no-weak", "one-size", "reranker")
     weak_steps: Count  # of the first phase, on all pairs and without mined negatives
@@ -487,7 +491,7 @@ class AblationConfig(Section):
     """The 2 × 2 ablation: backbone × pooling. Everything else is the pair stage's."""
 
     steps: Count
-    # Beside *diffusion, mean*, *AR, mean* and *AR, last*. The last two are pretrained for as long as diffusion.
+    # Beside *diffusion, mean*, *AR, mean* and *AR, last*; the last two are pretrained as long as diffusion.
     arms: tuple[Arm, ...] = get_args(Arm)
     groups: tuple[Group, ...] = ("english",)  # of the pairs to train on
     ema: Share = 0.02  # smoothing of the loss curve; the paper's, figure 2
