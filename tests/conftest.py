@@ -10,6 +10,7 @@ import pytest
 
 # Tests never reach for the network, whatever the machine's settings are. The Hub's client reads this once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["PIP_NO_INDEX"] = "1"  # pip fetches weights
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from toy_checkout import Checkout

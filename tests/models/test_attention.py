@@ -54,7 +54,7 @@ def test_other_calls_and_checkpoints_are_what_they_were_before(bidirectional, tm
     assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
-def test_a_cpu_pads_in_training_and_so_do_families_that_cannot_do_without():
+def test_a_cpu_pads_in_float32_and_so_do_families_that_cannot_do_without():
     """GPT-Neo has attention of its own, Mistral a window."""
     assert not unpadded(tiny.model())
     families = (tiny.model, tiny_families.gpt_neo, tiny_families.mistral)
@@ -71,6 +71,17 @@ def test_plain_attention_computes_the_same(bidirectional, tmp_path):
     assert_close(found, expected)
     model.save_pretrained(tmp_path)
     assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_plain_attention_reads_sequences_in_one_row_as_it_reads_each(bidirectional):
+    """Also their gradients; and in one of the row's forward passes nothing is padded but for attention."""
+    model, sequences = tiny.model(bidirectional=bidirectional), tiny.sequences(6, seed=3)
+    plain_attention(model)
+    assert unpadded(model)
+    weights = torch.randn(sum(map(len, sequences)), 32, generator=torch.Generator().manual_seed(0))
+    together, alone = (tiny.with_gradients(x * weights, model) for x in rows(model, sequences))
+    assert_close(together, alone)
 
 
 def test_compiled_layers_compute_the_same_with_two_graphs(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ import tiny
 import tiny_families
 from closeness import assert_close
 from unmask import Embedder
+from unmask.config import load_preset
 from unmask.models import backbone
 
 
@@ -120,6 +122,7 @@ def host():
 theirs = [*logging.root.manager.loggerDict]
 before = repr([*host()])
 from unmask import Embedder
+from unmask.config import load_preset
 for path in sys.argv[2:]:
     Embedder.from_pretrained(path).save_pretrained(sys.argv[1])
     import unmask.data.reading
@@ -211,3 +214,14 @@ def test_layers_that_stay_keep_their_kind_and_their_place():
 def test_layers_that_a_model_has_not_are_one_message(numbers):
     with pytest.raises(ValueError, match=r"keep_layers \[.*one layer at least, of 0 to 1, and none twice"):
         backbone.keep_layers(tiny.model(), numbers)
+
+
+def test_pages_say_what_a_recipe_starts_from():
+    """Beside the claims that rest on it."""
+    shape = load_preset("smollm2").backbone
+    assert backbone.origin(shape) == "SmolLM2-135M-Instruct, four-bit weights"
+    for numbers, cut in {(0, 1, 2, 3): "first 4 layers", (0, 9): "layers (0, 9)"}.items():
+        said = f"SmolLM2-135M-Instruct, four-bit weights, cut to its {cut}"
+        assert backbone.origin(replace(shape, keep_layers=numbers)) == said
+    assert backbone.origin(replace(shape, checkpoint="org/model")) == "org/model"
+    assert backbone.origin(load_preset("smoke").backbone) == "trained from scratch"

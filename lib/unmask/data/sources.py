@@ -21,7 +21,7 @@ from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, Rows, write_tables
 from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, halves, load_registry, own_files
-from unmask.data.spelling import canonical
+from unmask.data.spelling import canonical, row_texts
 from unmask.store import (
     artifacts_root,
     code_fingerprint,
@@ -75,6 +75,19 @@ def departures(config: DataConfig) -> str:
     few = shorten(found, 600, placeholder=" … (the rest: its card.json)")
     remedy = "`make install` gets what is listed, UNMASK_CORPUS=DIR reads the corpus of another machine"
     return f"another corpus than the committed runs', because of {few}; {remedy}" if found else ""
+
+
+def own_texts(config: DataConfig, rows: int = 200) -> dict[str, list[str]]:
+    """What one's own pairs and documents hold, some of it: name of the source → queries and texts."""
+    if config.source == "environment":
+        return {}
+    files = [one for one in load_registry(config.source) if one.kind == "files" and own_files(one)]
+    texts = {}
+    for source in (one for one in files if one.role != "text"):
+        table = getattr(_open(source, config), KIND[source.role])("train")
+        some = table.select(range(0, len(table), -(-len(table) // rows) or 1))
+        texts[source.name] = list(chain.from_iterable(map(row_texts, some)))
+    return texts
 
 
 def collect(source: Source, folder: Path) -> None:

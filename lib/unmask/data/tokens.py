@@ -4,7 +4,7 @@ sequences that a model reads."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,6 +19,9 @@ from unmask.store import fingerprint
 END_OF_TEXT = "<|endoftext|>"  # padding; between packed texts, and between the chunks of a document
 MASK = "<|fim_pad|>"
 SPECIAL_TOKENS = [END_OF_TEXT, "<|im_start|>", "<|im_end|>", MASK]  # ids 0 to 3
+# Bytes of text in a token, below which a tokenizer hardly knows the language. SmolLM2's: English prose 4.6,
+# docstrings 3.7, code 3.5 · Spanish 3.0, German 2.8, Russian 2.4, Vietnamese 1.7, Chinese 1.6, Korean 1.2.
+KNOWN = 3.2
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
 
@@ -98,6 +101,29 @@ def ending(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     backend.post_processor = processors.TemplateProcessing(f"$A {end}", f"$A $B {end}", special)
     # Some tokenizer classes override what their file says to add; the general one does not.
     return PreTrainedTokenizerFast(tokenizer_object=backend, **tokenizer.special_tokens_map)
+
+
+def unknown_languages(tokenizer: PreTrainedTokenizerBase, texts: Mapping[str, Sequence[str]]) -> str:
+    """Which texts a tokenizer has to spell out, in one line with the remedy; empty if it knows them all.
+
+    Bytes a token tell that in every script; tokens a word do not: some scripts have no spaces, and code has
+    as many tokens a word as German.
+
+    Args:
+        texts: some of each data set, by its name.
+    """
+    rates = {}
+    for name, some in texts.items():
+        encodings = tokenizer.backend_tokenizer.encode_batch([*some], add_special_tokens=False)
+        rates[name] = sum(len(text.encode()) for text in some) / max(1, sum(map(len, encodings)))
+    few = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items() if 0 < rate < KNOWN)
+    if not few:
+        return ""
+    return (
+        f"bytes of text in a token: {few} (SmolLM2's English has 4.6, code 3.5), so the tokenizer hardly "
+        "knows this language: take another backbone.checkpoint, a multilingual decoder for instance, or "
+        "--preset scratch, which learns a vocabulary of its own"
+    )
 
 
 def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> np.ndarray:

