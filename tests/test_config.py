@@ -75,4 +75,5 @@ def test_the_study_of_batches_crosses_sizes_and_filters_and_encoders():
     assert found["plain"] == (64, 16, 0.1, 0) and found["context-random"] == (64, 0, 0.1, 4)
     repeated = load_preset("smoke", {"cde.filter_margin": -1.0, "cde.batch_sizes": [8, 16]}).cde
     assert not {"plain", "plain-random"} & repeated.trainings.keys()
+    assert {*load_preset("smoke", changes | {"cde.studies": []}).cde.trainings} == {"plain", "context"}
     assert {"context", "context-random"} < repeated.trainings.keys()

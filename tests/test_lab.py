@@ -4,17 +4,25 @@ import os
 import signal
 import subprocess
 import threading
+from collections import Counter
 
 import pytest
 
 import tiny
 import tiny_corpus
 from by_hand import cells, kernel
+from unmask.config import load_preset
 from unmask.models import backbone
+from unmask.run import Run
 from unmask.store import repository
+from unmask.study import evidence, plan
 from unmask.training import TrainingStopped
 from waiting import wait_for
 
+STAGES = ["00_backbone", "01_diffusion_cpt", "02_pair", "03_contextual", "04_triplet", "05_merge"]
+STAGES += ["06_quantization", "07_diffusion_vs_ar", "08_conteb", "10_cde", "11_qwen3_embedding"]
+FEW = {"diffusion.steps": 4, "diffusion.warmup": 1, "diffusion.decay": 1, "diffusion.batch": 2}
+FEW |= {"diffusion.length": 64, "ablation.steps": 2, "ablation.batch": 8}
 HAND = """
 from unmask.training import Pair, train
 class Mine(Pair):
@@ -87,7 +95,41 @@ def test_a_notebook_by_hand(shell, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_ready_checkpoint_takes_the_place_of_notebook_00s(shell, tmp_path):
     backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
-    few = {"diffusion.steps": 4, "diffusion.warmup": 1, "diffusion.decay": 1, "diffusion.batch": 2}
-    few |= {"diffusion.length": 64, "ablation.steps": 2, "ablation.batch": 8}
     for name in ("00_backbone", "01_diffusion_cpt", "07_diffusion_vs_ar"):
-        shell.run(*cells(name, few | {"backbone.checkpoint": str(tmp_path / "ready")}))
+        shell.run(*cells(name, FEW | {"backbone.checkpoint": str(tmp_path / "ready")}))
+
+
+OF_CPU = {  # the keys of preset cpu that say what is trained
+    "quantization": ["shapes"],
+    "ablation": ["arms", "anneal", "parts", "rates"],
+    "conteb": ["trainings"],
+    "cde": ["studies"],
+    "qwen3": ["start", "trainings"],
+}
+
+
+@pytest.mark.slow
+def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path):
+    """The plan counts them; of a base cut short the bar is the base trained on."""
+    backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
+    values = FEW | {"backbone.checkpoint": str(tmp_path / "ready"), "backbone.keep_layers": [0]}
+    for section, keys in OF_CPU.items():
+        values |= {f"{section}.{key}": getattr(getattr(load_preset("cpu"), section), key) for key in keys}
+    told = {}
+    for name in STAGES:
+        told[name[:2]], pictures = shell.run(*cells(name, values))
+    preset, lab = load_preset("smoke", values), tmp_path / "lab" / "smoke"
+    made = Counter(path.relative_to(lab).parts[0] for path in lab.rglob("metrics.jsonl"))
+    planned = plan.trainings(preset, 1)
+    assert made == {name: sum(one.number for one in planned if one.notebook == name) for name in made}
+    assert sum(made.values()) == sum(one.number for one in planned) == 21
+    claims = evidence.claims(Run("12_report", "lab/smoke", preset))
+    assert not {"not asked", "not run"} & {claim["verdict"] for claim in claims}
+    assert not any("no gates of" in claim["why"] for claim in claims)
+    assert all("not run" in told[name] for name in ("08", "10", "11"))
+
+    imports, *rest = cells("11_qwen3_embedding", values | {"qwen3.trainings": ["reranker"]})
+    where = next(number for number, cell in enumerate(rest) if "import compare, failed" in cell)
+    learnt = "failed = lambda gates: ''"  # which a model so small does not
+    again, more = shell.run(imports, *rest[: where + 1], learnt, *rest[where + 1 :])
+    assert "The reranker: learnt" in again and more == pictures + 2

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from unmask.config import load_preset, preset_names
 from unmask.data import mirror
 from unmask.models import backbone
 from unmask.store import repository
+from unmask.study.evidence import stated
 from unmask.study.plan import PROMPT_TOKENS, describe, parameters, trainings
 
 PRESETS = repository() / "papermill_runs" / "presets"
@@ -60,7 +62,8 @@ def test_the_quick_check_reads_no_weights():
     assert mirror.reads_packaged(load_preset("smollm2"))
 
 
-STATED = {"paper-0.6b": 596e6, "hub-0.6b": 596e6, "paper-4b": 4.02e9, "gpu": 134.5e6, "cpu": 2.89e6}
+STATED = {"paper-0.6b": 596e6, "hub-0.6b": 596e6, "paper-4b": 4.02e9, "gpu": 134.5e6}
+STATED |= {"cpu": 42.5e6, "scratch": 2.89e6}
 
 
 @pytest.mark.parametrize(("name", "stated"), STATED.items())
@@ -69,7 +72,7 @@ def test_the_stated_size_is_the_models(name, stated):
     with torch.device("meta"):
         model = backbone.build(preset.backbone, Vocabulary(range(preset.data.vocab_size)), seed=0).model
     everything = sum(p.numel() for p in model.parameters())
-    assert everything == pytest.approx(stated, rel=0.05 if name == "cpu" else 0.002)
+    assert everything == pytest.approx(stated, rel=0.05 if name == "scratch" else 0.002)
     assert parameters(preset) == (everything, everything - model.get_input_embeddings().weight.numel())
 
 
@@ -87,6 +90,29 @@ def test_the_time_limits_of_the_presets_hold_in_the_estimate(name, hours):
     preset = load_preset(name)
     gpus = preset.parallel.num_processes
     assert sum(t.gpu_hours for t in trainings(preset, gpus)) / gpus <= hours
+
+
+# Tokens of a row, as counted in the corpus: a query with its document, perhaps with three hard negatives; a
+# document of chunks with its queries.
+READ = {"pair": 85, "cde": 85, "qwen3": 85, "triplet": 265, "contextual": 150}
+
+
+def test_the_default_run_is_a_few_trainings_and_asks_every_claim():
+    preset = load_preset("cpu")
+    planned = trainings(preset, 1)
+    assert sum(one.number for one in planned) <= 21
+    of_text = [one for one in planned if one.stage in ("ar", "diffusion")]
+    assert sum(one.tokens for one in of_text) <= 1.9e6
+    rows = Counter()
+    for one in (one for one in planned if one not in of_text):
+        section = getattr(preset, one.stage)
+        batch = preset.ablation.batch if one.notebook.startswith("07") else section.batch
+        hard = one.stage == "qwen3" and one.steps == section.steps  # its second phase
+        rows["triplet" if hard else one.stage] += one.number * one.steps * batch
+    assert sum(number * READ[kind] for kind, number in rows.items()) <= 6e6
+    arms = {"diffusion, mean", "AR, mean", "AR, last", *preset.ablation.arms}
+    of_07 = [one for one in stated().values() if one["notebook"].startswith("07")]
+    assert preset.backbone.checkpoint and {x for one in of_07 for x in (one["ours"], *one["other"])} == arms
 
 
 class Vocabulary(list):

@@ -1,7 +1,8 @@
 """Presets: every hyper-parameter of a run, typed, checked and in one place (`papermill_runs/presets/*.yaml`).
 
 A preset is a YAML file of sections, one per stage. It holds what differs from the preset that it extends
-(`extends: cpu`) and from the defaults below: the papers' values, and those that hardly any preset changes.
+(`extends: smollm2`) and from the defaults below: the papers' values, and those that hardly any preset
+changes.
 What depends on model and machine (sizes, steps, rates) has no default.
 """
 
@@ -390,6 +391,9 @@ class RetrievalConfig(Section):
     xquad: tuple[str, ...] = ("en",)  # languages of XQuAD, where a mirror holds it
 
 
+ContebTraining = Literal["sweep", "insent", "flattened", "token vectors"]
+
+
 class ContebConfig(Section):
     """The studies of context: ConTEB, InSeNT, late interaction. Trainings are the contextual stage's but for
     what is named here."""
@@ -409,6 +413,8 @@ class ContebConfig(Section):
     lr: Annotated[float, Field(ge=0)] = 0.0  # of trainings with InSeNT's objective; 0: the contextual stage's
     steps: Count  # of each training of the sweep
     queries_per_document: Count = 4  # of the sweep
+    # What is trained: the sweep of objectives; and each for as many steps as the contextual stage.
+    trainings: tuple[ContebTraining, ...] = get_args(ContebTraining)
 
 
 class CdeConfig(PairConfig):
@@ -421,6 +427,9 @@ class CdeConfig(PairConfig):
     max_pairs: Whole = 0  # training pairs that are read, and so embedded and clustered; 0: all
     batch_sizes: Annotated[tuple[Several, ...], Field(min_length=1), Ascending]  # of the study of batches
     cluster_sizes: Sizes  # of the study of batches, beside random ones
+    # Beside the two encoders on look-alikes: how hard batches are, both encoders on random batches, and one
+    # family's tasks beside documents of another.
+    studies: tuple[Literal["hardness", "random", "domains"], ...] = ("hardness", "random", "domains")
     # context documents at inference, `context` at most
     context_sizes: Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
     benchmarks: tuple[str, ...] = ()  # public ones of every type of task, as `retrieval.benchmarks`
@@ -434,10 +443,12 @@ class CdeConfig(PairConfig):
     def trainings(self) -> dict[str, dict[str, float]]:
         """The study's trainings, by name: what each changes here. One that repeats another is left out."""
         margins, found = {"": -1.0, "-filtered": max(self.filter_margin, 0.0)}, {}
-        for batch, size, end in itertools.product(self.batch_sizes, (0, *self.cluster_sizes), margins):
+        batches = self.batch_sizes if "hardness" in self.studies else ()
+        for batch, size, end in itertools.product(batches, (0, *self.cluster_sizes), margins):
             found[f"b{batch}-c{size or 'random'}{end}"] = (batch, size, margins[end], 0)
         for name, context in {"plain": 0, "context": self.context}.items():
-            found[f"{name}-random"] = (self.batch, 0, self.filter_margin, context)
+            if "random" in self.studies:
+                found[f"{name}-random"] = (self.batch, 0, self.filter_margin, context)
             found[name] = (self.batch, self.cluster_size, self.filter_margin, context)
         first = {changes: name for name, changes in reversed(found.items())}
         keys = ("batch", "cluster_size", "filter_margin", "context")
@@ -451,7 +462,11 @@ class Qwen3EmbeddingConfig(PairConfig):
     quantize: bool = False  # Qwen3-Embedding has no quantiser
     negatives: Whole = 3  # mined ones per query, in the second phase
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
-    scratch: bool = False  # start from a backbone that was not pretrained, instead of the causal one
+    start: Literal["causal", "scratch", "pair"] = (
+        "causal"  # the parent, random weights, or notebook 02's model
+    )
+    # Beside the two phases: the second alone, that without prefixes, and the reranker.
+    trainings: tuple[Literal["no-weak", "one-size", "reranker"], ...] = ("no-weak", "one-size", "reranker")
     weak_steps: Count  # of the first phase, on all pairs and without mined negatives
     weak_lr: Positive  # of the first phase
     weak_only: tuple[str, ...] = ()  # groups or data sets of the first phase: [synthetic-pairs]; empty: all
@@ -469,17 +484,21 @@ class RerankerConfig(TrainConfig):
     max_queries: Count  # per task, reranked in the evaluation
 
 
+Arm = Literal["diffusion, last", "bidirectional, mean", "AR continued, mean", "masked next token, mean"]
+
+
 class AblationConfig(Section):
     """The 2 × 2 ablation: backbone × pooling. Everything else is the pair stage's."""
 
     steps: Count
+    # Beside *diffusion, mean*, *AR, mean* and *AR, last*; the last two are pretrained as long as diffusion.
+    arms: tuple[Arm, ...] = get_args(Arm)
     groups: tuple[Group, ...] = ("english",)  # of the pairs to train on
     ema: Share = 0.02  # smoothing of the loss curve; the paper's, figure 2
     batch: Literal[0] | Several = 0  # pairs of a step; 0: the pair stage's
     # Of the pair stage's rate; each arm is trained with each, and the best on development data is kept.
     rates: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1.0,)
     rate_steps: Whole = 0  # of the trainings that choose among several rates; 0: as many as `steps`
-    controls: bool = True  # also pretrain the two controls, each for as long as the diffusion stage
     anneal: Share = 0.0  # also pretrain with a causal mask that fades over this share of the steps; 0: no
     parts: bool = False  # also leave out each part of the pair loss and its curriculum
     benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones

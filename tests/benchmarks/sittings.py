@@ -33,7 +33,7 @@ TOY = {
     "ablation.rates": "[0.5,1.0]",
     "ablation.rate_steps": 1,
     "ablation.steps": 2,
-    "ablation.controls": "false",
+    "ablation.arms": '["diffusion, last", "bidirectional, mean"]',
     "ablation.parts": "false",
     "ablation.squad": "false",
 }

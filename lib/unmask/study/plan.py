@@ -129,7 +129,7 @@ def trainings(
     """The trainings of the notebooks (None: of all), in their order, with their cost on so many GPUs."""
     planned = []
     for notebook, stage, number, changed in _started(preset):
-        if notebooks is not None and notebook not in notebooks:
+        if not number or (notebooks is not None and notebook not in notebooks):
             continue
         while memory_bytes(changed, stage, gpus) > gpu_memory:
             fewer = getattr(changed, stage).halved("cuda")
@@ -199,12 +199,15 @@ def activation_bytes(shape: BackboneConfig, compiled: bool) -> int:
 
 
 def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
-    """(notebook, stage, number of trainings, preset with their changes), as the notebooks start them; a test
-    holds it against them."""
+    """(notebook, stage, number of trainings, perhaps none, preset with their changes), as the notebooks start
+    them; a test holds it against them."""
     study, ablation, conteb, qwen3 = preset.quantization, preset.ablation, preset.conteb, preset.qwen3
-    if not preset.backbone.checkpoint:
-        yield "00_backbone", "ar", 1, preset
+    cut = bool(preset.backbone.keep_layers)  # the base is trained on in notebook 01, else in 07
+    same = {field.name: getattr(preset.diffusion, field.name) for field in fields(PretrainConfig)}
+    as_long = _with(preset, "ar", **same)
+    yield "00_backbone", "ar", not preset.backbone.checkpoint, preset
     yield "01_diffusion_cpt", "diffusion", 1, preset
+    yield "01_diffusion_cpt", "ar", cut, as_long
     yield "02_pair", "pair", 1, preset
     yield "03_contextual", "contextual", 1, preset
     yield "04_triplet", "triplet", 2, preset
@@ -214,29 +217,28 @@ def _started(preset: Preset) -> Iterator[tuple[str, str, int, Preset]]:
     for one in others:
         yield "06_quantization", "pair", 1, one
     yield "06_quantization", "pair", 2, widest  # through INT8 and in floats
-    if ablation.controls:
-        same = {field.name: getattr(preset.diffusion, field.name) for field in fields(PretrainConfig)}
-        yield "07_diffusion_vs_ar", "ar", 1, _with(preset, "ar", **same)
-        yield "07_diffusion_vs_ar", "diffusion", 2 if ablation.anneal else 1, preset
+    fades = ablation.anneal > 0
+    yield "07_diffusion_vs_ar", "ar", "AR continued, mean" in ablation.arms and not cut, as_long
+    yield "07_diffusion_vs_ar", "diffusion", ("masked next token, mean" in ablation.arms) + fades, preset
     short = _with(preset, "pair", steps=ablation.steps, batch=ablation.batch or preset.pair.batch)
-    arms = 5 + (2 + (ablation.anneal > 0)) * ablation.controls
+    arms = 3 + len(ablation.arms) + fades
     if len(ablation.rates) > 1:
         trial = _with(short, "pair", steps=ablation.rate_steps or ablation.steps)
         yield "07_diffusion_vs_ar", "pair", arms * len(ablation.rates), trial
     if len(ablation.rates) == 1 or ablation.rate_steps:
         yield "07_diffusion_vs_ar", "pair", arms, short
-    if ablation.parts:
-        yield "07_diffusion_vs_ar", "pair", 4, short
-    asked = conteb.queries_per_document
+    yield "07_diffusion_vs_ar", "pair", 4 * ablation.parts, short
+    asked, swept = conteb.queries_per_document, "sweep" in conteb.trainings
     short = _with(preset, "contextual", steps=conteb.steps, queries_per_document=asked)
-    yield "08_conteb", "contextual", 2 + len(conteb.lambdas), short
-    yield "08_conteb", "contextual", 3, preset
+    yield "08_conteb", "contextual", (2 + len(conteb.lambdas)) * swept, short
+    yield "08_conteb", "contextual", len(conteb.trainings) - swept, preset
     sizes = Counter((changes["batch"], changes["context"]) for changes in preset.cde.trainings.values())
     for (batch, context), number in sizes.items():
         yield "10_cde", "cde", number, _with(preset, "cde", batch=batch, context=context)
+    reranks = "reranker" in qwen3.trainings
     yield "11_qwen3_embedding", "qwen3", 1, _with(preset, "qwen3", steps=qwen3.weak_steps, negatives=0)
-    yield "11_qwen3_embedding", "qwen3", 3, preset
-    yield "11_qwen3_embedding", "reranker", 1, preset
+    yield "11_qwen3_embedding", "qwen3", 1 + len(qwen3.trainings) - reranks, preset
+    yield "11_qwen3_embedding", "reranker", reranks, preset
 
 
 def _with(preset: Preset, section: str, **changes) -> Preset:
