@@ -2,7 +2,6 @@
 
 import copy
 import doctest
-import json
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
 from unmask.models.embedder import quantized
+from unmask.store import repository
 from unmask.training import TrainingStopped, Watch, probes
 from unmask.training.stages import Contrastive
 from unmask.training.watch import quality
@@ -541,7 +541,9 @@ def test_a_language_model_that_is_cut_short_keeps_its_output_matrix(tmp_path):
     network = tiny.model(bidirectional=False, head=True)
     start = backbone.save(network, tiny.tokenizer(), tmp_path / "model")
     rows = [text for _, text in PAIRS]
-    embedder = fit(start, rows, stage="diffusion", length=16, keep_layers=[0], **SHORT)
+    options = {"keep_layers": [0], "folder": tmp_path / "kept"} | SHORT
+    fit(start, PAIRS, **options)
+    embedder = fit(start, rows, stage="diffusion", length=16, **options)
     assert embedder.model.config.num_hidden_layers == 1 and backbone.sees_both_sides(embedder.model)
 
 
@@ -652,20 +654,20 @@ def test_what_cannot_be_used_is_named(case, model, tmp_path):
         fit(start, rows, **options)
 
 
-SCRIPT = """import json
-from unmask import fit
-pairs = [json.loads(line) for line in open("pairs.jsonl")]
-embedder = fit("model", pairs, steps=4)
-embedder.save_pretrained("mine")
-"""
-
-
 @pytest.mark.slow
-def test_a_script_of_five_lines_trains_on_a_file(model, tmp_path):
-    lines = [json.dumps(row) for row in ROWS["pair"]]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_the_readmes_example_trains_and_asks_more_than_a_hundred_queries(model, tmp_path):
+    """On a tiny model, for two steps."""
+    page = (repository() / "README.md").read_text(encoding="utf8")
+    (script,) = (code for code in re.findall("```python\n(.*?)```", page, re.S) if "fit(" in code)
+    for given, tiny_one in (("smollm2-135m", str(model)), ('"steps": 50', '"steps": 2')):
+        assert given in script
+        script = script.replace(given, tiny_one)
+    (tmp_path / "train.py").write_text(script)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "before" in done.stdout and "after, BM25" in done.stdout
+    (asked,) = re.findall(r"nDCG@10 of (\d+) held-out queries", done.stdout)
+    assert int(asked) >= 100 and "above BM25" in done.stdout
+    shown, printed = re.search("```\n(pair: .*?)```", page, re.S)[1].splitlines(), done.stdout.splitlines()
+    words = [{re.sub(r"[\d.,]+", "#", line) for line in lines} for lines in (shown[:2], printed)]
+    assert words[0] <= words[1]
     assert SentenceTransformer(str(tmp_path / "mine")).encode(["7"]).shape == (1, 32)

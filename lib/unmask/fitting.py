@@ -45,6 +45,7 @@ from unmask.models.embedder import LONE_SURROGATE, Embedder, as_list
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, probes, seconds_until, train
 from unmask.training.job import SECTIONS
+from unmask.training.launch import several
 from unmask.training.stages import Stage
 from unmask.training.watch import TENTHS
 
@@ -214,7 +215,7 @@ def fit(
         if keep_layers is not None:
             backbone.keep_layers(own.model, keep_layers)
         if keep_layers is not None and stage == "diffusion" and not given:  # with its output matrix
-            start = str(backbone.cut_short(folder_of(model), keep_layers, place / "start"))
+            start = str(backbone.cut_short(folder_of(model), keep_layers, place / "cut"))
         elif given or keep_layers is not None:
             start = str(own.save_pretrained(place / "start"))
         else:
@@ -258,7 +259,8 @@ def fit(
         corpus = _corpus(place, stage, kept)
         training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=turned, settings=settings)
         network = training.model(start)
-        few = _task(rows, held_N, FEW_ASKED, FEW_AMONG) if task and progress is not False else None
+        meanwhile = task and progress is not False and not several(recipe.parallel)
+        few = _task(rows, held_N, FEW_ASKED, FEW_AMONG) if meanwhile else None
         if few and progress is None and _cost(few, training, limits) > PROGRESS_SHARE:
             few = None
         watch = _watch(few, training, start, limits) if few else Watch(title=stage)
@@ -277,9 +279,8 @@ def fit(
             embedder.helped = Helped(before, ndcg(embedder), bm25, *sizes, seconds)
             print(embedder.helped)
             if measured:
-                when = (
-                    "not above BM25" if seconds is None else f"above BM25 after {seconds:.0f} s of training"
-                )
+                after = "" if seconds is None else f" after {seconds:.0f} s of training"
+                when = f"above BM25{after}" if after else "not above BM25"
                 print(f"{when} ({len(few.queries)} of these queries among {len(few.chunks)} texts)")
     return embedder
 
