@@ -2,7 +2,6 @@
 
 import copy
 import doctest
-import json
 import re
 import subprocess
 import sys
@@ -29,14 +28,17 @@ from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
 from unmask.models.embedder import quantized
-from unmask.training import TrainingStopped, Watch
+from unmask.store import repository
+from unmask.training import TrainingStopped, Watch, probes
 from unmask.training.stages import Contrastive
+from unmask.training.watch import quality
 
 PAIRS = [(f"how is {i} written?", f"{i} is written with {len(str(i))} digits") for i in range(40)]
 DOCUMENTS = [
     {"chunks": [f"{i} comes first.", f"Then comes {i + 1}."], "queries": [f"after {i}?"], "golds": [1]}
     for i in range(30)
 ]
+SIGNS = [("→" * (i + 1), "∑" * (i + 1)) for i in range(24)]  # of which BM25 finds none
 SHORT = {"steps": 3, "precision": "fp32"}
 
 
@@ -257,8 +259,7 @@ def test_the_measure_counts_copies_and_asks_among_negatives(capsys):
 
 
 def test_texts_without_a_word_are_fitted(model):
-    rows = [("→" * (i + 1), "∑" * (i + 1)) for i in range(24)]
-    assert fit(model, rows, steps=np.int64(2), precision="fp32").helped.bm25 == 0
+    assert fit(model, SIGNS, steps=np.int64(2), precision="fp32").helped.bm25 == 0
 
 
 def test_diffusion_reads_texts(tmp_path):
@@ -347,7 +348,7 @@ def test_what_is_held_out_is_seen_nowhere_in_training(case, model, monkeypatch, 
 
     monkeypatch.setattr(Contrastive, "drawn", seen)
     monkeypatch.setattr(fitting, "_task", lambda *given: tasks.append(made(*given)) or tasks[-1])
-    assert fit(model, rows, stage=stage, steps=4, batch=64, precision="fp32").helped
+    assert fit(model, rows, stage=stage, steps=4, batch=64, precision="fp32", progress=False).helped
     read, ids = set(), lambda text: tiny.tokenize(tiny.tokenizer(), [text], None)[0].tobytes()
     for part in batches:
         texts = [one.tokens_L.astype(np.int32).tobytes() for one in part.sequences]
@@ -458,11 +459,10 @@ def test_what_holds_too_many_rows_is_never_held_out(capsys):
         assert 1 <= held_N.sum() <= 16 and not held_N[:70].any()
 
 
-def test_few_held_out_rows_are_asked_of_many(monkeypatch):
-    monkeypatch.setattr(fitting, "AMONG", 50)
+def test_few_held_out_rows_are_asked_of_many():
     held_N = np.zeros(1_000, bool)
     held_N[[7, 900]] = True
-    task = fitting._task([{"query": f"q{i}", "document": str(i)} for i in range(1_000)], held_N)
+    task = fitting._task([{"query": f"q{i}", "document": str(i)} for i in range(1_000)], held_N, among=50)
     assert len(task.documents) == 50 and sorted(task.queries) == ["q7", "q900"]
     assert [task.chunks[i] for (i,) in task.relevant] == [query[1:] for query in task.queries]
 
@@ -513,6 +513,110 @@ def test_look_alikes_are_those_of_the_model(model):
     assert fit(model, PAIRS, cluster_size=8, **SHORT).helped.queries == 4
 
 
+# --- fewer layers
+
+
+@pytest.mark.parametrize("start", ["path", "embedder"])
+def test_a_model_is_cut_short_before_anything_is_measured(start, model, capsys):
+    given = Embedder.from_pretrained(model, device="cpu")
+    whole = {name: x.clone() for name, x in given.model.named_parameters()}
+    embedder = fit(model if start == "path" else given, PAIRS, keep_layers=[1], **NOTHING)
+    assert embedder.helped.after == pytest.approx(embedder.helped.before)
+    cut = backbone.keep_layers(backbone.load(model), [1])
+    backbone.make_bidirectional(cut, tiny.tokenizer(), "")
+    texts = [text for pair in PAIRS for text in pair]
+    assert np.array_equal(embedder.encode(texts), Embedder(cut, tiny.tokenizer(), device="cpu").encode(texts))
+    assert all(torch.equal(x, whole[name]) for name, x in given.model.named_parameters())
+
+
+def test_an_embedder_that_is_cut_short_keeps_its_settings(foreign):
+    given = Embedder.from_pretrained(foreign, max_length=40)
+    embedder = fit(given, LETTERS["contextual"], stage="contextual", keep_layers=[1], **NOTHING)
+    assert embedder.settings == given.settings and embedder.model.config.num_hidden_layers == 1
+    expected = Embedder(backbone.keep_layers(given.model, [1]), given.tokenizer, **vars(given.settings))
+    assert np.array_equal(embedder.encode(["a b"]), expected.encode(["a b"]))
+
+
+def test_a_language_model_that_is_cut_short_keeps_its_output_matrix(tmp_path):
+    network = tiny.model(bidirectional=False, head=True)
+    start = backbone.save(network, tiny.tokenizer(), tmp_path / "model")
+    rows = [text for _, text in PAIRS]
+    options = {"keep_layers": [0], "folder": tmp_path / "kept"} | SHORT
+    fit(start, PAIRS, **options)
+    embedder = fit(start, rows, stage="diffusion", length=16, **options)
+    assert embedder.model.config.num_hidden_layers == 1 and backbone.sees_both_sides(embedder.model)
+
+
+def test_the_layers_that_stay_are_part_of_what_a_training_is(model, tmp_path):
+    options = {"folder": tmp_path / "kept"} | SHORT
+    all_of_them = fit(model, PAIRS, **options).checkpoint
+    cut, again, swapped = (fit(model, PAIRS, keep_layers=x, **options) for x in ([0], [0], [1]))
+    assert cut.checkpoint == again.checkpoint
+    assert len({one.resolve().parent for one in (all_of_them, cut.checkpoint, swapped.checkpoint)}) == 3
+
+
+@pytest.mark.parametrize("layers", [[], [0, 0], [2], 2, "01"])
+@pytest.mark.parametrize("start", ["path", "embedder"])
+def test_layers_that_a_model_has_not_are_refused_before_anything_is_written(layers, start, model, tmp_path):
+    given, folder = model if start == "path" else Embedder.from_pretrained(model), tmp_path / "kept"
+    with pytest.raises(
+        ValueError, match=r"keep_layers .*: name a list of one layer at least, of 0 to 1, and"
+    ):
+        fit(given, PAIRS, keep_layers=layers, folder=folder, **SHORT)
+    assert not (folder / "start").exists() and not (folder / "pair").exists()
+
+
+# --- how soon it finds more than BM25
+
+
+@pytest.mark.parametrize("case", ["pair", "triplet", "contextual", "last"])
+def test_what_is_measured_meanwhile_ends_where_the_result_is(case, model, foreign, tmp_path, capsys):
+    """The few texts are all there are, read as the result reads them."""
+    start = Embedder.from_pretrained(model, pooling="last") if case == "last" else foreign
+    rows, stage = (PAIRS, "pair") if case == "last" else (LETTERS[case], case)
+    options = {"stage": stage, "progress": True, "folder": tmp_path / "kept", "lr": 1e-3} | SHORT
+    embedder = fit(start, rows, **options)
+    *_, last = probes(embedder.checkpoint)
+    assert quality(last) == pytest.approx(embedder.helped.after) and last["step"] == SHORT["steps"]
+    told = [line for line in capsys.readouterr().out.splitlines() if "above BM25" in line]
+    seconds = embedder.helped.seconds_to_bm25
+    when = "not above BM25" if seconds is None else f"above BM25 after {seconds:.0f} s of training"
+    assert len(told) == 1 and told[0].startswith(when)
+    assert (seconds is None) == (embedder.helped.after <= embedder.helped.bm25)
+
+
+def test_seconds_to_bm25_are_found_again(model, tmp_path):
+    options = {"progress": True, "folder": tmp_path / "kept", "hold_out": 0.5} | SHORT
+    first, again = (fit(model, SIGNS, **options).helped for _ in range(2))
+    assert first == again and first.bm25 == 0 < first.seconds_to_bm25
+
+
+def test_progress_is_measured_where_it_costs_little(model, capsys):
+    few, many = ({"steps": steps, "precision": "fp32"} for steps in (3, 40))
+    shown = {}
+    cases = {"few": few, "many": many, "few, told": few | {"progress": True}}
+    for name, options in (cases | {"many, told": many | {"progress": False}}).items():
+        fit(model, PAIRS, **options)
+        shown[name] = "above BM25" in capsys.readouterr().out
+    assert shown == {"few": False, "many": True, "few, told": True, "many, told": False}
+
+
+def test_progress_changes_no_weight(model):
+    texts = [text for _, text in PAIRS]
+    one, two = (
+        fit(model, PAIRS, progress=shown, **SHORT).encode(texts, "float32") for shown in (True, False)
+    )
+    assert np.array_equal(one, two)
+
+
+def test_few_queries_are_asked_meanwhile_with_what_answers_them():
+    rows = fitting._rows([(f"q {i // 2}", f"d {i}") for i in range(4_000)], "pair")
+    task = fitting._task(rows, held_out(rows), fitting.FEW_ASKED, fitting.FEW_AMONG)
+    assert len(task.queries) == 100 and len(task.chunks) == 300
+    for query, golds in zip(task.queries, task.relevant):
+        assert golds and {int(task.chunks[i][2:]) // 2 for i in golds} == {int(query[2:])}
+
+
 REFUSED = {
     "no rows": ([], {}, "no rows: there is nothing to train on"),
     "one group": (
@@ -550,20 +654,20 @@ def test_what_cannot_be_used_is_named(case, model, tmp_path):
         fit(start, rows, **options)
 
 
-SCRIPT = """import json
-from unmask import fit
-pairs = [json.loads(line) for line in open("pairs.jsonl")]
-embedder = fit("model", pairs, steps=4)
-embedder.save_pretrained("mine")
-"""
-
-
 @pytest.mark.slow
-def test_a_script_of_five_lines_trains_on_a_file(model, tmp_path):
-    lines = [json.dumps(row) for row in ROWS["pair"]]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_the_readmes_example_trains_and_asks_more_than_a_hundred_queries(model, tmp_path):
+    """On a tiny model, for two steps."""
+    page = (repository() / "README.md").read_text(encoding="utf8")
+    (script,) = (code for code in re.findall("```python\n(.*?)```", page, re.S) if "fit(" in code)
+    for given, tiny_one in (("smollm2-135m", str(model)), ('"steps": 50', '"steps": 2')):
+        assert given in script
+        script = script.replace(given, tiny_one)
+    (tmp_path / "train.py").write_text(script)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "before" in done.stdout and "after, BM25" in done.stdout
+    (asked,) = re.findall(r"nDCG@10 of (\d+) held-out queries", done.stdout)
+    assert int(asked) >= 100 and "above BM25" in done.stdout
+    shown, printed = re.search("```\n(pair: .*?)```", page, re.S)[1].splitlines(), done.stdout.splitlines()
+    words = [{re.sub(r"[\d.,]+", "#", line) for line in lines} for lines in (shown[:2], printed)]
+    assert words[0] <= words[1]
     assert SentenceTransformer(str(tmp_path / "mine")).encode(["7"]).shape == (1, 32)

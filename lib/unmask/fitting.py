@@ -4,10 +4,11 @@ It is the notebooks' training (`unmask.training`) on the rows that are given, wi
 data, and with an answer to the question whether it helped.
 """
 
+import copy
 import math
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -36,14 +37,17 @@ from unmask.data.batches import apart, permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.data.spelling import distinct, held_texts, row_texts, text_id, without_held
-from unmask.data.tokens import encode, end_token
-from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25
+from unmask.data.tokens import Limit, encode, end_token, ending
+from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25, probe
 from unmask.models import backbone
-from unmask.models.checkpoint import folder_of
+from unmask.models.checkpoint import Settings, folder_of
 from unmask.models.embedder import LONE_SURROGATE, Embedder, as_list
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
-from unmask.training import STAGES, TrainingStopped, Watch, train
+from unmask.training import STAGES, TrainingStopped, Watch, probes, seconds_until, train
 from unmask.training.job import SECTIONS
+from unmask.training.launch import several
+from unmask.training.stages import Stage
+from unmask.training.watch import TENTHS
 
 
 def _filled(value: str | list[str]) -> str | list[str]:
@@ -97,18 +101,23 @@ PREFIXES = (128, 256, 512, 1024, 2048, 2560)  # the paper's; those that fit are 
 EPOCHS = 3
 FEWEST = 20  # rows of different texts, of which a part can be held out
 ASKED, AMONG = 1_000, 10_000  # held-out queries, and texts that they are asked of, at most
+FEW_ASKED, FEW_AMONG = 100, 300  # while the training runs
+PROGRESS_SHARE = 0.1  # of the training's time that measuring meanwhile may take, unless it is asked for
 
 
 @dataclass(frozen=True)
 class Helped:
     """nDCG@10 of held-out queries before the training, after it, and of BM25. They are asked of the held-out
-    and of the training texts together, negatives included, in INT8."""
+    and of the training texts together, negatives included, in INT8. While it trains, few of them are asked of
+    few texts: `seconds_to_bm25` of training, and from there on it stays above BM25. None: it does not, or
+    nobody looked."""
 
     before: float
     after: float
     bm25: float
     queries: int
     texts: int
+    seconds_to_bm25: float | None = None
 
     def __str__(self) -> str:
         numbers = f"{self.before:.3f} before, {self.after:.3f} after, BM25 {self.bm25:.3f}"
@@ -123,6 +132,8 @@ def fit(
     folder: str | Path | None = None,
     hold_out: float = 0.1,
     bidirectional: bool | None = None,
+    keep_layers: Sequence[int] | None = None,
+    progress: bool | None = None,
     **values: Any,
 ) -> Embedder:
     """Trains an embedder on rows of one's own, and says whether it helped.
@@ -149,6 +160,11 @@ def fit(
             which no text stands in more than this share of the rows.
         bidirectional: whether a causal model is made to read both sides, before anything is measured.
             Default: a plain language model is, an embedder is not.
+        keep_layers: cuts the model short, before anything is measured: of its layers these stay, counted from
+            0, in this order. Default: all.
+        progress: whether a hundred of the held-out queries are asked of three hundred texts every tenth of
+            the steps, to say after how many seconds of training they find more than BM25. It takes one
+            process. Default: unless that would take more than a tenth of the training's time.
         values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr; for
             "diffusion" also `mask_token`, the token of the vocabulary that plays [MASK]. By default
             three epochs of batches of 128 rows, or of all rows if there are fewer, and for pairs the model's
@@ -156,7 +172,8 @@ def fit(
             finds them.
     Returns: the embedder, in float32, with `helped` (None if nothing was held out) and `checkpoint`.
     Raises: ConfigError for an unknown stage or key, ValueError for rows that cannot be used, before a model
-        is loaded; ValueError for a model that the stage cannot train; TrainingStopped, if it was interrupted.
+        is loaded; ValueError for a model that the stage cannot train, and for layers that it has not;
+        TrainingStopped, if it was interrupted.
 
     Example:
         >>> pairs = [(f"how is {i} written?", f"{i} is written with {len(str(i))} digits") for i in range(40)]
@@ -189,12 +206,20 @@ def fit(
         if rounded:
             asked = {"device": model.devices, **vars(model.settings)}
             model = Embedder.from_pretrained(whole, mixed_precision=False, **asked)
-        start = str(model.save_pretrained(place / "start") if given else folder_of(model))
-        own = model if given else Embedder.from_pretrained(start, mixed_precision=False)
+        own = model if given else Embedder.from_pretrained(model, mixed_precision=False)
         settings, causal = own.settings, not backbone.sees_both_sides(own.model)
         turned = causal and (settings.plain if bidirectional is None else bidirectional)
-        if turned and given:  # the one that is given stays as it is
-            own = Embedder.from_pretrained(start, mixed_precision=False, device=model.devices)
+        if given and (turned or keep_layers is not None):  # the one that is given stays as it is
+            options = {"mixed_precision": False, "device": own.devices, **vars(settings)}
+            own = Embedder(copy.deepcopy(own.model), own.tokenizer, **options)
+        if keep_layers is not None:
+            backbone.keep_layers(own.model, keep_layers)
+        if keep_layers is not None and stage == "diffusion" and not given:  # with its output matrix
+            start = str(backbone.cut_short(folder_of(model), keep_layers, place / "cut"))
+        elif given or keep_layers is not None:
+            start = str(own.save_pretrained(place / "start"))
+        else:
+            start = str(folder_of(model))
         if turned:
             backbone.make_bidirectional(own.model, own.tokenizer, "")
         if own.pooling != "mean" and stage != "pair":
@@ -214,7 +239,8 @@ def fit(
         )
         lengths = ("query_length", "document_length", "chunk_length")
         own_lengths = {key: getattr(config, key, 1) for key in lengths}
-        limits = EvaluationConfig(**own_lengths, max_queries=ASKED, max_documents=AMONG)
+        own_lengths |= {"precision": config.precision, "max_queries": ASKED, "max_documents": AMONG}
+        limits = EvaluationConfig(**own_lengths)
         task = _task(rows, held_N) if held_N.any() else None
 
         def ndcg(embedder: Embedder) -> float:
@@ -233,8 +259,13 @@ def fit(
         corpus = _corpus(place, stage, kept)
         training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=turned, settings=settings)
         network = training.model(start)
+        meanwhile = task and progress is not False and not several(recipe.parallel)
+        few = _task(rows, held_N, FEW_ASKED, FEW_AMONG) if meanwhile else None
+        if few and progress is None and _cost(few, training, limits) > PROGRESS_SHARE:
+            few = None
+        watch = _watch(few, training, start, limits) if few else Watch(title=stage)
         try:
-            checkpoint = train(training, network, place / stage, watch=Watch(title=stage))
+            checkpoint = train(training, network, place / stage, watch=watch)
         except TrainingStopped:
             if folder:
                 raise
@@ -242,8 +273,15 @@ def fit(
         embedder = Embedder.from_pretrained(checkpoint, mixed_precision=False)  # else it could not be saved
         embedder.checkpoint, embedder.helped = checkpoint if folder else None, None
         if task:
-            embedder.helped = Helped(before, ndcg(embedder), bm25, len(task.queries), len(task.chunks))
+            measured = probes(checkpoint) if few else []
+            seconds = seconds_until(measured, watch.bars["BM25"]) if measured else None
+            sizes = len(task.queries), len(task.chunks)
+            embedder.helped = Helped(before, ndcg(embedder), bm25, *sizes, seconds)
             print(embedder.helped)
+            if measured:
+                after = "" if seconds is None else f" after {seconds:.0f} s of training"
+                when = f"above BM25{after}" if after else "not above BM25"
+                print(f"{when} ({len(few.queries)} of these queries among {len(few.chunks)} texts)")
     return embedder
 
 
@@ -444,13 +482,34 @@ def _bm25(task: Task) -> float:
         return 0.0
 
 
-def _task(rows: list[dict[str, Any]], held_N: np.ndarray) -> Task:
-    """Held-out queries, `ASKED` at most, and `AMONG` texts at most, those of the held-out rows first. What
-    answers a query is what stands in a row with it."""
+def _cost(few: Task, training: Stage, limits: EvaluationConfig) -> float:
+    """The share of a training's time that it takes to measure it every tenth of the steps: by the tokens that
+    both read, of which a training computes the backward pass, too, twice the work."""
+    read, backend = 0, training.tokenizer.backend_tokenizer
+    length = limits.chunk_length if few.contextual else limits.document_length
+    for texts, most in ((few.queries, limits.query_length), (few.chunks, length)):
+        read += sum(map(len, encode(backend, texts, np.int32, Limit(most))))
+    trained = sum(len(one) for part in training.batch(0) for one in part.sequences)
+    return TENTHS * read / (3 * trained * training.config.steps)
+
+
+def _watch(few: Task, training: Stage, start: str, limits: EvaluationConfig) -> Watch:
+    """Measures the model meanwhile, reading as its checkpoint will."""
+    tokenizer = ending(training.tokenizer) if training.ends else training.tokenizer
+    settings = vars(Settings.of(training.facts(start)))
+    measure = probe([few], tokenizer, limits, late_chunking=True, **settings)
+    return Watch(title=training.job.section, probe=measure, bars={"BM25": _bm25(few)})
+
+
+def _task(
+    rows: list[dict[str, Any]], held_N: np.ndarray, most_asked: int = ASKED, among: int = AMONG
+) -> Task:
+    """Held-out queries, and texts, so many at most, those of the held-out rows first. What answers a query is
+    what stands in a row with it."""
     order_N = permuted(np.arange(len(rows)), len(rows), 0)
     order_N = order_N[np.argsort(~held_N[order_N], kind="stable")]
     texts = np.cumsum([len(rows[i].get("chunks") or ["", *rows[i].get("negatives", [])]) for i in order_N])
-    order_N = order_N[: max(1, np.searchsorted(texts, AMONG, side="right"))]
+    order_N = order_N[: max(1, np.searchsorted(texts, among, side="right"))]
     own, held = [rows[i] for i in order_N], held_N[order_N].sum()
     if "chunks" in own[0]:
         family, documents = "contextual", [row["chunks"] for row in own]
@@ -468,6 +527,6 @@ def _task(rows: list[dict[str, Any]], held_N: np.ndarray) -> Task:
     asked = [row.get("queries", [row.get("query")]) for row in own]
     told = list(zip(chain(*asked), chain(*golds)))
     relevant, own_told = answers(told), told[: sum(map(len, asked[:held]))]  # held-out ones come first
-    queries = [*relevant][: min(ASKED, len(answers(own_told)))]
+    queries = [*relevant][: min(most_asked, len(answers(own_told)))]
     answered = [relevant[query] for query in queries]
     return Task("rows", family, queries, documents, answered, ignore_identical=True)

@@ -227,14 +227,21 @@ def load(path: str | Path, config: EvaluationConfig, kind: Any = Embedder) -> An
 
 
 def probe(
-    tasks: list[Task], tokenizer: PreTrainedTokenizerBase, config: EvaluationConfig
+    tasks: list[Task],
+    tokenizer: PreTrainedTokenizerBase,
+    config: EvaluationConfig,
+    *,
+    late_chunking: bool = False,
+    **settings: Any,
 ) -> Callable[[PreTrainedModel], dict[str, float]]:
-    """What measures a model while it trains (`Watch`): nDCG@10 of each of these tasks, mean-pooled."""
+    """What measures a model while it trains (`Watch`): nDCG@10 of each of these tasks. Settings are those of
+    an `Embedder`; by default it takes the mean."""
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
         model.set_attn_implementation("sdpa")  # which reads texts of different lengths without padding
-        embedder = Embedder(model, tokenizer, mixed_precision=computes_in_bf16(config.precision))
-        return task_means({"": evaluate(embedder, tasks, config)})[""]
+        settings["mixed_precision"] = computes_in_bf16(config.precision)
+        embedder = Embedder(model, tokenizer, **settings)
+        return task_means({"": evaluate(embedder, tasks, config, late_chunking=late_chunking)})[""]
 
     return measure
 

@@ -14,7 +14,7 @@ import logging
 import shutil
 import threading
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -140,12 +140,11 @@ def keep_layers(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedMod
     Raises: ValueError if none is named, one twice, or one that the model has not.
     Source: the last three quarters of a language model can go before contrastive training (2410.14578).
     """
-    config, numbers = model.config.get_text_config(), list(numbers)
-    count = config.num_hidden_layers
+    config, given = model.config.get_text_config(), numbers
+    numbers, count = [*given] if isinstance(given, Iterable) else [], config.num_hidden_layers
     if not numbers or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(count)}:
-        raise ValueError(
-            f"keep_layers {numbers}: name one layer at least, of 0 to {count - 1}, and none twice"
-        )
+        each = f"a list of one layer at least, of 0 to {count - 1}, and none twice"
+        raise ValueError(f"keep_layers {given}: name {each}")
     lists = (part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
     stack = next(part for part in lists if [*part] and isinstance(part[0], GradientCheckpointingLayer))
     for name, values in config.to_dict().items():
