@@ -419,23 +419,29 @@ def test_what_is_cut_is_printed_with_its_share(model, capsys):
 
 @pytest.mark.parametrize(("name", "rows"), [("model", PAIRS), ("foreign", WORDS)])
 def test_interrupted_it_goes_on(name, rows, tmp_path, monkeypatch, request):
-    model = request.getfixturevalue(name)
+    model, done, watched = request.getfixturevalue(name), [], Watch.__call__
 
     def told(self, row):
         if row.get("step") == 2:
             raise TrainingStopped("told to stop")
+        watched(self, row)
+
+    def seen(self, row):
+        done.append(row.get("done"))
+        watched(self, row)
 
     options = {"steps": 6, "precision": "fp32", "checkpoint_seconds": 0, "folder": tmp_path / "kept"}
+    options["progress"] = True
     with monkeypatch.context() as patched, pytest.raises(TrainingStopped):
         patched.setattr(Watch, "__call__", told)
         fit(model, rows, **options)
-    done = []
-    monkeypatch.setattr(Watch, "__call__", lambda self, row: done.append(row.get("done")))
+    monkeypatch.setattr(Watch, "__call__", seen)
     first = fit(model, rows, **options)
     assert done[0] == 2
     whole = fit(model, rows, **options | {"folder": tmp_path / "whole"})
     weights = [(one.checkpoint / "model.safetensors").read_bytes() for one in (first, whole)]
     assert weights[0] == weights[1]
+    assert [row["step"] for row in probes(first.checkpoint)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_before_is_the_given_embedders_own(tmp_path, model):

@@ -11,7 +11,7 @@ from unmask.study import evidence
 README, RESULTS_README, SPEED, GPUS = pages.PAGES
 PAPERS = pages.RESULTS / "PAPERS.md"
 LIMITS = {  # bytes; words with a digit in a hundred
-    README: (7_000, 5),
+    README: (7_500, 5),
     RESULTS_README: (10_000, 6),
     SPEED: (10_000, 6),
     GPUS: (8_000, 6),
