@@ -38,18 +38,22 @@ def assert_same(one, two, folders):
     assert first == second and [row["step"] for row in first] == list(range(8))
 
 
-RESUMED = [(name, "fp32") for name in tiny_stages.STAGES] + [("diffusion", "bf16"), ("pair", "bf16")]
+RESUMED = [(name, "fp32", False) for name in tiny_stages.STAGES]
+RESUMED += [("diffusion", "bf16", False), ("pair", "bf16", False)]
+COMPILED = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler on this machine")
+RESUMED += [pytest.param("pair", "bf16", True, marks=[pytest.mark.slow, COMPILED])]
 
 
-@pytest.mark.parametrize(("name", "precision"), RESUMED)
-def test_resumed_equals_uninterrupted(tmp_path, name, precision):
-    whole = fit(tmp_path / "whole", name, precision=precision)
+@pytest.mark.parametrize(("name", "precision", "compiled"), RESUMED)
+def test_resumed_equals_uninterrupted(tmp_path, name, precision, compiled):
+    how = {"precision": precision, "compile": compiled}
+    whole = fit(tmp_path / "whole", name, **how)
     # Stopped between two checkpoints, then at a step whose checkpoint is not yet written, then left alone.
     for step in (4, 5):
         with pytest.raises(Interrupted):
-            fit(tmp_path / "parts", name, precision=precision, report=stop_at(step))
+            fit(tmp_path / "parts", name, report=stop_at(step), **how)
     seen = []
-    resumed = fit(tmp_path / "parts", name, precision=precision, report=seen.append)
+    resumed = fit(tmp_path / "parts", name, report=seen.append, **how)
     assert seen[0] == {"total": 8, "done": 4}
     assert [row["step"] for row in seen[1:]] == [4, 5, 6, 7]
     assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))

@@ -6,6 +6,7 @@ training in OUT/<strategy> and leave it after its last checkpoint.
 
 import json
 import os
+import shutil
 import socket
 import sys
 from contextlib import suppress
@@ -42,6 +43,7 @@ CASES = {
     "qwen3": {"batch": 7, "token_budget": 20},
     "reranker": {"batch": 7, "token_budget": 40},
     "cde": {"batch": 9, "token_budget": 14},
+    "compiled": {"stage": "pair", "batch": 9, "token_budget": 20, "compile": bool(shutil.which("g++"))},
     "one block": {"stage": "diffusion", "batch": 1, "token_budget": 16},
     "one micro-batch": {"stage": "pair", "batch": 9, "token_budget": 10_000},
     "too few": {"stage": "pair", "batch": 2, "token_budget": 10_000},
@@ -54,7 +56,8 @@ def compute(case, processes=ALONE):
     settings = dict(CASES[case])
     name = settings.pop("stage", case)
     stage, model = tiny_stages.stage(name, **settings), tiny_stages.model(name)
-    module = processes.parallel(stage.module(model))
+    how = {"compiled": stage.config.compile, "same_length": stage.same_length}
+    module = processes.parallel(stage.module(model), **how)
     row = stage.backward(module, stage.batch(3), processes)
     processes.sum_gradients(model)
     gradients = {}
