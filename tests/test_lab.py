@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 
 import pytest
+from filelock import FileLock
 
 import tiny
 import tiny_corpus
@@ -49,11 +50,13 @@ again("edited")
 
 
 @pytest.fixture
-def shell(tmp_path, monkeypatch):
-    """Of a small corpus, and without the reference."""
+def shell(tmp_path, tmp_path_factory, monkeypatch):
+    """Of a small corpus, and without the reference; one at a time, since all write to results/lab."""
     tiny_corpus.install(monkeypatch)
     monkeypatch.setattr("unmask.evaluation.tasks.PACKAGE", "no_such_package")
-    with kernel() as shell:
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with FileLock(base / "lab.lock"), kernel() as shell:
         yield shell
 
 

@@ -83,8 +83,9 @@ class Watch:
 
     def due(self, step: int) -> bool:
         """Whether the model is to be measured after a step."""
-        tenths = {round(self.total * part / TENTHS) for part in range(1, TENTHS + 1)}
-        return self.probe is not None and step + 1 in tenths
+        if self.probe is None:
+            return False
+        return step + 1 in {round(self.total * part / TENTHS) for part in range(1, TENTHS + 1)}
 
     def measure(self, model: nn.Module, step: int, seconds: float) -> None:
         """Measures the model and keeps what is found."""
