@@ -14,7 +14,7 @@ import tiny
 import tiny_families
 import tiny_foreign
 from closeness import assert_close
-from unmask import Embedder
+from unmask import Embedder, fit
 from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings
@@ -42,7 +42,7 @@ def naive_middle(*tensors):
 
 def check(merged, parents, formula, facts):
     settings = Settings.of(backbone.facts(merged))
-    assert settings == Settings() and settings.about == {"stage": "merge"} | facts
+    assert settings == Settings() and settings.about == {"stage": "merge", "plain": False} | facts
     assert not list(merged.parent.glob(".*"))
     model = backbone.load(merged)
     assert model.config.is_causal is False
@@ -67,6 +67,20 @@ def test_the_middle_on_the_sphere_is_the_formula(tmp_path, seeds, monkeypatch, c
     check(merged, parents, naive_middle, {"merged": len(seeds)})
     assert logging.root.handlers == []  # mergekit sets it up otherwise, and every library speaks up
     assert "Inferred" not in capfd.readouterr().err
+
+
+def test_a_merge_is_plain_if_its_parents_are(tmp_path):
+    """So that `fit` makes it read both sides."""
+    plain = [tiny_foreign.causal_qwen3(tmp_path / name) for name in "ab"]
+    tiny.model(bidirectional=False, seed=1).save_pretrained(plain[1])
+    merged = slerp(*plain, 0.5, tmp_path / "m")
+    both = Embedder.from_pretrained(merged), Embedder.from_pretrained(slerp_all(plain, tmp_path / "n"))
+    assert [one.settings.plain for one in both] == [True, True]
+    mine = Embedder.from_pretrained(plain[0]).save_pretrained(tmp_path / "mine")
+    assert not Embedder.from_pretrained(slerp(merged, mine, 0.5, tmp_path / "mixed")).settings.plain
+    again = slerp(merged, plain[0], 0.5, tmp_path / "again")
+    turned = fit(again, [(f"q {i}", f"d {i}") for i in range(4)], hold_out=0, steps=1, precision="fp32")
+    assert backbone.sees_both_sides(turned.model) and not turned.settings.plain
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path):
@@ -119,7 +133,7 @@ def test_settings_of_sentence_transformers_stay(tmp_path, capsys):
     assert_close(merged.encode(texts, "float32", max_length=20), parent.encode(texts, "float32"))
     assert vars(merged.settings) | {"max_length": 20, "about": 0} == vars(parent.settings) | {"about": 0}
     assert merged.settings.prompts == {"query": "Find: ", "document": ""} and merged.special_tokens
-    assert merged.about == {"stage": "merge", "t": 0.0}
+    assert merged.about == {"stage": "merge", "plain": False, "t": 0.0}
 
 
 @pytest.mark.parametrize("what", ["normalize", "prompts", "special_tokens"])

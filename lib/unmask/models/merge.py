@@ -82,6 +82,7 @@ def _merge(
                 both = f"{name} of {parents[0]} and of {parents[1]}"
                 raise ValueError(f"{both} point opposite ways, and nothing says which way leads between them")
     reads = settings[0].facts | _longest(settings)
+    facts |= {"plain": all(one.plain for one in settings)}
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
     silent = logging.NullHandler()  # or mergekit sets the root logger up, and every library speaks up
