@@ -89,7 +89,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
         slerp_all([one, tmp_path / "none"], tmp_path / "m")
     with pytest.raises(ValueError, match="num_hidden_layers: their weights"):
         slerp(one, backbone.save(tiny.model(layers=3), tiny.tokenizer(), tmp_path / "3"), 0.5, tmp_path / "m")
-    for t in (-0.1, 1.5, float("nan")):
+    for t in (-0.1, 1.5, float("nan"), "0.5"):
         with pytest.raises(ValueError, match=r"t must lie in \[0, 1\]"):
             slerp(one, one, t, tmp_path / "m")
     opposite = tiny_families.model("qwen3", bidirectional=True, seed=1)
@@ -108,6 +108,23 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
         copies = [Path(shutil.copytree(path, f"{path}-again")) for path in (one, other)]
         slerp_all([one, other, *copies], tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+def test_parents_are_directories_each_named_once_and_none_is_overwritten(tmp_path):
+    one, two = checkpoints(tmp_path, [1, 2])
+    before, right = (one / "model.safetensors").read_bytes(), "name at least one parent, none twice, and"
+    for merge in (
+        lambda: slerp(one, one, 0.5, tmp_path / "m"),
+        lambda: slerp_all([one, two, f"{one}/"], tmp_path / "m"),
+        lambda: slerp_all([], tmp_path / "m"),
+        lambda: slerp(one, two, 0.5, one),
+        lambda: slerp_all([one, two], f"{tmp_path}/x/../{two.name}"),
+    ):
+        with pytest.raises(ValueError, match=right):
+            merge()
+    with pytest.raises(ValueError, match="a parent is a directory, got one Embedder: save_pretrained it"):
+        slerp(Embedder.from_pretrained(one), two, 0.5, tmp_path / "m")
+    assert not (tmp_path / "m").exists() and (one / "model.safetensors").read_bytes() == before
 
 
 def embedder_of_others(folder, seed=0, **options):
