@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pytest
 import torch
@@ -149,6 +150,8 @@ def test_a_plain_language_model_is_measured_as_it_is_trained(model):
     assert not backbone.sees_both_sides(fit(model, PAIRS, bidirectional=False, **NOTHING).model)
     with pytest.raises(ConfigError, match="bidirectional=False: stage 'diffusion' reads both sides"):
         fit(model, tiny.TEXTS, stage="diffusion", bidirectional=False)
+    with pytest.raises(ConfigError, match="bidirectional must be True, False or None, got 'no'"):
+        fit(model, PAIRS, bidirectional="no")
 
 
 @pytest.mark.parametrize("stage", LETTERS)
@@ -243,11 +246,32 @@ def test_code_of_a_checkpoint_is_neither_asked_for_nor_run(tmp_path, monkeypatch
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     larger = copy.deepcopy(tiny.tokenizer())
     larger.add_tokens(["[NEWTOKEN]"])
-    folder = backbone.save(tiny.model(), larger, tmp_path / "model")
+    folder = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "model")
+    larger.save_pretrained(folder)
     message = r"token '\[NEWTOKEN\]' has the number 400, the model has rows for 400 tokens"
     for use in (Embedder.from_pretrained, lambda path: fit(path, PAIRS, **SHORT)):
         with pytest.raises(ValueError, match=message):
             use(folder)
+
+
+def test_a_model_that_reads_both_sides_cannot_be_made_causal(foreign):
+    with pytest.raises(ConfigError, match="bidirectional=False: this model reads both sides already"):
+        fit(foreign, WORDS, bidirectional=False, **SHORT)
+
+
+def test_a_tokenizer_without_an_end_is_refused_at_once(tmp_path, capsys):
+    backend = Tokenizer.from_str(tiny.tokenizer().backend_tokenizer.to_str().replace("endoftext", "other"))
+    endless = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|im_start|>")
+    start = backbone.save(tiny.model(), endless, tmp_path / "model")
+    with pytest.raises(ValueError, match="nor an eos token: give it an eos token"):
+        fit(start, PAIRS, **SHORT)
+    assert not capsys.readouterr().out
+
+
+def test_one_block_of_text_is_enough(tmp_path):
+    start = backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "model")
+    texts = [f"{i} is a number" for i in range(30)]
+    assert fit(start, texts, stage="diffusion", precision="fp32", steps=3).model.config.is_causal is False
 
 
 def test_the_measure_counts_copies_and_asks_among_negatives(capsys):
@@ -386,11 +410,12 @@ def test_a_row_that_has_no_tokens_is_named(foreign):
         fit(foreign, documents, stage="contextual", **SHORT)
 
 
-def contextual(sizes, positions=256, **values):
-    """The section for documents of chunks with so many tokens."""
+def contextual(sizes, positions=256, others=(), **values):
+    """The section for documents of chunks with so many tokens; `others` are the sizes of one more."""
     shape = tiny.model(length=positions).config
-    rows = [{"chunks": ["x"] * len(sizes), "queries": ["q"], "golds": [0]}] * 3
-    return fitting._config("contextual", rows, 3, shape, "mean", values, max(sizes))
+    every = [sizes] * 8 + [others] * bool(others)
+    rows = [{"chunks": ["x"] * len(one), "queries": ["q"], "golds": [0]} for one in every]
+    return fitting._config("contextual", rows, len(rows), shape, "mean", values, [*map(max, every)])
 
 
 def test_room_is_shared_by_the_chunks_that_there_are():
@@ -401,6 +426,14 @@ def test_room_is_shared_by_the_chunks_that_there_are():
     assert contextual([900]).chunk_length == 253 and contextual([900], 2048).chunk_length == 256
     assert contextual([60] * 20, chunks=8).chunk_length == 30
     assert contextual([60] * 20, chunk_length=100).chunks == 4
+
+
+def test_one_long_chunk_takes_the_context_from_no_other_document():
+    one = contextual([10] * 8, others=[250, 10])
+    assert (one.chunks, one.chunk_length) == (8, 30)  # room for 8 chunks of 30 and what is between them
+    assert contextual([10] * 8, 4096, [250]).chunk_length == 250  # where all have room
+    many = contextual([250] * 8, others=[10] * 8)  # most are long
+    assert (many.chunks, many.chunk_length) == (1, 250)
 
 
 def test_the_papers_prefixes_are_trained():
@@ -498,6 +531,10 @@ def test_other_shapes_of_rows_are_read():
         [*map(list, PAIRS)],
     ):
         assert fitting._rows(rows, "pair") == ROWS["pair"]
+    texts = [text for text, _ in PAIRS]
+    for series in (pd.Series(texts), pl.Series(texts), pa.chunked_array([texts])):
+        assert [row["text"] for row in fitting._rows(series, "diffusion")] == texts
+    assert fitting._rows(pd.Series(PAIRS), "pair") == fitting._rows(pl.Series(ROWS["pair"]), "pair")
 
 
 def test_stopped_without_a_folder_it_says_so(model, monkeypatch):

@@ -185,6 +185,8 @@ def fit(
     rows = _rows(data, stage)
     mask_token = values.pop("mask_token", "") if stage == "diffusion" else ""
     check_keys(SECTIONS[stage], values, stage)
+    if not isinstance(bidirectional, bool | None):
+        raise ConfigError(f"bidirectional must be True, False or None, got {bidirectional!r}")
     if bidirectional is False and STAGES[stage].bidirectional:
         raise ConfigError(f"bidirectional=False: stage {stage!r} reads both sides, leave it out")
     if not 0 <= hold_out < 1:
@@ -208,6 +210,8 @@ def fit(
             model = Embedder.from_pretrained(whole, mixed_precision=False, **asked)
         own = model if given else Embedder.from_pretrained(model, mixed_precision=False)
         settings, causal = own.settings, not backbone.sees_both_sides(own.model)
+        if bidirectional is False and not causal:
+            raise ConfigError("bidirectional=False: this model reads both sides already, leave it out")
         turned = causal and (settings.plain if bidirectional is None else bidirectional)
         if given and (turned or keep_layers is not None):  # the one that is given stays as it is
             options = {"mixed_precision": False, "device": own.devices, **vars(settings)}
@@ -295,8 +299,10 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     kind, wanted, rows = ROWS[stage], [*ROWS[stage].__dataclass_fields__], []
     if hasattr(data, "itertuples"):  # of pandas, whose columns may hold values of several types
         data = data.to_dict("records")
+    elif hasattr(data, "to_list"):  # a Series
+        data = data.to_list()
     elif hasattr(data, "__arrow_c_stream__"):
-        data = pa.RecordBatchReader.from_stream(data).read_all().to_pylist()
+        data = pa.chunked_array(data).to_pylist()
     for number, row in enumerate(as_list(data, "[row, row]")):
         try:
             if not isinstance(row, Mapping):
@@ -344,12 +350,12 @@ def _held_out(rows: list[dict[str, Any]], share: float, stage: str) -> np.ndarra
     return held_N
 
 
-def _longest(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokens of the longest chunk, 0 without chunks.
+def _longest(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of each row's longest chunk, 0 without chunks.
 
     Raises: ValueError that names row and column of a text without tokens.
     """
-    places, texts, longest = [], [], 0
+    places, texts, longest = [], [], [0] * len(rows)
     for number, row in enumerate(rows):
         for column, value in row.items():
             own = [] if column == "golds" else [value] if isinstance(value, str) else value
@@ -359,7 +365,7 @@ def _longest(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> 
     for (number, column), text, ids in zip(places, texts, tokens):
         if not len(ids):
             raise ValueError(f"row {number}, column {column}: {text!r} has no tokens: remove or fill it")
-        longest = max(longest, len(ids) * (column == "chunks"))
+        longest[number] = max(longest[number], len(ids) * (column == "chunks"))
     return longest
 
 
@@ -373,13 +379,13 @@ def _config(
     shape: PretrainedConfig,
     pooling: str,
     values: Mapping[str, Any],
-    longest: int = 0,
+    longest: Sequence[int] = (0,),
 ) -> Any:
     """The stage's section: what is given, and what suits small data.
 
     Args:
         groups: rows that can be in one batch.
-        longest: tokens of the longest chunk.
+        longest: tokens of each document's longest chunk.
     """
     known = SECTIONS[stage].__dataclass_fields__
     others = {"steps": 10**6, "warmup": 0, "decay": 0, "dimensions": (shape.hidden_size,)}  # computed below
@@ -397,11 +403,14 @@ def _config(
     if stage == "contextual":
         own = {"dimensions": PREFIXES} | own
         room, there = positions - 2, max(len(row["chunks"]) for row in rows)  # 2: special tokens around it
-        length = min(longest, own["chunk_length"])
-        if "chunks" not in values:  # rather parts of a document than parts of chunks
-            own["chunks"] = max(1, min(own["chunks"], there, room // (length + 1)))
+        # Rather parts of a document than parts of chunks, but for the quarter of the documents with the
+        # longest ones: a few of these would take the context from all others.
+        usual = min(int(np.quantile(longest, 0.75, method="lower")), own["chunk_length"])
+        if "chunks" not in values:
+            own["chunks"] = max(1, min(own["chunks"], there, room // (usual + 1)))
         if "chunk_length" not in values:
-            own["chunk_length"] = max(1, min(length, room // min(own["chunks"], there) - 1))
+            most = room // min(own["chunks"], there) - 1
+            own["chunk_length"] = max(1, min(max(longest), own["chunk_length"], most))
     # No two rows of a text are in one batch.
     own["batch"] = values.get("batch", min(own["batch"], count, groups))
     own = {"steps": math.ceil(EPOCHS * count / min(own["batch"], count, groups))} | own
@@ -436,10 +445,10 @@ def _cut(embedder: Embedder, config: Any, documents: list[dict[str, Any]]) -> An
 def _backbone(start: str, tokenizer: PreTrainedTokenizerBase, mask_token: str, stage: str) -> BackboneConfig:
     """A ready checkpoint, whose shape is in its own files; and for diffusion the token that plays [MASK].
 
-    Raises: ConfigError that names the key, where none can.
+    Raises: ConfigError that names the key, where none can; ValueError for a tokenizer without an end token.
     """
+    texts_end = {tokenizer.eos_token, end_token(tokenizer)}
     if stage == "diffusion":
-        texts_end = {tokenizer.eos_token, end_token(tokenizer)}
         spare = (tokenizer.mask_token, *MASKS, tokenizer.unk_token, tokenizer.pad_token)
         known = (token for token in spare if token in tokenizer.get_vocab() and token not in texts_end)
         if not (mask_token := mask_token or next(known, "")):

@@ -11,7 +11,7 @@ from tokenizers import normalizers, processors
 import tiny
 import tiny_families
 from closeness import assert_close
-from unmask import Embedder
+from unmask import Embedder, fit
 from unmask.data.tokens import SPECIAL_TOKENS
 from unmask.models import backbone
 from unmask.models import embedder as module
@@ -140,10 +140,25 @@ def test_white_space_is_a_text_where_the_tokenizer_has_tokens_for_it(embedder):
 def test_what_the_model_cannot_compute_is_named(device):
     broken = make(device=device)
     broken.model.embed_tokens.weight.data[int(tiny.tokenizer()("東")["input_ids"][-1])] = torch.nan
-    with pytest.raises(ValueError, match=r"Text 3 of 6: the model returns NaN or infinity"):
+    with pytest.raises(ValueError, match=r"Text 3 of 6 \('東'\): the model returns NaN or infinity"):
         broken.encode(["a", "b", "c", "東", "d", "long 東 text"])
-    with pytest.raises(ValueError, match=r"Chunk 0 of document 1: the model returns NaN or infinity"):
+    with pytest.raises(ValueError, match=r"Chunk 0 of document 1 \('東'\): the model returns NaN"):
         broken.encode_document_tokens([["a"], ["東"]])
+
+
+def test_tokens_that_are_added_later_are_refused_before_anything_is_read_or_written(tmp_path):
+    folder = make().save_pretrained(tmp_path / "model")
+    late = Embedder.from_pretrained(folder, device="cpu")
+    late.tokenizer.add_tokens(["[LATE]"])
+    for use in (
+        lambda: late.save_pretrained(folder),
+        lambda: late.encode(["a [LATE] one"]),
+        lambda: late.encode_documents([["a", "[LATE]"]]),
+        lambda: fit(late, [(f"q {i}", f"d {i}") for i in range(4)], hold_out=0, steps=1),
+    ):
+        with pytest.raises(ValueError, match=r"token '\[LATE\]' has the number 400, the model has"):
+            use()
+    assert Embedder.from_pretrained(folder, device="cpu").encode(["a"]).shape == (1, 32)
 
 
 def test_a_text_longer_than_the_limit_is_cut(embedder):

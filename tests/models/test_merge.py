@@ -14,7 +14,7 @@ import tiny
 import tiny_families
 import tiny_foreign
 from closeness import assert_close
-from unmask import Embedder
+from unmask import Embedder, fit
 from unmask.data.tokens import END_OF_TEXT
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings
@@ -42,7 +42,7 @@ def naive_middle(*tensors):
 
 def check(merged, parents, formula, facts):
     settings = Settings.of(backbone.facts(merged))
-    assert settings == Settings() and settings.about == {"stage": "merge"} | facts
+    assert settings == Settings() and settings.about == {"stage": "merge", "plain": False} | facts
     assert not list(merged.parent.glob(".*"))
     model = backbone.load(merged)
     assert model.config.is_causal is False
@@ -69,13 +69,27 @@ def test_the_middle_on_the_sphere_is_the_formula(tmp_path, seeds, monkeypatch, c
     assert "Inferred" not in capfd.readouterr().err
 
 
+def test_a_merge_is_plain_if_its_parents_are(tmp_path):
+    """So that `fit` makes it read both sides."""
+    plain = [tiny_foreign.causal_qwen3(tmp_path / name) for name in "ab"]
+    tiny.model(bidirectional=False, seed=1).save_pretrained(plain[1])
+    merged = slerp(*plain, 0.5, tmp_path / "m")
+    both = Embedder.from_pretrained(merged), Embedder.from_pretrained(slerp_all(plain, tmp_path / "n"))
+    assert [one.settings.plain for one in both] == [True, True]
+    mine = Embedder.from_pretrained(plain[0]).save_pretrained(tmp_path / "mine")
+    assert not Embedder.from_pretrained(slerp(merged, mine, 0.5, tmp_path / "mixed")).settings.plain
+    again = slerp(merged, plain[0], 0.5, tmp_path / "again")
+    turned = fit(again, [(f"q {i}", f"d {i}") for i in range(4)], hold_out=0, steps=1, precision="fp32")
+    assert backbone.sees_both_sides(turned.model) and not turned.settings.plain
+
+
 def test_what_cannot_be_merged_is_refused(tmp_path):
     (one,) = checkpoints(tmp_path, [1])
     with pytest.raises(ValueError, match="is no checkpoint"):
         slerp_all([one, tmp_path / "none"], tmp_path / "m")
     with pytest.raises(ValueError, match="num_hidden_layers: their weights"):
         slerp(one, backbone.save(tiny.model(layers=3), tiny.tokenizer(), tmp_path / "3"), 0.5, tmp_path / "m")
-    for t in (-0.1, 1.5, float("nan")):
+    for t in (-0.1, 1.5, float("nan"), "0.5"):
         with pytest.raises(ValueError, match=r"t must lie in \[0, 1\]"):
             slerp(one, one, t, tmp_path / "m")
     opposite = tiny_families.model("qwen3", bidirectional=True, seed=1)
@@ -94,6 +108,23 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
         copies = [Path(shutil.copytree(path, f"{path}-again")) for path in (one, other)]
         slerp_all([one, other, *copies], tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+def test_parents_are_directories_each_named_once_and_none_is_overwritten(tmp_path):
+    one, two = checkpoints(tmp_path, [1, 2])
+    before, right = (one / "model.safetensors").read_bytes(), "name at least one parent, none twice, and"
+    for merge in (
+        lambda: slerp(one, one, 0.5, tmp_path / "m"),
+        lambda: slerp_all([one, two, f"{one}/"], tmp_path / "m"),
+        lambda: slerp_all([], tmp_path / "m"),
+        lambda: slerp(one, two, 0.5, one),
+        lambda: slerp_all([one, two], f"{tmp_path}/x/../{two.name}"),
+    ):
+        with pytest.raises(ValueError, match=right):
+            merge()
+    with pytest.raises(ValueError, match="a parent is a directory, got one Embedder: save_pretrained it"):
+        slerp(Embedder.from_pretrained(one), two, 0.5, tmp_path / "m")
+    assert not (tmp_path / "m").exists() and (one / "model.safetensors").read_bytes() == before
 
 
 def embedder_of_others(folder, seed=0, **options):
@@ -119,7 +150,7 @@ def test_settings_of_sentence_transformers_stay(tmp_path, capsys):
     assert_close(merged.encode(texts, "float32", max_length=20), parent.encode(texts, "float32"))
     assert vars(merged.settings) | {"max_length": 20, "about": 0} == vars(parent.settings) | {"about": 0}
     assert merged.settings.prompts == {"query": "Find: ", "document": ""} and merged.special_tokens
-    assert merged.about == {"stage": "merge", "t": 0.0}
+    assert merged.about == {"stage": "merge", "plain": False, "t": 0.0}
 
 
 @pytest.mark.parametrize("what", ["normalize", "prompts", "special_tokens"])

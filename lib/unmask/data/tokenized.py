@@ -214,7 +214,9 @@ def open_blocks(sources: Sequence[Source], stored: StoredTokenizer, config: Pret
     for source, one, count, there in zip(sources, prepared, counts, have, strict=True):
         if not there and (count or not shared):
             has = f"source {source.name!r} has {one.counters.get('tokens', 0)} tokens of training text"
-            raise ValueError(f"{has}, not one block of {length}: give it more text, or leave it out")
+            raise ValueError(
+                f"{has}, not one block of {length}: give more text or a smaller length, or leave it out"
+            )
         size = min(count, there)
         seeds = ([config.seed, len(blocks), epoch] for epoch in range(-(-count // max(size, 1))))
         orders = [permuted(np.arange(size), size, own) for own in seeds]

@@ -378,8 +378,9 @@ def write(
     `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
     unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
 
-    Raises: ValueError if weights were rounded by `halve`.
+    Raises: ValueError if weights were rounded by `halve`, and as `check_vocabulary`.
     """
+    check_vocabulary(model.config, tokenizer)
     if len({parameter.dtype for parameter in model.parameters()}) > 1:
         raise ValueError("the model's weights were rounded to bfloat16: load it with mixed_precision=False")
     with quiet():

@@ -70,7 +70,8 @@ class Settings:
     @property
     def plain(self) -> bool:
         """Whether nothing has made an embedder of the model yet: of a language model, that is."""
-        return self.about.get("stage") in PLAIN and self.pooling == "mean"
+        plain = self.about.get("plain", self.about.get("stage") in PLAIN)  # the first: of a merge
+        return plain and self.pooling == "mean"
 
 
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Settings]

@@ -75,7 +75,7 @@ class Reading(NamedTuple):
 
     units: Iterable[Unit]
     pooling: str
-    name: Name
+    name: Name  # with the text itself, whose number may be of a list that the user has not
 
 
 class Embedder:
@@ -280,7 +280,7 @@ class Embedder:
         tokens = self._tokens(texts, limit - len(before) - len(after), name)
         whole = (TokenSequence(np.concatenate([before, ids, after])) for ids in tokens)
         units = (Unit(text, np.array([number])) for number, text in enumerate(whole))
-        return Reading(units, self.pooling, name)
+        return Reading(units, self.pooling, lambda number: f"{name(number)} ({texts[number][:60]!r})")
 
     def _documents(
         self, documents: Iterable[Sequence[str]], chunk_length: int | None
@@ -298,7 +298,9 @@ class Embedder:
 
         check(chain.from_iterable(documents), name)
         units = self._windows(documents, chunk_length, name)
-        return Reading(units, self.pooling, name), np.cumsum([0, *map(len, documents)])
+        texts = [*chain.from_iterable(documents)]
+        reading = Reading(units, self.pooling, lambda number: f"{name(number)} ({texts[number][:60]!r})")
+        return reading, np.cumsum([0, *map(len, documents)])
 
     def _windows(self, documents: list[list[str]], chunk_length: int | None, name: Name) -> Iterator[Unit]:
         room = self.window - sum(map(len, self.around))
@@ -319,6 +321,8 @@ class Embedder:
             first += len(chunks)
 
     def _tokens(self, texts: Iterable[str], limit: int | None, name: Name) -> Iterator[np.ndarray]:
+        if len(self.tokenizer) > self.model.config.get_text_config().vocab_size:  # it was given more
+            backbone.check_vocabulary(self.model.config, self.tokenizer)
         tokenizer = self.tokenizer.backend_tokenizer
         for number, ids in enumerate(token_ids(tokenizer, texts, np.int32, Limit(limit))):
             if not len(ids):

@@ -4,6 +4,8 @@
 import logging
 import shutil
 from collections.abc import Sequence
+from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,8 @@ def slerp(base: str | Path, other: str | Path, t: float, path: str | Path) -> Pa
         mergekit cannot merge, and if what it wrote is not a whole checkpoint (it returns normally even when
         it wrote no weights).
     """
-    if not 0 <= t <= 1:
-        raise ValueError(f"t must lie in [0, 1], from one parent to the other; got {t}")
+    if not (isinstance(t, Real) and 0 <= t <= 1):
+        raise ValueError(f"t must lie in [0, 1], from one parent to the other; got {t!r}")
     return _merge("slerp", {"t": t}, [base, other], path, t=t)
 
 
@@ -66,7 +68,12 @@ def _merge(
 ) -> Path:
     """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
     clears), checks the result, and writes it with the first parent's tokenizer and the parents' settings."""
+    if other := [one for one in given if not isinstance(one, str | PathLike)]:
+        raise ValueError(f"a parent is a directory, got one {type(other[0]).__name__}: save_pretrained it")
     path, parents = Path(path), [Path(backbone.require_checkpoint(Path(one).resolve())) for one in given]
+    if not parents or len({*parents}) < len(parents) or path.resolve() in parents:
+        names = ", ".join(map(str, parents)) or "none"
+        raise ValueError(f"{names} → {path}: name at least one parent, none twice, and another folder")
     tokenizers = [*map(backbone.load_tokenizer, parents)]
     settings = [*map(settings_of, parents, tokenizers)]
     first, *others = map(_meaning, parents, tokenizers, settings)
@@ -82,6 +89,7 @@ def _merge(
                 both = f"{name} of {parents[0]} and of {parents[1]}"
                 raise ValueError(f"{both} point opposite ways, and nothing says which way leads between them")
     reads = settings[0].facts | _longest(settings)
+    facts |= {"plain": all(one.plain for one in settings)}
     # No model card: writing one asks the Hub about the parents.
     options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
     silent = logging.NullHandler()  # or mergekit sets the root logger up, and every library speaks up
