@@ -14,7 +14,7 @@ from unmask.losses.tensors import check_shapes, shipped
 # are 256 MiB in float32; but never fewer than 1,024 rows, which a GPU needs to multiply at full speed.
 CHUNK_LOGITS = 2**26
 CHUNK_ROWS = 1024
-CPU_ROWS = 512  # on the CPU, where larger chunks bring little
+CPU_ROWS, CPU_SOFTMAX = 2048, 128  # on a CPU: rows of a product, and of a softmax, which stays in the cache
 
 
 def diffusion_loss(
@@ -84,9 +84,12 @@ def diffusion_loss(
     dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
     rows_RD = rows_RD.to(dtype)
     weight_R = shipped(weight_R.to(torch.promote_types(dtype, torch.float32)), device)
-    size = CPU_ROWS if device.type == "cpu" else max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
+    size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
+    sizes = (CPU_ROWS, CPU_SOFTMAX) if device.type == "cpu" else (size, size)
     with torch.autocast(device.type, enabled=False):
-        nats = _WeightedNats.apply(rows_RD, unembedding_VD, target_R, weight_R, size, torch.is_grad_enabled())
+        nats = _WeightedNats.apply(
+            rows_RD, unembedding_VD, target_R, weight_R, sizes, torch.is_grad_enabled()
+        )
     return nats / (predictable_BL.sum() if normalizer is None else normalizer)
 
 
@@ -166,35 +169,40 @@ def answer_loss(
 
 
 class _WeightedNats(torch.autograd.Function):
-    """Σ weight · (−log p(target)), with the logits of `size` rows at a time.
+    """Σ weight · (−log p(target)), with the logits of few rows at a time.
 
     The gradient, weight · (p − onehot(target)) at the logits, is made beside the loss: no logits are kept,
     and none are computed twice. Products run in the precision of the rows, the softmax in float32 or better.
     The unembedding's gradient is summed in the softmax's precision and rounded to its own once.
+
+    `sizes`: rows of a product with the gradient at the logits, and of a softmax.
     """
 
     @staticmethod
-    def forward(ctx, rows_RD, unembedding_VD, target_R, weight_R, size, with_gradient):
-        total = weight_R.new_zeros(())
-        if with_gradient:
-            d_rows_RD = torch.empty_like(rows_RD)
-            d_unembedding_VD = weight_R.new_zeros(unembedding_VD.shape)
-        output_VD = unembedding_VD.to(rows_RD.dtype)
-        for start in range(0, len(rows_RD), size):
-            part = slice(start, start + size)
+    def forward(ctx, rows_RD, unembedding_VD, target_R, weight_R, sizes, with_gradient):
+        total, output_VD = weight_R.new_zeros(()), unembedding_VD.to(rows_RD.dtype)
+        d_rows_RD, d_unembedding_VD = torch.empty_like(rows_RD), None
+        for part in _parts(len(rows_RD), sizes[0]):
             rows, target, weight = rows_RD[part], target_R[part, None], weight_R[part, None]
-            logits = F.linear(rows, output_VD)
-            p = torch.softmax(logits, dim=1, dtype=weight.dtype)
-            # log Σ e^logit = the highest logit − log of its p, which is at least 1/V.
-            highest, place = logits.max(1, keepdim=True)
-            log_sum = highest.to(weight.dtype) - p.gather(1, place).log()
-            total += (weight * (log_sum - logits.gather(1, target))).sum()
+            d_logits = rows.new_empty(len(rows), len(output_VD)) if with_gradient else None
+            for few in _parts(len(rows), sizes[1]):
+                logits = F.linear(rows[few], output_VD)
+                p = torch.softmax(logits, dim=1, dtype=weight.dtype)
+                # log Σ e^logit = the highest logit − log of its p, which is at least 1/V.
+                highest, place = logits.max(1, keepdim=True)
+                log_sum = highest.to(weight.dtype) - p.gather(1, place).log()
+                total += (weight[few] * (log_sum - logits.gather(1, target[few]))).sum()
+                if with_gradient:
+                    d_logits[few] = p.scatter_add_(1, target[few], -torch.ones_like(weight[few]))
             if with_gradient:
-                d_logits = p.scatter_add_(1, target, -torch.ones_like(weight)).to(rows.dtype)
                 weight = weight.to(rows.dtype)
                 d_rows_RD[part] = (d_logits @ output_VD) * weight
-                d_unembedding_VD += d_logits.T @ (rows * weight)
+                product = d_logits.T @ (rows * weight)
+                first = d_unembedding_VD is None
+                d_unembedding_VD = product.to(weight_R.dtype) if first else d_unembedding_VD.add_(product)
         if with_gradient:
+            if d_unembedding_VD is None:
+                d_unembedding_VD = torch.zeros_like(unembedding_VD)
             ctx.save_for_backward(d_rows_RD, d_unembedding_VD.to(unembedding_VD.dtype))
         return total
 
@@ -202,3 +210,7 @@ class _WeightedNats(torch.autograd.Function):
     def backward(ctx, gradient):
         d_rows_RD, d_unembedding_VD = (d.mul_(gradient.to(d.dtype)) for d in ctx.saved_tensors)
         return d_rows_RD, d_unembedding_VD, None, None, None, None
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
