@@ -106,7 +106,7 @@ def kernels(small: bool) -> Iterator[Row]:
 
     def ours(hidden: Tensor, unembedding: Tensor) -> Tensor:
         weights = torch.full((rows,), 1 / rows, device=DEVICE)
-        return pretraining._WeightedNats.apply(hidden, unembedding, targets, weights, size, True)
+        return pretraining._WeightedNats.apply(hidden, unembedding, targets, weights, (size, size), True)
 
     def plain(hidden: Tensor, unembedding: Tensor) -> Tensor:
         return F.cross_entropy((hidden @ unembedding.T).float(), targets)
