@@ -702,7 +702,7 @@ def test_the_readmes_example_trains_and_asks_more_than_a_hundred_queries(model, 
     """On a tiny model, for two steps."""
     page = (repository() / "README.md").read_text(encoding="utf8")
     (script,) = (code for code in re.findall("```python\n(.*?)```", page, re.S) if "fit(" in code)
-    for given, tiny_one in (("smollm2-135m", str(model)), ('"steps": 50', '"steps": 2')):
+    for given, tiny_one in (("smollm2-135m", str(model)), ('"steps": 30', '"steps": 2')):
         assert given in script
         script = script.replace(given, tiny_one)
     (tmp_path / "train.py").write_text(script)
