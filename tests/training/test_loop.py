@@ -89,6 +89,13 @@ def test_what_is_measured_on_the_way_changes_nothing_and_is_kept(tmp_path):
     assert [row["step"] for row in kept] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+def test_a_model_is_afterwards_as_it_was(tmp_path):
+    model = fit(tmp_path, steps=1)
+    model.get_input_embeddings()(torch.tensor([[1]])).sum().backward()
+    assert not model.get_input_embeddings().weight.grad.is_sparse
+    assert model.config._attn_implementation == "sdpa" and not model.training
+
+
 def test_time_to_a_bar_is_where_the_mean_stays_above_it():
     rows = [
         {"step": s, "seconds": 10.0 * s, "docs": x, "code": x} for s, x in enumerate([0.6, 0.4, 0.7, 0.8])

@@ -131,11 +131,6 @@ class Processes:
         module.to(self.device)
         sharded = self.strategy == "fsdp2" and torch.distributed.is_initialized()
         forward = twin(module) if self.half and self.device.type == "cuda" and not sharded else module
-        if self.device.type == "cpu" and not sharded:
-            # Else every micro-batch fills a gradient of the whole vocabulary with zeros.
-            for part in module.modules():
-                if isinstance(part, nn.Embedding):
-                    part.sparse = True
         if compiled:
             compile_layers(forward, same_length=same_length)
         if sharded:  # the modules of a list are run each on its own
@@ -158,8 +153,8 @@ class Processes:
             module.set_requires_gradient_sync(last)
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Adds up the processes' gradients of a step, where FSDP2 has not done so. Those of embeddings, of
-        which a step reads few rows (`parallel`), become ordinary ones."""
+        """Adds up the processes' gradients of a step, where FSDP2 has not done so. Those of embeddings, which
+        are sparse on a CPU, become ordinary ones."""
         for parameter in model.parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()

@@ -409,8 +409,14 @@ def _equipped(
     kernels = [part.config._attn_implementation for part in parts]
     if config.gradient_checkpointing:
         backbone.checkpoint_activations(model)
-    if processes.half and processes.device.type == "cpu":
+    on_cpu = processes.device.type == "cpu"
+    if processes.half and on_cpu:
         plain_attention(model)
+    # Else every micro-batch fills a gradient of the whole vocabulary with zeros.
+    sparse = on_cpu and processes.strategy != "fsdp2"
+    embeddings = [part for part in model.modules() if sparse and isinstance(part, nn.Embedding)]
+    for part in embeddings:
+        part.sparse = True
     betas = config.beta1, config.beta2
     try:
         with fused_layers(model) if config.fused else nullcontext():
@@ -423,6 +429,8 @@ def _equipped(
             model.to(device)
             for part, kernel in zip(parts, kernels):
                 part.set_attn_implementation(kernel)
+            for part in embeddings:
+                part.sparse = False
             for layer in backbone.layers(model):
                 layer._compiled_call_impl, layer.gradient_checkpointing = None, False
 
