@@ -208,7 +208,8 @@ def fit(
         if rounded:
             asked = {"device": model.devices, **vars(model.settings)}
             model = Embedder.from_pretrained(whole, mixed_precision=False, **asked)
-        own = model if given else Embedder.from_pretrained(model, mixed_precision=False)
+        source = model if given else folder_of(model)
+        own = model if given else Embedder.from_pretrained(source, mixed_precision=False)
         settings, causal = own.settings, not backbone.sees_both_sides(own.model)
         if bidirectional is False and not causal:
             raise ConfigError("bidirectional=False: this model reads both sides already, leave it out")
@@ -219,11 +220,11 @@ def fit(
         if keep_layers is not None:
             backbone.keep_layers(own.model, keep_layers)
         if keep_layers is not None and stage == "diffusion" and not given:  # with its output matrix
-            start = str(backbone.cut_short(folder_of(model), keep_layers, place / "cut"))
+            start = str(backbone.cut_short(source, keep_layers, place / "cut"))
         elif given or keep_layers is not None:
             start = str(own.save_pretrained(place / "start"))
         else:
-            start = str(folder_of(model))
+            start = str(source)
         if turned:
             backbone.make_bidirectional(own.model, own.tokenizer, "")
         if own.pooling != "mean" and stage != "pair":
