@@ -170,7 +170,7 @@ class Watch:
         if self.before:
             axes.legend(frameon=False)
         for below in beneath:
-            at = [row["step"] for row in self.probed]
+            at = [row["step"] - 1 for row in self.probed]  # after this step, as the loss counts them
             for name in {name for row in self.probed for name in row} - {"step", "seconds"}:
                 below.plot(at, [row[name] for row in self.probed], marker=".", color="0.75")
             below.plot(at, list(map(quality, self.probed)), marker="o", color="C0", label="this model")
