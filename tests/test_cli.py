@@ -211,7 +211,7 @@ def test_own_texts_that_the_tokenizer_hardly_knows_are_noted(tmp_path, capsys) -
     cli._weights(load_preset("own", ready | {"data.source": str(tmp_path / "own.yaml")}))
     note = capsys.readouterr().out
     assert note.startswith("note: bytes of text in a token: pairs ") and note.count("\n") == 1
-    assert "documents" not in note and "another backbone.checkpoint" in note and "--preset cpu" in note
+    assert "documents" not in note and "another backbone.checkpoint" in note and "--preset scratch" in note
 
 
 def test_paths_from_here_are_whole_paths_for_kernels(tmp_path, monkeypatch) -> None:

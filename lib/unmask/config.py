@@ -169,6 +169,7 @@ class PretrainConfig(TrainConfig):
 
     schedule: Literal["wsd", "cosine", "linear"] = "wsd"
     length: Several  # tokens of a packed block
+    freeze_embeddings: bool = False  # they stay as they are, and so does an output matrix tied to them
 
     def halved(self, device: str) -> dict[str, int]:
         fewer = super().halved(device)

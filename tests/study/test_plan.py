@@ -142,12 +142,14 @@ def test_every_training_of_the_notebooks_is_planned_and_no_other():
         own = re.findall(r'"section": "(\w+)"', code)
         kinds = re.findall(rf"\b({'|'.join(SECTIONS)})\(config, corpus", code)
         started |= {(path.stem, stage) for stage in own or map(SECTIONS.get, kinds)}
-    found = [plan.trainings(load_preset(name), 1) for name in ("cpu", "cut")]  # cut's base is cut short
+    found = [plan.trainings(load_preset(name), 1) for name in ("scratch", "cpu")]  # cpu's base is cut short
     assert {(t.notebook, t.stage) for t in itertools.chain(*found)} == started
     assert [sum(t.number for t in row) for row in found] == [44, 21]
-    twice = plan.trainings(load_preset("cpu", {"ablation.rates": [0.5, 1.0]}), 1)
+    twice = plan.trainings(load_preset("scratch", {"ablation.rates": [0.5, 1.0]}), 1)
     assert sum(t.number for t in twice) == 44 + 8  # each arm once more
-    chosen = plan.trainings(load_preset("cpu", {"ablation.rates": [0.5, 1.0], "ablation.rate_steps": 9}), 1)
+    chosen = plan.trainings(
+        load_preset("scratch", {"ablation.rates": [0.5, 1.0], "ablation.rate_steps": 9}), 1
+    )
     assert [(t.number, t.steps) for t in chosen if t.notebook[:2] == "07" and t.stage == "pair"][:2] == [
         (16, 9),  # each arm at each rate, shortly
         (8, 40),  # then at the rate that was chosen

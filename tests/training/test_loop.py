@@ -38,15 +38,16 @@ def assert_same(one, two, folders):
     assert first == second and [row["step"] for row in first] == list(range(8))
 
 
-RESUMED = [(name, "fp32", False) for name in tiny_stages.STAGES]
-RESUMED += [("diffusion", "bf16", False), ("pair", "bf16", False)]
+RESUMED = [(name, {"precision": "fp32"}) for name in tiny_stages.STAGES]
+RESUMED += [(name, {"precision": "bf16"}) for name in ("diffusion", "pair")]
+RESUMED += [("diffusion", {"precision": "fp32", "freeze_embeddings": True})]
 COMPILED = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler on this machine")
-RESUMED += [pytest.param("pair", "bf16", True, marks=[pytest.mark.slow, COMPILED])]
+SLOW = [pytest.mark.slow, COMPILED]
+RESUMED += [pytest.param("pair", {"precision": "bf16", "compile": True}, marks=SLOW)]
 
 
-@pytest.mark.parametrize(("name", "precision", "compiled"), RESUMED)
-def test_resumed_equals_uninterrupted(tmp_path, name, precision, compiled):
-    how = {"precision": precision, "compile": compiled}
+@pytest.mark.parametrize(("name", "how"), RESUMED)
+def test_resumed_equals_uninterrupted(tmp_path, name, how):
     whole = fit(tmp_path / "whole", name, **how)
     # Stopped between two checkpoints, then at a step whose checkpoint is not yet written, then left alone.
     for step in (4, 5):
@@ -94,6 +95,15 @@ def test_a_model_is_afterwards_as_it_was(tmp_path):
     model.get_input_embeddings()(torch.tensor([[1]])).sum().backward()
     assert not model.get_input_embeddings().weight.grad.is_sparse
     assert model.config._attn_implementation == "sdpa" and not model.training
+
+
+@pytest.mark.parametrize("name", ["ar", "diffusion"])
+def test_embeddings_that_are_frozen_stay_and_all_else_learns(tmp_path, name):
+    before, after = tiny_stages.model(name), fit(tmp_path, name, freeze_embeddings=True)
+    same = {key for key, x in before.state_dict().items() if torch.equal(x, after.state_dict()[key])}
+    tied = before.config.tie_word_embeddings
+    assert same == {"model.embed_tokens.weight"} | ({"lm_head.weight"} if tied else set())
+    assert all(parameter.requires_grad for parameter in after.parameters())
 
 
 def test_time_to_a_bar_is_where_the_mean_stays_above_it():

@@ -417,6 +417,8 @@ def _equipped(
     embeddings = [part for part in model.modules() if sparse and isinstance(part, nn.Embedding)]
     for part in embeddings:
         part.sparse = True
+    frozen = model.get_input_embeddings() if getattr(config, "freeze_embeddings", False) else nn.Module()
+    frozen.requires_grad_(False)
     betas = config.beta1, config.beta2
     try:
         with fused_layers(model) if config.fused else nullcontext():
@@ -425,6 +427,7 @@ def _equipped(
             yield own, module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
     finally:
         model.eval().zero_grad()
+        frozen.requires_grad_(True)
         if processes.accelerator is None:  # else this process ends with the training
             model.to(device)
             for part, kernel in zip(parts, kernels):
@@ -469,8 +472,9 @@ def lr_factor(config: TrainConfig, step: int) -> float:
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, gains of norms do not."""
+    """Matrices decay, gains of norms do not. What is frozen is left out."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
