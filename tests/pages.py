@@ -19,7 +19,7 @@ from benchmarks import roofline
 from unmask.config import load_preset
 from unmask.evaluation import REFERENCE
 from unmask.run import Run
-from unmask.store import repository
+from unmask.store import read_json, repository
 from unmask.study import evidence, report
 from unmask.study.recipe import recipe
 
@@ -101,6 +101,22 @@ def verdicts() -> str:
     return report.markdown_table(rows)
 
 
+def time_to_bm25() -> str:
+    """Seconds of training after which each run finds more than BM25 in docstrings and code, by its processor."""
+    rows = []
+    for run in RUNS:
+        pair, made = (read_json(RESULTS / run / f"{name}.json") for name in ("02_pair", "provenance"))
+        measured, seconds, bm25 = pair.get("measured"), pair.get("time_to_bm25"), "not run"
+        if measured:
+            best = max(mean((row["docs"], row["code"])) for row in measured)
+            told = f"after {seconds:.0f} s" if seconds else f"not within {measured[-1]['step']} steps of pairs"
+            bm25 = f"{told}; at best {best:.2f}, BM25 {pair['bars']['BM25']:.2f}"
+        host = made["hardware"]
+        where = f"{host['cores']} cores of {host['cpu']}, {'with' if host['bf16'] else 'without'} bf16"
+        rows.append({"preset": f"`{run}`", "processor": where if measured else "–", "above BM25": bm25})
+    return report.markdown_table(rows)
+
+
 def example() -> str:
     """A query about a chunk that only its document explains, and what each way of searching ranks first."""
     found = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
@@ -136,6 +152,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quality-cpu": lambda: quality("cpu"),
     "claims": verdicts,
     "example": example,
+    "time-to-bm": time_to_bm25,
     "speed": speed,
     "launches": roofline.launches,
     "roofline": roofline.roofline,
