@@ -316,8 +316,6 @@ class SynthesisConfig(EndpointConfig):
     personas: Count = 5  # most relevant ones, of which the model picks the character; the paper's top-5
     min_similarity: float = 0.7  # cosine below which a pair is dropped; Qwen3-Embedding's filter
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("English",)  # of the queries, drawn
-    price_in: float = 0.0  # per million tokens of prompts; 0: the estimate names no price
-    price_out: float = 0.0  # per million tokens of answers
     seed: Whole = 0
 
 
