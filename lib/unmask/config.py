@@ -580,22 +580,11 @@ def preset_from(values: dict[str, Any]) -> Preset:
         raise ConfigError(f"preset {values.get('name')}: {explained(error, Preset)}") from None
 
 
-def check_keys(kind: type, values: Mapping[str, Any], section: str) -> None:
-    """Makes sure that a section has all of these keys.
-
-    Raises: ConfigError that names the first one which it has not, and the nearest that it has.
-    """
-    known = kind.__dataclass_fields__
-    if unknown := values.keys() - known.keys():
-        raise ConfigError(f"{section}: unknown key {min(unknown)!r}{nearest(min(unknown), known)}")
-
-
 def changed(config: Any, values: Mapping[str, Any], section: str) -> Any:
     """A section with other values for some of its keys.
 
     Raises: ConfigError, as `load_preset`.
     """
-    check_keys(type(config), values, section)
     try:
         return dataclasses.replace(config, **values)
     except ValidationError as error:
