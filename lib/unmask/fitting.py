@@ -168,8 +168,8 @@ def fit(
             pooling, else the mean. Where `cluster_size` or `filter_margin` ask for look-alikes, the model
             finds them.
     Returns: the embedder, in float32, with `helped` (None if nothing was held out) and `checkpoint`.
-    Raises: ConfigError for an unknown stage or key, ValueError for rows that cannot be used, before a model
-        is loaded; ValueError for a model that the stage cannot train, and for layers that it has not;
+    Raises: ConfigError for an unknown stage, key or value, ValueError for rows that cannot be used, before a
+        model is loaded; ValueError for a model that the stage cannot train, and for layers that it has not;
         TrainingStopped, if it was interrupted.
 
     Example:
@@ -393,9 +393,8 @@ def _config(
     """
     section = SMALL[stage] | ({"pooling": pooling} if stage == "pair" else {}) | values
     positions = getattr(shape, "max_position_embeddings", None) or section.get("document_length", 512)
-    section |= {
-        key: min(section[key], positions) for key in section if key.endswith("length") and key not in values
-    }
+    lengths = [key for key in section if key.endswith("length") and key not in values]
+    section |= {key: min(section[key], positions) for key in lengths}
     count: float = len(rows)
     if stage == "diffusion":  # so many blocks, about
         count = max(1, sum(len(row["text"]) for row in rows) // (4 * section["length"]))
