@@ -102,15 +102,15 @@ def verdicts() -> str:
 
 
 def time_to_bm25() -> str:
-    """Seconds of training after which each run finds more than BM25 in docstrings and code, by its processor."""
+    """Seconds of training after which a run finds more than BM25 in docstrings and code."""
     rows = []
     for run in RUNS:
         pair, made = (read_json(RESULTS / run / f"{name}.json") for name in ("02_pair", "provenance"))
         measured, seconds, bm25 = pair.get("measured"), pair.get("time_to_bm25"), "not run"
         if measured:
             best = max(mean((row["docs"], row["code"])) for row in measured)
-            told = f"after {seconds:.0f} s" if seconds else f"not within {measured[-1]['step']} steps of pairs"
-            bm25 = f"{told}; at best {best:.2f}, BM25 {pair['bars']['BM25']:.2f}"
+            never = f"not within {measured[-1]['step']} steps of pairs"
+            bm25 = f"{f'after {seconds:.0f} s' if seconds else never}; at best {best:.2f}, BM25 {pair['bars']['BM25']:.2f}"
         host = made["hardware"]
         where = f"{host['cores']} cores of {host['cpu']}, {'with' if host['bf16'] else 'without'} bf16"
         rows.append({"preset": f"`{run}`", "processor": where if measured else "–", "above BM25": bm25})

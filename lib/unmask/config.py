@@ -244,19 +244,13 @@ class ContextualConfig(ContrastiveConfig):
     queries_per_document: Count = 4  # at most, drawn anew each time
     chunk_length: Count
     chunks: Count  # per document, at most
-    recut: bool = False  # documents anew into exactly `chunks` chunks of chunk_length tokens (appendix B)
     draw: Literal["queries", "documents"] = "queries"  # what counts as the size of a data set; the paper's
-    single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
-    join: Count = 1  # above 1: so many of these pairs a document, instead of the data's own (ConTEB, table 4)
+    single: Whole = 0  # pairs of each data set as documents of one chunk, against forgetting
     objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ
     alpha: Share = 0.2  # weight of the in-sequence term in the local loss
     beta_start: Share = 0.2  # weight of the global loss, first step
     beta_end: Share = 0.5  # last step
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
-
-    def __post_init__(self):
-        if self.join > min(self.chunks, self.single or 1):
-            raise ValueError(f"join {self.join} > chunks {self.chunks} or single {self.single}: raise those")
 
     @property
     def document_length(self) -> int:
@@ -577,22 +571,11 @@ def preset_from(values: dict[str, Any]) -> Preset:
         raise ConfigError(f"preset {values.get('name')}: {explained(error, Preset)}") from None
 
 
-def check_keys(kind: type, values: Mapping[str, Any], section: str) -> None:
-    """Makes sure that a section has all of these keys.
-
-    Raises: ConfigError that names the first one which it has not, and the nearest that it has.
-    """
-    known = kind.__dataclass_fields__
-    if unknown := values.keys() - known.keys():
-        raise ConfigError(f"{section}: unknown key {min(unknown)!r}{nearest(min(unknown), known)}")
-
-
 def changed(config: Any, values: Mapping[str, Any], section: str) -> Any:
     """A section with other values for some of its keys.
 
     Raises: ConfigError, as `load_preset`.
     """
-    check_keys(type(config), values, section)
     try:
         return dataclasses.replace(config, **values)
     except ValidationError as error:

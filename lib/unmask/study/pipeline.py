@@ -41,7 +41,7 @@ from unmask.store import (
 )
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
-ASIDE = ("study/pipeline.py", "study/execute.py", "study/kernels.py", "study/plan.py", "study/clean.py")
+ASIDE = ("study/pipeline.py", "study/execute.py", "study/kernels.py", "study/plan.py")
 ASIDE += ("study/progress.py", "children.py", "cli.py", "data/hub.py", "data/mirror.py", "__main__.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12_report"  # the notebook that is published as the report
