@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform, get_args
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unmask.store import Strict, nearest, repository
@@ -96,19 +96,12 @@ class BackboneConfig(Section):
             raise ValueError("keep_layers cuts a checkpoint short: name one, or set layers")
 
 
-def _by_itself(fused: bool, info: ValidationInfo) -> bool:
-    if fused and info.data.get("compile"):
-        raise ValueError("replaces what compile would compile: set one of the two to false")
-    return fused
-
-
 class ComputeConfig(Section):
     """How a training is computed. It may change midway: results stay the same, rounding aside."""
 
     token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `budget`
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
     compile: bool = False  # torch.compile of every layer; a minute or two on a GPU, before it pays
-    fused: Annotated[bool, AfterValidator(_by_itself)] = False  # Liger's kernels instead; extra `gpu`
     checkpoint_seconds: Whole = 120  # between two: all that a kill costs; more where one takes over 4 s
     keep_checkpoints: Count = 1  # the newest so many
 
