@@ -84,3 +84,12 @@ def test_a_compiled_layer_launches_a_quarter_and_computes_the_same(as_on_a_gpu):
             results = [tiny.with_gradients(one(**given), one) for one in (compiled, part)]
             assert_close(*results, 2e-2)
     assert len(counts) == 2 and sum(one["all"] for one in counts) <= 50  # forward and backward; asked for: 70
+
+
+def test_without_a_compiler_layers_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    model = tiny.model()
+    with pytest.warns(UserWarning, match=r"need g\+\+ and .*Python\.h: trained without"):
+        compile_layers(model, same_length=True)
+    assert not any(layer._compiled_call_impl for layer in backbone.layers(model))

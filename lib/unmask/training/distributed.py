@@ -108,13 +108,13 @@ class Processes:
 
     def later(self, x: Tensor) -> Callable[[], list[float]]:
         """Copies a tensor to the CPU; what is returned waits for that copy, not for what came after it."""
-        copy, done = x.to("cpu", non_blocking=True), torch.cuda.Event() if x.is_cuda else None
-        if done:
-            done.record()
+        copy = x.to("cpu", non_blocking=True)
+        if not x.is_cuda:
+            return copy.tolist
+        done = torch.cuda.current_stream(x.device).record_event()
 
         def read() -> list[float]:
-            if done:
-                done.synchronize()
+            done.synchronize()
             return copy.tolist()
 
         return read
