@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -38,6 +38,7 @@ from unmask.training.launch import STOP, TrainingStopped, launch, several
 from unmask.training.stages import Stage
 from unmask.training.watch import METRICS, Watch, history
 
+CHECKPOINTS = "checkpoints"  # in a training's folder, while it runs
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 READ = ("rows", "tokens", "texts", "blocks", "held out")  # of its numbers, those that are no loss
@@ -235,86 +236,60 @@ def steps(
     """
     config, processes = stage.config, processes or Processes.alone(stage.config.precision)
     with _equipped(stage, model, processes) as (module, forward, optimizer):
-        saved = _Checkpoints(folder / "checkpoints", model, optimizer, config, processes)
-        losses = _Losses(stage, folder / METRICS, report, signals, processes, saved)
-        for step, (batch, logged) in _ahead(stage.drawn, range(saved.step, config.steps)):
+        progress = _Progress(stage, model, optimizer, folder, processes, report, save, watch, signals)
+        for step, (batch, logged) in _ahead(stage.drawn, range(progress.resume(), config.steps)):
             refresh(forward, module)
             row = _backward(stage, forward, optimizer, batch, step, processes)
             row["lr"] = config.lr * lr_factor(config, step)
             values = _update(model, optimizer, row["loss"], row["lr"], config.clip, processes)
-            losses.add({"step": step, **logged, **row}, values)
-            losses.read(processes.ahead)
-            if losses.stop or losses.due or _is_milestone(stage, step, watch):
-                losses.read(0)  # what is saved is known to be good
-                _at_milestone(stage, model, folder, step, save, watch)
-                if (losses.stop or losses.due) and step + 1 < config.steps:
-                    saved.save(step + 1, stop=losses.stop)
-                losses.began = perf_counter()
+            progress.add({"step": step, **logged, **row}, values)
+            progress.read(processes.ahead)
+            progress.snapshot(step + 1)
     return model
 
 
-class _Checkpoints:
-    """The checkpoints of a training, whose last one is put back in place: `step` steps are done then."""
+@dataclass
+class _Progress:
+    """What is written of a training: a line of the log for each step, checkpoints, models on its way.
 
-    def __init__(
-        self, folder: Path, model: nn.Module, optimizer: Optimizer, config: TrainConfig, processes: Processes
-    ):
-        self.folder, self.model, self.optimizer, self.config = folder, model, optimizer, config
-        self.processes, self.last = processes, processes.agreed(next(reversed(checkpoints(folder)), None))
-        self.step = load_checkpoint(self.last, model, optimizer) if self.last else 0
-        self.written, self.pause = monotonic(), config.checkpoint_seconds
-
-    def due(self) -> bool:
-        """Whether it is time for the next."""
-        return monotonic() - self.written >= self.pause
-
-    def save(self, step: int, *, stop: bool) -> None:
-        """Writes one; the longer that takes, the later the next is due.
-
-        Raises: TrainingStopped, if the training is to stop.
-        """
-        began, least = monotonic(), self.config.checkpoint_seconds
-        state = self.model, self.optimizer, step, self.processes
-        self.last = save_checkpoint(self.folder, *state, keep=self.config.keep_checkpoints)
-        if stop:  # one process at least
-            raise TrainingStopped(f"told to stop: {step} steps are saved, run it again")
-        self.written = monotonic()
-        self.pause = least and max(least, RARE * (self.written - began))
-
-
-class _Losses:
-    """The losses of the steps, on their way from the device to the log, and whether a process was told to
-    `stop`, or a checkpoint is `due`. On a GPU they are read when the next step is launched: it never waits.
+    On a GPU the loss of a step is read when the next one is launched, so the GPU never waits.
     """
 
-    stop = due = False
+    stage: Stage
+    model: nn.Module
+    optimizer: Optimizer
+    folder: Path
+    processes: Processes
+    report: Report
+    save: Callable[[Path], None]
+    watch: Watch | None
+    signals: Sequence[int]
+    unread: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = field(default_factory=deque)
+    stop: float = 0  # above 0: processes were told to stop
+    due: float = 0  # above 0: a checkpoint is due
 
-    def __init__(
-        self,
-        stage: Stage,
-        log: Path,
-        report: Report,
-        signals: Sequence[int],
-        processes: Processes,
-        saved: _Checkpoints,
-    ):
-        self.stage, self.log, self.report, self.signals = stage, log, report, signals
-        self.processes, self.saved, self.began = processes, saved, perf_counter()
-        self.unread: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = deque()
-        if processes.main:
+    def resume(self) -> int:
+        """Loads the last checkpoint, cuts the log after it, and returns the number of steps done."""
+        log, config = self.folder / METRICS, self.stage.config
+        self.last = self.processes.agreed(next(reversed(checkpoints(self.folder / CHECKPOINTS)), None))
+        done = load_checkpoint(self.last, self.model, self.optimizer) if self.last else 0
+        if self.processes.main:
             lines = log.read_text(encoding="utf8").splitlines(keepends=True) if log.is_file() else []
-            write_atomic(log, "".join(lines[: saved.step]))  # the others are trained again
-            report({"total": stage.config.steps, "done": saved.step})
-        processes.wait()
+            write_atomic(log, "".join(lines[:done]))  # what comes after is trained again
+            self.report({"total": config.steps, "done": done})
+        self.processes.wait()
+        self.began, self.saved, self.pause = perf_counter(), monotonic(), config.checkpoint_seconds
+        return done
 
     def add(self, row: dict[str, Any], values: Tensor) -> None:
         """A step that was launched, with its loss and its gradient's norm."""
-        stop, due = _stop_requested(self.signals, self.processes), self.processes.main and self.saved.due()
-        requests = self.processes.sum(self.processes.ship(torch.tensor([float(stop), float(due)])))
+        due = self.processes.main and monotonic() - self.saved >= self.pause
+        requests = torch.tensor([float(_stop_requested(self.signals, self.processes)), float(due)])
+        requests = self.processes.sum(self.processes.ship(requests))
         self.unread.append((row, self.processes.later(torch.cat([values, requests]))))
 
     def read(self, most: int) -> None:
-        """Reads, writes and reports the oldest, until at most so many are left.
+        """Reads, writes and reports the oldest steps, until at most so many are unread.
 
         Raises: FloatingPointError if a loss or a gradient is not finite.
         """
@@ -326,29 +301,42 @@ class _Losses:
                 raise FloatingPointError(
                     f"the loss is {row['loss']}, the norm of its gradient {row['grad_norm']} at step "
                     f"{row['step']}: lower lr or clip, or look at the rows {rows[:8].tolist()} … of data set "
-                    f"{dataset!r}; last good checkpoint: {self.saved.last or 'none'}"
+                    f"{dataset!r}; last good checkpoint: {self.last or 'none'}"
                 )
             row["seconds"], self.began = perf_counter() - self.began, perf_counter()
             if self.processes.main:
-                with self.log.open("a", encoding="utf8") as file:
-                    file.write(json.dumps(row) + "\n")
+                with (self.folder / METRICS).open("a", encoding="utf8") as log:
+                    log.write(json.dumps(row) + "\n")
                 self.report(row)
 
+    def snapshot(self, done: int) -> None:
+        """Measures the model after so many steps, saves it and writes a checkpoint, each where it is due.
 
-def _is_milestone(stage: Stage, step: int, watch: Watch | None) -> bool:
-    """Whether the model is measured or saved after a step, as it is after the last one."""
-    probed = watch is not None and watch.due(step)
-    return probed or step + 1 in (stage.config.steps, *stage.job.milestones)
+        Raises: TrainingStopped if a process was told to stop, once that is saved.
+        """
+        last, milestone = done == self.stage.config.steps, done in self.stage.job.milestones
+        probed = self.watch is not None and self.watch.due(done - 1)
+        if not (last or milestone or probed or self.stop or self.due):
+            return
+        self.read(0)  # what is saved is known to be good
+        if probed:
+            seconds = sum(row["seconds"] for row in history(self.folder / METRICS))
+            self.watch.measure(self.model, done - 1, seconds)
+        if milestone:
+            self.save(self.folder / MILESTONES / f"step-{done:07d}")
+        if (self.stop or self.due) and not last:
+            self.checkpoint(done)
+        self.began = perf_counter()
 
-
-def _at_milestone(
-    stage: Stage, model: nn.Module, folder: Path, step: int, save: Callable[[Path], None], watch: Watch | None
-) -> None:
-    """Measures the model after a step and saves it, where it is time for that."""
-    if watch is not None and watch.due(step):
-        watch.measure(model, step, sum(row["seconds"] for row in history(folder / METRICS)))
-    if step + 1 in stage.job.milestones:
-        save(folder / MILESTONES / f"step-{step + 1:07d}")
+    def checkpoint(self, done: int) -> None:
+        """Writes a checkpoint; the longer it takes, the later the next one is due."""
+        began, config = monotonic(), self.stage.config
+        state, keep = (self.model, self.optimizer, done, self.processes), config.keep_checkpoints
+        self.last = save_checkpoint(self.folder / CHECKPOINTS, *state, keep=keep)
+        if self.stop:
+            raise TrainingStopped(f"told to stop: {done} steps are saved, run it again")
+        self.saved = monotonic()
+        self.pause = config.checkpoint_seconds and max(config.checkpoint_seconds, RARE * (self.saved - began))
 
 
 def _backward(
@@ -366,26 +354,17 @@ def _backward(
             return stage.backward(forward, batch, processes)
         except torch.OutOfMemoryError:
             pass  # what the error refers to is free from here on
-        smaller = stage.config.halved(processes.device.type)
+        section, smaller = stage.job.section, stage.config.halved(processes.device.type)
         if not smaller or processes.accelerator:  # whose peers, and FSDP2, are in the middle of a pass
-            raise torch.OutOfMemoryError(_remedy(stage.job.section, smaller))
+            keys = ", ".join(f"{section}.{key}={value}" for key, value in smaller.items())
+            keys = keys or f"{section}.gradient_checkpointing=true, lower lengths, or parallel.strategy=fsdp2"
+            raise torch.OutOfMemoryError(f"memory does not hold a micro-batch of {section}: set {keys}")
         stage.config = replace(stage.config, **smaller)
         if stage.same_length:  # else the graph for the next size would be one for all sizes
             torch.compiler.reset()
         optimizer.zero_grad()
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _remedy(section: str, smaller: dict[str, int]) -> str:
-    """What memory does not hold, and the keys to change."""
-    if smaller:
-        keys = ", ".join(f"{section}.{key}={value}" for key, value in smaller.items())
-        return f"memory does not hold a micro-batch of {section}: set {keys} or less"
-    return (
-        f"memory does not hold {section}'s longest text: lower its length, set "
-        f"{section}.gradient_checkpointing=true, or share the model (parallel.strategy=fsdp2)"
-    )
 
 
 def _update(
@@ -476,7 +455,7 @@ def _ahead(make: Callable[[int], Any], steps: range) -> Iterator[tuple[int, Any]
 
 def _finish(folder: Path) -> None:
     """Removes what a training whose model is saved needs no more."""
-    for name in ("checkpoints", "torchrun"):
+    for name in (CHECKPOINTS, "torchrun"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
