@@ -9,6 +9,7 @@ import nbformat
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3Model
 
@@ -186,6 +187,10 @@ def test_each_remedy_helps():
     ]
     for words in remedies:
         changes = dict(word.split("=") for word in words if "=" in word)
+<<<<<<< HEAD
+=======
+        changes = {key: yaml.safe_load(value) for key, value in changes.items()}
+>>>>>>> h77b
         gpus = int(words[1]) if words[0] == "--gpus" else 8
         changed = load_preset("hub-0.6b", changes | {"parallel.num_processes": gpus})
         assert plan.describe(changed, gpu_memory=55e9)
