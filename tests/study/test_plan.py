@@ -187,10 +187,7 @@ def test_each_remedy_helps():
     ]
     for words in remedies:
         changes = dict(word.split("=") for word in words if "=" in word)
-<<<<<<< HEAD
-=======
         changes = {key: yaml.safe_load(value) for key, value in changes.items()}
->>>>>>> h77b
         gpus = int(words[1]) if words[0] == "--gpus" else 8
         changed = load_preset("hub-0.6b", changes | {"parallel.num_processes": gpus})
         assert plan.describe(changed, gpu_memory=55e9)
