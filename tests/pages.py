@@ -45,7 +45,7 @@ def quality(run: str) -> str:
     by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
     every = [report.measured(report.STAGES, one) | _headed(one) for one in by_seed]
     families = evidence.gathered(every)
-    wikipedia = evidence.gathered({"Wikipedia": _wikipedia(one)} for one in by_seed)["Wikipedia"]
+    wikipedia = evidence.gathered({"Wikipedia": _wikipedia(one)} for one in by_seed).get("Wikipedia", {})
     rows = []
     for model in MODELS:
         found, headed = families.get(model, {}), model.endswith(HEADED)
