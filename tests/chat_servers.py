@@ -23,7 +23,7 @@ class ChatServer:
     """What a server answers, and what it was asked.
 
     Args:
-        fault: (prompt, how often it has come before) → a status as a string, or None.
+        fault: (prompt, how often it has come before) → a status as a string, "0" to hang up, or None.
         write: prompt → the message's content; by default what a good model would write.
         delay: seconds that an answer takes.
 
@@ -58,6 +58,9 @@ def chat_server(*faults: Callable[[str, int], str | None], **given: Any) -> Iter
 class Chat(Handler):
     owner: ChatServer
 
+    def do_GET(self) -> None:
+        self.send_json({"error": {"message": "models are not listed"}}, 404)
+
     def do_POST(self) -> None:
         owner = self.owner
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -79,7 +82,9 @@ class Chat(Handler):
     def reply(self, prompt: str, before: int) -> None:
         owner, fault = self.owner, self.owner.fault(prompt, before)
         time.sleep(owner.delay)
-        if fault:
+        if fault == "0":
+            self.close_connection = True
+        elif fault:
             self.send_json({"error": {"message": f"bad key: {self.headers['Authorization']}"}}, int(fault))
         elif self.path != "/v1/chat/completions":
             self.send_json({"error": {"message": "no such path"}}, 404)
@@ -136,4 +141,4 @@ def config(server: ChatServer | str, **changes: Any) -> SynthesisConfig:
     place = {"endpoint": getattr(server, "url", server), "model": "test", "api_key_env": "UNMASK_TEST_KEY"}
     amounts = {"passages": 24, "documents": 5, "queries_per_document": 3, "min_similarity": 0.1}
     patience = {"concurrency": 4, "timeout": 600.0, "retries": 2}
-    return SynthesisConfig(**place | amounts | patience | {"price_in": 1.0, "price_out": 2.0} | changes)
+    return SynthesisConfig(**place | amounts | patience | changes)

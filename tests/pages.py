@@ -19,7 +19,7 @@ from benchmarks import roofline
 from unmask.config import load_preset
 from unmask.evaluation import REFERENCE
 from unmask.run import Run
-from unmask.store import repository
+from unmask.store import read_json, repository
 from unmask.study import evidence, report
 from unmask.study.recipe import recipe
 
@@ -45,7 +45,7 @@ def quality(run: str) -> str:
     by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
     every = [report.measured(report.STAGES, one) | _headed(one) for one in by_seed]
     families = evidence.gathered(every)
-    wikipedia = evidence.gathered({"Wikipedia": _wikipedia(one)} for one in by_seed)["Wikipedia"]
+    wikipedia = evidence.gathered({"Wikipedia": _wikipedia(one)} for one in by_seed).get("Wikipedia", {})
     rows = []
     for model in MODELS:
         found, headed = families.get(model, {}), model.endswith(HEADED)
@@ -101,6 +101,23 @@ def verdicts() -> str:
     return report.markdown_table(rows)
 
 
+def time_to_bm25() -> str:
+    """Seconds of training after which a run finds more than BM25 in docstrings and code."""
+    rows = []
+    for run in RUNS:
+        pair, made = (read_json(RESULTS / run / f"{name}.json") for name in ("02_pair", "provenance"))
+        if not pair.get("measured"):  # earlier runs
+            continue
+        host, seconds, bm25 = made["hardware"], pair["time_to_bm25"], pair["bars"]["BM25"]
+        best = max(mean((row["docs"], row["code"])) for row in pair["measured"])
+        where = f"{host['cores']} cores of {host['cpu']}, {'with' if host['bf16'] else 'without'} bf16"
+        when = f"after {seconds:.0f} s" if seconds else "never"
+        rows.append(
+            {"preset": f"`{run}`", "processor": where, "above BM25": f"{when} ({best:.2f}, {bm25:.2f})"}
+        )
+    return report.markdown_table(rows)
+
+
 def example() -> str:
     """A query about a chunk that only its document explains, and what each way of searching ranks first."""
     found = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
@@ -136,6 +153,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quality-cpu": lambda: quality("cpu"),
     "claims": verdicts,
     "example": example,
+    "time-to-bm": time_to_bm25,
     "speed": speed,
     "launches": roofline.launches,
     "roofline": roofline.roofline,

@@ -4,11 +4,8 @@ import json
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 import tiny
 from fake_hub import known_hub
@@ -121,7 +118,6 @@ REFUSED = {
     "run of the lab": ("run --run lab", "--run lab: a run's name is its folders'"),
     "no GPUs": ("run --gpus 0", "parallel.num_processes must be greater than or equal to 1, got 0"),
     "too many GPUs": ("run --gpus 99", "99 GPUs are needed on this machine, and it has "),
-    "unknown run": ("clean --run never", "/never does not exist"),
 }
 
 
@@ -132,34 +128,6 @@ def test_refused_request(capsys, tmp_path, command, message):
     errors = capsys.readouterr().err
     assert errors.startswith("unmask: ") and message in errors and errors.count("\n") == 1
     assert not any(tmp_path.iterdir())
-
-
-OLD, NEW, NEXT = "0" * 16, "a" * 16, "b" * 16  # fingerprints
-
-
-@pytest.fixture(params=["smoke", "lab/smoke"])
-def trained(request: pytest.FixtureRequest, checkout: Checkout) -> Path:
-    """A run, or that of notebooks opened by hand: an earlier training, the current one, and one that has just
-    begun; another notebook has half of one."""
-    artifacts = checkout.root / "artifacts" / request.param
-    pair = artifacts / "02_pair" / "pair"
-    for age, name in enumerate((NEXT, NEW, OLD)):
-        weights = pair / name / ("checkpoints/step-1" if name == NEXT else "model") / "model.safetensors"
-        weights.parent.mkdir(parents=True)
-        weights.write_bytes(bytes(1_000_000))
-        os.utime(pair / name, (time.time() - 1000 * age,) * 2)
-    (pair / "model").symlink_to(f"{NEW}/model")
-    (artifacts / "03_contextual" / "contextual" / OLD / "checkpoints" / "step-1").mkdir(parents=True)
-    return artifacts
-
-
-def cleaned(checkout: Checkout, trained: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    run = ["--run", "lab"] if "lab" in trained.parts else []
-    return checkout.unmask("clean", "--preset", "smoke", *run, *options)
-
-
-def kept(trained: Path) -> set[str]:
-    return {one.name for one in (trained / "02_pair" / "pair").iterdir() if not one.is_symlink()}
 
 
 def test_preparing_says_what_is_not_there_and_where_a_disk_is_full(capsys, tmp_path, monkeypatch) -> None:
@@ -211,7 +179,7 @@ def test_own_texts_that_the_tokenizer_hardly_knows_are_noted(tmp_path, capsys) -
     cli._weights(load_preset("own", ready | {"data.source": str(tmp_path / "own.yaml")}))
     note = capsys.readouterr().out
     assert note.startswith("note: bytes of text in a token: pairs ") and note.count("\n") == 1
-    assert "documents" not in note and "another backbone.checkpoint" in note and "--preset cpu" in note
+    assert "documents" not in note and "another backbone.checkpoint" in note and "--preset scratch" in note
 
 
 def test_paths_from_here_are_whole_paths_for_kernels(tmp_path, monkeypatch) -> None:
@@ -221,45 +189,6 @@ def test_paths_from_here_are_whole_paths_for_kernels(tmp_path, monkeypatch) -> N
     here = str(tmp_path / "model")
     expected = {"retrieval.pool": [here, "bm25"], "backbone.checkpoint": here, "data.source": "environment"}
     assert cli._overrides(settings) == expected
-
-
-def test_clean_lists_and_removes_only_when_told(checkout: Checkout, trained: Path, monkeypatch) -> None:
-    listed = cleaned(checkout, trained)
-    assert listed.returncode == 0
-    assert listed.stdout.splitlines()[0].endswith("1 to remove, 1.0 MB")
-    assert listed.stdout.splitlines()[1].split() == [f"02_pair/pair/{OLD}", "1.0", "MB"]
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    for answer, left in (("y", {OLD, NEW, NEXT}), ("yes", {NEW, NEXT})):
-        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
-        assert cleaned(checkout, trained).returncode == 0
-        assert kept(trained) == left
-    assert (trained / "02_pair" / "pair" / "model" / "model.safetensors").is_file()
-    assert (trained / "03_contextual" / "contextual" / OLD / "checkpoints" / "step-1").is_dir()
-    assert "nothing to remove" in cleaned(checkout, trained, "--yes").stdout
-
-
-def test_clean_keeps_what_goes_on(checkout: Checkout, trained: Path) -> None:
-    """What was interrupted and is not the latest is listed; of a killed `clean` the rest is."""
-    (trained / "02_pair" / "pair" / OLD).rename(trained / "02_pair" / "pair" / f".{OLD}.removed")
-    os.utime(trained / "02_pair" / "pair" / NEXT, (0, 0))
-    assert cleaned(checkout, trained, "--yes").returncode == 0
-    assert kept(trained) == {NEW}
-
-
-def test_clean_keeps_what_a_kill_left_without_its_link(checkout: Checkout, trained: Path) -> None:
-    pair = trained / "02_pair" / "pair"
-    (pair / NEXT / "model").mkdir()
-    os.utime(pair / "model", (0, 0), follow_symlinks=False)
-    assert cleaned(checkout, trained, "--yes").returncode == 0
-    assert kept(trained) == {NEW, NEXT}
-
-
-@pytest.mark.parametrize("lock", [".lock", "02_pair/training.lock"])
-def test_clean_waits_for_nobody(checkout: Checkout, trained: Path, lock: str) -> None:
-    with FileLock(trained / lock):
-        result = cleaned(checkout, trained, "--yes")
-    assert result.returncode == 2 and "another process works in this run" in result.stderr
-    assert kept(trained) == {OLD, NEW, NEXT}
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(0, False), (1, False), (75, True)])

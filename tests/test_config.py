@@ -43,7 +43,6 @@ def test_a_seed_is_that_of_every_training_and_not_of_the_corpus():
         ({"pair.curriculum": [1, 0]}, "missing pair.curriculum.2"),
         ({"quantization.shapes": [[32, 1]]}, "quantization shapes must be three or none, not 1"),
         ({"data.families": ["english", "codes"]}, "families.1 must be .*'code'.*, got 'codes'"),
-        ({"contextual.join": 2, "contextual.single": 1}, "join 2 > chunks .* single 1"),
         ({"contextual.chunk_length": 900}, "tokens of a text exceed backbone.max_length"),
         ({"parallel.num_processes": 3, "parallel.num_machines": 2}, "cannot be shared evenly"),
     ],

@@ -102,7 +102,7 @@ def test_a_ready_checkpoint_takes_the_place_of_notebook_00s(shell, tmp_path):
         shell.run(*cells(name, FEW | {"backbone.checkpoint": str(tmp_path / "ready")}))
 
 
-OF_CUT = {  # the keys of preset cut that say what is trained
+OF_CPU = {  # the keys of preset cpu that say what is trained
     "quantization": ["shapes"],
     "ablation": ["arms", "anneal", "parts", "rates"],
     "conteb": ["trainings"],
@@ -112,13 +112,13 @@ OF_CUT = {  # the keys of preset cut that say what is trained
 
 
 @pytest.mark.slow
-def test_with_the_trainings_of_preset_cut_every_claim_is_asked(shell, tmp_path, monkeypatch):
+def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path, monkeypatch):
     """The plan counts them; of a base cut short the bar is the base trained on."""
     monkeypatch.setattr(Run, "_sources", lambda self: [self.name])  # whatever `make smoke` has left
     backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
     values = FEW | {"backbone.checkpoint": str(tmp_path / "ready"), "backbone.keep_layers": [0]}
-    for section, keys in OF_CUT.items():
-        values |= {f"{section}.{key}": getattr(getattr(load_preset("cut"), section), key) for key in keys}
+    for section, keys in OF_CPU.items():
+        values |= {f"{section}.{key}": getattr(getattr(load_preset("cpu"), section), key) for key in keys}
     told = {}
     for name in STAGES:
         told[name[:2]], pictures = shell.run(*cells(name, values))

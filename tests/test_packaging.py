@@ -67,8 +67,7 @@ def test_the_corpus_is_read_from_pinned_packages() -> None:
 
 
 def test_what_is_declared_is_locked() -> None:
-    """All but `gpu`, of which a CPU can run nothing."""
-    for requirement in map(Requirement, [text for text in DECLARED if text not in EXTRAS["gpu"]]):
+    for requirement in map(Requirement, DECLARED):
         found = LOCKED[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(found), f"{requirement} is declared, {found} is locked"
 
@@ -105,7 +104,7 @@ def test_every_import_is_declared_for_its_use() -> None:
 
 
 def test_the_eight_that_the_recipe_is_made_of_are_installed() -> None:
-    """With `make install` and with conda: both bring all extras but `gpu`, which is conda's alone."""
+    """With `make install` and with conda: both bring all extras."""
     eight = {"torch", "transformers", "accelerate", "datasets"}
     eight |= {"jupyterlab", "papermill", "mergekit", "matplotlib"}
     assert eight <= {Requirement(text).name for text in DECLARED} and eight <= {*LOCKED}

@@ -63,7 +63,7 @@ def test_the_quick_check_reads_no_weights():
 
 
 STATED = {"paper-0.6b": 596e6, "hub-0.6b": 596e6, "paper-4b": 4.02e9, "gpu": 134.5e6}
-STATED |= {"cut": 42.5e6, "cpu": 2.89e6}
+STATED |= {"cpu": 42.5e6, "scratch": 2.89e6}
 
 
 @pytest.mark.parametrize(("name", "stated"), STATED.items())
@@ -72,7 +72,7 @@ def test_the_stated_size_is_the_models(name, stated):
     with torch.device("meta"):
         model = backbone.build(preset.backbone, Vocabulary(range(preset.data.vocab_size)), seed=0).model
     everything = sum(p.numel() for p in model.parameters())
-    assert everything == pytest.approx(stated, rel=0.05 if name == "cpu" else 0.002)
+    assert everything == pytest.approx(stated, rel=0.05 if name == "scratch" else 0.002)
     assert parameters(preset) == (everything, everything - model.get_input_embeddings().weight.numel())
 
 
@@ -97,8 +97,8 @@ def test_the_time_limits_of_the_presets_hold_in_the_estimate(name, hours):
 READ = {"pair": 85, "cde": 85, "qwen3": 85, "triplet": 265, "contextual": 150}
 
 
-def test_the_run_of_a_model_cut_short_is_a_few_trainings_and_asks_every_claim():
-    preset = load_preset("cut")
+def test_the_default_run_is_a_few_trainings_and_asks_every_claim():
+    preset = load_preset("cpu")
     planned = trainings(preset, 1)
     assert sum(one.number for one in planned) <= 21
     of_text = [one for one in planned if one.stage in ("ar", "diffusion")]

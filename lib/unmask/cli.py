@@ -9,7 +9,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from unmask.config import Preset, load_preset, preset_names, seeded
 from unmask.extras import extra
 from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.store import artifacts_root, locked, read_json
-from unmask.study.clean import outdated, remove, size
 from unmask.study.kernels import Kernels
 from unmask.study.pipeline import PAGE, Notebook, Pipeline, check_machine, clock, kernel_environment, own_gpus
 from unmask.study.progress import until_done, whole_times
@@ -104,8 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     command(status, "what is done, and what is due", preset, values, named, seeded)
     add = command(prepare, "read and tokenise training data, without a GPU", preset, values, named)
     add("--check", action="store_true", help="make nothing, and say what is not there")
-    add = command(clean, "list trained models that are not the current ones, and remove them", preset, named)
-    add("--yes", action="store_true", help="remove them without a question")
 
     add = command(encode, "embed a file of texts")
     add("model", help="a checkpoint directory, or a name on the Hub")
@@ -212,31 +208,9 @@ def prepare(options: argparse.Namespace) -> None:
         for row in STAGES[name](preset, corpus, tokenizer, **more).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
     parts = corpus.path, artifacts_root() / "data" / "prepared", Path(require_checkpoint(base, weights=False))
-    rows = [(str(one), f"{size(one) / 1e6:,.0f} MB") for one in parts if one.is_dir()]
+    sizes = {one: sum(file.stat().st_size for file in one.rglob("*")) for one in parts if one.is_dir()}
+    rows = [(str(folder), f"{size / 1e6:,.0f} MB") for folder, size in sizes.items()]
     _print_table([("corpus, tokens, weights", "size"), *rows])
-
-
-def clean(options: argparse.Namespace) -> None:
-    """Lists trained models and checkpoints that are not the current ones, and removes them after a question.
-
-    They are of earlier values, data or code. --run lab: of notebooks opened by hand with this preset.
-    """
-    lab = options.run == "lab"
-    folder = Folders(f"lab/{options.preset}" if lab else _run_name(options)).artifacts
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} does not exist: name a run that trained something, with --run or --preset"
-        )
-    with ExitStack() as held:
-        for lock in {folder / ".lock", *folder.rglob("*.lock")}:
-            held.enter_context(locked(lock, timeout=0))
-        found = outdated(folder)
-        print(f"{folder}: {len(found) or 'nothing'} to remove, {sum(found.values()) / 1e6:,.1f} MB")
-        _print_table([(str(one.relative_to(folder)), f"{size / 1e6:,.1f} MB") for one, size in found.items()])
-        if found and not options.yes:
-            options.yes = sys.stdin.isatty() and input("remove them? (yes or no) ").strip() == "yes"
-        for one in found if options.yes else ():
-            remove(one)
 
 
 def encode(options: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, dataclass_transform, get_args
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unmask.store import Strict, nearest, repository
@@ -96,19 +96,12 @@ class BackboneConfig(Section):
             raise ValueError("keep_layers cuts a checkpoint short: name one, or set layers")
 
 
-def _by_itself(fused: bool, info: ValidationInfo) -> bool:
-    if fused and info.data.get("compile"):
-        raise ValueError("replaces what compile would compile: set one of the two to false")
-    return fused
-
-
 class ComputeConfig(Section):
     """How a training is computed. It may change midway: results stay the same, rounding aside."""
 
     token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `budget`
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
     compile: bool = False  # torch.compile of every layer; a minute or two on a GPU, before it pays
-    fused: Annotated[bool, AfterValidator(_by_itself)] = False  # Liger's kernels instead; extra `gpu`
     checkpoint_seconds: Whole = 120  # between two: all that a kill costs; more where one takes over 4 s
     keep_checkpoints: Count = 1  # the newest so many
 
@@ -169,6 +162,7 @@ class PretrainConfig(TrainConfig):
 
     schedule: Literal["wsd", "cosine", "linear"] = "wsd"
     length: Several  # tokens of a packed block
+    freeze_embeddings: bool = False  # they stay as they are, and so does an output matrix tied to them
 
     def halved(self, device: str) -> dict[str, int]:
         fewer = super().halved(device)
@@ -250,19 +244,13 @@ class ContextualConfig(ContrastiveConfig):
     queries_per_document: Count = 4  # at most, drawn anew each time
     chunk_length: Count
     chunks: Count  # per document, at most
-    recut: bool = False  # documents anew into exactly `chunks` chunks of chunk_length tokens (appendix B)
     draw: Literal["queries", "documents"] = "queries"  # what counts as the size of a data set; the paper's
-    single: Whole = 0  # pairs of each data set that join as documents of one chunk, against forgetting
-    join: Count = 1  # above 1: so many of these pairs a document, instead of the data's own (ConTEB, table 4)
+    single: Whole = 0  # pairs of each data set as documents of one chunk, against forgetting
     objective: Literal["pplx", "insent"] = "pplx"  # local and global loss, or chunks only, with alpha as λ
     alpha: Share = 0.2  # weight of the in-sequence term in the local loss
     beta_start: Share = 0.2  # weight of the global loss, first step
     beta_end: Share = 0.5  # last step
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
-
-    def __post_init__(self):
-        if self.join > min(self.chunks, self.single or 1):
-            raise ValueError(f"join {self.join} > chunks {self.chunks} or single {self.single}: raise those")
 
     @property
     def document_length(self) -> int:
@@ -315,8 +303,6 @@ class SynthesisConfig(EndpointConfig):
     personas: Count = 5  # most relevant ones, of which the model picks the character; the paper's top-5
     min_similarity: float = 0.7  # cosine below which a pair is dropped; Qwen3-Embedding's filter
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("English",)  # of the queries, drawn
-    price_in: float = 0.0  # per million tokens of prompts; 0: the estimate names no price
-    price_out: float = 0.0  # per million tokens of answers
     seed: Whole = 0
 
 
@@ -585,22 +571,11 @@ def preset_from(values: dict[str, Any]) -> Preset:
         raise ConfigError(f"preset {values.get('name')}: {explained(error, Preset)}") from None
 
 
-def check_keys(kind: type, values: Mapping[str, Any], section: str) -> None:
-    """Makes sure that a section has all of these keys.
-
-    Raises: ConfigError that names the first one which it has not, and the nearest that it has.
-    """
-    known = kind.__dataclass_fields__
-    if unknown := values.keys() - known.keys():
-        raise ConfigError(f"{section}: unknown key {min(unknown)!r}{nearest(min(unknown), known)}")
-
-
 def changed(config: Any, values: Mapping[str, Any], section: str) -> Any:
     """A section with other values for some of its keys.
 
     Raises: ConfigError, as `load_preset`.
     """
-    check_keys(type(config), values, section)
     try:
         return dataclasses.replace(config, **values)
     except ValidationError as error:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from unmask.config import (
@@ -30,7 +30,6 @@ from unmask.config import (
     EvaluationConfig,
     ParallelConfig,
     Section,
-    check_keys,
     explained,
 )
 from unmask.data.batches import apart, permuted
@@ -41,7 +40,7 @@ from unmask.data.tokens import Limit, encode, end_token, ending
 from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25, probe
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, folder_of
-from unmask.models.embedder import LONE_SURROGATE, Embedder, as_list
+from unmask.models.embedder import Embedder, as_list
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, probes, seconds_until, train
 from unmask.training.job import SECTIONS
@@ -50,16 +49,14 @@ from unmask.training.stages import Stage
 from unmask.training.watch import TENTHS
 
 
-def _filled(value: str | list[str]) -> str | list[str]:
-    if not (value.strip() if isinstance(value, str) else value):
+def _filled(text: str) -> str:
+    if not text.strip():
         raise ValueError("must not be empty")
-    if isinstance(value, str) and LONE_SURROGATE.search(value):
-        raise ValueError("has a lone surrogate, half a character: repair or remove it")
-    return value
+    return text
 
 
-Text = Annotated[str, AfterValidator(_filled)]
-Texts = Annotated[list[Text], AfterValidator(_filled)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_filled)]
+Texts = Annotated[list[Text], Field(min_length=1)]
 
 
 class PairRow(Section):
@@ -171,8 +168,8 @@ def fit(
             pooling, else the mean. Where `cluster_size` or `filter_margin` ask for look-alikes, the model
             finds them.
     Returns: the embedder, in float32, with `helped` (None if nothing was held out) and `checkpoint`.
-    Raises: ConfigError for an unknown stage or key, ValueError for rows that cannot be used, before a model
-        is loaded; ValueError for a model that the stage cannot train, and for layers that it has not;
+    Raises: ConfigError for an unknown stage, key or value, ValueError for rows that cannot be used, before a
+        model is loaded; ValueError for a model that the stage cannot train, and for layers that it has not;
         TrainingStopped, if it was interrupted.
 
     Example:
@@ -184,7 +181,7 @@ def fit(
     """
     rows = _rows(data, stage)
     mask_token = values.pop("mask_token", "") if stage == "diffusion" else ""
-    check_keys(SECTIONS[stage], values, stage)
+    values = _given(stage, values)
     if not isinstance(bidirectional, bool | None):
         raise ConfigError(f"bidirectional must be True, False or None, got {bidirectional!r}")
     if bidirectional is False and STAGES[stage].bidirectional:
@@ -300,8 +297,6 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
     kind, wanted, rows = ROWS[stage], [*ROWS[stage].__dataclass_fields__], []
     if hasattr(data, "itertuples"):  # of pandas, whose columns may hold values of several types
         data = data.to_dict("records")
-    elif hasattr(data, "to_list"):  # a Series
-        data = data.to_list()
     elif hasattr(data, "__arrow_c_stream__"):
         data = pa.chunked_array(data).to_pylist()
     for number, row in enumerate(as_list(data, "[row, row]")):
@@ -312,10 +307,8 @@ def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
         except ValidationError as error:
             raise ValueError(f"row {number}: {explained(error, kind).lstrip()}") from None
         except (TypeError, ValueError):
-            told = f"({', '.join(wanted)})"
-            raise ValueError(f"row {number} is {str(row)[:80]}: give {told}, or a dict of these") from None
-    if not rows:
-        raise ValueError("no rows: there is nothing to train on")
+            columns = f"({', '.join(wanted)})"
+            raise ValueError(f"row {number} is {str(row)[:80]}: give {columns}, or a dict of these") from None
     return rows
 
 
@@ -373,6 +366,15 @@ def _longest(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> 
 # --- values
 
 
+def _given(stage: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are given, checked before a model is loaded."""
+    known = SECTIONS[stage].__dataclass_fields__
+    later = {"steps": 10**6, "warmup": 0, "decay": 0, "dimensions": (1,)}  # which `_config` computes
+    later = {key: value for key, value in later.items() if key in known}
+    config = _checked(stage, later | SMALL[stage] | values)
+    return {key: getattr(config, key) for key in values}
+
+
 def _config(
     stage: str,
     rows: list[dict[str, Any]],
@@ -386,36 +388,34 @@ def _config(
 
     Args:
         groups: rows that can be in one batch.
+        values: of `_given`.
         longest: tokens of each document's longest chunk.
     """
-    known = SECTIONS[stage].__dataclass_fields__
-    others = {"steps": 10**6, "warmup": 0, "decay": 0, "dimensions": (shape.hidden_size,)}  # computed below
-    given = _checked(stage, {key: one for key, one in others.items() if key in known} | SMALL[stage] | values)
-    values = {key: getattr(given, key) for key in values}
-    own = SMALL[stage] | ({"pooling": pooling} if stage == "pair" else {}) | values
-    positions = getattr(shape, "max_position_embeddings", None) or own.get("document_length", 512)
-    own |= {key: min(own[key], positions) for key in own if key.endswith("length") and key not in values}
+    section = SMALL[stage] | ({"pooling": pooling} if stage == "pair" else {}) | values
+    positions = getattr(shape, "max_position_embeddings", None) or section.get("document_length", 512)
+    lengths = [key for key in section if key.endswith("length") and key not in values]
+    section |= {key: min(section[key], positions) for key in lengths}
     count: float = len(rows)
     if stage == "diffusion":  # so many blocks, about
-        count = max(1, sum(len(row["text"]) for row in rows) // (4 * own["length"]))
+        count = max(1, sum(len(row["text"]) for row in rows) // (4 * section["length"]))
         groups = count
     if stage == "triplet":
-        own = {"negatives": max(len(row["negatives"]) for row in rows)} | own
+        section = {"negatives": max(len(row["negatives"]) for row in rows)} | section
     if stage == "contextual":
-        own = {"dimensions": PREFIXES} | own
+        section = {"dimensions": PREFIXES} | section
         room, there = positions - 2, max(len(row["chunks"]) for row in rows)  # 2: special tokens around it
         # Rather parts of a document than parts of chunks, but for the quarter of the documents with the
         # longest ones: a few of these would take the context from all others.
-        usual = min(int(np.quantile(longest, 0.75, method="lower")), own["chunk_length"])
+        usual = min(int(np.quantile(longest, 0.75, method="lower")), section["chunk_length"])
         if "chunks" not in values:
-            own["chunks"] = max(1, min(own["chunks"], there, room // (usual + 1)))
+            section["chunks"] = max(1, min(section["chunks"], there, room // (usual + 1)))
         if "chunk_length" not in values:
-            most = room // min(own["chunks"], there) - 1
-            own["chunk_length"] = max(1, min(max(longest), own["chunk_length"], most))
+            most = room // min(section["chunks"], there) - 1
+            section["chunk_length"] = max(1, min(max(longest), section["chunk_length"], most))
     # No two rows of a text are in one batch.
-    own["batch"] = values.get("batch", min(own["batch"], count, groups))
-    own = {"steps": math.ceil(EPOCHS * count / min(own["batch"], count, groups))} | own
-    return _checked(stage, {"warmup": own["steps"] // 10, "decay": own["steps"] // 5} | own)
+    section["batch"] = values.get("batch", min(section["batch"], count, groups))
+    section = {"steps": math.ceil(EPOCHS * count / min(section["batch"], count, groups))} | section
+    return _checked(stage, {"warmup": section["steps"] // 10, "decay": section["steps"] // 5} | section)
 
 
 def _checked(stage: str, values: Mapping[str, Any]) -> Any:
@@ -446,7 +446,8 @@ def _cut(embedder: Embedder, config: Any, documents: list[dict[str, Any]]) -> An
 def _backbone(start: str, tokenizer: PreTrainedTokenizerBase, mask_token: str, stage: str) -> BackboneConfig:
     """A ready checkpoint, whose shape is in its own files; and for diffusion the token that plays [MASK].
 
-    Raises: ConfigError that names the key, where none can; ValueError for a tokenizer without an end token.
+    Raises: ConfigError that names the key, where none can; ValueError for a tokenizer without an end token,
+        and as `backbone.mask_id`.
     """
     texts_end = {tokenizer.eos_token, end_token(tokenizer)}
     if stage == "diffusion":
@@ -454,10 +455,7 @@ def _backbone(start: str, tokenizer: PreTrainedTokenizerBase, mask_token: str, s
         known = (token for token in spare if token in tokenizer.get_vocab() and token not in texts_end)
         if not (mask_token := mask_token or next(known, "")):
             raise ConfigError("diffusion.mask_token: name a rare token of the vocabulary that plays [MASK]")
-        try:
-            backbone.mask_id(tokenizer, mask_token)
-        except ValueError as error:
-            raise ConfigError(f"diffusion.{error}") from None
+        backbone.mask_id(tokenizer, mask_token)
     unread = ("hidden_size", "layers", "heads", "kv_heads", "head_size", "mlp_size", "max_length")
     return BackboneConfig(checkpoint=start, mask_token=mask_token, **dict.fromkeys(unread, 1))
 

@@ -31,7 +31,7 @@ from unmask.models.encoding import TokenSequence, mean_pool
 from unmask.store import artifacts_root
 from unmask.training.cache import cached_backward
 
-PRESET = load_preset("cpu")
+PRESET = load_preset("scratch")
 BF16 = has_bf16("cpu")  # where not, all is measured in float32
 TEMPERATURE = 0.05  # at 0.02 the loss of an untrained model is so large that relative differences hide
 PAIRS, EQUAL_LENGTH, MIXED_LENGTH = 128, 64, 256  # 256: the paper's texts
@@ -45,7 +45,7 @@ Programs = dict[str, dict[str, Step]]  # with their variants
 def bidirectional(
     layers: int, vocabulary: int = PRESET.data.vocab_size, shape: BackboneConfig = PRESET.backbone
 ) -> Qwen3Model:
-    """The Transformer of a preset, preset cpu's by default, with so many layers, untrained."""
+    """The Transformer of a preset, preset scratch's by default, with so many layers, untrained."""
     torch.manual_seed(0)
     return Qwen3Model(Qwen3Config(**tiny.sizes(shape, layers, vocabulary), is_causal=False)).train()
 
@@ -57,7 +57,7 @@ def equal_lengths(pairs: int) -> Columns:
 
 
 def docstrings() -> tuple[PreTrainedTokenizerBase, Dataset, np.ndarray]:
-    """The English pairs of the training part of preset cpu's corpus, summary line and rest of a
+    """The English pairs of the training part of preset scratch's corpus, summary line and rest of a
     docstring: a tokenizer of theirs, the table that holds them, and their rows in random order."""
     corpus = open_corpus(PRESET.data)
     table = corpus.pairs("train")
@@ -224,7 +224,7 @@ def step_case(layers: int, columns_of: Callable[[int], Columns], lengths: str) -
 
 
 def scaling_case(pairs: int) -> Case:
-    """Our step at preset cpu's lengths, budget and loss settings, on a global batch of so many pairs."""
+    """Our step at preset scratch's lengths, budget and loss settings, on a global batch of so many pairs."""
     config, shape = PRESET.pair, PRESET.backbone
     model = bidirectional(shape.layers)
     columns = real_lengths(pairs, (config.query_length, config.document_length))

@@ -1,9 +1,9 @@
 """The first hour on a GPU, in commands of at most ten minutes that need no internet:
 
     kernels   attention and cross-entropy against float32: error and TFLOP/s
-    steps     diffusion, pair and contextual steps of the 0.6B model and of SmolLM2, eager, compiled and
-              fused, in three minutes: MFU, memory beside the plan's, graphs compiled again, waits for the
-              GPU; with --large a step of 16,384 pairs
+    steps     diffusion, pair and contextual steps of the 0.6B model and of SmolLM2, eager and compiled, in
+              three minutes: MFU, memory beside the plan's, graphs compiled again, waits for the GPU; with
+              --large a step of 16,384 pairs
     sharded   FSDP2 on one GPU, and where there are two on both: its rate, and the losses of the smoke preset,
               beside those of a process that holds the whole model
     decide    preset gpu: is diffusion a better start? Notebooks 00, 01 and 07
@@ -152,7 +152,7 @@ def sharded(small: bool) -> Iterator[Row]:
 
 def held(stage: str, count: int, strategy: str, preset: str) -> Row:
     """The rate of a step on so many processes, from a process of its own for each."""
-    # Budgets that fit: nobody would start these processes again.
+    # Budgets that fit: several processes do not halve them.
     options = {"batch": gpu.BATCH[stage], "compile": GPU, "token_budget": 16_384} if preset != "smoke" else {}
     options |= {"keep_tokens": 1} if stage != "diffusion" else {}
     program = ["--standalone", f"--nproc-per-node={count}", gpu.__file__]

@@ -155,7 +155,7 @@ def measure(
         "waits_per_step": waits / steps if cuda else None,
         "graphs_after_warm_up": graphs[-1] - graphs[warm_up - peers.ahead],
         "setting": f"{device} × {peers.count}, {peers.strategy}; {config.batch} rows per step, "
-        f"compile {config.compile}, fused {config.fused}, {config.precision}",
+        f"compile {config.compile}, {config.precision}",
     }
 
 

@@ -75,10 +75,6 @@ def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command, capsys):
         assert {row["step"] for row in steps.best(rows)} == {"diffusion", "pair", "contextual"}
         told = capsys.readouterr().out
         assert all(row["rate"] * row["mfu"] > 0 for row in measured) and told.count("| **") == 3
-        assert (
-            torch.cuda.is_available()
-            or told.count("not run: fused layers are for Llama and Qwen3 on a GPU") == 6
-        )
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             first_gpu.main([command])

@@ -186,8 +186,6 @@ def test_pairs_as_documents_share_no_batch_where_they_share_a_text(stored):
     for step in range(20):
         texts = [key for row in plan(step)[1] for key in {*found.keys[row].tolist()}]
         assert len(texts) == len({*texts}) > 2
-    joined = single_chunks(Table(Dataset.from_list(both), "b", "", stored), replace(config, join=2))
-    assert len(joined.queries.values) == 2
 
 
 def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
@@ -203,29 +201,6 @@ def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
     assert counted.items() <= found.counters.items()
 
 
-def test_a_document_is_cut_anew_into_a_fixed_number_of_chunks(stored):
-    """Of equally many tokens; what is left at the end goes, and with it the queries that it answers."""
-    sizes = {"a": 9, "b": 2, "c": 7, "d": 4}
-    chunks = [" ".join(f"{word}{i}" for i in range(count)) for word, count in sizes.items()]
-    row = {"key": "k", "chunks": chunks, "queries": ["qa", "qb", "qc", "qd"], "golds": [0, 1, 2, 3]}
-    config = replace(CONTEXTUAL, recut=True, chunk_length=5, chunks=2)
-    found = token_documents(Table(Dataset.from_list([row]), "d", "", stored), config)
-    text = " ".join(chunks)
-    (whole,) = tokens([text], None)
-    windows = [[whole[i : i + 5], whole[i + 5 : i + 10]] for i in range(0, len(whole) - 9, 10)]
-    # Where the middle letter of a query's chunk lies now.
-    middles = [text.index(chunk) + len(chunk) // 2 for chunk in chunks]
-    tokens_before = [len(tokens([text[: middle + 1]], None)[0]) - 1 for middle in middles]
-    now = {query: place // 5 for query, place in zip(row["queries"], tokens_before)}
-    expected = [
-        (window, tokens(asked), [now[query] % 2 for query in asked])
-        for number, window in enumerate(windows)
-        if (asked := [query for query, place in now.items() if place // 2 == number])
-    ]
-    assert [(lists(d.chunks), lists(d.queries), d.golds) for d in found] == expected
-    assert now["qd"] // 2 == len(windows) and found.counters["queries of what is left at the end"] == 1
-
-
 def test_single_chunks_are_random_pairs_of_different_keys(stored):
     many = Dataset.from_list([row | {"key": str(i // 2)} for i, row in enumerate(PAIRS.to_list() * 40)])
     rows = [(tokens([row["document"]]), tokens([row["query"]]), [0]) for row in PAIRS.to_list()]
@@ -236,20 +211,6 @@ def test_single_chunks_are_random_pairs_of_different_keys(stored):
 
     assert len(drawn(50, 0)) == 50 and drawn(50, 0) != drawn(50, 1)
     assert len(drawn(1000, 0)) == 60  # as many as there are keys
-
-
-def test_joined_pairs_are_documents_of_different_texts_where_each_query_has_its_own_chunk(stored):
-    many = [{"query": f"ask {i}", "document": f"reply {i % 50}", "key": str(i // 2)} for i in range(120)]
-    config = replace(CONTEXTUAL, chunks=4, single=60, join=4)
-    found = single_chunks(Table(Dataset.from_list(many), "b", "", stored), config)
-    known = [(tokens([row["query"]]), tokens([row["document"]])) for row in many]
-    places = []
-    for document in found:
-        both = zip(lists(document.queries), lists(document.chunks), strict=True)
-        places += [known.index(([query], [chunk])) for query, chunk in both]
-        assert document.golds == [*range(len(document.chunks))]
-    assert len({place // 2 for place in places}) == len({place % 50 for place in places}) == len(places) > 30
-    assert places != sorted(places) and {*map(len, found.chunks)} <= {4, len(places) % 4}
 
 
 @pytest.mark.parametrize("column", ["query", "document"])

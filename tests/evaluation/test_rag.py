@@ -16,8 +16,7 @@ import tiny
 from chat_servers import chat_server
 from unmask.config import ReaderConfig
 from unmask.evaluation.rag import WORDS, match, messages, normalised, passages, squad
-from unmask.synthesis import replies
-from unmask.synthesis.ask import EndpointError
+from unmask.synthesis import EndpointError, replies
 from waiting import wait_for
 
 PLACES = ["Oslo", "Lima", "Cairo", "Hanoi"]
@@ -144,7 +143,7 @@ def test_a_small_model_answers_behind_transformers_own_server(tmp_path):
         server.wait()
     kept = [json.loads(line)[1] for line in (tmp_path / "j").read_text().splitlines() if line]
     assert sorted(answers) == sorted(one["text"] for one in kept)
-    assert all(0 < one["answer_tokens"] <= 8 < one["prompt_tokens"] for one in kept)
+    assert all(0 < one["completion_tokens"] <= 8 < one["prompt_tokens"] for one in kept)
 
 
 def _healthy(port):

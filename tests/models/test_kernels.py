@@ -1,9 +1,8 @@
-"""Compiled and fused layers: few graphs, few launches, the same values."""
+"""Compiled layers: few graphs, few launches, the same values."""
 
 import copy
 import itertools
 import shutil
-import sys
 from functools import partial
 
 import pytest
@@ -12,10 +11,9 @@ import torch._inductor.config as inductor
 
 import launches
 import tiny
-import tiny_families
 from closeness import assert_close
 from unmask.models import backbone
-from unmask.models.attention import compile_layers, fused_layers, unpadded_inputs
+from unmask.models.attention import compile_layers, unpadded_inputs
 
 MIXED = [
     [28, 13, 25],
@@ -88,32 +86,10 @@ def test_a_compiled_layer_launches_a_quarter_and_computes_the_same(as_on_a_gpu):
     assert len(counts) == 2 and sum(one["all"] for one in counts) <= 50  # forward and backward; asked for: 70
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_fused_layers_compute_the_same_and_leave_no_trace(family):
-    pytest.importorskip("liger_kernel.transformers", reason="liger-kernel is not installed")
-    model = tiny_families.model(family, bidirectional=True).cuda()
-    tokens = torch.randint(4, 300, (2, 9), device="cuda")
-
-    def results():
-        return tiny.with_gradients(model(tokens, use_cache=False).last_hidden_state, model)
-
-    expected, names = results(), dict(vars(sys.modules[type(model).__module__]))
-    with fused_layers(model):
-        assert "Liger" in repr(model)
-        assert_close(results(), expected)
-    assert names == vars(sys.modules[type(model).__module__]) and "Liger" not in repr(model)
-    assert_close(results(), expected, 0)
-
-
-def test_fused_layers_are_refused_at_the_start(monkeypatch):
-    def refused(family, error, match):
-        with pytest.raises(error, match=match), fused_layers(tiny_families.model(family)):
-            pass
-
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused("qwen3", ValueError, "this is qwen3 on a CPU: set fused to false")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    refused("olmo2", ValueError, "for Llama and Qwen3 on a GPU, this is olmo2 on a GPU")
-    refused("llama", ModuleNotFoundError, r"liger_kernel is not installed: pip install '.\[gpu\]'")
+def test_without_a_compiler_layers_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
+    model = tiny.model()
+    with pytest.warns(UserWarning, match=r"need g\+\+ and .*Python\.h: trained without"):
+        compile_layers(model, same_length=True)
+    assert not any(layer._compiled_call_impl for layer in backbone.layers(model))

@@ -20,7 +20,6 @@ import tiny
 from closeness import assert_close
 from toy_checkout import write_script
 from unmask.config import ParallelConfig
-from unmask.store import read_json
 from unmask.training import Pair, TrainingStopped, history, train
 from unmask.training.identity import own_code
 from unmask.training.watch import Watch
@@ -85,15 +84,17 @@ class Cramped(Pair):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(start, importable, tmp_path, monkeypatch, capsys):
-    """Where one has too little memory both begin again with less; another job's variables reach neither, nor
-    a training in this process."""
+    """Where one has too little memory, both end, and the message names what both take; another job's
+    variables reach neither, nor a training in this process."""
     for name, value in FOREIGN.items():
         monkeypatch.setenv(name, value)
     stage = made(start, kind=Cramped, token_budget=1024)
     model = stage.model(start)
+    with pytest.raises(RuntimeError, match=r"of pair: set pair\.token_budget=512, pair\.keep_tokens="):
+        train(stage, model, tmp_path / "two")
+    stage = made(start, kind=Cramped, token_budget=512)
     two = train(stage, model, tmp_path / "two")
     assert "10/10" in capsys.readouterr().out
-    assert read_json(two.parent / "memory.json")["fits"]["token_budget"] == 512
     for key, value in load_file(two / "model.safetensors").items():
         assert (model.state_dict()[key] == value).all()
     assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))

@@ -89,12 +89,6 @@ def test_a_stage_shows_its_batch(start, tmp_path, capsys, section):
     assert re.search(SHOWN[section], capsys.readouterr().out, re.MULTILINE)
 
 
-def test_joined_pairs_take_the_place_of_documents(start, tmp_path):
-    stage = made("contextual", start, join=2)
-    assert {name: len(rows) for name, rows in stage.data.items()} == {"docs": 3}  # of five pairs
-    assert len(history(trained(stage, start, tmp_path / "joined"))) == 2
-
-
 def test_look_alikes_are_prepared_before_the_training(start, tmp_path):
     alike = {"cluster_size": 8, "filter_margin": 0.0}
     with pytest.raises(ValueError, match=r"set clusters\.surrogate"):

@@ -10,9 +10,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from tqdm.auto import tqdm
 from unmask.children import dying_together
 from unmask.config import ContextualConfig, PretrainConfig
 from unmask.data import reading, spelling, tokens
-from unmask.data.batches import apart, parts, permuted, shuffled
+from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.registry import Source
 from unmask.data.spelling import text_id, without_held
 from unmask.data.tokens import Limit, StoredTokenizer, cut, encode, joined
@@ -346,12 +345,10 @@ def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
     """Documents with their queries, tokenised on first use; see `token_pairs`.
 
     A document of more than `config.chunks` chunks becomes several, each with the queries that its chunks
-    answer; one without any query is left out. With `config.recut` chunks are cut anew, see `_recut`.
+    answer; one without any query is left out.
     """
     limits = {"chunks": Limit(config.chunk_length), "queries": Limit(config.query_length)}
-    recut = partial(_recut, table.stored, config.chunk_length)
-    kind, arrange = ("recut", recut) if config.recut else ("documents", _windows)
-    done = _prepared(kind, table, limits, arrange, config.chunks)
+    done = _prepared("documents", table, limits, _windows, config.chunks)
     chunks, queries = (done.lists(column, table.stored.dtype) for column in limits)
     golds = Ragged(done.array("golds", np.int64), queries.ends)
     keys = done.array("keys", np.uint64).reshape(len(golds), -1)  # key, chunks, and of a pair the query
@@ -359,26 +356,13 @@ def token_documents(table: Table, config: ContextualConfig) -> TokenDocuments:
 
 
 def single_chunks(table: Table, config: ContextualConfig) -> TokenDocuments:
-    """Up to `config.single` random pairs of a data set, no two of one key, as documents of one chunk, or of
-    `config.join`: of pairs that stand together by chance, no two of which share a text."""
-    rows, join = table.rows, config.join
+    """Up to `config.single` random pairs of a data set, no two of one key, as documents of one chunk."""
+    rows = table.rows
     order = permuted(np.arange(len(rows)), len(rows), config.seed)
     first = np.unique(np.asarray(rows["key"][:])[order], return_index=True)[1]
-    chosen = order[np.sort(first)[: config.single]]
-    drawn = rows.select(np.sort(chosen) if join == 1 else chosen)
-    if join > 1:
-        both = zip(drawn["query"], drawn["document"])
-        keys_NK = np.array([[*map(text_id, texts)] for texts in both], np.uint64)
-        free_N = np.flatnonzero(~np.isin(keys_NK, table.held).any(axis=1))
-        kept = free_N[apart(keys_NK[free_N].tolist(), len(free_N))]
-        drawn = Dataset.from_list([_together(**drawn[kept[part]]) for part in parts(len(kept), join)])
-    identity = fingerprint(table.identity, config.single, config.seed, join)
-    return token_documents(table._replace(rows=drawn, identity=identity), replace(config, recut=False))
-
-
-def _together(query: list[str], document: list[str], key: list[str], **_: Any) -> dict[str, Any]:
-    """Pairs as one document. Its key is the first one's: the others stand nowhere else."""
-    return {"chunks": document, "queries": query, "golds": [*range(len(query))], "key": key[0]}
+    chosen = np.sort(order[np.sort(first)[: config.single]])
+    identity = fingerprint(table.identity, config.single, config.seed)
+    return token_documents(table._replace(rows=rows.select(chosen), identity=identity), config)
 
 
 def _prepared(kind: str, table: Table, limits: Limits, arrange: Arrange, count: int) -> Prepared:
@@ -455,23 +439,3 @@ def _windows(most: int, row: Mapping[str, Any], counters: Counter[str]) -> Arran
             yield texts, [row["golds"][i] - first for i in near], [" ".join(chunks), *own]
         else:
             counters["chunks without a query near them"] += len(chunks)
-
-
-def _recut(
-    stored: StoredTokenizer, length: int, count: int, row: Mapping[str, Any], counters: Counter[str]
-) -> Arranged:
-    """A document in chunks of `length` tokens, in parts of exactly `count` (pplx-embed, appendix B). What is
-    left at its end is left out, with the queries that it answers; a query's chunk is the one where the middle
-    of its former one lies."""
-    text = " ".join(row["chunks"])
-    starts = [start for start, _ in stored.load().encode(text, add_special_tokens=False).offsets]
-    whole = len(starts) // (length * count) * count
-    borders = [*starts, len(text)][::length][: whole + 1]
-    ends = np.cumsum([len(chunk) + 1 for chunk in row["chunks"]])
-    middles = ends - np.array([len(chunk) / 2 + 1 for chunk in row["chunks"]])
-    place = np.searchsorted(borders, middles, side="right") - 1
-    kept = [i for i, gold in enumerate(row["golds"]) if place[gold] < whole]
-    counters["queries of what is left at the end"] += len(row["golds"]) - len(kept)
-    queries, golds = ([row[name][i] for i in kept] for name in ("queries", "golds"))
-    new = {"chunks": [text[a:b] for a, b in pairwise(borders)], "queries": queries}
-    return _windows(count, new | {"golds": place[golds].tolist()}, counters)

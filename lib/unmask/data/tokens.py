@@ -122,7 +122,7 @@ def unknown_languages(tokenizer: PreTrainedTokenizerBase, texts: Mapping[str, Se
     return (
         f"bytes of text in a token: {few} (SmolLM2's English has 4.6, code 3.5), so the tokenizer hardly "
         "knows this language: take another backbone.checkpoint, a multilingual decoder for instance, or "
-        "--preset cpu, which learns a vocabulary of its own"
+        "--preset scratch, which learns a vocabulary of its own"
     )
 
 

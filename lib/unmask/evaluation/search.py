@@ -2,7 +2,7 @@
 matrix of all scores. The search is exact: for an approximate one, give the vectors to faiss.
 
 Shape suffixes: N queries · M documents · D dimensions · B bytes of packed bits · K ranks · Q queries and T
-documents of a tile · G groups of documents · C candidates · X rows.
+documents of a tile · C candidates · X rows.
 """
 
 import warnings
@@ -13,14 +13,13 @@ import numpy as np
 import simsimd
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import normalize
 
 from unmask.data.batches import parts
 from unmask.data.mining import Found, Search
 
 QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache; a GPU takes more queries
 FEW, FOR_FEW = 4, 2**20  # queries whose search is as fast as documents can be read; documents of their tile
-GROUP = 32  # documents that one comparison with the k-th best score rules out together
 ROWS = 1024  # rows whose norms are computed at once
 
 
@@ -114,40 +113,33 @@ def two_step(
         q_NB, d_MB: the same texts as packed bits, uint8.
         candidates: per query, from k to M (more are M).
     Returns: as `top_k`.
-    Raises: ValueError as `top_k`, if the two kinds of embeddings do not match, and for fewer candidates than
-        k.
+    Raises: ValueError as `top_k` and `similarity`, if the two kinds are not of as many texts, and for fewer
+        candidates than k.
     """
     q_ND, d_MD, q_NB, d_MB = map(np.asarray, (q_ND, d_MD, q_NB, d_MB))
-    if d_MD.ndim != 2 or len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB) or d_MB.dtype != np.uint8:
-        raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
-    _check_request(q_ND, d_MD, k)
-    if candidates < k:
-        raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them: raise it")
+    if len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB):
+        raise ValueError("give both kinds of embeddings of the same texts")
+    if not 1 <= k <= candidates:
+        raise ValueError(f"k is {k}, and candidates {candidates}: ask for 1 or more, of as many at least")
     ids_NC = np.sort(top_k(q_NB, d_MB, candidates)[1], axis=1)
     scores_NC = torch.cat([similarity(q[None], d_MD[ids]) for q, ids in zip(q_ND, ids_NC, strict=True)])
     _check(scores_NC.numpy(), "scores of the candidates")
     return tuple(best.numpy() for best in _first(scores_NC.float(), torch.from_numpy(ids_NC), k))
 
 
-def best_of(scores_TQ: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of each column, in order: scores and rows (Q, K). Of equal scores, the earlier is better.
+def best_of(scores_QT: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of each row, in order: scores and columns (Q, K). Of equal scores, the earlier is better.
 
-    Rows come in groups. A group whose maximum is below the k-th highest maximum holds nothing that is needed;
-    all others are sorted.
+    `topk` takes any of equal scores; of all that reach the k-th best, a stable sort takes the first.
 
     Args:
-        scores_TQ: not NaN.
+        scores_QT: not NaN.
     """
-    if missing := -len(scores_TQ) % GROUP:
-        scores_TQ = pad(scores_TQ, (0, 0, 0, missing), value=-torch.inf)
-    scores_GTQ = scores_TQ.unflatten(0, (-1, GROUP))
-    highest_QG = scores_GTQ.amax(dim=1).T.contiguous()
-    least_Q1 = highest_QG.topk(min(k, highest_QG.shape[1])).values[:, -1:]
-    count = int((highest_QG >= least_Q1).sum(dim=1).max())
-    group_QC1 = highest_QG.topk(count).indices.sort().values[..., None]
-    scores_QX = scores_GTQ.permute(2, 0, 1).gather(1, group_QC1.expand(-1, -1, GROUP)).flatten(1)
-    ids_QX = (GROUP * group_QC1 + torch.arange(GROUP, device=group_QC1.device)).flatten(1)
-    return _first(scores_QX, ids_QX, k)
+    best = scores_QT.topk(min(k, scores_QT.shape[1]))
+    count = int((scores_QT >= best.values[:, -1:]).sum(dim=1).max())
+    ids_QC = best.indices if count == best.indices.shape[1] else scores_QT.topk(count).indices
+    ids_QC = ids_QC.sort().values
+    return _first(scores_QT.gather(1, ids_QC), ids_QC, k)
 
 
 def _check(x_XD: np.ndarray, name: str) -> None:
@@ -183,7 +175,7 @@ def _nearest(d_MD: np.ndarray, inverse_M: Tensor | None, q_ND: np.ndarray, k: in
                 scores_TQ = (d_TD @ q_QD.to(d_TD.dtype).T).float()
             else:
                 scores_TQ = _cosines(d_TD, q_QD, inverse_M[part, None].to(device))
-            scores_QK, ids_QK = best_of(scores_TQ, k)
+            scores_QK, ids_QK = best_of(scores_TQ.T.contiguous(), k)
             both = [found for found in (best[tile], (scores_QK, ids_QK + part.start)) if found]
             best[tile] = _first(*(torch.cat(rows, dim=1) for rows in zip(*both, strict=True)), k)
     return tuple(torch.cat(rows).cpu().numpy() for rows in zip(*best, strict=True))

@@ -182,6 +182,7 @@ class _WeightedNats(torch.autograd.Function):
     def forward(ctx, rows_RD, unembedding_VD, target_R, weight_R, sizes, with_gradient):
         total, output_VD = weight_R.new_zeros(()), unembedding_VD.to(rows_RD.dtype)
         d_rows_RD, d_unembedding_VD = torch.empty_like(rows_RD), None
+        learns = with_gradient and ctx.needs_input_grad[1]
         for part in _parts(len(rows_RD), sizes[0]):
             rows, target, weight = rows_RD[part], target_R[part, None], weight_R[part, None]
             d_logits = rows.new_empty(len(rows), len(output_VD)) if with_gradient else None
@@ -197,19 +198,22 @@ class _WeightedNats(torch.autograd.Function):
             if with_gradient:
                 weight = weight.to(rows.dtype)
                 d_rows_RD[part] = (d_logits @ output_VD) * weight
+            if learns:
                 product = d_logits.T @ (rows * weight)
                 first = d_unembedding_VD is None
                 d_unembedding_VD = product.to(weight_R.dtype) if first else d_unembedding_VD.add_(product)
         if with_gradient:
-            if d_unembedding_VD is None:
-                d_unembedding_VD = torch.zeros_like(unembedding_VD)
-            ctx.save_for_backward(d_rows_RD, d_unembedding_VD.to(unembedding_VD.dtype))
+            if learns:
+                none = d_unembedding_VD is None
+                d_unembedding_VD = torch.zeros_like(unembedding_VD) if none else d_unembedding_VD
+                d_unembedding_VD = d_unembedding_VD.to(unembedding_VD.dtype)
+            ctx.save_for_backward(d_rows_RD, d_unembedding_VD)
         return total
 
     @staticmethod
     def backward(ctx, gradient):
-        d_rows_RD, d_unembedding_VD = (d.mul_(gradient.to(d.dtype)) for d in ctx.saved_tensors)
-        return d_rows_RD, d_unembedding_VD, None, None, None, None
+        scaled = (d if d is None else d.mul_(gradient.to(d.dtype)) for d in ctx.saved_tensors)
+        return *scaled, None, None, None, None
 
 
 def _parts(count: int, size: int) -> list[slice]:

@@ -5,10 +5,7 @@ N sequences of one length L, or padded to it.
 """
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from itertools import groupby
 from typing import Any
@@ -24,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from unmask.extras import extra, lacking_compiler
+from unmask.extras import lacking_compiler
 from unmask.losses.tensors import shipped
 from unmask.models import backbone
 from unmask.store import artifacts_root
@@ -249,36 +246,6 @@ def compile_layers(model: nn.Module, *, same_length: bool) -> None:
         _COMPILED.update(kind)
     for layer in layers:
         layer.compile(dynamic=None if same_length else True)
-
-
-@contextmanager
-def fused_layers(model: nn.Module) -> Iterator[None]:
-    """Within, norms, rotary positions and SwiGLU are Liger's kernels: one launch each, nothing to compile.
-
-    Liger also replaces names in transformers' module of the family; in the end all is as it was.
-
-    Raises: ValueError without a GPU, or for a family other than Llama and Qwen3; ModuleNotFoundError if
-        liger-kernel is not installed.
-    """
-    decoders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m.base_model is m]
-    families = {decoder.config.model_type for decoder in decoders}
-    if families - {"llama", "qwen3"} or not torch.cuda.is_available():
-        here = f"{', '.join(families)} on a {'GPU' if torch.cuda.is_available() else 'CPU'}"
-        raise ValueError(f"fused layers are for Llama and Qwen3 on a GPU, this is {here}: set fused to false")
-    with extra("gpu"):
-        liger = import_module("liger_kernel.transformers")
-    before = [(own := vars(sys.modules[type(decoder).__module__]), dict(own)) for decoder in decoders]
-    try:
-        for decoder in decoders:
-            fuse = getattr(liger, f"apply_liger_kernel_to_{decoder.config.model_type}")
-            fuse(model=decoder, fused_linear_cross_entropy=False)  # our own loss knows which rows pay
-        yield
-    finally:
-        for own, earlier in before:
-            own.update(earlier)
-        for part in model.modules():
-            for name in vars(part).keys() & {"forward", "extra_repr", "_get_name"}:
-                delattr(part, name)
 
 
 def _decoder(model: nn.Module) -> PreTrainedModel:

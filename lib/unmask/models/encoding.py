@@ -27,13 +27,11 @@ def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
 
     Args:
         hidden_BLD: token vectors after the final norm.
-        mask_BL: True (or 1) at the tokens to average, for instance the attention mask; None: all of them.
+        mask_BL: True (or 1) at the tokens to average, for instance the attention mask, one at least in each
+            sequence; None: all of them.
 
     Returns:
         (B, D), float32 or better.
-
-    Raises:
-        ValueError: a sequence has no token.
 
     Source: pplx-embed, section 2.2.
 
@@ -43,7 +41,7 @@ def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
     """
     if mask_BL is None:
         return hidden_BLD.mean(dim=1, dtype=_accumulator(hidden_BLD))
-    mask_BL = _checked(mask_BL)
+    mask_BL = mask_BL.bool()
     total_BD = hidden_BLD.masked_fill(~mask_BL[..., None], 0).sum(dim=1, dtype=_accumulator(hidden_BLD))
     return total_BD / mask_BL.sum(dim=1, keepdim=True)
 
@@ -51,7 +49,7 @@ def mean_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
 def last_token_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor:
     """The vector of each sequence's last real token, whichever side the padding is on.
 
-    Arguments, result and errors are those of `mean_pool`.
+    Arguments and result are those of `mean_pool`.
 
     Source: the ablation of pplx-embed, section 4; Qwen3-Embedding pools at its final `<|endoftext|>`.
 
@@ -61,7 +59,7 @@ def last_token_pool(hidden_BLD: Tensor, mask_BL: Tensor | None = None) -> Tensor
     """
     if mask_BL is None:
         return hidden_BLD[:, -1].to(_accumulator(hidden_BLD))
-    mask_BL = _checked(mask_BL)
+    mask_BL = mask_BL.bool()
     last_B = mask_BL.shape[1] - 1 - mask_BL.flip(1).int().argmax(dim=1)
     return hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B].to(_accumulator(hidden_BLD))
 
@@ -99,13 +97,6 @@ def segment_mean(hidden_TD: Tensor, segment_T: Tensor, n_segments: int) -> Tenso
 
 def _accumulator(hidden_BLD: Tensor) -> torch.dtype:
     return torch.promote_types(hidden_BLD.dtype, torch.float32)
-
-
-def _checked(mask_BL: Tensor) -> Tensor:
-    empty_B = ~mask_BL.bool().any(dim=1)
-    if not torch.compiler.is_exporting() and empty_B.any():  # a graph cannot depend on what a tensor holds
-        raise ValueError(f"Sequence {int(empty_B.nonzero()[0])} has no token to pool; leave empty texts out.")
-    return mask_BL.bool()
 
 
 def context_windows(lengths: Sequence[int], window: int, overlap: int) -> list[tuple[int, int, np.ndarray]]:

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from unmask.children import ENVIRONMENT
-from unmask.config import TRAINED, ParallelConfig, Preset, comparable, resolved
-from unmask.extras import lacking_compiler
+from unmask.config import ParallelConfig, Preset, comparable, resolved
 from unmask.run import Folders
 from unmask.store import (
     artifacts_root,
@@ -42,7 +41,7 @@ from unmask.store import (
 )
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
-ASIDE = ("study/pipeline.py", "study/execute.py", "study/kernels.py", "study/plan.py", "study/clean.py")
+ASIDE = ("study/pipeline.py", "study/execute.py", "study/kernels.py", "study/plan.py")
 ASIDE += ("study/progress.py", "children.py", "cli.py", "data/hub.py", "data/mirror.py", "__main__.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12_report"  # the notebook that is published as the report
@@ -310,7 +309,7 @@ def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
     Args:
         gpus, jobs: what --gpus and --jobs said; None: not given.
     Raises: ValueError if the machine has too few GPUs, trainings on several of them would run side by
-        side, nothing starts the other machines' processes, or a kernel is to be fused and nothing does it.
+        side, or nothing starts the other machines' processes.
     """
     parallel = preset.parallel
     machines, found = parallel.num_machines, min(len(gpu_names()), len(_visible()))
@@ -325,9 +324,6 @@ def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
         )
     if jobs > 1 and parallel.num_processes > 1 and (found or gpus or parallel.launcher):
         raise ValueError("a training on several GPUs takes all of them: --jobs 1")
-    fused = [name for name in TRAINED if getattr(preset, name).fused]
-    if fused and (lacking := lacking_compiler("cuda" if found else "cpu")):
-        raise ValueError(f"{lacking}, or {' '.join(f'--set {name}.fused=false' for name in fused)}")
 
 
 def own_gpus(parallel: ParallelConfig) -> dict[str, str]:

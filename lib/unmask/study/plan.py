@@ -1,6 +1,7 @@
 """What a run will cost, before it starts: steps, tokens, FLOPs, memory per GPU and GPU-hours of its
-trainings, from the preset alone. What would not fit is planned with half the tokens in memory at a time, as
-often as a training would halve them; where that does not help either, the plan is refused, with what would.
+trainings, from the preset alone. What would not fit on one GPU is planned with half the tokens in memory at a
+time, as often as a training in one process would halve them; where that does not help either, or there are
+several processes, the plan is refused, with what would.
 
 Texts are taken to be as long as the preset allows, so the plan is an upper bound: short texts cost what they
 are. Mining, clustering and evaluation, on one machine, are not in it.
@@ -119,8 +120,13 @@ def _remedies(
     sharded = _with(preset, "parallel", strategy="fsdp2")
     counts = (n for n in (gpus * 2**k for k in range(1, 7)) if fits(sharded, n))
     again = fits(_with(preset, stage, gradient_checkpointing=True), gpus)
-    found = [f"--set {stage}.gradient_checkpointing=true"] if again else []
-    return found + [f"--gpus {n} --set parallel.strategy=fsdp2" for n in islice(counts, 1)]
+    remedies = [f"--set {stage}.gradient_checkpointing=true"] if again else []
+    smaller = preset
+    while not fits(smaller, gpus) and (fewer := getattr(smaller, stage).halved("cuda")):
+        smaller = _with(smaller, stage, **fewer)
+    if fits(smaller, gpus):
+        remedies.append(" ".join(f"--set {stage}.{key}={value}" for key, value in fewer.items()))
+    return remedies + [f"--gpus {n} --set parallel.strategy=fsdp2" for n in islice(counts, 1)]
 
 
 def trainings(
@@ -131,7 +137,8 @@ def trainings(
     for notebook, stage, number, changed in _started(preset):
         if not number or (notebooks is not None and notebook not in notebooks):
             continue
-        while memory_bytes(changed, stage, gpus) > gpu_memory:
+        alone = gpus == 1 and preset.parallel.strategy == "ddp"
+        while alone and memory_bytes(changed, stage, gpus) > gpu_memory:
             fewer = getattr(changed, stage).halved("cuda")
             if not fewer:
                 break

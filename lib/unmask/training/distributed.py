@@ -108,13 +108,13 @@ class Processes:
 
     def later(self, x: Tensor) -> Callable[[], list[float]]:
         """Copies a tensor to the CPU; what is returned waits for that copy, not for what came after it."""
-        copy, done = x.to("cpu", non_blocking=True), torch.cuda.Event() if x.is_cuda else None
-        if done:
-            done.record()
+        copy = x.to("cpu", non_blocking=True)
+        if not x.is_cuda:
+            return copy.tolist
+        done = torch.cuda.current_stream(x.device).record_event()
 
         def read() -> list[float]:
-            if done:
-                done.synchronize()
+            done.synchronize()
             return copy.tolist()
 
         return read
@@ -159,10 +159,11 @@ class Processes:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         if self.count > 1 and self.strategy != "fsdp2":
-            for parameter in model.parameters():
+            learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter in learning:
                 if parameter.grad is None:  # nothing that this process read needs it
                     parameter.grad = torch.zeros_like(parameter)
-            gradients = [parameter.grad for parameter in model.parameters()]
+            gradients = [parameter.grad for parameter in learning]
             under_way = [torch.distributed.all_reduce(one, async_op=True) for one in gradients]
             for sent in under_way:
                 sent.wait()
@@ -181,7 +182,8 @@ def twin(module: nn.Module) -> nn.Module:
     copy = deepcopy(module)
     for own, parameter in zip(copy.parameters(), module.parameters(), strict=True):
         own.data = own.data.bfloat16()
-        own.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+        if own.requires_grad:
+            own.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
     return copy
 
 

@@ -25,7 +25,6 @@ from unmask.training.watch import Watch
 
 LOG = "train.log"  # of all processes, in the training's folder
 ERROR = "error.txt"  # what a process wrote that failed
-AGAIN = "out of memory: it begins again with half the tokens at a time"
 STOP = "UNMASK_STOP"  # names a file that stands for SIGTERM where a launcher does not hand that on
 # What launchers set, and torchrun, torch and accelerate believe.
 LAUNCHERS = re.compile(
@@ -35,10 +34,6 @@ LAUNCHERS = re.compile(
 
 class TrainingStopped(RuntimeError):
     """The training was told to stop, and saved itself before it did."""
-
-
-class OutOfMemory(RuntimeError):
-    """The memory of a GPU does not hold what is to be computed at a time."""
 
 
 def several(parallel: ParallelConfig) -> bool:
@@ -79,8 +74,6 @@ def launch(job: Job, watch: Watch) -> None:
     stop.unlink(missing_ok=True)
     if told_to_stop or (child.returncode and "TrainingStopped" in _error(folder)):
         raise TrainingStopped("told to stop; what the training did is kept: run it again")
-    if child.returncode and AGAIN in _error(folder):
-        return launch(job, watch)
     if child.returncode:
         raise RuntimeError(f"{_reason(folder, child.returncode)}\n(log: {folder / LOG})")
 

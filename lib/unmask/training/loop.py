@@ -13,11 +13,11 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +25,21 @@ from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 
 from unmask.children import on_signal, settle
-from unmask.config import COMPUTED, TrainConfig, resolved
+from unmask.config import TrainConfig, resolved
 from unmask.data.tokens import ending
 from unmask.models import backbone
-from unmask.models.attention import fast_attention, fused_layers, plain_attention
+from unmask.models.attention import fast_attention, plain_attention
 from unmask.store import alone, fingerprint, link, read_json, write_atomic, write_json
 from unmask.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from unmask.training.distributed import Processes, full_weights, refresh
 from unmask.training.identity import identity
 from unmask.training.job import JOB, Job
-from unmask.training.launch import AGAIN, STOP, OutOfMemory, TrainingStopped, launch, several
+from unmask.training.launch import STOP, TrainingStopped, launch, several
 from unmask.training.stages import Stage
 from unmask.training.watch import METRICS, Watch, history
 
+CHECKPOINTS = "checkpoints"  # in a training's folder, while it runs
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
-MEMORY = "memory.json"  # in a training's folder, once memory did not hold what the preset gives
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 READ = ("rows", "tokens", "texts", "blocks", "held out")  # of its numbers, those that are no loss
 RARE = 30  # times what a checkpoint takes: the least between two of them, on a slow disk
@@ -118,8 +118,8 @@ def run(job: Job, stage: Stage, model: nn.Module, processes: Processes, watch: W
         save(folder / "model")
         if processes.main:
             _finish(folder)
-        told = torch.tensor(float(_told_to_stop(signals, processes)))
-        if processes.sum(processes.ship(told)):  # too late to stop this training, but not what comes next
+        stop = torch.tensor(float(_stop_requested(signals, processes)))
+        if processes.sum(processes.ship(stop)):  # too late to stop this training, but not what comes next
             raise TrainingStopped("told to stop; the training had just ended, and is saved")
 
 
@@ -230,160 +230,136 @@ def steps(
     Raises:
         FloatingPointError: the loss or the gradient is not finite.
         CheckpointException: a checkpoint cannot be written, for instance to a full disk.
-        OutOfMemory: a GPU's memory does not hold one text at a time; of several processes, if it does not
-            hold what was tried: started again, they try half of it.
+        torch.OutOfMemoryError: a GPU's memory does not hold one text at a time; with several processes, not a
+            micro-batch. The message names the key to change.
         TrainingStopped: a signal came.
     """
-    config, log, saves = stage.config, folder / METRICS, folder / "checkpoints"
-    processes = processes or Processes.alone(config.precision)
-    held = _Memory(stage, folder / MEMORY, processes)
-    stage.config = replace(stage.config, **held.fits)
-    with _equipped(stage, model, processes) as (own, module, optimizer):
-        last = processes.agreed(next(reversed(checkpoints(saves)), None))
-        done = load_checkpoint(last, model, optimizer) if last else 0
-        if processes.main:
-            kept = log.read_text(encoding="utf8").splitlines(keepends=True)[:done] if log.is_file() else []
-            write_atomic(log, "".join(kept))  # what comes after is trained again
-            report({"total": config.steps, "done": done})
-        processes.wait()
-        # Else cuDNN's backward pass may give NaN (torch 2.11).
-        whole = getattr(config, "length", 0) % 128 == 0
-        with fast_attention(stage.same_length and whole), log.open("a", encoding="utf8") as lines:
-            running = _Running(stage, report, lines, processes, last)
-            saved, pause = monotonic(), config.checkpoint_seconds
-            for step, (batch, logged) in _ahead(stage.drawn, range(done, config.steps)):
-                lr = config.lr * lr_factor(config, step)
-                refresh(module, own)
-                row = _backward(stage, module, optimizer, batch, step, processes, held)
-                processes.sum_gradients(model)
-                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip, foreach=True)
-                # FSDP2 leaves it in parts.
-                norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-                told = _told_to_stop(signals, processes)
-                due = processes.main and monotonic() - saved >= pause
-                both = processes.sum(processes.ship(torch.tensor([float(told), float(due)])))
-                facts = torch.stack([row["loss"].float(), norm.float(), *both])
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                # What is no number leaves weights and moments as they are: nobody needs to wait and see.
-                optimizer.found_inf = 1.0 - facts[:2].sum().isfinite().float()
-                optimizer.step()
-                optimizer.zero_grad()
-                running.add({"step": step, **logged, **row, "lr": lr}, facts)
-                running.look(processes.ahead)
-                milestone = step + 1 in stage.job.milestones
-                probed = watch is not None and watch.due(step)
-                if milestone or probed or running.asked or step + 1 == config.steps:
-                    running.look(0)  # what is kept is known to be good
-                if probed:
-                    watch.measure(model, step, sum(row["seconds"] for row in history(log)))
-                    running.started = perf_counter()
-                if milestone:
-                    save(folder / MILESTONES / f"step-{step + 1:07d}")
-                if step + 1 < config.steps and running.asked:
-                    began = monotonic()
-                    keep = config.keep_checkpoints
-                    running.last = save_checkpoint(saves, model, optimizer, step + 1, processes, keep=keep)
-                    if running.told:  # one process at least
-                        raise TrainingStopped(f"told to stop: {step + 1} steps are saved, run it again")
-                    saved = monotonic()
-                    rare = max(config.checkpoint_seconds, RARE * (saved - began))
-                    pause = config.checkpoint_seconds and rare
-                    running.started = perf_counter()
+    config, processes = stage.config, processes or Processes.alone(stage.config.precision)
+    with _equipped(stage, model, processes) as (module, forward, optimizer):
+        progress = _Progress(stage, model, optimizer, folder, processes, report, save, watch, signals)
+        for step, (batch, logged) in _ahead(stage.drawn, range(progress.resume(), config.steps)):
+            refresh(forward, module)
+            row = _backward(stage, forward, optimizer, batch, step, processes)
+            row["lr"] = config.lr * lr_factor(config, step)
+            values = _update(model, optimizer, row["loss"], row["lr"], config.clip, processes)
+            progress.add({"step": step, **logged, **row}, values)
+            progress.read(processes.ahead)
+            progress.snapshot(step + 1)
     return model
 
 
-class _Running:
-    """The steps that are under way: on a GPU a step is launched before the loss of the one before is read."""
+@dataclass
+class _Progress:
+    """What is written of a training: a line of the log for each step, checkpoints, models on its way.
 
-    def __init__(self, stage: Stage, report: Report, lines: TextIO, processes: Processes, last: Path | None):
-        self.stage, self.report, self.lines, self.processes = stage, report, lines, processes
-        self.last = last  # checkpoint
-        self.told = self.due = False  # to stop; a checkpoint
-        self.started = perf_counter()
-        self.steps: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = deque()
+    On a GPU the loss of a step is read when the next one is launched, so the GPU never waits.
+    """
 
-    @property
-    def asked(self) -> bool:
-        """Whether any process asks for a checkpoint."""
-        return self.told or self.due
+    stage: Stage
+    model: nn.Module
+    optimizer: Optimizer
+    folder: Path
+    processes: Processes
+    report: Report
+    save: Callable[[Path], None]
+    watch: Watch | None
+    signals: Sequence[int]
+    unread: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = field(default_factory=deque)
+    stop: float = 0  # above 0: processes were told to stop
+    due: float = 0  # above 0: a checkpoint is due
 
-    def add(self, row: dict[str, Any], facts: Tensor) -> None:
-        """A step that was launched, with its loss, its gradient's norm, and whether a process was told to
-        stop, or a checkpoint is due."""
-        self.steps.append((row, self.processes.later(facts)))
+    def resume(self) -> int:
+        """Loads the last checkpoint, cuts the log after it, and returns the number of steps done."""
+        log, config = self.folder / METRICS, self.stage.config
+        self.last = self.processes.agreed(next(reversed(checkpoints(self.folder / CHECKPOINTS)), None))
+        done = load_checkpoint(self.last, self.model, self.optimizer) if self.last else 0
+        if self.processes.main:
+            lines = log.read_text(encoding="utf8").splitlines(keepends=True) if log.is_file() else []
+            write_atomic(log, "".join(lines[:done]))  # what comes after is trained again
+            self.report({"total": config.steps, "done": done})
+        self.processes.wait()
+        self.began, self.saved, self.pause = perf_counter(), monotonic(), config.checkpoint_seconds
+        return done
 
-    def look(self, most: int) -> None:
-        """Reads and writes down the oldest, until at most so many are left.
+    def add(self, row: dict[str, Any], values: Tensor) -> None:
+        """A step that was launched, with its loss and its gradient's norm."""
+        due = self.processes.main and monotonic() - self.saved >= self.pause
+        requests = torch.tensor([float(_stop_requested(self.signals, self.processes)), float(due)])
+        requests = self.processes.sum(self.processes.ship(requests))
+        self.unread.append((row, self.processes.later(torch.cat([values, requests]))))
+
+    def read(self, most: int) -> None:
+        """Reads, writes and reports the oldest steps, until at most so many are unread.
 
         Raises: FloatingPointError if a loss or a gradient is not finite.
         """
-        while len(self.steps) > most:
-            row, read = self.steps.popleft()
-            row["loss"], norm, self.told, self.due = read()
-            if not (math.isfinite(row["loss"]) and math.isfinite(norm)):
+        while len(self.unread) > most:
+            row, values = self.unread.popleft()
+            row["loss"], row["grad_norm"], self.stop, self.due = values()
+            if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
                 dataset, rows = self.stage.plan(row["step"])
                 raise FloatingPointError(
-                    f"the loss is {row['loss']}, the norm of its gradient {norm} at step {row['step']}: "
-                    f"lower lr or clip, or look at the rows {rows[:8].tolist()} … of data set {dataset!r}; "
-                    f"last good checkpoint: {self.last or 'none'}"
+                    f"the loss is {row['loss']}, the norm of its gradient {row['grad_norm']} at step "
+                    f"{row['step']}: lower lr or clip, or look at the rows {rows[:8].tolist()} … of data set "
+                    f"{dataset!r}; last good checkpoint: {self.last or 'none'}"
                 )
-            row |= {"grad_norm": norm, "seconds": perf_counter() - self.started}
-            self.started = perf_counter()
+            row["seconds"], self.began = perf_counter() - self.began, perf_counter()
             if self.processes.main:
-                self.lines.write(json.dumps(row) + "\n")
-                self.lines.flush()
+                with (self.folder / METRICS).open("a", encoding="utf8") as log:
+                    log.write(json.dumps(row) + "\n")
                 self.report(row)
 
+    def snapshot(self, done: int) -> None:
+        """Measures the model after so many steps, saves it and writes a checkpoint, each where it is due.
 
-class _Memory:
-    """What memory was found to hold in a training's folder: `fits`, budgets of tokens. They are found out
-    anew where something is given otherwise that decides it: the budgets, for instance, or the GPU."""
+        Raises: TrainingStopped if a process was told to stop, once that is saved.
+        """
+        last, milestone = done == self.stage.config.steps, done in self.stage.job.milestones
+        probed = self.watch is not None and self.watch.due(done - 1)
+        if not (last or milestone or probed or self.stop or self.due):
+            return
+        self.read(0)  # what is saved is known to be good
+        if probed:
+            seconds = sum(row["seconds"] for row in history(self.folder / METRICS))
+            self.watch.measure(self.model, done - 1, seconds)
+        if milestone:
+            self.save(self.folder / MILESTONES / f"step-{done:07d}")
+        if (self.stop or self.due) and not last:
+            self.checkpoint(done)
+        self.began = perf_counter()
 
-    def __init__(self, stage: Stage, path: Path, processes: Processes):
-        self.path, device = path, processes.device
-        given = {key: getattr(stage.config, key, None) for key in sorted(COMPUTED)}
-        given |= {"processes": processes.count, "strategy": processes.strategy}
-        given["memory"] = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
-        self.given, found = processes.agreed((given, read_json(path)))
-        self.fits = found["fits"] if found.get("given") == self.given else {}
-
-    def remember(self, fits: dict[str, int]) -> None:
-        write_json(self.path, {"given": self.given, "fits": fits})
+    def checkpoint(self, done: int) -> None:
+        """Writes a checkpoint; the longer it takes, the later the next one is due."""
+        began, config = monotonic(), self.stage.config
+        state, keep = (self.model, self.optimizer, done, self.processes), config.keep_checkpoints
+        self.last = save_checkpoint(self.folder / CHECKPOINTS, *state, keep=keep)
+        if self.stop:
+            raise TrainingStopped(f"told to stop: {done} steps are saved, run it again")
+        self.saved = monotonic()
+        self.pause = config.checkpoint_seconds and max(config.checkpoint_seconds, RARE * (self.saved - began))
 
 
 def _backward(
-    stage: Stage,
-    module: nn.Module,
-    optimizer: Optimizer,
-    batch: Any,
-    step: int,
-    processes: Processes,
-    held: _Memory,
+    stage: Stage, forward: nn.Module, optimizer: Optimizer, batch: Any, step: int, processes: Processes
 ) -> dict[str, Any]:
     """`stage.backward`; where memory does not hold it, again with half the tokens at a time, from then on.
 
-    Raises:
-        OutOfMemory: nothing smaller is left to try; or the others of several processes wait for this one, so
-            that they must begin again together.
+    Raises: torch.OutOfMemoryError if nothing smaller is left to try, or there are other processes, which wait
+        for this one.
     """
     seed = stage.config.seed * 1_000_003 + step + processes.rank * 7_368_787
     while True:
         torch.manual_seed(seed)
         try:
-            return stage.backward(module, batch, processes)
+            return stage.backward(forward, batch, processes)
         except torch.OutOfMemoryError:
             pass  # what the error refers to is free from here on
-        section, fewer = stage.job.section, stage.config.halved(processes.device.type)
-        if not fewer:
-            raise OutOfMemory(
-                f"memory does not hold {section}'s longest text: lower its length, set "
-                f"{section}.gradient_checkpointing=true, or share the model (parallel.strategy=fsdp2)"
-            )
-        stage.config = replace(stage.config, **fewer)
-        held.remember(fewer)
-        if processes.accelerator:  # the others wait for this one, and FSDP2 for the end of its pass
-            raise OutOfMemory(AGAIN)
+        section, smaller = stage.job.section, stage.config.halved(processes.device.type)
+        if not smaller or processes.accelerator:  # whose peers, and FSDP2, are in the middle of a pass
+            keys = ", ".join(f"{section}.{key}={value}" for key, value in smaller.items())
+            keys = keys or f"{section}.gradient_checkpointing=true, lower lengths, or parallel.strategy=fsdp2"
+            raise torch.OutOfMemoryError(f"memory does not hold a micro-batch of {section}: set {keys}")
+        stage.config = replace(stage.config, **smaller)
         if stage.same_length:  # else the graph for the next size would be one for all sizes
             torch.compiler.reset()
         optimizer.zero_grad()
@@ -391,7 +367,26 @@ def _backward(
         torch.cuda.empty_cache()
 
 
-def _told_to_stop(signals: Sequence[int], processes: Processes) -> bool:
+def _update(
+    model: nn.Module, optimizer: Optimizer, loss: Tensor, lr: float, clip: float, processes: Processes
+) -> Tensor:
+    """Adds up the processes' gradients, clips them and lets the optimiser step; returns loss and norm.
+
+    What is no number leaves weights and moments as they are: nobody needs to wait and see.
+    """
+    processes.sum_gradients(model)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2 leaves it in parts
+    values = torch.stack([loss.float(), norm.float()])
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.found_inf = 1.0 - values.sum().isfinite().float()
+    optimizer.step()
+    optimizer.zero_grad()
+    return values
+
+
+def _stop_requested(signals: Sequence[int], processes: Processes) -> bool:
     """Whether a signal came, or the file STOP is there, for which the main process looks; a listing finds it
     on a shared file system that remembers misses."""
     folder, name = os.path.split(os.environ.get(STOP, ""))
@@ -404,12 +399,30 @@ def _equipped(
 ) -> Iterator[tuple[nn.Module, nn.Module, Optimizer]]:
     """The stage's module, what is run forward of it, on all processes, and the optimiser; in the end the
     model is as it was, on the CPU."""
-    config, device, own = stage.config, next(model.parameters()).device, stage.module(model.train())
+    config, module = stage.config, stage.module(model.train())
+    frozen = model.get_input_embeddings() if getattr(config, "freeze_embeddings", False) else nn.Module()
+    # Else cuDNN's backward pass may give NaN (torch 2.11).
+    whole = getattr(config, "length", 0) % 128 == 0
+    with _tuned(model, config, processes), fast_attention(stage.same_length and whole):
+        frozen.requires_grad_(False)
+        try:
+            forward = processes.parallel(module, compiled=config.compile, same_length=stage.same_length)
+            groups = parameter_groups(model, config.weight_decay)  # FSDP2 has put others in place
+            betas = config.beta1, config.beta2
+            yield module, forward, AdamW(groups, lr=config.lr, betas=betas, fused=True)
+        finally:
+            model.eval().zero_grad()
+            frozen.requires_grad_(True)
+
+
+@contextmanager
+def _tuned(model: nn.Module, config: TrainConfig, processes: Processes) -> Iterator[None]:
+    """Within, layers, attention and embeddings compute as suits the device and the config."""
+    device, on_cpu = next(model.parameters()).device, processes.device.type == "cpu"
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     kernels = [part.config._attn_implementation for part in parts]
     if config.gradient_checkpointing:
         backbone.checkpoint_activations(model)
-    on_cpu = processes.device.type == "cpu"
     if processes.half and on_cpu:
         plain_attention(model)
     # Else every micro-batch fills a gradient of the whole vocabulary with zeros.
@@ -417,14 +430,9 @@ def _equipped(
     embeddings = [part for part in model.modules() if sparse and isinstance(part, nn.Embedding)]
     for part in embeddings:
         part.sparse = True
-    betas = config.beta1, config.beta2
     try:
-        with fused_layers(model) if config.fused else nullcontext():
-            module = processes.parallel(own, compiled=config.compile, same_length=stage.same_length)
-            groups = parameter_groups(model, config.weight_decay)  # FSDP2 has put others in place
-            yield own, module, AdamW(groups, lr=config.lr, betas=betas, fused=True)
+        yield
     finally:
-        model.eval().zero_grad()
         if processes.accelerator is None:  # else this process ends with the training
             model.to(device)
             for part, kernel in zip(parts, kernels):
@@ -447,7 +455,7 @@ def _ahead(make: Callable[[int], Any], steps: range) -> Iterator[tuple[int, Any]
 
 def _finish(folder: Path) -> None:
     """Removes what a training whose model is saved needs no more."""
-    for name in ("checkpoints", "torchrun"):
+    for name in (CHECKPOINTS, "torchrun"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -469,8 +477,9 @@ def lr_factor(config: TrainConfig, step: int) -> float:
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, gains of norms do not."""
+    """Matrices decay, gains of norms do not. What is frozen is left out."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]

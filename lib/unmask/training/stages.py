@@ -652,7 +652,7 @@ class Contextual(Contrastive):
     def data(self) -> dict[str, TokenDocuments]:
         corpus, data, taken = self.corpus, {}, sum(map(len, self.around))
         config = replace(self.config, query_length=max(1, self.config.query_length - taken))
-        for name in corpus.datasets("documents", "train") if config.join == 1 else ():
+        for name in corpus.datasets("documents", "train"):
             rows, file = corpus.documents("train", name), corpus.identity("documents", name)
             table = Table(rows, name, file, self.stored, self.held_out)
             data[name] = tokenized.token_documents(table, config)

@@ -1,0 +1,212 @@
+"""A language model over the wire: real HTTP, faults of every kind, kills."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from chat_servers import chat_server, config
+from unmask.synthesis import EndpointError, replies
+from unmask.synthesis.client import ask
+from waiting import wait_for
+
+REQUESTS = [[{"role": "user", "content": f"question {number}"}] for number in range(60)]
+
+
+class Answer(BaseModel, extra="forbid"):
+    answer: int
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
+
+
+def echo(prompt):
+    return f"echo of {prompt}"
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines() if line]
+
+
+def test_every_request_is_sent_once_and_some_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "from the shell\n")
+    journal, twice = tmp_path / "deep" / "journal", [*REQUESTS, *REQUESTS]
+    with chat_server(write=echo, delay=0.01) as server:
+        settings = config(server, api_key_env="OPENAI_API_KEY")
+        texts = replies(settings, journal, twice)
+    assert texts == 2 * [f"echo of question {number}" for number in range(60)]
+    assert Counter(server.prompts.values()) == {1: 60} and 1 < server.most <= 4
+    assert server.keys == {"Bearer from the shell"}
+    assert replies(settings, journal, twice) == texts  # of a server that is gone
+    for key, reply in lines(journal):
+        assert len(key) == 16 and reply["text"] in texts and reply["completion_tokens"] == 7
+    assert replies(settings, journal, []) == []
+
+
+def test_a_reply_in_a_form(tmp_path):
+    with chat_server(write=lambda prompt: json.dumps({"answer": int(prompt.split()[1])})) as server:
+        found = ask(config(server), tmp_path / "journal", REQUESTS[:9], Answer)
+    assert found == [Answer(answer=number) for number in range(9)]
+    [schema] = {json.dumps(body["response_format"]) for body in server.bodies}
+    assert json.loads(schema)["type"] == "json_schema"
+    assert json.loads(schema)["json_schema"]["schema"] == Answer.model_json_schema()
+
+
+LOST = [("500", "InternalServerError", 3), ("200", "no chat completion", 1), ("400", "BadRequestError", 1)]
+
+
+@pytest.mark.parametrize(("status", "reason", "tries"), LOST)
+def test_a_request_without_reply_is_counted_and_sent_again_next_time(tmp_path, capsys, status, reason, tries):
+    lost = {f"question {number}" for number in range(7)}
+    with chat_server(lambda prompt, _: status if prompt in lost else None, write=echo) as server:
+        settings = config(server)
+        texts = replies(settings, tmp_path / "journal", REQUESTS)
+        assert texts == [""] * 7 + [f"echo of question {number}" for number in range(7, 60)]
+        assert Counter(server.prompts.values()) == Counter({1: 53}) + Counter({tries: 7})
+        printed = f"synthesis: no usable reply to 7 of 60 requests ({reason}: 7)\n"
+        assert capsys.readouterr().out == printed
+        server.fault, server.prompts = (lambda *_: None), Counter()
+        assert all(replies(settings, tmp_path / "journal", REQUESTS))
+    assert server.prompts.keys() == lost
+    assert capsys.readouterr().out == ""
+
+
+BAD = ["", " \n", '{"answer": 1', '{"answer": "one"}', '{"answer": 1, "why": 2}', "one"]
+
+
+@pytest.mark.parametrize("form", [None, Answer])
+def test_a_bad_reply_is_counted_and_stays(tmp_path, capsys, form):
+    write = lambda prompt: dict(enumerate(BAD)).get(int(prompt.split()[1]), '{"answer": 1}')  # noqa: E731
+    with chat_server(write=write) as server:
+        settings, requests = config(server), REQUESTS[:10]
+        found = ask(settings, tmp_path / "journal", requests, form)
+    bad = len(BAD) if form else 2
+    good = 4 * [Answer(answer=1)] if form else [*BAD, *4 * ['{"answer": 1}']][2:]
+    assert found == [None] * bad + good
+    printed = f"synthesis: no usable reply to {bad} of 10 requests (bad reply: {bad})\n"
+    assert capsys.readouterr().out == printed
+    assert ask(settings, tmp_path / "journal", requests, form) == found  # nothing is sent: the server is gone
+    assert capsys.readouterr().out == printed
+
+
+def test_a_wrong_address_fails_at_once(tmp_path):
+    connections = []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+
+        def hang_up():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connections.append(connection)
+                connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        expected = rf"127.0.0.1:{port}/v1 \(model 'test'\): cannot be reached .*synthesis.endpoint ends"
+        with pytest.raises(EndpointError, match=expected):
+            replies(config(f"http://127.0.0.1:{port}/v1", retries=9), tmp_path / "journal", REQUESTS)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert len(connections) == 1
+    with pytest.raises(EndpointError, match=r"cannot be reached \(ConnectError\)"):
+        replies(config(f"http://127.0.0.1:{port}/v1", retries=9), tmp_path / "journal", REQUESTS)
+
+
+REFUSALS = [
+    ("401", r"AuthenticationError.*UNMASK_TEST_KEY holds the key"),
+    ("404", r"NotFoundError.*serves this model.*synthesis\.endpoint ends"),
+    ("405", "APIStatusError"),
+    ("422", r"UnprocessableEntityError.*takes a JSON schema"),
+    ("400", r"no request has a reply \(BadRequestError\)"),
+    ("500", r"no request has a reply \(InternalServerError\)"),
+]
+
+
+@pytest.mark.parametrize(("status", "message"), REFUSALS)
+def test_an_endpoint_that_refuses_ends_the_run(tmp_path, monkeypatch, status, message):
+    """The server's words, which echo the key, are in no error."""
+    monkeypatch.setenv("UNMASK_TEST_KEY", "secret-42")
+    with chat_server(lambda *_: status) as server, pytest.raises(EndpointError, match=message) as error:
+        replies(config(server), tmp_path / "journal", REQUESTS)
+    assert server.keys == {"Bearer secret-42"} and "secret" not in str(error.value)
+    assert (tmp_path / "journal").read_bytes() == b""
+    if "no request" not in message:
+        assert server.prompts.total() < len(REQUESTS)
+
+
+@pytest.mark.parametrize(("status", "reason"), [("0", "APIConnectionError"), ("401", "AuthenticationError")])
+def test_a_server_that_goes_ends_the_run_and_the_next_goes_on(tmp_path, status, reason):
+    with chat_server(lambda prompt, _: status if prompt == "question 30" else None, write=echo) as server:
+        with pytest.raises(EndpointError, match=f"{reason}.*the same call goes on from there"):
+            replies(config(server), tmp_path / "journal", REQUESTS)
+        wait_for(lambda: not server.current)
+        assert 0 < server.answered == len(lines(tmp_path / "journal")) < 60
+        server.fault = lambda *_: None
+        assert all(replies(config(server), tmp_path / "journal", REQUESTS))
+        wait_for(lambda: not server.current)
+        assert server.answered == 60
+
+
+def child_of(server, journal):
+    given = config(server), journal, REQUESTS
+    child = multiprocessing.get_context("fork").Process(target=replies, args=given)
+    child.start()
+    wait_for(lambda: server.answered >= 10)
+    return child
+
+
+def test_a_killed_run_goes_on_and_sends_nothing_twice(tmp_path):
+    journal = tmp_path / "journal"
+    with chat_server(write=echo, delay=0.05) as server:
+        child = child_of(server, journal)
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        wait_for(lambda: not server.current)
+        known = len(lines(journal))
+        assert 10 - 4 <= known < 60
+        with journal.open("a") as file:
+            file.write('\n["cut by a ki')
+        before, server.delay = server.prompts.total(), 0.0
+        texts = replies(config(server), journal, REQUESTS)
+    assert texts == [f"echo of question {number}" for number in range(60)]
+    assert server.prompts.total() - before == 60 - known
+    whole = [line for line in journal.read_text().splitlines() if line.endswith("}]")]
+    assert len({json.loads(line)[0] for line in whole}) == len(whole) == 60
+
+
+def test_an_interrupt_waits_for_what_is_under_way_and_loses_nothing(tmp_path):
+    with chat_server(write=echo, delay=0.05) as server:
+        child = child_of(server, tmp_path / "journal")
+        os.kill(child.pid, signal.SIGINT)
+        child.join()
+        wait_for(lambda: not server.current)
+        assert child.exitcode == 1
+        assert len(lines(tmp_path / "journal")) == server.answered == server.prompts.total() < 60
+
+
+UNNAMED = [
+    ({"endpoint": ""}, "synthesis.endpoint is ''"),
+    ({"model": ""}, "synthesis.model ''"),
+    ({"endpoint": "localhost:8000/v1"}, "for instance --set synthesis.endpoint=http"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), UNNAMED)
+def test_an_endpoint_that_is_not_named_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        replies(config("http://127.0.0.1:9/v1", **changes), tmp_path / "journal", REQUESTS)
+    assert [*tmp_path.iterdir()] == []

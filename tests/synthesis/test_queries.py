@@ -1,0 +1,142 @@
+"""Queries by a language model, over the wire."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from chat_servers import Words, chat_server, config, good, passage, passage_of
+from unmask.synthesis import queries, synthesize_documents, synthesize_pairs
+from unmask.synthesis.queries import plan_documents, plan_pairs, sample
+
+PASSAGES = [passage(number) for number in range(24)]
+DOCUMENTS = [[passage(100 * d + c) for c in range(6)] for d in range(5)]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
+
+
+def pairs(settings, folder):
+    return synthesize_pairs(plan_pairs(PASSAGES, Words(), settings), Words(), settings, folder)
+
+
+def test_pairs_from_passages(tmp_path):
+    with chat_server() as server:
+        result = pairs(config(server), tmp_path)
+    assert result.outcomes == {"accepted": len(PASSAGES)}
+    rows = lines(result.path)
+    assert rows == result.rows
+    assert {row["document"] for row in rows} == set(PASSAGES)
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert all(row["persona"] in queries.PERSONAS and row["similarity"] >= 0.1 for row in rows)
+    columns = {"id", "query", "document", "language", "persona", "type", "difficulty", "similarity"}
+    assert all(row.keys() == columns for row in rows)
+    assert len(result.similarities) == len(rows)
+    assert server.answered == 2 * len(PASSAGES)
+    assert pairs(config(server), tmp_path).rows == rows  # the server is gone
+    schemas = [body["response_format"]["json_schema"]["schema"] for body in server.bodies]
+    forms = Counter(" ".join(sorted(schema["properties"])) for schema in schemas)
+    assert forms == dict.fromkeys(["character difficulty type", "query"], len(PASSAGES))
+
+
+def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
+    with chat_server() as server:
+        settings = config(server)
+        tasks = plan_documents(DOCUMENTS, Words(), settings, ())
+        result = synthesize_documents(tasks, Words(), settings, tmp_path)
+    assert result.outcomes == {"accepted": 3 * len(DOCUMENTS)}
+    rows = lines(result.path)
+    assert sorted(row["chunks"] for row in rows) == sorted(DOCUMENTS)
+    for row in rows:
+        assert row.keys() == {"document_id", "chunks", "queries", "golds"}
+        assert len(row["queries"]) == len(row["golds"]) == len(set(row["golds"])) == 3
+        for query, gold in zip(row["queries"], row["golds"]):
+            prompts = [p for p in server.prompts if passage_of(p) == row["chunks"][gold]]
+            assert len(prompts) == 2
+            assert query in {json.loads(good(p)).get("query") for p in prompts}
+            for neighbour in row["chunks"][max(0, gold - 2) : gold + 3]:
+                assert all(neighbour in prompt for prompt in prompts)
+            assert all(chunk not in p for chunk in row["chunks"][gold + 3 :] for p in prompts)
+
+
+FLAWS = {
+    "unusable": '{"question": "Why?"}',
+    "invalid: no words": '{"query": " ?! "}',
+    "invalid: too long": json.dumps({"query": "why " * 200}),
+}
+
+
+def test_queries_that_will_not_do_are_counted_by_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(queries, "LENGTHS", (20,))
+    reasons = [*FLAWS, "invalid: copy of the passage"]
+    wrong = dict(zip(PASSAGES, reasons, strict=False))
+
+    def write(prompt: str) -> str:
+        reason = wrong.get(passage_of(prompt))
+        if reason is None or '"character"' in prompt:
+            return good(prompt)
+        return FLAWS.get(reason) or json.dumps({"query": passage_of(prompt).partition(".")[0]})
+
+    with chat_server(write=write) as server:
+        result = pairs(config(server), tmp_path)
+        assert result.outcomes == {"accepted": len(PASSAGES) - len(reasons)} | dict.fromkeys(reasons, 1)
+        server.write = lambda prompt: '{"character": 77, "type": "knowledge", "difficulty": "school"}'
+        result = pairs(config(server), tmp_path / "other")
+    assert result.outcomes == {"unusable": len(PASSAGES)}
+    assert result.path.read_text() == "" and result.rows == [] and len(result.similarities) == 0
+
+
+def test_a_request_without_reply_costs_its_query_only(tmp_path):
+    lost = {text for text in PASSAGES if "otter" in text}
+    with chat_server(lambda prompt, _: "400" if passage_of(prompt) in lost else None) as server:
+        result = pairs(config(server), tmp_path)
+        assert result.outcomes == {"accepted": len(PASSAGES) - len(lost), "unusable": len(lost)}
+        server.fault = lambda *_: None
+        assert pairs(config(server), tmp_path).outcomes == {"accepted": len(PASSAGES)}
+
+
+def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):
+    by_animal = {"lynx": "Why does the OTTER rest at dusk?", "heron": "completely unrelated stuff"}
+
+    def write(prompt: str) -> str:
+        query = next((query for animal, query in by_animal.items() if animal in passage_of(prompt)), None)
+        return json.dumps({"query": query}) if query and '"character"' not in prompt else good(prompt)
+
+    with chat_server(write=write) as server:
+        result = pairs(config(server), tmp_path)
+    # Of four equal queries each, one is new.
+    assert result.outcomes == {"accepted": 17, "duplicate": 6, "dissimilar": 1}
+    assert len(result.similarities) == 18 and (result.similarities < 0.1).sum() == 1
+
+
+@pytest.mark.parametrize("synthesize", [synthesize_pairs, synthesize_documents])
+def test_without_a_passage_there_is_nothing_to_ask_about(tmp_path, synthesize):
+    settings = config("http://127.0.0.1:9/v1")
+    assert plan_pairs(["short"], Words(), settings) == []
+    assert plan_documents([["short", "x" * 90]], Words(), settings, {"x" * 90}) == []
+    with pytest.raises(ValueError, match="no passage of 80 characters lacks a query"):
+        synthesize([], Words(), settings, tmp_path)
+
+
+def test_a_sample_does_not_depend_on_the_order_and_grows():
+    assert sample(PASSAGES, 5, 0) == sample(PASSAGES[::-1] * 2, 5, 0) == sample(PASSAGES, 9, 0)[:5]
+    assert sample(PASSAGES, 5, 0) != sample(PASSAGES, 5, 1)
+    assert sorted(sample(PASSAGES, 99, 0)) == sorted(PASSAGES)
+
+
+def test_plans_repeat_and_languages_are_drawn():
+    settings = config("", languages=("English", "German", "Japanese"))
+    tasks = plan_pairs(PASSAGES, Words(), settings)
+    assert tasks == plan_pairs(PASSAGES[::-1], Words(), settings)
+    assert {*Counter(task.language for task in tasks)} == {"English", "German", "Japanese"}
+    doubled = [passage(901), passage(901), passage(902)]
+    answered = [passage(800), passage(801), DOCUMENTS[0][1]]
+    documents = [*DOCUMENTS, ["one chunk only"], doubled, answered[:2]]
+    settings = replace(settings, documents=9, queries_per_document=9)
+    tasks = plan_documents(documents, Words(), settings, answered)
+    drawn = {task.chunks for task in tasks}
+    assert drawn == {*map(tuple, [*DOCUMENTS, doubled])}
+    every = {chunk for chunks in drawn for chunk in chunks}
+    assert {task.passage for task in tasks} == every - {passage(901), DOCUMENTS[0][1]}
