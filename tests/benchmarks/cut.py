@@ -1,5 +1,5 @@
 """Whole steps of a language model on two cores, by turns in one process: as they were computed before layers
-were compiled and texts read without padding, and as preset cut computes them. Medians of ratios of steps.
+were compiled and texts read without padding, and as preset cpu computes them. Medians of ratios of steps.
 
     PYTHONPATH=tests python tests/benchmarks/cut.py [--steps 8] [--layers 30]
 """
@@ -37,7 +37,7 @@ def as_before(model: nn.Module) -> None:
 
 def ratios(kind: type, steps: int, layers: int) -> tuple[float, float]:
     """How many times as fast a step has become (median), and the tokens a second of now."""
-    preset, seconds, tokens = load_preset("cut"), {}, 0
+    preset, seconds, tokens = load_preset("cpu"), {}, 0
     corpus = open_corpus(preset.data)
     start = backbone.cut_short(
         preset.backbone.checkpoint, range(layers), artifacts_root() / "benchmarks" / "cut"
