@@ -151,14 +151,13 @@ def test_two_steps_rescore_the_candidates():
     for query, near_C in enumerate(np.sort(near_NC)):
         expected = naive(q_ND[query : query + 1], d_MD[near_C], 12)
         same((scores_NK[query], ids_NK[query]), (expected[0][0], near_C[expected[1][0]]))
-    with pytest.raises(ValueError, match="both kinds of embeddings of the same texts"):
+    with pytest.raises(ValueError, match="both kinds of embeddings of the same texts, and packed bits"):
         two_step(q_ND, d_MD, q_NB, d_MB[1:], 2, candidates=3)
-    for k in (0, 4):
-        with pytest.raises(ValueError, match=f"k is {k}, and candidates 3"):
-            two_step(q_ND, d_MD, q_NB, d_MB, k, candidates=3)
+    with pytest.raises(ValueError, match="k is 0"):
+        two_step(q_ND, d_MD, q_NB, d_MB, 0, candidates=3)
     with pytest.raises(ValueError, match="give both kinds"):
         two_step(q_ND, d_MD[0], q_NB, d_MB, 2, candidates=3)
-    with pytest.raises(ValueError, match="row 3 of the scores of the candidates contains NaN"):
+    with pytest.raises(ValueError, match="row 3 of the queries contains NaN"):
         two_step(np.where(np.arange(10)[:, None] == 3, np.nan, q_ND), d_MD + 0.0, q_NB, d_MB, 2, candidates=3)
     with pytest.raises(ValueError, match="scores of the candidates contains NaN"):
         two_step(q_ND + 0.0, d_MD * np.nan, q_NB, d_MB, 2, candidates=3)

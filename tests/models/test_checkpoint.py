@@ -181,7 +181,7 @@ def saved(tmp_path):
 
 
 UNFIT = {
-    "model type `mamba7` but Transformers does not recognize": {"model_type": "mamba7"},
+    "the architecture 'mamba7' is unknown to the installed transformers": {"model_type": "mamba7"},
     r"weights are not those .* another shape, the first is layers\.0": {"intermediate_size": 40},
 }
 
@@ -215,7 +215,7 @@ def test_what_its_reader_does_not_know_is_not_published(tmp_path):
         config_class = OwnConfig
 
     model = OwnModel(OwnConfig(**tiny.model().config.to_dict()))
-    with pytest.raises(ValueError, match="model type `own` but Transformers does not recognize"):
+    with pytest.raises(ValueError, match="the architecture 'own' is unknown to the installed transformers"):
         Embedder(model, tiny.tokenizer(), device="cpu").save_pretrained(tmp_path / "model")
     assert not list(tmp_path.iterdir())
 

@@ -113,14 +113,15 @@ def two_step(
         q_NB, d_MB: the same texts as packed bits, uint8.
         candidates: per query, from k to M (more are M).
     Returns: as `top_k`.
-    Raises: ValueError as `top_k` and `similarity`, if the two kinds are not of as many texts, and for fewer
-        candidates than k.
+    Raises: ValueError as `top_k`, if the two kinds of embeddings do not match, and for fewer candidates than
+        k.
     """
     q_ND, d_MD, q_NB, d_MB = map(np.asarray, (q_ND, d_MD, q_NB, d_MB))
-    if len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB):
-        raise ValueError("give both kinds of embeddings of the same texts")
-    if not 1 <= k <= candidates:
-        raise ValueError(f"k is {k}, and candidates {candidates}: ask for 1 or more, of as many at least")
+    if d_MD.ndim != 2 or len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB) or d_MB.dtype != np.uint8:
+        raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
+    _check_request(q_ND, d_MD, k)
+    if candidates < k:
+        raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them: raise it")
     ids_NC = np.sort(top_k(q_NB, d_MB, candidates)[1], axis=1)
     scores_NC = torch.cat([similarity(q[None], d_MD[ids]) for q, ids in zip(q_ND, ids_NC, strict=True)])
     _check(scores_NC.numpy(), "scores of the candidates")

@@ -25,6 +25,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -189,11 +190,14 @@ def load_config(source: str | Path) -> PreTrainedConfig:
         adapter or quantised weights.
     """
     stored, _ = PreTrainedConfig.get_config_dict(source)
-    if stored.get("model_type") == RELEASED:
+    if (kind := stored.get("model_type")) == RELEASED:
         theirs = ("model_type", "architectures", "auto_map")
         stock = {key: value for key, value in stored.items() if key not in theirs and value is not None}
         stock |= {"architectures": ["Qwen3Model"], "is_causal": False, "use_bidirectional_attention": True}
         return Qwen3Config.from_dict(stock)
+    if kind not in CONFIG_MAPPING:
+        unknown = f"{source}: the architecture {kind!r} is unknown to the installed transformers, and code"
+        raise ValueError(f"{unknown} that comes with it is not run: update transformers, or convert it")
     more = [key for key in ("auto_map", "quantization_config") if stored.get(key)]  # code, codes for weights
     if more := more + [file.name for file in Path(source).glob("adapter_config.json")]:
         stock = "only plain weights of a stock class are read: convert them, or take it out if unused"

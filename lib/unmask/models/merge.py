@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def _merge(
 ) -> Path:
     """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
     clears), checks the result, and writes it with the first parent's tokenizer and the parents' settings."""
+    if other := [one for one in given if not isinstance(one, str | PathLike)]:
+        raise ValueError(f"a parent is a directory, got one {type(other[0]).__name__}: save_pretrained it")
     path, parents = Path(path), [Path(backbone.require_checkpoint(Path(one).resolve())) for one in given]
     if not parents or len({*parents}) < len(parents) or path.resolve() in parents:
         names = ", ".join(map(str, parents)) or "none"
@@ -110,6 +113,8 @@ def _merge(
             logging.disable(logging.NOTSET)
             logging.root.removeHandler(silent)
         merged = backbone.load(folder / "merged")  # refuses what is not whole
+        if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
+            raise ValueError(f"the merge of {parents[0]} has NaN or infinity in {bad[0]}")
         backbone.write(merged, tokenizers[0], folder, **reads | {"stage": "merge"} | facts)
         del merged  # its weights may be mapped from what goes now
         for rest in [folder / "merged", *folder.glob("parent-*")]:
