@@ -208,7 +208,7 @@ def prepare(options: argparse.Namespace) -> None:
         for row in STAGES[name](preset, corpus, tokenizer, **more).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
     parts = corpus.path, artifacts_root() / "data" / "prepared", Path(require_checkpoint(base, weights=False))
-    sizes = {one: sum(file.stat().st_size for file in one.rglob("*")) for one in parts if one.is_dir()}
+    sizes = {one: sum(file.lstat().st_size for file in one.rglob("*")) for one in parts if one.is_dir()}
     rows = [(str(folder), f"{size / 1e6:,.0f} MB") for folder, size in sizes.items()]
     _print_table([("corpus, tokens, weights", "size"), *rows])
 

@@ -203,11 +203,9 @@ class _WeightedNats(torch.autograd.Function):
                 first = d_unembedding_VD is None
                 d_unembedding_VD = product.to(weight_R.dtype) if first else d_unembedding_VD.add_(product)
         if with_gradient:
-            if learns:
-                none = d_unembedding_VD is None
-                d_unembedding_VD = torch.zeros_like(unembedding_VD) if none else d_unembedding_VD
-                d_unembedding_VD = d_unembedding_VD.to(unembedding_VD.dtype)
-            ctx.save_for_backward(d_rows_RD, d_unembedding_VD)
+            if learns and d_unembedding_VD is None:  # nothing was paid
+                d_unembedding_VD = torch.zeros_like(unembedding_VD)
+            ctx.save_for_backward(d_rows_RD, d_unembedding_VD.to(unembedding_VD.dtype) if learns else None)
         return total
 
     @staticmethod

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unmask.training.distributed import Processes
+from unmask.training.distributed import Processes, trainable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -57,8 +57,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     The number of processes may differ from that at the time of writing.
     """
     step = int(path.name.split("-")[1])
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in learning:  # the state that AdamW makes itself at its first step
+    for parameter in trainable(model):  # the state that AdamW makes itself at its first step
         count = torch.tensor(float(step), device=parameter.device)  # where the fused one reads it
         optimizer.state[parameter] = {"step": count} | {k: torch.zeros_like(parameter) for k in MOMENTS}
     with warnings.catch_warnings(action="ignore", category=UserWarning):
@@ -69,6 +68,6 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Everything to keep, by name: weights and moments, in parts where FSDP2 divides them."""
     named = dict(model.named_parameters())
-    learning = {name: optimizer.state[p] for name, p in named.items() if p.requires_grad}
-    moments = {f"{key}/{name}": state[key] for name, state in learning.items() for key in MOMENTS}
+    states = {name: optimizer.state[p] for name, p in named.items() if p.requires_grad}
+    moments = {f"{key}/{name}": state[key] for name, state in states.items() for key in MOMENTS}
     return {f"model/{name}": p.detach() for name, p in named.items()} | moments

@@ -159,17 +159,21 @@ class Processes:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         if self.count > 1 and self.strategy != "fsdp2":
-            learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            for parameter in learning:
+            for parameter in trainable(model):
                 if parameter.grad is None:  # nothing that this process read needs it
                     parameter.grad = torch.zeros_like(parameter)
-            gradients = [parameter.grad for parameter in learning]
+            gradients = [parameter.grad for parameter in trainable(model)]
             under_way = [torch.distributed.all_reduce(one, async_op=True) for one in gradients]
             for sent in under_way:
                 sent.wait()
 
 
 ALONE = Processes()
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def twin(module: nn.Module) -> nn.Module:

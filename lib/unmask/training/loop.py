@@ -31,7 +31,7 @@ from unmask.models import backbone
 from unmask.models.attention import fast_attention, plain_attention
 from unmask.store import alone, fingerprint, link, read_json, write_atomic, write_json
 from unmask.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from unmask.training.distributed import Processes, full_weights, refresh
+from unmask.training.distributed import Processes, full_weights, refresh, trainable
 from unmask.training.identity import identity
 from unmask.training.job import JOB, Job
 from unmask.training.launch import STOP, TrainingStopped, launch, several
@@ -478,8 +478,7 @@ def lr_factor(config: TrainConfig, step: int) -> float:
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, gains of norms do not. What is frozen is left out."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable(model) if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable(model) if p.ndim < 2], "weight_decay": 0.0},
     ]
