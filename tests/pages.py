@@ -18,10 +18,10 @@ import pytest
 from benchmarks import roofline
 from unmask.config import load_preset
 from unmask.evaluation import REFERENCE
-from unmask.run import Run
 from unmask.store import read_json, repository
-from unmask.study import evidence, report
-from unmask.study.recipe import recipe
+from unmask_study import evidence, report
+from unmask_study.recipe import recipe
+from unmask_study.run import Run
 
 ROOT = repository()
 RESULTS = ROOT / "results"
@@ -196,7 +196,7 @@ def pictures() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    from unmask.study import figures
+    from unmask_study import figures
 
     for path, text in pictures().items():
         path.write_text(text, encoding="utf8")

@@ -232,7 +232,7 @@ def told(changes: dict[str, Any]) -> list[str]:
 def rehearse(preset: str, processes: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Runs a preset on the mirror in a folder."""
     changes = SMALL | {"parallel.num_processes": processes, "parallel.num_machines": 1}
-    command = [sys.executable, "-m", "unmask", "run", "--preset", preset, *told(changes), *arguments]
+    command = [sys.executable, "-m", "unmask_study", "run", "--preset", preset, *told(changes), *arguments]
     run = ["--run", f"rehearsal-{preset}-{processes}"]
     environment = {"UNMASK_MIRROR": str(folder / "mirror"), "UNMASK_ARTIFACTS": str(folder / "artifacts")}
     return subprocess.run([*command, *run], cwd=repository(), env=os.environ | environment, text=True)

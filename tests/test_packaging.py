@@ -19,9 +19,10 @@ from packaging.utils import canonicalize_name
 
 import unmask
 from toy_checkout import write_script
-from unmask import cli, config, store
-from unmask.__main__ import main
+from unmask import config, store
 from unmask.data import environment
+from unmask_study import cli
+from unmask_study.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))["project"]
@@ -92,14 +93,17 @@ def test_every_import_is_declared_for_its_use() -> None:
         name: {canonicalize_name(Requirement(text).name) for text in listed}
         for name, listed in {"": PROJECT["dependencies"], **EXTRAS}.items()
     }
-    for path in (ROOT / "lib" / "unmask").rglob("*.py"):
-        room = path.parent.name
+    for path in (ROOT / "lib").rglob("*.py"):
+        parts = path.relative_to(ROOT / "lib").parts
+        extras = {"study", parts[1]} if parts[0] == "unmask_study" else set()
         for top, extra in imported(ast.parse(path.read_text(encoding="utf8"))):
-            if top in sys.stdlib_module_names or top == "unmask":
+            if top in sys.stdlib_module_names or top in ("unmask", "unmask_study"):
                 continue
             packages = {canonicalize_name(name) for name in providers.get(top, [top])}
-            allowed = declared[""] | declared[extra] | declared.get(room, set())
-            where = f"{path.relative_to(ROOT)}, extra {extra or room!r}"
+            allowed = (
+                declared[""] | declared[extra] | set().union(*(declared.get(one, set()) for one in extras))
+            )
+            where = f"{path.relative_to(ROOT)}, extra {extra or extras!r}"
             assert packages & allowed, f"{where}: {top} is not among its dependencies"
 
 

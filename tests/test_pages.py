@@ -6,7 +6,7 @@ import re
 import pytest
 
 import pages
-from unmask.study import evidence
+from unmask_study import evidence
 
 README, RESULTS_README, SPEED, GPUS = pages.PAGES
 PAPERS = pages.RESULTS / "PAPERS.md"

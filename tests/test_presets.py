@@ -13,8 +13,8 @@ from unmask.config import load_preset, preset_names
 from unmask.data import mirror
 from unmask.models import backbone
 from unmask.store import repository
-from unmask.study.evidence import stated
-from unmask.study.plan import PROMPT_TOKENS, describe, parameters, trainings
+from unmask_study.evidence import stated
+from unmask_study.plan import PROMPT_TOKENS, describe, parameters, trainings
 
 PRESETS = repository() / "papermill_runs" / "presets"
 PAPER = ("paper-0.6b", "paper-4b")

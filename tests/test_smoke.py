@@ -14,7 +14,7 @@ from toy_checkout import unmask
 from unmask.config import load_preset
 from unmask.data.sources import open_corpus
 from unmask.store import repository
-from unmask.study.evidence import VERDICTS
+from unmask_study.evidence import VERDICTS
 
 STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipynb"))]
 
@@ -23,7 +23,16 @@ STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipyn
 def smoke(tmp_path_factory):
     artifacts = tmp_path_factory.mktemp("artifacts")
     environment = os.environ | {"UNMASK_ARTIFACTS": str(artifacts)}
-    command = [sys.executable, "-m", "unmask", "run", "--preset", "smoke", "--jobs", "2"]  # as `make smoke`
+    command = [
+        sys.executable,
+        "-m",
+        "unmask_study",
+        "run",
+        "--preset",
+        "smoke",
+        "--jobs",
+        "2",
+    ]  # as `make smoke`
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 900}
     return subprocess.run(command, cwd=repository(), **options), artifacts
 

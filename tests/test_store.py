@@ -27,7 +27,7 @@ from unmask.models.jobs import encode_file
 from unmask.models.merge import slerp
 from unmask.models.onnx import export_onnx
 from unmask.store import alone, link, new_directory, read_json, write_json
-from unmask.study.figures import Figure
+from unmask_study.figures import Figure
 
 TEXTS = 3000
 

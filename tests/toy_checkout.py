@@ -13,8 +13,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from unmask.cli import main
-from unmask.run import Folders
+from unmask_study.cli import main
+from unmask_study.run import Folders
 
 PARAMETERS = 'preset: str = "smoke"  # which preset\noverrides: dict = {}\nrun: str = ""'
 

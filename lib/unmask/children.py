@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
 # For notebooks and trainings, unless the environment says otherwise.
 ENVIRONMENT = {
     # glibc returns blocks to the system at each free and faults them in again at the next step: keep all but
@@ -37,6 +38,14 @@ ENVIRONMENT = {
     # On a GPU: batches of changing sizes leave no holes that are too small for the next one.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
+
+
+def grace_seconds() -> float:
+    """Seconds that a training which is told to stop gets to finish its step and to write a checkpoint."""
+    said = os.environ.get("UNMASK_GRACE_SECONDS") or "120"
+    if not said.replace(".", "", 1).isdecimal():
+        raise ValueError(f"UNMASK_GRACE_SECONDS={said}: give a number of seconds")
+    return float(said)
 
 
 def settle() -> None:

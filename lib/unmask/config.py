@@ -363,7 +363,7 @@ class QuantizationConfig(Section):
 class RetrievalConfig(Section):
     """Plain retrieval: public benchmarks, and benchmarks built as the paper builds its own."""
 
-    benchmarks: tuple[str, ...] = ()  # `unmask.evaluation.mteb.BENCHMARKS`, names of mteb, "ToolRet"
+    benchmarks: tuple[str, ...] = ()  # `unmask_study.mteb.BENCHMARKS`, names of mteb, "ToolRet"
     log_queries: Count  # asked in the query-to-query and in the query-to-document benchmark, at most
     query_sizes: Sizes  # corpora of the query-to-query benchmark
     document_sizes: Sizes  # corpora of the query-to-document benchmark

@@ -117,7 +117,7 @@ def kernels(small: bool) -> Iterator[Row]:
 
 
 def unmask(run: str, preset: str, *arguments: str) -> int:
-    command = ["-m", "unmask", "run", "--preset", preset, "--run", run, *arguments]
+    command = ["-m", "unmask_study", "run", "--preset", preset, "--run", run, *arguments]
     return subprocess.call([sys.executable, *command], cwd=repository())
 
 

@@ -34,10 +34,10 @@ import tiny
 from unmask.config import ParallelConfig, Preset, load_preset
 from unmask.data.hub import PACKAGED
 from unmask.data.tokenized import TokenDocument, TokenPairs
-from unmask.study.plan import PEAK, forward, memory_bytes, parameters
 from unmask.training import Contextual, Diffusion, Pair, Stage
 from unmask.training.distributed import Processes
 from unmask.training.loop import steps as run_steps
+from unmask_study.plan import PEAK, forward, memory_bytes, parameters
 
 WARM_UP, STEPS = 2, 4
 BATCH = {

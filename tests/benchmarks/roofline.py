@@ -2,7 +2,7 @@
 for what `first_gpu.py steps` measures, and for where its time goes. All of it is estimated.
 
     products, attention   FLOPs / 989 TFLOP/s; of each token 6 (P − E) and 12 n A L, of a paid one 6 E (see
-                          `unmask.study.plan` for the symbols); a pass that is repeated adds a third
+                          `unmask_study.plan` for the symbols); a pass that is repeated adds a third
     elementwise           bytes / 3.35 TB/s: of a layer as counted in results/gpu/launches.json, of a paid
                           token 16 V for its logits
     weights               bytes / 3.35 TB/s: of a micro-batch what autocast casts, or 10 P to add gradients of
@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks import gpu
 from unmask.config import Preset, load_preset
 from unmask.store import repository
-from unmask.study.plan import PEAK, forward, parameters
-from unmask.study.report import markdown_table
+from unmask_study.plan import PEAK, forward, parameters
+from unmask_study.report import markdown_table
 
 BANDWIDTH, LAUNCH = 3.35e12, 5e-6  # bytes/s of an H100's memory; seconds of a launch from Python, roughly
 MODELS = {"0.6B": "paper-0.6b", "SmolLM2-135M": "gpu"}

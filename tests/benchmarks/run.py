@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from unmask.children import ENVIRONMENT
 from unmask.store import repository, write_atomic
-from unmask.study import figures
+from unmask_study import figures
 
 RESULTS = repository() / "results" / "benchmarks"
 NOTHING_RETURNED = ENVIRONMENT | {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}

@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from unmask import cli
 from unmask.config import Preset, load_preset
-from unmask.run import Folders, seed_run
 from unmask.store import read_json, repository
-from unmask.study.plan import trainings
+from unmask_study import cli
+from unmask_study.plan import trainings
+from unmask_study.run import Folders, seed_run
 
 SITTINGS = {"decide": ("00", "01", "07"), "recipe": ("00", "01", "02", "03", "04", "05")}
 STOP = 530  # seconds until SIGTERM
@@ -101,4 +101,6 @@ def sit(sitting: str, small: bool, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 def _unmask(*arguments: str) -> subprocess.Popen:
     environment = os.environ | {"UNMASK_GRACE_SECONDS": str(GRACE)}
-    return subprocess.Popen([sys.executable, "-m", "unmask", *arguments], cwd=repository(), env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-m", "unmask_study", *arguments], cwd=repository(), env=environment
+    )

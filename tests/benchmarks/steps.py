@@ -16,7 +16,7 @@ import gpu
 import torch
 
 from unmask.config import load_preset
-from unmask.study.report import markdown_table
+from unmask_study.report import markdown_table
 
 Row = dict[str, Any]
 MODELS = {"0.6B": "paper-0.6b", "SmolLM2-135M": "gpu"}  # and the preset whose lengths and batches are taken

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from unmask import cli
 from unmask.config import load_preset
 from unmask.data import environment, sources
 from unmask.data.corpus import SCHEMAS, SPLITS
 from unmask.data.environment import Package, clean, digest, split_summary, words_of
+from unmask_study import cli
 
 LANGUAGES = ("en", "de", "fr")
 TOPICS = {"alpha": ("weather", "WeatherKeeper"), "beta": ("music", "Player"), "gamma": ("harvest", "Store")}

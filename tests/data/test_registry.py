@@ -8,7 +8,7 @@ import yaml
 
 from unmask.config import GROUPS, ConfigError
 from unmask.data.registry import CONTEB, FOLDER, Source, halves, load_registry, own_files, split_of
-from unmask.study.report import paper_table
+from unmask_study.report import paper_table
 
 NAMES = ("HuggingFaceFW/fineweb-edu", "epfml/FineWeb2-HQ", "HuggingFaceFW/fineweb-2")
 REPOSITORIES = dict(zip(("FineWeb-Edu", "FineWeb2-HQ", "FineWeb2"), NAMES, strict=True))

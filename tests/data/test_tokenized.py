@@ -20,7 +20,7 @@ from unmask.data.registry import split_of
 from unmask.data.spelling import text_id
 from unmask.data.tokenized import Table, build, open_blocks, single_chunks, token_documents, token_pairs
 from unmask.data.tokens import Limit, StoredTokenizer, pack
-from unmask.study.report import paper_table
+from unmask_study.report import paper_table
 
 UNITS = list(range(1, 21))
 

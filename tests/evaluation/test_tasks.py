@@ -19,7 +19,7 @@ from unmask.evaluation.tasks import REFERENCE, Task, Vectors, assess, build_task
 from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
-from unmask.study.report import markdown_table
+from unmask_study.report import markdown_table
 
 CONFIG = replace(load_preset("smoke").evaluation, max_queries=50, max_documents=50)
 PLAIN = {"docs": "english", "code": "code", "cross": "cross-lingual", "multi": "multilingual"}

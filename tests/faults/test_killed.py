@@ -29,9 +29,9 @@ from unmask.evaluation.tasks import assess, build_tasks, task_means
 from unmask.models import jobs
 from unmask.models.backbone import load_tokenizer
 from unmask.models.merge import slerp
-from unmask.run import Run
 from unmask.store import write_json
 from unmask.training import Pair, train
+from unmask_study.run import Run
 from waiting import live_in, wait_for
 
 linux = {"condition": sys.platform != "linux", "reason": "only Linux tells a child that its parent died"}

@@ -5,12 +5,20 @@ from importlib import import_module
 
 import pytest
 
-LOSSES = ("contextual", "contrastive", "matryoshka", "pretraining")
-OTHERS = ("models.quantize", "models.encoding", "models.embedder", "evaluation.metrics", "evaluation.search")
-OTHERS += ("study.evidence", "study.page", "study.report")
+LIBRARY = [f"losses.{name}" for name in ("contextual", "contrastive", "matryoshka", "pretraining")]
+LIBRARY += [
+    "models.quantize",
+    "models.encoding",
+    "models.embedder",
+    "evaluation.metrics",
+    "evaluation.search",
+]
+STUDY = ("evidence", "page", "report")
 
 
-@pytest.mark.parametrize("name", [*(f"losses.{name}" for name in LOSSES), *OTHERS])
+@pytest.mark.parametrize(
+    "name", [*(f"unmask.{name}" for name in LIBRARY), *(f"unmask_study.{name}" for name in STUDY)]
+)
 def test_docstring_examples(name):
-    result = doctest.testmod(import_module(f"unmask.{name}"))
+    result = doctest.testmod(import_module(name))
     assert result.attempted > 0 and result.failed == 0

@@ -12,8 +12,8 @@ import tiny
 from closeness import assert_close
 from tiny_sources import write_as
 from unmask import Embedder
-from unmask.__main__ import main
 from unmask.models import jobs
+from unmask_study.__main__ import main
 from waiting import wait_for
 
 TEXTS = [f"{text} {number}" for number, text in enumerate(tiny.TEXTS * 3)]

@@ -18,10 +18,10 @@ import tiny_corpus
 import tiny_families
 from by_hand import cells, kernel
 from closeness import assert_close
-from unmask.__main__ import main
 from unmask.data import hub
 from unmask.models import backbone
 from unmask.models.backbone import require_checkpoint
+from unmask_study.__main__ import main
 
 
 def permuted(weight, heads):

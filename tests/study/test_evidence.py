@@ -11,9 +11,9 @@ from scipy import stats
 
 from unmask.config import load_preset, resolved, seeded
 from unmask.evaluation.tasks import Task
-from unmask.run import Run, seed_run
 from unmask.store import write_json
-from unmask.study import evidence
+from unmask_study import evidence
+from unmask_study.run import Run, seed_run
 
 RNG = np.random.default_rng(4)
 WORKS = {"claim": "It works.", "short": "works", "source": "table 1", "paper": "+3", "notebook": "02_pair"}
@@ -27,7 +27,7 @@ TASK = Task("t", "english", [str(i) for i in range(40)], DOCUMENTS, [{i % 5} for
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """Notebook 12 of the run "smoke" with other claims, in an empty checkout."""
-    monkeypatch.setattr("unmask.run.repository", lambda: tmp_path)
+    monkeypatch.setattr("unmask_study.run.repository", lambda: tmp_path)
     monkeypatch.setattr(evidence, "stated", lambda: CLAIMS)
     return Run("12_report", "smoke", load_preset("smoke"))
 

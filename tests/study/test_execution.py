@@ -13,9 +13,9 @@ import pytest
 
 from unmask.config import load_preset
 from unmask.models.backbone import computes_in_bf16
-from unmask.run import Folders
-from unmask.study import execute
-from unmask.study.pipeline import Pipeline, clock
+from unmask_study import execute
+from unmask_study.pipeline import Pipeline, clock
+from unmask_study.run import Folders
 from waiting import live, live_in, wait_for
 
 LOOK = """
@@ -93,7 +93,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
 
 
 def test_a_run_says_where_it_is_and_its_list_what_was_recorded(checkout, monkeypatch):
-    monkeypatch.setattr("unmask.study.progress.QUIET", 0)
+    monkeypatch.setattr("unmask_study.progress.QUIET", 0)
     checkout.notebook("00_slow", ["import time; time.sleep(2)"])
     first = checkout.unmask("run", "--preset", "smoke").stdout
     assert re.search(r"^\d+% done, 1 min left · 00_slow: cell 3/3$", first, re.MULTILINE)
@@ -116,7 +116,7 @@ def test_kernels_have_imported_before_they_start(checkout, monkeypatch, library,
     (checkout.root / "cuda_started.py").write_text(STARTED)
     (checkout.root / "no_end.py").write_text("import os; os._exit(0)")
     monkeypatch.setenv("PYTHONPATH", str(checkout.root))
-    monkeypatch.setattr("unmask.study.kernels.IMPORTED", ["colorsys", library])
+    monkeypatch.setattr("unmask_study.kernels.IMPORTED", ["colorsys", library])
     look = "import os, sys\nos.write(2, b'from below')\nprint('colorsys' in sys.modules, os.getcwd())"
     names = ["00_backbone", "01_pair"]
     for name in names:
@@ -137,7 +137,7 @@ def test_what_becomes_of_trainings_by_other_code(checkout, option, code):
 
 def test_only_paths_of_this_machine_are_shortened(checkout, monkeypatch):
     monkeypatch.setenv("UNMASK_ARTIFACTS", "/data")
-    monkeypatch.setattr("unmask.run.repository", lambda: Path("/app"))
+    monkeypatch.setattr("unmask_study.run.repository", lambda: Path("/app"))
     said = "/app/lib/a.py '/app' /data/smoke /apply https://host/app/v1 a/data/b file:/app/x\n/app/c"
     said += " \x1b[32m/app/d /data.old/e /app."
     path = checkout.root / "some.ipynb"

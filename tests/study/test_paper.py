@@ -3,7 +3,7 @@
 import pytest
 
 from unmask.models.quantize import documents_per_megabyte
-from unmask.study.report import paper_table
+from unmask_study.report import paper_table
 
 # Dimensions and precision of what the models return.
 STORED = {

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from unmask.config import SECTIONS, ParallelConfig, load_preset
-from unmask.run import Folders
 from unmask.store import artifacts_root, read_json, write_atomic
-from unmask.study import pipeline
-from unmask.study.pipeline import Pipeline, discover, kernel_environment
+from unmask_study import pipeline
+from unmask_study.pipeline import Pipeline, discover, kernel_environment
+from unmask_study.run import Folders
 
 RAN = {"exit_status": 0, "wall_seconds": 40.0, "whole_seconds": 40.0}
 
@@ -145,9 +145,9 @@ def test_code_of_the_library_counts_and_comments_and_layout_do_not(diamond):
     assert library.is_relative_to(diamond.root), "this test writes into it"
     assert all((library / name).is_file() for name in pipeline.ASIDE)
     finish(diamond)
-    module = library / "run.py"
+    module = library / "unmask_study" / "run.py"
     source = module.read_text()
-    (library / "cli.py").write_text("")
+    (library / "unmask_study" / "cli.py").write_text("")
     code = source[source.index("\n\nimport") :].replace("\ndef ", "\ndef  ")
     module.write_text('"""Another docstring."""\n\n# and a comment' + code)
     assert reasons(diamond) == {}

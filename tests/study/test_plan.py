@@ -20,10 +20,10 @@ from unmask.models.attention import compile_layers
 from unmask.models.context_encoder import SecondStage
 from unmask.models.encoding import TokenSequence, after_context
 from unmask.store import repository
-from unmask.study import plan
 from unmask.training import STAGES
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import twin
+from unmask_study import plan
 
 SECTIONS = {kind.__name__: section for section, kind in STAGES.items()}
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64}

@@ -10,11 +10,11 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from unmask.config import load_preset
 from unmask.evaluation.tasks import Task
-from unmask.run import Run
 from unmask.store import write_json
-from unmask.study import page, report
-from unmask.study.evidence import VERDICTS, Kept, at_least, gathered
-from unmask.study.report import added_up, markdown_table, measured, spread
+from unmask_study import page, report
+from unmask_study.evidence import VERDICTS, Kept, at_least, gathered
+from unmask_study.report import added_up, markdown_table, measured, spread
+from unmask_study.run import Run
 
 CLAIM = {"claim": "It works.", "source": "table 1", "paper": "+3", "effect": "+2.0 [+1.0, +3.0]", "why": ""}
 CLAIM |= {"verdict": "holds", "seeds": {"0": 0.015, "1": 0.025}, "notebook": "02_pair"}
@@ -104,7 +104,7 @@ def test_what_held_is_told_by_verdict():
 
 
 def test_a_run_is_compared_with_the_committed_seeds(tmp_path, monkeypatch):
-    monkeypatch.setattr("unmask.run.repository", lambda: tmp_path)
+    monkeypatch.setattr("unmask_study.run.repository", lambda: tmp_path)
     study = Run("12_report", "smoke", load_preset("smoke"))
     assert "Not asked" in report.beside_seeds(study, {0: {}})["text"]
     kept = {"pair": {"english": [0.1, 0.2, 0.3], "code": [0.1, 0.2, 0.3], "same": [0.5, 0.5, 0.5]}}
@@ -117,7 +117,7 @@ def test_a_run_is_compared_with_the_committed_seeds(tmp_path, monkeypatch):
 
 
 def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("unmask.run.repository", lambda: tmp_path)
+    monkeypatch.setattr("unmask_study.run.repository", lambda: tmp_path)
     study = Run("02_pair", "smoke", load_preset("smoke"))
     task = Task("t", "english", ["q"] * 3, [["a"], ["b"]], [{0}, {1}, {0}])
     gate = at_least("learns", 1.0, 0.5)

@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 from chat_servers import chat_server, config
-from unmask.synthesis import EndpointError, replies
-from unmask.synthesis.client import ask
+from unmask_study.synthesis import EndpointError, replies
+from unmask_study.synthesis.client import ask
 from waiting import wait_for
 
 REQUESTS = [[{"role": "user", "content": f"question {number}"}] for number in range(60)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from chat_servers import Words, chat_server, config, good, passage, passage_of
-from unmask.synthesis import queries, synthesize_documents, synthesize_pairs
-from unmask.synthesis.queries import plan_documents, plan_pairs, sample
+from unmask_study.synthesis import queries, synthesize_documents, synthesize_pairs
+from unmask_study.synthesis.queries import plan_documents, plan_pairs, sample
 
 PASSAGES = [passage(number) for number in range(24)]
 DOCUMENTS = [[passage(100 * d + c) for c in range(6)] for d in range(5)]

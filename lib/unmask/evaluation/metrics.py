@@ -41,7 +41,7 @@ def retrieval_metrics(
         ks: cut-offs.
         document_ids: id of each column, for ties only; None: the column number as a string ("9" before "10").
         per_query: return one value per query (float64 array) instead of the mean, for instance for
-            `unmask.study.evidence.effect`.
+            `unmask_study.evidence.effect`.
 
     Returns:
         {"ndcg@10": …, "recall@10": …, "map@10": …, "mrr@10": …, "precision@10": …} for each k. trec_eval's

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from joblib import cpu_count
 
-from unmask.children import ENVIRONMENT, bound, ended_together
+from unmask.children import ENVIRONMENT, bound, ended_together, grace_seconds
 from unmask.config import ParallelConfig
-from unmask.run import grace_seconds
 from unmask.store import write_atomic
 from unmask.training.job import JOB, Job
 from unmask.training.watch import Watch

@@ -9,10 +9,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from unmask.children import die_with
+from unmask.children import PREEMPTED, die_with
 from unmask.data.corpus import Corpus
 from unmask.models import backbone
-from unmask.run import PREEMPTED
 from unmask.store import read_json, write_atomic
 from unmask.training.distributed import Processes
 from unmask.training.identity import own_code, weights_hash

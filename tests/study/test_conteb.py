@@ -17,12 +17,12 @@ from fake_hub import fake_hub
 from unmask.config import ContextsConfig, load_preset
 from unmask.data.mining import unit
 from unmask.data.registry import CONTEB
-from unmask.evaluation import conteb
-from unmask.evaluation.conteb import articles, as_task, load, maxsim, squad, xquad
 from unmask.evaluation.tasks import Task, evaluate_bm25, ndcg
 from unmask.models.embedder import Embedder
-from unmask.study.report import PAPER
-from unmask.synthesis import replies
+from unmask_study import conteb
+from unmask_study.conteb import articles, as_task, load, maxsim, squad, xquad
+from unmask_study.report import PAPER
+from unmask_study.synthesis import replies
 
 MIRROR = os.environ.get("UNMASK_MIRROR", "")  # before a fixture takes it away
 CHUNKS = [("b_1", "second of b"), ("b_0", "first of b"), ("a_10", "last of a"), ("a_2", "middle of a")]

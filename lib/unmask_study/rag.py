@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from unmask.data.batches import parts
 from unmask.data.spelling import distinct
-from unmask.evaluation import conteb
+from unmask_study import conteb
 
 WORDS = 100  # of a passage; those of KILT's Wikipedia
 # BERGEN's prompts, word for word (config/prompt/basic.yaml, 2407.01102).

@@ -29,14 +29,14 @@ from papermill.exceptions import strip_color
 from papermill.log import logger
 from traitlets.config import Config
 
-from unmask.children import on_signal
+from unmask.children import grace_seconds, on_signal
 from unmask.data import mirror
-from unmask.run import Folders, grace_seconds
 from unmask.store import naming, read_json, write_atomic
-from unmask.study.kernels import Kernel, Kernels
-from unmask.study.page import publish
-from unmask.study.pipeline import PAGE, Notebook, Pipeline, clock, utc
-from unmask.study.progress import Progress
+from unmask_study.kernels import Kernel, Kernels
+from unmask_study.page import publish
+from unmask_study.pipeline import PAGE, Notebook, Pipeline, clock, utc
+from unmask_study.progress import Progress
+from unmask_study.run import Folders
 
 logger.disabled = True  # what it says of a kernel that died is in the error, too
 Process = subprocess.Popen | Kernel

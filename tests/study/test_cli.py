@@ -11,12 +11,12 @@ import tiny
 from fake_hub import known_hub
 from tiny_sources import write_as
 from toy_checkout import Checkout
-from unmask import cli
-from unmask.cli import _parser, main
 from unmask.config import TRAINED, load_preset
 from unmask.data.tokens import train_tokenizer
 from unmask.models import backbone
 from unmask.store import repository, write_atomic
+from unmask_study import cli
+from unmask_study.cli import _parser, main
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_slurm_template(checkout: Checkout, status: int, requeued: bool) -> None
 
 
 def test_it_ends_quietly_when_its_reader_has_left(two: Checkout) -> None:
-    command = [sys.executable, "-m", "unmask", "status", "--preset", "smoke"]
+    command = [sys.executable, "-m", "unmask_study", "status", "--preset", "smoke"]
     own = os.environ | {"PYTHONPATH": str(two.root / "lib")}
     process = subprocess.Popen(command, cwd=two.root, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
@@ -235,6 +235,6 @@ def test_sigterm_is_answered_with_75_before_any_notebook_runs(monkeypatch) -> No
 
 def test_help_loads_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "papermill", "nbformat", "datasets", "pyarrow", "numpy"}
-    code = f"import sys, unmask.__main__; print({heavy} & sys.modules.keys())"
+    code = f"import sys, unmask_study.__main__; print({heavy} & sys.modules.keys())"
     environment = os.environ | {"PYTHONPATH": str(repository() / "lib")}
     assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "set()\n"

@@ -28,7 +28,6 @@ import psutil
 
 from unmask.children import ENVIRONMENT
 from unmask.config import ParallelConfig, Preset, comparable, resolved
-from unmask.run import Folders
 from unmask.store import (
     artifacts_root,
     code_fingerprint,
@@ -39,10 +38,14 @@ from unmask.store import (
     visible,
     write_json,
 )
+from unmask_study.run import Folders
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
-ASIDE = ("study/pipeline.py", "study/execute.py", "study/kernels.py", "study/plan.py")
-ASIDE += ("study/progress.py", "children.py", "cli.py", "data/hub.py", "data/mirror.py", "__main__.py")
+ASIDE = tuple(
+    f"unmask_study/{name}.py"
+    for name in ("pipeline", "execute", "kernels", "plan", "progress", "cli", "__main__")
+)
+ASIDE += ("unmask/children.py", "unmask/data/hub.py", "unmask/data/mirror.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12_report"  # the notebook that is published as the report
 Name = str | None  # of a notebook, or its number
@@ -341,7 +344,7 @@ def _visible() -> list[str]:
 
 def kernel_environment(folders: Folders) -> dict[str, str]:
     """Variables for the kernels of a run, beside this process's own."""
-    paths = [str(folders.library.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folders.library), os.environ.get("PYTHONPATH", "")]
     own = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONHASHSEED": "0",

@@ -22,7 +22,7 @@ from pydantic import BaseModel, create_model
 from unmask.config import SynthesisConfig
 from unmask.data.mining import Encoder, unit
 from unmask.store import fingerprint, write_atomic
-from unmask.synthesis.client import Messages, ask
+from unmask_study.synthesis.client import Messages, ask
 
 SHORTEST = 80  # characters; of less text there is little to ask
 NEIGHBOURS = 2  # chunks that are shown on either side

@@ -17,9 +17,14 @@ from scipy.stats import spearmanr
 import tiny
 from by_hand import cells
 from unmask.config import load_preset
-from unmask.evaluation import mteb as in_mteb
 from unmask.evaluation.metrics import retrieval_metrics
-from unmask.evaluation.mteb import (
+from unmask.evaluation.search import similarity
+from unmask.evaluation.tasks import embed_task, score_task
+from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
+from unmask.models.embedder import Embedder, instructed
+from unmask.models.reranker import Reranker
+from unmask_study import mteb as in_mteb
+from unmask_study.mteb import (
     MtebEncoder,
     as_task,
     benchmark_tasks,
@@ -28,12 +33,7 @@ from unmask.evaluation.mteb import (
     tool_kinds,
     type_means,
 )
-from unmask.evaluation.search import similarity
-from unmask.evaluation.tasks import embed_task, score_task
-from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
-from unmask.models.embedder import Embedder, instructed
-from unmask.models.reranker import Reranker
-from unmask.study.report import markdown_table, paper_table
+from unmask_study.report import markdown_table, paper_table
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
 DOCUMENTS = [f"The {one} of number {i} likes {i % 7}." for i, one in enumerate(["fox", "owl", "bee"] * 12)]

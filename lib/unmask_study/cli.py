@@ -16,14 +16,14 @@ from typing import Any
 import yaml
 from filelock import Timeout
 
-from unmask.children import on_signal
+from unmask.children import PREEMPTED, on_signal
 from unmask.config import Preset, load_preset, preset_names, seeded
 from unmask.extras import extra
-from unmask.run import PREEMPTED, Folders, Run, seed_run
 from unmask.store import artifacts_root, locked, read_json
-from unmask.study.kernels import Kernels
-from unmask.study.pipeline import PAGE, Notebook, Pipeline, check_machine, clock, kernel_environment, own_gpus
-from unmask.study.progress import until_done, whole_times
+from unmask_study.kernels import Kernels
+from unmask_study.pipeline import PAGE, Notebook, Pipeline, check_machine, clock, kernel_environment, own_gpus
+from unmask_study.progress import until_done, whole_times
+from unmask_study.run import Folders, Run, seed_run
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
 PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> None:
         if due:
             print(f"together {clock(until_done(seconds, options.jobs))} with --jobs {options.jobs}")
         if due and options.dry_run:
-            from unmask.study.plan import describe
+            from unmask_study.plan import describe
 
             print(describe(preset, [one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
         elif due:
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> None:
             with locked(folders.artifacts / ".lock", timeout=0), Kernels(environment) as kernels:
                 # To check web addresses: nbformat would load it for two seconds.
                 sys.modules.setdefault("rfc3987_syntax", None)
-                from unmask.study.execute import execute
+                from unmask_study.execute import execute
 
                 execute(pipeline, seconds, options.said, kernels, options.jobs)
         whole = PAGE in {one.name for one in selected}

@@ -12,10 +12,10 @@ from IPython.display import SVG, Markdown, display
 from scipy import stats
 
 from unmask.evaluation.tasks import Task
-from unmask.run import Run
 from unmask.store import artifacts_root, read_json, write_json
-from unmask.study.evidence import Gate, Scores, above_chance, gathered, keep, learnt, runs
-from unmask.study.recipe import recipe
+from unmask_study.evidence import Gate, Scores, above_chance, gathered, keep, learnt, runs
+from unmask_study.recipe import recipe
+from unmask_study.run import Run
 
 MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.

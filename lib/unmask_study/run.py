@@ -6,7 +6,6 @@ results/<run>/               metrics as JSON, figures, report
 """
 
 import gc
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -17,15 +16,6 @@ from unmask.config import Preset, load_preset
 from unmask.store import artifacts_root, fingerprint, read_json, repository, sha256, write_json
 
 LAB = "lab"  # the run of notebooks that are opened by hand; a folder for each preset
-PREEMPTED = 75  # exit status of what SIGTERM ended in good order; EX_TEMPFAIL: try again
-
-
-def grace_seconds() -> float:
-    """Seconds that a training which is told to stop gets to finish its step and to write a checkpoint."""
-    said = os.environ.get("UNMASK_GRACE_SECONDS") or "120"
-    if not said.replace(".", "", 1).isdecimal():
-        raise ValueError(f"UNMASK_GRACE_SECONDS={said}: give a number of seconds")
-    return float(said)
 
 
 def seed_run(run: str, seed: int) -> str:
@@ -51,7 +41,7 @@ class Folders:
     def __init__(self, run: str):
         self.root = root = repository()
         self.notebooks = root / "notebooks"
-        self.library = root / "lib" / "unmask"  # the package, whose code is an input of every notebook
+        self.library = root / "lib"  # both packages, whose code is an input of every notebook
         self.artifacts = artifacts_root() / run  # checkpoints and logs of this run
         self.logs = self.artifacts / "logs"
         self.executed = root / "papermill_runs" / run  # its executed notebooks
@@ -166,6 +156,6 @@ class Run:
         return next(filter(None, saved), {})
 
     def figure(self, figure: Any, name: str, text: str = "") -> None:
-        """Lets a figure of `unmask.study.figures` save and show itself: as
+        """Lets a figure of `unmask_study.figures` save and show itself: as
         results/<run>/figures/<notebook>-<name>.png and, for dark pages, <notebook>-<name>-dark.png."""
         figure.keep(self.results / "figures" / f"{self.notebook}-{name}.png", text)

@@ -360,7 +360,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
     and the same in all panels.
 
     Args:
-        runs: name → claims, as in claims.json (`unmask.study.evidence.claims`), in the order of the rows.
+        runs: name → claims, as in claims.json (`unmask_study.evidence.claims`), in the order of the rows.
     """
     measured = {one["short"] for told in runs.values() for one in told if one["value"] is not None}
     rows = [

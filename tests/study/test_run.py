@@ -1,8 +1,8 @@
 import pytest
 
-from unmask import run as workspace
-from unmask.run import Run
 from unmask.store import artifacts_root, repository, write_atomic
+from unmask_study import run as workspace
+from unmask_study.run import Run
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from unmask.config import comparable, resolved
-from unmask.run import Folders, seed_runs
 from unmask.store import read_json
-from unmask.study.pipeline import Notebook, Pipeline, hardware, processor
+from unmask_study.pipeline import Notebook, Pipeline, hardware, processor
+from unmask_study.run import Folders, seed_runs
 
 AROUND = 60.0  # seconds of a notebook beside its trainings, if nothing is recorded
 # Two cores with bf16 instructions take so many times what `plan` says of a GPU, and without them thrice that.
@@ -44,7 +44,7 @@ def whole_times(pipeline: Pipeline, notebooks: Iterable[Notebook]) -> tuple[dict
                 recorded[one.name] = ran["whole_seconds"]
     seconds = {one: recorded.get(one.name, AROUND) for one in notebooks}
     if estimated := {one.name: one for one in seconds if one.name not in recorded}:
-        from unmask.study.plan import trainings  # noqa: PLC0415 (with torch, which takes seconds)
+        from unmask_study.plan import trainings  # noqa: PLC0415 (with torch, which takes seconds)
 
         gpus, slow = preset.parallel.num_processes, TWO_CORES * 2 / machine["cores"]
         factor = 1 if machine["gpus"] or gpus > 1 else slow if machine["bf16"] else 3 * slow

@@ -24,8 +24,8 @@ from scipy import stats
 
 from unmask.config import comparable, resolved
 from unmask.evaluation.tasks import Task, ndcg
-from unmask.run import Run, seed_runs
 from unmask.store import read_json, replacing
+from unmask_study.run import Run, seed_runs
 
 VERDICTS = ("holds", "does not hold", "open", "one run", "two runs", "invalid", "not asked", "not run")
 Gate = dict[str, Any]

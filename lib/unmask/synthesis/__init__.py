@@ -1,4 +1,0 @@
-"""A language model behind an OpenAI-compatible endpoint: queries that it writes (pplx-embed, section 2.6)."""
-
-from unmask.synthesis.client import EndpointError, replies
-from unmask.synthesis.queries import synthesize_documents, synthesize_pairs
