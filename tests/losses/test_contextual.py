@@ -4,7 +4,15 @@ import naive_losses
 import pytest
 import torch
 
-from unmask.losses import batch_loss, contextual_loss, global_loss, insent_loss, local_loss, sequence_loss
+from unmask.losses import (
+    batch_loss,
+    contextual_loss,
+    global_loss,
+    insent_loss,
+    local_loss,
+    mean_maxsim,
+    sequence_loss,
+)
 
 
 def problem(n, m, c, d, seed, *, padded=True, dtype=torch.float64):
@@ -52,7 +60,7 @@ def test_what_answers_a_query_is_no_negative_where_it_is_asked_again(query):
     document[1], gold[1] = document[0], gold[0]
     where = [x.tolist() for x in (q, chunks, document, gold)]
     told = {"temperature": 0.1, "mask": mask.tolist(), "query": query}
-    options = {"temperature": 0.1, "chunk_mask_MC": mask, "query_N": torch.tensor(query)}
+    options = {"temperature": 0.1, "chunk_mask_MC": mask, "query_ids_N": torch.tensor(query)}
     local = 0.3 * naive_losses.sequence(*where, **told) + 0.7 * naive_losses.batch(*where, **told)
     wide = naive_losses.global_(q.tolist(), documents.tolist(), document.tolist(), 0.1, 0.1, query=query)
     found = contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options)
@@ -74,7 +82,7 @@ def test_late_interaction_is_the_formula():
     held = [[text[:n].tolist() for text, n in zip(*both)] for both in zip(chunks, counts[1])]
     where = (document.tolist(), gold.tolist(), 0.3, 0.05, mask.tolist())
     expected = naive_losses.insent(texts, held, *where, cosine=naive_losses.maxsim)
-    options = {"lam": 0.3, "temperature": 0.05, "chunk_mask_MC": mask}
+    options = {"lam": 0.3, "temperature": 0.05, "chunk_mask_MC": mask, "similarity": mean_maxsim}
     inputs = [x.requires_grad_() for x in (q, chunks)]
     loss = insent_loss(*inputs, document, gold, **options)
     assert loss.item() == pytest.approx(expected, rel=1e-10)

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from unmask.data.tokens import Limit
-from unmask.losses import answer_loss, insent_loss, matryoshka, qwen3_loss
+from unmask.losses import answer_loss, insent_loss, matryoshka, mean_maxsim, qwen3_loss
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
@@ -50,7 +50,7 @@ class LateInteraction(Contextual):
         queries = [text.rows for text in batch.sequences[: batch.count]]
         texts = rows_RD.split(queries + batch.chunk_tokens_MC[batch.mask_MC].int().tolist())
         q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (texts[: batch.count], texts[batch.count :]))
-        shared |= batch.asked()
+        shared |= batch.asked() | {"similarity": mean_maxsim}
         return insent_loss(q_NLD, batch.placed(chunks_XKD), lam=self.config.alpha, **shared)
 
 
@@ -137,8 +137,8 @@ class Qwen3(Pair):
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = self.served(rows_RD)
-        shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
-        vectors, shared["number_R"] = parted(rows_RD, batch)
+        shared |= {"margin": self.config.margin, "negative_mask_NN": batch.negatives}
+        vectors, shared["text_ids_R"] = parted(rows_RD, batch)
         return matryoshka(partial(qwen3_loss, **shared), vectors, self.config.dimensions)
 
 

@@ -478,7 +478,7 @@ class ContextualBatch(Batch):
     def asked(self) -> dict[str, Tensor]:
         """What the losses are told beside vectors: which chunk of which document answers which query."""
         index = {"document_N": self.document_N, "gold_N": self.gold_N, "chunk_mask_MC": self.mask_MC}
-        return index | {"query_N": numbered(self.sequences[: self.count])}
+        return index | {"query_ids_N": numbered(self.sequences[: self.count])}
 
 
 class Contrastive(Stage):
@@ -620,7 +620,7 @@ class Pair(Contrastive):
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = self.served(rows_RD)
-        shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
+        shared |= {"margin": self.config.margin, "negative_mask_NN": batch.negatives}
         q_ND, d_ND = rows_RD[: batch.count], rows_RD[batch.count :]
         return losses.pair_loss(q_ND, d_ND, query_query=self.config.query_query, **shared)
 
@@ -726,7 +726,7 @@ class Triplet(Contrastive):
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         vectors, number_R = parted(self.served(rows_RD), batch)
-        return losses.triplet_loss(*vectors, number_R=number_R, **shared)
+        return losses.triplet_loss(*vectors, text_ids_R=number_R, **shared)
 
 
 def parted(rows_RD: Tensor, batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
