@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from unmask import losses
 from unmask.config import load_preset
 from unmask.data.tokens import END_OF_TEXT, TokenSequence
-from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
+from unmask.losses import diffusion_loss, insent_loss, mean_maxsim, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
 from unmask.training import LateInteraction
