@@ -28,8 +28,9 @@ from unmask.data.registry import Source
 from unmask.data.tokens import encode, end_token
 from unmask.evaluation.exam import Division, Exam, Row, divided
 from unmask.models import backbone
+from unmask.models.arguments import as_list
 from unmask.models.checkpoint import Settings, folder_of
-from unmask.models.embedder import Embedder, as_list
+from unmask.models.embedder import Embedder
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, train
 from unmask.training.job import SECTIONS

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.tokens import Limit, encode
 from unmask.models import backbone, checkpoint
+from unmask.models.arguments import as_list, check_counts, check_texts
 from unmask.models.attention import fast_attention
-from unmask.models.embedder import Embedder, as_list, check, check_counts
+from unmask.models.embedder import Embedder
 from unmask.models.encoding import micro_batches
 
 # Of the released models.
@@ -138,7 +139,7 @@ class Reranker:
         """
         documents = as_list(documents, "score(query, [document])")
         names = ["the query", *(f"document {number} of {len(documents)}" for number in range(len(documents)))]
-        check([query, *documents], names.__getitem__, empty=True)
+        check_texts([query, *documents], names.__getitem__, empty=True)
         check_counts(query_length=query_length, document_length=document_length)
         backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
         around = around_query(self.instruction if instruction is None else instruction)
