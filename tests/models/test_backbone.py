@@ -20,6 +20,7 @@ from closeness import assert_close
 from unmask import Embedder
 from unmask.config import load_preset
 from unmask.models import backbone
+from unmask_study import recipe
 
 
 def saved(folder, family="qwen3", **options):
@@ -219,9 +220,9 @@ def test_layers_that_a_model_has_not_are_one_message(numbers):
 def test_pages_say_what_a_recipe_starts_from():
     """Beside the claims that rest on it."""
     shape = load_preset("smollm2").backbone
-    assert backbone.origin(shape) == "SmolLM2-135M-Instruct, four-bit weights"
+    assert recipe.origin(shape) == "SmolLM2-135M-Instruct, four-bit weights"
     for numbers, cut in {(0, 1, 2, 3): "first 4 layers", (0, 9): "layers (0, 9)"}.items():
         said = f"SmolLM2-135M-Instruct, four-bit weights, cut to its {cut}"
-        assert backbone.origin(replace(shape, keep_layers=numbers)) == said
-    assert backbone.origin(replace(shape, checkpoint="org/model")) == "org/model"
-    assert backbone.origin(load_preset("smoke").backbone) == "trained from scratch"
+        assert recipe.origin(replace(shape, keep_layers=numbers)) == said
+    assert recipe.origin(replace(shape, checkpoint="org/model")) == "org/model"
+    assert recipe.origin(load_preset("smoke").backbone) == "trained from scratch"
