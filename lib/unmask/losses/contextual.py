@@ -311,12 +311,12 @@ def insent_loss(
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
     share_N = shipped(share_N, q_ND.device)
-    asked_NM = shipped(F.one_hot(document_N, len(chunks_MCD)).bool(), q_ND.device)
+    document_NM = shipped(F.one_hot(document_N, len(chunks_MCD)).bool(), q_ND.device)
 
     def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
         all_TX = similarity(q_TD, chunks_MCD.flatten(0, 1))
         gold_T, document_TC, all_TMC = _among_chunks(all_TX, rows, *where)
-        others_TX = all_TMC.masked_fill(asked_NM[rows, :, None], -torch.inf).flatten(1)
+        others_TX = all_TMC.masked_fill(document_NM[rows, :, None], -torch.inf).flatten(1)
         sequence_T = info_nce(gold_T, document_TC, temperature=temperature)
         batch_T = info_nce(gold_T, gold_T[:, None], others_TX, temperature=temperature)
         return share_N[rows].to(batch_T.dtype) * (lam * sequence_T + (1 - lam) * batch_T)

@@ -161,27 +161,25 @@ class Reranker:
         """
         counts = [taken(self.tokenizer.backend_tokenizer, one) for one in (around, AROUND_DOCUMENT)]
         if (longest := self.reader.max_length) < (least := sum(counts) + 2):
-            raise ValueError(
-                f"max_length must be at least {least}, got {longest}: the prompt has {least - 2} tokens "
-                "without query and document"
-            )
+            prompt = f"the prompt has {least - 2} tokens without query and document"
+            raise ValueError(f"max_length must be at least {least}, got {longest}: {prompt}")
         return counts
 
     @torch.inference_mode()
     def _last_vectors(self, start_L: np.ndarray, ends: Sequence[np.ndarray]) -> Tensor:
         """The vector (M, D) of the last token of each prompt. The beginning, the same in all of them, is read
         once, and each group of ends goes on from a copy of its keys and values."""
-        reader, found_MD = self.reader, torch.empty(len(ends), self.model.config.hidden_size)
+        reader, last_MD = self.reader, torch.empty(len(ends), self.model.config.hidden_size)
         with reader.autocast(), fast_attention(False):
             begun = reader.model(padded([start_L])[0].to(reader.devices[0]), use_cache=True).past_key_values
             for group in micro_batches([len(start_L) + len(end_L) for end_L in ends], reader.token_budget):
                 tokens_BL, last_B = padded([ends[i] for i in group])
-                own = copy.deepcopy(begun)
-                own.batch_repeat_interleave(len(group))
-                output = reader.model(tokens_BL.to(reader.devices[0]), past_key_values=own)
+                cache = copy.deepcopy(begun)
+                cache.batch_repeat_interleave(len(group))
+                output = reader.model(tokens_BL.to(reader.devices[0]), past_key_values=cache)
                 hidden_BLD = output.last_hidden_state
-                found_MD[group] = hidden_BLD[torch.arange(len(group)), last_B].to(found_MD)
-        return found_MD
+                last_MD[group] = hidden_BLD[torch.arange(len(group)), last_B].to(last_MD)
+        return last_MD
 
 
 def around_query(instruction: str) -> tuple[str, str]:
