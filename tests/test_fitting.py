@@ -266,10 +266,16 @@ def test_a_tokenizer_without_an_end_is_refused_at_once(tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-def test_one_block_of_text_is_enough(tmp_path):
-    start = backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "model")
+@pytest.fixture
+def lm(tmp_path):
+    """With its output matrix."""
+    return backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "lm")
+
+
+def test_one_block_of_text_is_enough(lm):
     texts = [f"{i} is a number" for i in range(30)]
-    assert fit(start, texts, stage="diffusion", precision="fp32", steps=3).model.config.is_causal is False
+    embedder = fit(lm, texts, stage="diffusion", precision="fp32", steps=3)
+    assert embedder.helped is None and embedder.model.config.is_causal is False
 
 
 def test_the_measure_counts_copies_and_asks_among_negatives(capsys):
@@ -284,18 +290,9 @@ def test_texts_without_a_word_are_fitted(model):
     assert fit(model, SIGNS, steps=np.int64(2), precision="fp32").helped.bm25 == 0
 
 
-def test_diffusion_reads_texts(tmp_path):
-    start = backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "model")
-    embedder = fit(start, [text for _, text in PAIRS], stage="diffusion", length=16, **SHORT)
-    assert embedder.helped is None and embedder.encode(["7"]).shape == (1, 32)
-
-
-def test_an_embedder_is_no_language_model(tmp_path):
-    network = tiny.model(bidirectional=False, head=True)
-    path = backbone.save(network, tiny.tokenizer(), tmp_path / "model")
-    rows = [text for _, text in PAIRS]
+def test_an_embedder_is_no_language_model(lm):
     with pytest.raises(ValueError, match="has no output matrix, an embedder: name the language model itself"):
-        fit(Embedder.from_pretrained(path), rows, stage="diffusion", length=16, **SHORT)
+        fit(Embedder.from_pretrained(lm), tiny.TEXTS, stage="diffusion", length=16, **SHORT)
 
 
 @pytest.mark.parametrize("batch", [16, 1000])
@@ -435,10 +432,6 @@ def test_one_long_chunk_takes_the_context_from_no_other_document():
     assert (many.chunks, many.chunk_length) == (1, 250)
 
 
-def test_the_papers_prefixes_are_trained():
-    assert contextual([3, 4]).dimensions == (128, 256, 512, 1024, 2048, 2560)
-
-
 def test_what_is_cut_is_printed_with_its_share(model, capsys):
     documents = [
         row | {"chunks": [one + " and so on" * i for one in row["chunks"]]} for i, row in enumerate(DOCUMENTS)
@@ -487,21 +480,23 @@ def test_before_is_the_given_embedders_own(tmp_path, model):
     assert embedder.pooling == "last"
 
 
-def test_what_holds_too_many_rows_is_never_held_out(capsys):
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_what_holds_too_many_rows_is_never_held_out(share, capsys):
     """Nor is a text of two rows, where a hundredth of fifty rows is none."""
     assert not held_out([(f"q {i // 2}", f"d {i}") for i in range(50)], 0.01).any()
     assert "texts in at most 1 of them; there are 25, and 0" in capsys.readouterr().out
     rows = [("common", f"d {i}") for i in range(70)] + [(f"q {i}", f"e {i}") for i in range(30)]
-    for share in (0.1, 0.3, 0.5):
-        held_N = held_out(rows, share)
-        assert 1 <= held_N.sum() <= 16 and not held_N[:70].any()
+    held_N = held_out(rows, share)
+    assert 1 <= held_N.sum() <= 16 and not held_N[:70].any()
 
 
 def test_few_held_out_rows_are_asked_of_many():
     held_N = np.zeros(1_000, bool)
-    held_N[[7, 900]] = True
-    task = exam.task_of([{"query": f"q{i}", "document": str(i)} for i in range(1_000)], held_N, texts=50)
-    assert len(task.documents) == 50 and sorted(task.queries) == ["q7", "q900"]
+    held_N[[7, 500, 900]] = True
+    rows = [{"query": f"q{i}", "document": str(i)} for i in range(1_000)]
+    task, fewer = (exam.task_of(rows, held_N, queries, texts=50) for queries in (3, 2))
+    assert len(task.documents) == 50 and sorted(task.queries) == ["q500", "q7", "q900"]
+    assert len(fewer.queries) == 2 and {*fewer.queries} < {*task.queries}
     assert [task.chunks[i] for (i,) in task.relevant] == [query[1:] for query in task.queries]
 
 
@@ -517,23 +512,13 @@ def test_only_what_stands_beside_a_query_answers_it():
 def test_other_shapes_of_rows_are_read():
     frame = pd.DataFrame(PAIRS, columns=["query", "document"])
     table = pa.Table.from_pandas(frame)
-    stream = SimpleNamespace(
-        __arrow_c_stream__=table.__arrow_c_stream__
-    )  # all that Arrow's interface asks for
-    for rows in (
-        table,
-        stream,
-        frame,
-        frame.itertuples(index=False),
-        frame.to_numpy(),
-        iter(PAIRS),
-        [*map(list, PAIRS)],
-    ):
+    stream = SimpleNamespace(__arrow_c_stream__=table.__arrow_c_stream__)  # all that Arrow asks for
+    lists = (iter(PAIRS), [*map(list, PAIRS)], frame.to_numpy(), frame.itertuples(index=False))
+    for rows in (table, stream, frame, *lists):
         assert fitting._rows(rows, "pair") == ROWS["pair"]
     texts = [text for text, _ in PAIRS]
     for series in (pd.Series(texts), pl.Series(texts), pa.chunked_array([texts])):
         assert [row["text"] for row in fitting._rows(series, "diffusion")] == texts
-    assert fitting._rows(pd.Series(PAIRS), "pair") == fitting._rows(pl.Series(ROWS["pair"]), "pair")
 
 
 def test_stopped_without_a_folder_it_says_so(model, monkeypatch):
@@ -579,13 +564,10 @@ def test_an_embedder_that_is_cut_short_keeps_its_settings(foreign):
     assert np.array_equal(embedder.encode(["a b"]), expected.encode(["a b"]))
 
 
-def test_a_language_model_that_is_cut_short_keeps_its_output_matrix(tmp_path):
-    network = tiny.model(bidirectional=False, head=True)
-    start = backbone.save(network, tiny.tokenizer(), tmp_path / "model")
-    rows = [text for _, text in PAIRS]
+def test_a_language_model_that_is_cut_short_keeps_its_output_matrix(lm, tmp_path):
     options = {"keep_layers": [0], "folder": tmp_path / "kept"} | SHORT
-    fit(start, PAIRS, **options)
-    embedder = fit(start, rows, stage="diffusion", length=16, **options)
+    fit(lm, PAIRS, **options)
+    embedder = fit(lm, tiny.TEXTS, stage="diffusion", length=8, batch=2, **options)
     assert embedder.model.config.num_hidden_layers == 1 and backbone.sees_both_sides(embedder.model)
 
 
@@ -649,14 +631,6 @@ def test_progress_changes_no_weight(model):
         fit(model, PAIRS, progress=shown, **SHORT).encode(texts, "float32") for shown in (True, False)
     )
     assert np.array_equal(one, two)
-
-
-def test_few_queries_are_asked_meanwhile_with_what_answers_them():
-    rows = fitting._rows([(f"q {i // 2}", f"d {i}") for i in range(4_000)], "pair")
-    task = exam.task_of(rows, held_out(rows), exam.FEW_QUERIES, exam.FEW_TEXTS)
-    assert len(task.queries) == 100 and len(task.chunks) == 300
-    for query, golds in zip(task.queries, task.relevant):
-        assert golds and {int(task.chunks[i][2:]) // 2 for i in golds} == {int(query[2:])}
 
 
 REFUSED = {

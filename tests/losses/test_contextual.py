@@ -100,23 +100,21 @@ def test_distinct_documents_do_what_the_papers_mask_does(document):
     assert ours.item() == pytest.approx(expected, rel=1e-10)
 
 
-def test_bad_arguments_are_refused():
-    q, chunks, _, document, gold, mask = problem(4, 3, 3, 4, 12, padded=False)
-    where = (q, chunks, document, gold)
-    with pytest.raises(ValueError, match=r"gold_N must hold int64 in 0\.\.2"):
-        sequence_loss(q, chunks, document, gold + 3)
-    with pytest.raises(ValueError, match=r"document_N must have the shape \(4\); got \(2,\)"):
-        batch_loss(q, chunks, document[:2], gold)
-    with pytest.raises(ValueError, match="gold chunk of query 0 is masked out"):
-        local_loss(*where, chunk_mask_MC=torch.zeros_like(mask))
-    for name, loss in {"alpha": local_loss, "lam": insent_loss}.items():
-        with pytest.raises(ValueError, match=f"{name} must lie in"):
-            loss(*where, **{name: 1.5})
-    of_none = {"document_N": document[:0], "gold_N": gold[:0]}
-    for loss in (sequence_loss, batch_loss, local_loss, insent_loss):
-        with pytest.raises(ValueError, match="q_ND has no rows"):
-            loss(q[:0], chunks, **of_none)
-    with pytest.raises(ValueError, match="q_ND has no rows"):
-        contextual_loss(q[:0], chunks, chunks.sum(1), **of_none, beta=0.2)
-    with pytest.raises(ValueError, match="q_ND has no rows"):
-        global_loss(q[:0], chunks.sum(1), document[:0])
+Q, CHUNKS, _, DOCUMENT, GOLD, MASK = problem(4, 3, 3, 4, 12, padded=False)
+WHERE, NONE = (Q, CHUNKS, DOCUMENT, GOLD), (Q[:0], CHUNKS, DOCUMENT[:0], GOLD[:0])
+REFUSED = {
+    r"gold_N must hold int64 in 0\.\.2": lambda: sequence_loss(Q, CHUNKS, DOCUMENT, GOLD + 3),
+    r"document_N must have the shape \(4\); got \(2,\)": lambda: batch_loss(Q, CHUNKS, DOCUMENT[:2], GOLD),
+    "gold chunk of query 0 is masked out": lambda: local_loss(*WHERE, chunk_mask_MC=torch.zeros_like(MASK)),
+    "alpha must lie in": lambda: local_loss(*WHERE, alpha=1.5),
+    "lam must lie in": lambda: insent_loss(*WHERE, lam=1.5),
+    "q_ND has no rows": lambda: local_loss(*NONE),
+    "q_ND has no rows: a loss": lambda: contextual_loss(Q[:0], CHUNKS, CHUNKS.sum(1), *NONE[2:], beta=0.2),
+    "q_ND has no rows: a loss is": lambda: global_loss(Q[:0], CHUNKS.sum(1), DOCUMENT[:0]),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED.items())
+def test_bad_arguments_are_refused(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()

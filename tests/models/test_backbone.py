@@ -203,12 +203,9 @@ def test_a_model_cut_short_is_mergekits_passthrough(family, numbers, tmp_path):
 
 
 def test_layers_that_stay_keep_their_kind_and_their_place():
-    whole = tiny_families.alternating()
-    weight = whole.layers[3].mlp.up_proj.weight
-    cut = backbone.keep_layers(whole, [2, 3])
+    cut = backbone.keep_layers(tiny_families.alternating(), [2, 3])
     assert cut.config.layer_types == ["full_attention", "sliding_attention"]
     assert [layer.self_attn.layer_idx for layer in cut.layers] == [0, 1]
-    assert cut.layers[1].mlp.up_proj.weight is weight
 
 
 @pytest.mark.parametrize("numbers", [[], [0, 0], [0, 2], [-1]])
