@@ -12,12 +12,12 @@ from filelock import FileLock
 import tiny
 import tiny_corpus
 from by_hand import cells, kernel
-from unmask.config import load_preset
 from unmask.models import backbone
 from unmask.store import repository
 from unmask.training import TrainingStopped
 from unmask_study import evidence, plan
 from unmask_study.run import Run
+from unmask_study.settings import load_preset
 from waiting import wait_for
 
 STAGES = ["00_backbone", "01_diffusion_cpt", "02_pair", "03_contextual", "04_triplet", "05_merge"]

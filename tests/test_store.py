@@ -19,7 +19,6 @@ import pytest
 
 import tiny
 from unmask import Embedder
-from unmask.config import load_preset
 from unmask.data import mirror
 from unmask.data.mining import kept
 from unmask.data.tokenized import Prepared
@@ -28,6 +27,7 @@ from unmask.models.merge import slerp
 from unmask.models.onnx import export_onnx
 from unmask.store import alone, link, new_directory, read_json, write_json
 from unmask_study.figures import Figure
+from unmask_study.settings import load_preset
 
 TEXTS = 3000
 
