@@ -138,32 +138,43 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("moves", range(5))
-def test_a_kill_while_a_folder_is_filled_loses_nothing(moves, tmp_path, monkeypatch):
-    """Weights are the old ones, the new ones or none, and the next writer first puts the new ones there."""
-    path, replace, left = tmp_path / "model", os.replace, iter(range(moves))
+ONE, SHARDS = ["model.safetensors"], ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
 
-    def write(content):
-        with new_directory(path) as folder:
-            there = {one.read_text() for one in path.glob("[!.]*")}
-            folder.mkdir()
-            for name in ("config.json", "model.safetensors"):
-                (folder / name).write_text(content)
-        return there
 
-    def killed(source, target):
-        if next(left, None) is None:
-            raise Killed
-        replace(source, target)
+@pytest.mark.parametrize(
+    ("before", "after", "weights"),
+    [
+        (ONE, ONE, [{"old"}, {"old"}, {"new"}]),
+        (SHARDS, SHARDS, [set(), set(), {"new"}, {"new"}]),
+        (ONE, SHARDS, [set(), set(), {"new"}, {"new"}]),
+        (SHARDS, ONE, [set(), set(), {"new"}]),
+    ],
+)
+def test_a_kill_while_a_folder_is_filled_leaves_no_mixture(before, after, weights, tmp_path, monkeypatch):
+    replace = os.replace
+    for moves, contents in enumerate(weights):
+        path = tmp_path / str(moves)
+        _write(path, before, "old")
+        allowed = iter(range(moves))
 
-    write("old")
-    with monkeypatch.context() as patch, contextlib.suppress(Killed):
-        patch.setattr(os, "replace", killed)
-        write("new")
-    weights = [one.read_text() for one in path.glob("*.safetensors")]
-    assert weights == {0: ["old"], 4: ["new"]}.get(moves, [])
-    assert write("newest") == {"old" if moves == 0 else "new"}
-    assert sorted(os.listdir(path)) == ["config.json", "model.safetensors"]
+        def killed(source, target, allowed=allowed):
+            if next(allowed, None) is None:
+                raise Killed
+            replace(source, target)
+
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(os, "replace", killed)
+            _write(path, after, "new")
+        assert {one.read_text() for one in path.glob("*.safetensors")} == contents
+        _write(path, after, "newest")
+        assert sorted(os.listdir(path)) == ["config.json", *after]
+
+
+def _write(path, weights, content):
+    with new_directory(path) as folder:
+        folder.mkdir()
+        for name in ("config.json", *weights):
+            (folder / name).write_text(content)
 
 
 def test_nothing_is_written_beside_a_folder_that_exists(model, tmp_path, monkeypatch):

@@ -210,7 +210,7 @@ class PairConfig(ContrastiveConfig):
     filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; below 0: off
     curriculum: tuple[Share, Share, Share]  # shares of the steps: English; + cross-lingual; everything
     # What all of the steps read of each of GROUPS, in their order; empty: data sets are drawn by size.
-    shares: tuple[()] | tuple[Share, Share, Share, Share] = ()
+    shares: tuple[Share, Share, Share, Share] | tuple[()] = ()
 
     def __post_init__(self):
         if not any(self.curriculum):
@@ -394,7 +394,7 @@ def explained(error: ValidationError, kind: type) -> str:
     """Words the first of pydantic's errors: an unknown key before a missing one, for which it may stand."""
     unknown = "unexpected_keyword_argument"
     first = min(error.errors(), key=lambda one: one["type"] != unknown)
-    where = ".".join(map(str, first["loc"]))
+    where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # no type of a union
     if first["type"] == unknown:
         *path, key = first["loc"]
         for section in path:
@@ -445,12 +445,10 @@ def _merged(base: Layer, changes: Layer) -> Layer:
 def _check_stage(preset: Preset, stage: str) -> None:
     """Refuses a schedule that is longer than the training, which a study's shorter ones may be, and texts
     that are longer than the model's positions: they would be read otherwise than they were trained."""
-    config, where = getattr(preset, stage), f"preset {preset.name}: {stage}: "
-    decay = config.decay if config.schedule == "wsd" else 0
-    if config.warmup + decay > config.steps:
-        how = f"{config.warmup} + {decay} > {config.steps}"
-        raise ConfigError(f"{where}warmup + decay exceed steps ({how})")
-    lengths = [getattr(config, key, 0) for key in ("length", "query_length", "document_length")]
-    length = sum(lengths) if stage == "reranker" else max(lengths)
+    config, where = getattr(preset, stage), f"preset {preset.name}: {stage}"
+    scheduled = config.warmup + (config.decay if config.schedule == "wsd" else 0)
+    if scheduled > config.steps:
+        raise ConfigError(f"{where}: warmup + decay exceed steps ({scheduled} > {config.steps})")
+    length = max(getattr(config, key, 0) for key in ("length", "query_length", "document_length"))
     if length > preset.backbone.max_length:
-        raise ConfigError(f"{where}{length} tokens of a text exceed backbone.max_length")
+        raise ConfigError(f"{where}: {length} tokens of a text exceed backbone.max_length")

@@ -16,6 +16,7 @@ from unmask.config import Ascending, Count, Group, Place, Positive, Section, Sev
 
 Inner = Annotated[float, Field(gt=0, lt=1)]
 Names = tuple[str, ...]
+Shape = tuple[Count, Count]  # width and depth
 # Of a pool: BM25, n-grams of characters, latent semantic analysis, the pair stage's model, or an embedder.
 System = Literal["bm25", "characters", "lsa", "pair"] | Annotated[Place, Field(pattern="/")]
 
@@ -71,12 +72,8 @@ class QuantizationConfig(Section):
     dimensions: Sizes
     candidates: Sizes  # documents that the binary first step hands on to INT8
     steps: Count  # of each short training
-    # (width, depth) of a small model, a deeper and a wider one; none: the diffusion backbone is trained
-    shapes: tuple[tuple[Count, Count], ...]
-
-    def __post_init__(self):
-        if len(self.shapes) not in (0, 3):
-            raise ValueError(f"shapes must be three or none, not {len(self.shapes)}")
+    # A small model, a deeper and a wider one; none: the diffusion backbone is trained.
+    shapes: tuple[Shape, Shape, Shape] | tuple[()]
 
 
 Arm = Literal["diffusion, last", "bidirectional, mean", "AR continued, mean", "masked next token, mean"]
@@ -165,14 +162,9 @@ class CdeConfig(config.CdeConfig):
     # Beside the two encoders on look-alikes: how hard batches are, both encoders on random batches, and one
     # family's tasks beside documents of another.
     studies: tuple[Literal["hardness", "random", "domains"], ...] = ("hardness", "random", "domains")
-    # context documents at inference, `context` at most
+    # context documents at inference, of which no more than `context` are read
     context_sizes: Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
     benchmarks: Names = ()  # public ones of every type of task, as `retrieval.benchmarks`
-
-    def __post_init__(self):
-        super().__post_init__()
-        if 0 < self.context < max(self.context_sizes):
-            raise ValueError(f"context_sizes go up to {max(self.context_sizes)}, context is {self.context}")
 
     @property
     def trainings(self) -> dict[str, dict[str, float]]:
