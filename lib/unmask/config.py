@@ -3,29 +3,21 @@
 A preset is a YAML file with a section for each stage. It holds what differs from the preset that it extends
 (`extends: smollm2`) and from the defaults below: the papers' values, and those that hardly any preset
 changes. What depends on model and machine (sizes, steps, rates) has no default. Section `training` is for all
-stages at once: each takes the keys that it has, before those of its own section. What a preset says there
-replaces what the preset that it extends says of a single stage.
-
-Under `study` lie the sections of a program that builds on the library; `load_preset` reads them for a `kind`
-of preset that has them.
+stages: each takes the keys that it has, unless its own section of the same file sets them. Section `study`
+holds those of a program that builds on the library, whose `kind` of preset has them.
 """
 
 import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import AfterValidator, Field
 
-from unmask.store import Strict, nearest, repository
-
-
-class ConfigError(ValueError):
-    """A preset, a key or a value that cannot be used; the message says which and what would do."""
-
+from unmask.schema import ConfigError, Section, Strict, checked
+from unmask.store import nearest, repository
 
 Group = Literal["english", "cross-lingual", "multilingual", "code"]
 Family = Literal["english", "code", "cross-lingual", "multilingual", "contextual"]
@@ -33,7 +25,6 @@ GROUPS = get_args(Group)  # of pairs: the steps of the curriculum
 FAMILIES = get_args(Family)  # of tasks, as reported
 Schedule = Literal["wsd", "cosine", "linear"]
 Precision = Literal["bf16", "fp32"]
-
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Several = Annotated[int, Field(strict=True, ge=2)]
@@ -49,15 +40,6 @@ def _absolute(place: str) -> str:
 
 
 Place = Annotated[str, AfterValidator(_absolute)]  # a path or a name
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class Section:
-    """Makes each section below a frozen dataclass whose values pydantic checks."""
-
-    def __init_subclass__(cls):
-        strict = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)  # until it is used
-        dataclass(frozen=True, kw_only=True, config=strict)(cls)
 
 
 class DataConfig(Section):
@@ -96,7 +78,7 @@ class BackboneConfig(Section):
 
 
 class ComputeConfig(Section):
-    """How a training is computed. It may change midway: results stay the same, rounding aside."""
+    """How a training is computed. It may change midway: results stay the same but for rounding."""
 
     token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `memory`
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
@@ -105,8 +87,7 @@ class ComputeConfig(Section):
     keep_checkpoints: Count = 1  # the newest so many
 
     def memory(self, device: str) -> dict[str, int]:
-        """Returns the keys that bound memory as suits the kind of device: micro-batches of a core's cache, or
-        of plenty of work for a GPU."""
+        """Returns the keys that bound memory; by default what fits a core's cache, or keeps a GPU busy."""
         return {"token_budget": self.token_budget or (2_048 if device == "cpu" else 65_536)}
 
     def halved(self, device: str) -> dict[str, int]:
@@ -136,8 +117,7 @@ class TrainConfig(ComputeConfig):
 
 
 class ParallelConfig(Section):
-    """The processes of one training. They divide the work, not the batch: results do not depend on them, but
-    for rounding."""
+    """The processes of one training, which divide a batch's work: results are the same but for rounding."""
 
     num_processes: Count = 1  # over all machines
     num_machines: Count = 1
@@ -270,8 +250,7 @@ class ClustersConfig(Section):
 
 
 class CdeConfig(PairConfig):
-    """CDE: batches of look-alikes, and an encoder that reads other documents of the corpus beside a text,
-    over whose own tokens it pools."""
+    """CDE: batches of look-alikes, and an encoder that reads other documents beside a text."""
 
     pooling: Literal["mean"] = "mean"
     context: Whole  # context documents, shared by a batch; a training may set it to 0: a plain encoder
@@ -328,10 +307,8 @@ class Preset(Section):
     reranker: RerankerConfig
 
 
-T = TypeVar("T", bound=Section)
 Layer = dict[str, Any]  # sections of a preset, as read
-FIELDS = {field.name: field.type for field in dataclasses.fields(Preset)}
-TRAINED = {name: kind for name, kind in FIELDS.items() if issubclass(kind, TrainConfig)}
+TRAINED = {one.name: one.type for one in dataclasses.fields(Preset) if issubclass(one.type, TrainConfig)}
 COMPUTED = {"keep_tokens", *ComputeConfig.__dataclass_fields__}  # do not change what a training learns
 PRESETS = repository() / "papermill_runs" / "presets"
 
@@ -341,7 +318,7 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def load_preset(name: str, overrides: Mapping[str, Any] | None = None, kind: type[T] = Preset) -> T:
+def load_preset(name: str, overrides: Mapping[str, Any] | None = None, kind: type[Preset] = Preset) -> Any:
     """Reads a preset, applies `overrides` ({"pair.steps": 50}) and checks every key and value.
 
     Args:
@@ -362,17 +339,6 @@ def load_preset(name: str, overrides: Mapping[str, Any] | None = None, kind: typ
     return preset
 
 
-def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Makes a section, or a preset, of plain values.
-
-    Raises: ConfigError that names the wrong key, after `where`.
-    """
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        raise ConfigError(f"{where}{explained(error, kind)}") from None
-
-
 def stage_config(preset: Any, stage: str, changes: Mapping[str, Any]) -> Any:
     """Returns the section of a stage with other values for some keys, and without the keys of a study.
 
@@ -380,30 +346,13 @@ def stage_config(preset: Any, stage: str, changes: Mapping[str, Any]) -> Any:
     """
     config = getattr(preset, stage)
     kind = TRAINED.get(stage, type(config))
-    return checked(
-        kind, {key: getattr(config, key) for key in kind.__dataclass_fields__} | changes, f"{stage}."
-    )
+    values = {key: getattr(config, key) for key in kind.__dataclass_fields__}
+    return checked(kind, values | changes, f"{stage}.")
 
 
 def resolved(config: Any) -> Any:
     """Returns a preset or a section of one as plain JSON values (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def explained(error: ValidationError, kind: type) -> str:
-    """Words the first of pydantic's errors: an unknown key before a missing one, for which it may stand."""
-    unknown = "unexpected_keyword_argument"
-    first = min(error.errors(), key=lambda one: one["type"] != unknown)
-    where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # no type of a union
-    if first["type"] == unknown:
-        *path, key = first["loc"]
-        for section in path:
-            kind = kind.__dataclass_fields__[section].type
-        return f"{where}: unknown key {key!r}{nearest(key, kind.__dataclass_fields__)}"
-    if first["type"] == "missing":
-        return f"missing {where}"
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
-    return f"{where} {message}" + ("" if first["type"] == "value_error" else f", got {first['input']!r}")
 
 
 def _read(name: str, kind: type[Preset]) -> Layer:
@@ -415,24 +364,21 @@ def _read(name: str, kind: type[Preset]) -> Layer:
         raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
     with path.open(encoding="utf8") as file:  # YAML's own errors name it
         values = yaml.load(file, Strict) or {}
-    named = {"extends", "about"}
-    if not isinstance(values, dict) or not all(
-        isinstance(values[key], dict) for key in values.keys() - named
-    ):
+    texts = {"extends", "about"}
+    if not isinstance(values, dict) or any(not isinstance(values[key], dict) for key in {*values} - texts):
         raise ConfigError(f"{path}: write sections of keys and values, as in cpu.yaml")
     base = _read(values.pop("extends"), kind) if "extends" in values else {}
     study = values.pop("study", {})
-    layer = _merged(base, values)
-    return layer if kind is Preset else _merged(layer, study)
+    merged = _merged(base, values)
+    return merged if kind is Preset else _merged(merged, study)
 
 
 def _merged(base: Layer, changes: Layer) -> Layer:
-    """Returns `base` with the values of `changes` in place of its own, those of `training` in each stage that
-    has the key."""
+    """Returns `base` with the values of `changes`, those of `training` in each stage that has the key."""
     shared = changes.pop("training", {})
-    known = sorted({key for kind in TRAINED.values() for key in kind.__dataclass_fields__})
-    if unknown := [key for key in shared if key not in known]:
-        raise ConfigError(f"training.{unknown[0]}: unknown key {unknown[0]!r}{nearest(unknown[0], known)}")
+    known = {key for kind in TRAINED.values() for key in kind.__dataclass_fields__}
+    for key in shared.keys() - known:
+        raise ConfigError(f"training.{key}: unknown key {key!r}{nearest(key, sorted(known))}")
     merged = dict(base)
     for stage, kind in TRAINED.items():
         common = {key: value for key, value in shared.items() if key in kind.__dataclass_fields__}

@@ -23,17 +23,7 @@ import torch
 from pydantic import AfterValidator, Field, ValidationError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from unmask.config import (
-    TRAINED,
-    BackboneConfig,
-    ClustersConfig,
-    ConfigError,
-    EvaluationConfig,
-    ParallelConfig,
-    Section,
-    checked,
-    explained,
-)
+from unmask.config import TRAINED, BackboneConfig, ClustersConfig, EvaluationConfig, ParallelConfig
 from unmask.data.batches import apart, permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
@@ -43,6 +33,7 @@ from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, folder_of
 from unmask.models.embedder import Embedder, as_list
+from unmask.schema import ConfigError, Section, checked, explained
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, probes, seconds_until, train
 from unmask.training.launch import several

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
@@ -149,16 +148,6 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{path} is broken ({error}): copy or make it again") from None
-
-
-class Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """YAML without duplicate keys, of which the first would be lost; read by C code where there is some."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.MarkedYAMLError(f"{twice[0]!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
 
 
 @contextlib.contextmanager

@@ -4,15 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from unmask.config import (
-    TRAINED,
-    BackboneConfig,
-    ClustersConfig,
-    ParallelConfig,
-    Section,
-    TrainConfig,
-)
+from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig, TrainConfig
 from unmask.models.checkpoint import Settings
+from unmask.schema import Section
 
 JOB = "job.json"  # in a training's folder: the job, and what it is made of
 Location = Annotated[str, BeforeValidator(str)]  # a path or a name
