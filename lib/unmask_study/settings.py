@@ -168,18 +168,18 @@ class CdeConfig(config.CdeConfig):
 
     @property
     def trainings(self) -> dict[str, dict[str, float]]:
-        """The trainings, by name: what each changes here. One that repeats another is left out."""
-        margins, rows = {"": -1.0, "-filtered": max(self.filter_margin, 0.0)}, {}
+        """Returns what each training changes here, by its name; one that repeats another is left out."""
+        names: dict[tuple[float, ...], str] = {}
+        margins = {"": -1.0, "-filtered": max(self.filter_margin, 0.0)}
         batches = self.batch_sizes if "hardness" in self.studies else ()
         for batch, size, end in itertools.product(batches, (0, *self.cluster_sizes), margins):
-            rows[f"b{batch}-c{size or 'random'}{end}"] = (batch, size, margins[end], 0)
+            names.setdefault((batch, size, margins[end], 0), f"b{batch}-c{size or 'random'}{end}")
         for name, context in {"plain": 0, "context": self.context}.items():
             if "random" in self.studies:
-                rows[f"{name}-random"] = (self.batch, 0, self.filter_margin, context)
-            rows[name] = (self.batch, self.cluster_size, self.filter_margin, context)
-        first = {row: name for name, row in reversed(rows.items())}
-        changed = ("batch", "cluster_size", "filter_margin", "context")
-        return {name: dict(zip(changed, row)) for name, row in rows.items() if first[row] == name}
+                names.setdefault((self.batch, 0, self.filter_margin, context), f"{name}-random")
+            names.setdefault((self.batch, self.cluster_size, self.filter_margin, context), name)
+        keys = ("batch", "cluster_size", "filter_margin", "context")
+        return {name: dict(zip(keys, values)) for values, name in names.items()}
 
 
 Qwen3Training = Literal["no-weak", "one-size", "reranker"]
