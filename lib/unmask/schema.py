@@ -16,7 +16,7 @@ class ConfigError(ValueError):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Section:
-    """Makes each section below a frozen dataclass whose values pydantic checks."""
+    """Makes each subclass a frozen dataclass whose values pydantic checks."""
 
     def __init_subclass__(cls):
         strict = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)  # until it is used
