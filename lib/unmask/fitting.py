@@ -22,7 +22,7 @@ import torch
 from pydantic import AfterValidator, Field, ValidationError, create_model
 from transformers import PreTrainedTokenizerBase
 
-from unmask.config import BackboneConfig, ClustersConfig, ConfigError, ParallelConfig, explained
+from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.data.tokens import encode, end_token
@@ -31,9 +31,9 @@ from unmask.models import backbone
 from unmask.models.arguments import as_list
 from unmask.models.checkpoint import Settings, folder_of
 from unmask.models.embedder import Embedder
+from unmask.schema import ConfigError, checked, explained
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, train
-from unmask.training.job import SECTIONS
 from unmask.training.stages import Stage
 
 
@@ -263,10 +263,7 @@ def _checked(stage: str, values: Mapping[str, Any]) -> Any:
     Raises: ConfigError that names the key which cannot be used.
     """
     numbers = {key: index(one) for key, one in values.items() if isinstance(one, np.integer)}
-    try:
-        return SECTIONS[stage](**values | numbers)
-    except ValidationError as error:
-        raise ConfigError(f"{stage}.{explained(error, SECTIONS[stage])}") from None
+    return checked(TRAINED[stage], values | numbers, f"{stage}.")
 
 
 def _longest(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
