@@ -25,12 +25,13 @@ from unmask.config import EvaluationConfig, RerankerConfig
 from unmask.data import hub
 from unmask.data.mining import unit
 from unmask.evaluation.search import similarity, values
-from unmask.evaluation.tasks import Task, code_hash
+from unmask.evaluation.tasks import Task
 from unmask.extras import extra
 from unmask.models.context_encoder import ContextEmbedder
 from unmask.models.embedder import Embedder, instructed, prompt
 from unmask.models.reranker import Reranker
 from unmask.store import fingerprint
+from unmask_study.tasks import code_hash
 
 with extra("study"):
     import mteb
