@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -33,41 +33,31 @@ INK, MUTED, GRID, PAPER = (COLORS[name] for name in ("ink", "muted", "grid", "pa
 RECIPE, OUTSIDE = ({*_YAML["colors"][group].values()} for group in ("recipe", "outside"))
 GREY = COLORS["lexical"]
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # behind a label: hides lines
+Look = dict[str, Any]  # how a system is drawn, as matplotlib draws a line
+HOLLOW = {"linestyle": "--", "markerfacecolor": PAPER}  # a lesser way of using the system of that colour
 Table = Mapping[str, Mapping[str, float]]  # series → group or row → value
 
 
-class Look(NamedTuple):
-    """How a system is drawn. Hollow, with a dashed line: a lesser way of using the system of that colour."""
-
-    color: str
-    marker: str
-    hollow: str = ""  # or "hollow"
-
-    @classmethod
-    def parse(cls, words: str) -> "Look":
-        """A look from words such as "contextual s hollow": a colour's name, a marker."""
-        color, *rest = words.split()
-        return cls(COLORS[color], *rest)
-
-    @property
-    def line(self) -> dict[str, Any]:
-        style, face = ("--", PAPER) if self.hollow else ("-", self.color)
-        return {"color": self.color, "marker": self.marker, "linestyle": style, "markerfacecolor": face}
+def _look(words: str) -> Look:
+    """A look from words such as "contextual s hollow": a colour's name, a marker, and perhaps hollow."""
+    color, marker, *hollow = words.split()
+    filled = {"color": COLORS[color], "marker": marker, "linestyle": "-", "markerfacecolor": COLORS[color]}
+    return filled | HOLLOW if hollow else filled
 
 
 SYSTEMS, VERDICTS = (
-    {name: Look.parse(words) for words, names in _YAML[key].items() for name in names}
+    {name: _look(words) for words, names in _YAML[key].items() for name in names}
     for key in ("systems", "verdicts")
 )
-FREE = [Look.parse(words) for words in _YAML["free"]]  # of what has no look of its own
+FREE = [_look(words) for words in _YAML["free"]]  # of what has no look of its own
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
     """The look of each name: its own if it is one of `SYSTEMS`, else one that these leave free."""
     names = list(dict.fromkeys(names))
     known = {name: SYSTEMS[name] for name in names if name in SYSTEMS}
-    taken = {look.color for look in known.values()} | (RECIPE if known else set())
-    free = cycle(look for look in FREE if look.color not in taken)
+    taken = {look["color"] for look in known.values()} | (RECIPE if known else set())
+    free = cycle(look for look in FREE if look["color"] not in taken)
     return {name: known.get(name) or next(free) for name in names}
 
 
@@ -116,9 +106,9 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
     for (name, look), rows in zip(looks(runs).items(), runs.values(), strict=True):
         steps, losses = [row["step"] + 1 for row in rows], [row["loss"] for row in rows]
         averages = list(pd.Series(losses).ewm(alpha=min(1, max(alpha, 6 / len(rows)))).mean())
-        ax.plot(steps, losses, color=look.color, alpha=0.25, linewidth=0.8)
+        ax.plot(steps, losses, color=look["color"], alpha=0.25, linewidth=0.8)
         label = f"{name} ({averages[-1]:.2f})"
-        ax.plot(steps, averages, **look.line, markevery=max(1, len(rows) // 7), label=label)
+        ax.plot(steps, averages, **look, markevery=max(1, len(rows) // 7), label=label)
     ax.xaxis.get_major_locator().set_params(integer=True)
     return _finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
 
@@ -133,13 +123,13 @@ def grouped_bars(
     """
     figure, ax = axes()
     frame, look = pd.DataFrame(table), looks(table)
-    inside = [series for series in table if look[series].color not in OUTSIDE]
+    inside = [series for series in table if look[series]["color"] not in OUTSIDE]
     width, top, place_G = 0.84 / max(1, len(inside)), frame.abs().max(axis=None), np.arange(len(frame))
     digits = 3 if top < 0.2 else 2 if top < 10 else 1
     for number, series in enumerate(inside):
-        (color, _, hollow), value_G = look[series], frame[series]
+        color, value_G = look[series]["color"], frame[series]
         at_G = place_G + (number - (len(inside) - 1) / 2) * width
-        face = (color, 0.3) if hollow else color
+        face = (color, 0.3) if HOLLOW.items() <= look[series].items() else color
         bars = ax.bar(at_G, value_G, width * 0.92, facecolor=face, edgecolor=color, label=series)
         for x, group in zip(at_G, frame.index) if seeds else ():
             values = seeds[series].get(group, ())
@@ -148,7 +138,7 @@ def grouped_bars(
             texts = ["" if np.isnan(value) else f"{value:.{digits}f}".removeprefix("0") for value in value_G]
             ax.bar_label(bars, texts, fontsize=8, padding=3, zorder=4, bbox=CLEAR)
     for series in (series for series in table if series not in inside):
-        color, place = look[series].color, (frame[series], place_G - 0.45, place_G + 0.45)
+        color, place = look[series]["color"], (frame[series], place_G - 0.45, place_G + 0.45)
         ax.hlines(*place, color=PAPER, linewidth=3, alpha=0.5, zorder=2)  # or it is lost before a dark bar
         style = "-" if color == GREY else ":"
         ax.hlines(*place, color, style, linewidth=2, zorder=2.1, label=series)  # above its bar
@@ -202,12 +192,14 @@ def lines(
     named = {name if isinstance(name, tuple) else (name, ""): data for name, data in series.items()}
     look, (_, first), labels = looks(what for what, _ in named), next(iter(named)), []
     for (what, how), (x, y, *texts) in named.items():
-        style = look[what] if how == first else look[what]._replace(hollow="hollow")
-        ax.plot(x, y, **style.line, label=f"{what}, {how}" if how else what)
+        style = look[what] if how == first else look[what] | HOLLOW
+        ax.plot(x, y, **style, label=f"{what}, {how}" if how else what)
         if intervals and what in intervals:
-            ax.fill_between(x, *zip(*intervals[what], strict=True), color=style.color, alpha=0.2, linewidth=0)
+            ax.fill_between(
+                x, *zip(*intervals[what], strict=True), color=style["color"], alpha=0.2, linewidth=0
+            )
         if texts and how == first:
-            labels += [(*point, style.color) for point in zip(x, y, texts[0], strict=True)]
+            labels += [(*point, style["color"]) for point in zip(x, y, texts[0], strict=True)]
     if log_x:
         ax.set_xscale("log", base=2)
         ticks = sorted({value for x, *_ in series.values() for value in x})
@@ -227,7 +219,7 @@ def histograms(series: Mapping[str, Sequence[float]], *, bins: Any = 50, **about
     figure, ax = axes()
     edges = np.histogram_bin_edges(np.concatenate([np.ravel(data) for data in series.values()]), bins)
     for (name, look), data in zip(looks(series).items(), series.values(), strict=True):
-        style = {"facecolor": (look.color, 0.3), "edgecolor": look.color, "linewidth": 1.2}
+        style = {"facecolor": (look["color"], 0.3), "edgecolor": look["color"], "linewidth": 1.2}
         ax.hist(data, edges, density=True, histtype="stepfilled", label=name, **style)
     return _finished(figure, **about)
 
@@ -275,7 +267,7 @@ def beside(
         others = [series for series in frame if series not in colored]
         grey = {"marker": "o", "color": GREY, "markersize": 3.5, "label": f"{len(others)} others"}
         for series in (*others, *(series for series in colored[::-1] if series in frame)):  # the first on top
-            style = look[role[series]].line | {"label": series} if series in colored else grey
+            style = look[role[series]] | {"label": series} if series in colored else grey
             ax.plot(frame[series], y, **style | {"linestyle": ""})
         _name_rows(ax, list(frame.index), most)
         ax.set_title(name, fontsize=9.5)
@@ -302,7 +294,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
             ax.plot([bar, bar], [y - 0.3, y + 0.3], color=INK, linewidth=1.4)
             _interval(ax, y, one["value"], *one["interval"], look)
             seeds = [100 * seed for seed in one["seeds"].values()]
-            ax.plot(seeds, [y + 0.22] * len(seeds), ".", color=look.color, markersize=4)
+            ax.plot(seeds, [y + 0.22] * len(seeds), ".", color=look["color"], markersize=4)
             if len(runs) == 1:
                 ax.text(1.01, y, one["effect"], transform=ax.get_yaxis_transform(), fontsize=8, va="center")
         ax.axvline(0, color=MUTED, linewidth=1)
@@ -312,14 +304,14 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
         ax.set_title(name, fontsize=9.5)
         _name_rows(ax, rows, len(rows), fontsize=9)
     for verdict in (verdict for verdict in VERDICTS if verdict in {one["verdict"] for one in every}):
-        drawn[0, 0].plot([], [], **VERDICTS[verdict].line | {"linestyle": "-"}, label=verdict)
+        drawn[0, 0].plot([], [], **VERDICTS[verdict] | {"linestyle": "-"}, label=verdict)
     return _finished(figure, title=title, xlabel="points, logarithmic beyond 10")
 
 
 def _interval(ax: plt.Axes, y: float, value: float, low: float, high: float, look: Look, **text: str) -> None:
     """A value and the ends of its interval, all shares, as a dot on a line in points."""
-    ax.hlines(y, 100 * low, 100 * high, color=look.color, linewidth=2.4)
-    ax.plot(100 * value, y, **look.line, **text)
+    ax.hlines(y, 100 * low, 100 * high, color=look["color"], linewidth=2.4)
+    ax.plot(100 * value, y, **look, **text)
 
 
 def _name_rows(ax: plt.Axes, names: Sequence[str], room: float, **text) -> None:

@@ -11,7 +11,7 @@ import yaml
 from IPython.display import SVG, Markdown, display
 
 from unmask.evaluation.tasks import Task
-from unmask_study.evidence import Gate, Scores, above_chance, learnt, save_scores
+from unmask_study.evidence import VERDICTS, Gate, Scores, above_chance, learnt, save_scores
 from unmask_study.recipe import recipe
 from unmask_study.run import Run
 
@@ -197,23 +197,13 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
     return markdown_table(rows)
 
 
-HEADINGS = {
-    "holds": "What held",
-    "does not hold": "What did not hold",
-    "open": "What is open",
-    "two runs": "Two runs, so no verdict",
-    "one run": "One run, so no verdict",
-    "invalid": "Invalid: a training failed its gate, or has none",
-}
-
-
 def by_verdict(claims: Sequence[Mapping[str, Any]]) -> str:
-    """What held, what did not, and what is open: the claims by verdict, each with its effect, in Markdown."""
+    """The claims by verdict, each with its effect, in Markdown; of those without one how many there are."""
     text = ""
-    for verdict, heading in HEADINGS.items():
+    for verdict in VERDICTS[:-2]:
         rows = [f"- {one['claim']} {one['effect']} points" for one in claims if one["verdict"] == verdict]
-        text += f"**{heading}**\n\n" + "\n".join(rows) + "\n\n" if rows else ""
-    rest = sum(one["verdict"] not in HEADINGS for one in claims)
+        text += f"**{verdict.capitalize()}**\n\n" + "\n".join(rows) + "\n\n" if rows else ""
+    rest = sum(one["verdict"] in VERDICTS[-2:] for one in claims)
     return text + f"Not asked, or not run: {rest} of {len(claims)} claims." * bool(rest)
 
 

@@ -97,7 +97,7 @@ def test_the_table_of_claims_has_paper_ours_seeds_and_verdict():
 
 def test_what_held_is_told_by_verdict():
     text = report.by_verdict(EVERY)
-    assert text.startswith("**What held**\n\n- It works. +2.0 [+1.0, +3.0] points\n\n**Invalid: ")
+    assert text.startswith("**Holds**\n\n- It works. +2.0 [+1.0, +3.0] points\n\n**Invalid**\n\n- It is fit.")
     assert text.endswith("Not asked, or not run: 1 of 3 claims.")
 
 
