@@ -104,17 +104,8 @@ def points(effect: Effect) -> str:
 # Gates
 
 
-def at_least(name: str, value: float, bar: float) -> Gate:
-    """A gate that passes if value >= bar."""
-    return _gate(name, value, ">=", bar)
-
-
-def at_most(name: str, value: float, bar: float) -> Gate:
-    """A gate that passes if value <= bar."""
-    return _gate(name, value, "<=", bar)
-
-
-def _gate(name: str, value: float, side: str, bar: float) -> Gate:
+def gate(name: str, value: float, side: str, bar: float) -> Gate:
+    """A gate that passes if value >= bar, or value <= bar, as `side` says."""
     passed = value >= bar if side == ">=" else value <= bar
     return {"name": name, "value": float(value), "side": side, "bar": float(bar), "passed": bool(passed)}
 
@@ -130,7 +121,8 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]]) -> Gate:
     log = pd.DataFrame([{"dataset": "", **row} for row in curve])
     loss_S = log.loss - log.groupby("dataset").loss.transform("mean") + log.loss.mean()
     few = max(3, len(loss_S) // 10)
-    return at_most(f"{name}: loss at the end, below its start", loss_S[-few:].mean(), loss_S[:few].mean())
+    start, end = loss_S[:few].mean(), loss_S[-few:].mean()
+    return gate(f"{name}: loss at the end, below its start", end, "<=", start)
 
 
 def denoises(
@@ -146,15 +138,16 @@ def denoises(
     """
     few, most = min(trained, key=float), max(trained, key=float)
     least = trained[few]
-    gates = [at_least(f"denoising slope, nats from t = {few} to {most}", trained[most] - least, slope)]
-    gates.append(at_most(f"nats at t = {few}, at most the untrained base's", least, untrained[few]))
-    return gates + [at_most(f"nats at t = {few}, at most the causal parent's", least, causal)] * beats
+    gates = [gate(f"denoising slope, nats from t = {few} to {most}", trained[most] - least, ">=", slope)]
+    gates.append(gate(f"nats at t = {few}, at most the untrained base's", least, "<=", untrained[few]))
+    return gates + [gate(f"nats at t = {few}, at most the causal parent's", least, "<=", causal)] * beats
 
 
 def above(name: str, scores: Scores, other: Scores, tasks: Sequence[Task]) -> Gate:
     """Whether a model finds more than another: the low end of the interval of the difference in nDCG@10, over
     the tasks on which it has scores."""
-    return at_least(name, compare(scores, other, [task for task in tasks if task.name in scores]).low, 0.0)
+    tasks = [task for task in tasks if task.name in scores]
+    return gate(name, compare(scores, other, tasks).low, ">=", 0.0)
 
 
 def above_chance(name: str, scores: Scores, tasks: Sequence[Task]) -> Gate:
@@ -168,16 +161,14 @@ def mean_gates(gates: Iterable[Gate]) -> list[Gate]:
     """Gates of several seeds as one each: the mean of its number against the mean of its bar."""
     by_name = pd.DataFrame(gates, columns=["name", "value", "side", "bar"]).groupby("name", sort=False)
     means = by_name.agg({"value": "mean", "side": "first", "bar": "mean"})
-    return [_gate(*row) for row in means.itertuples()]
+    return [gate(*row) for row in means.itertuples()]
 
 
 def failed(gates: Iterable[Gate]) -> str:
     """The gates that did not pass, with their numbers; empty if all did."""
-    return "; ".join(
-        f"{gate['name']}: {gate['value']:.3g}, not {gate['side']} {gate['bar']:.3g}"
-        for gate in gates
-        if not gate["passed"]
-    )
+    missed = (one for one in gates if not one["passed"])
+    texts = (f"{one['name']}: {one['value']:.3g}, not {one['side']} {one['bar']:.3g}" for one in missed)
+    return "; ".join(texts)
 
 
 # Scores of each query

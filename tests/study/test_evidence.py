@@ -117,12 +117,12 @@ def test_a_loss_falls_within_each_data_set():
     falling = 5 * np.exp(-np.arange(60) / 10) + 1 + np.random.default_rng(0).normal(0, 0.05, 60)
     assert evidence.learnt("x", curve(falling))["passed"]
     assert not evidence.learnt("x", curve(falling[::-1]))["passed"]
-    assert evidence.learnt("x", curve([3.0, 2.0])) == evidence.at_most(
-        "x: loss at the end, below its start", 2.5, 2.5
-    )
+    few = evidence.learnt("x", curve([3.0, 2.0]))
+    assert few == evidence.gate("x: loss at the end, below its start", 2.5, "<=", 2.5)
     # The easier data set comes last, and nothing is learnt of either.
     rows = [{"loss": 9.0 - 6 * (s > 29) + 0.01 * (s % 30), "dataset": str(s > 29)} for s in range(60)]
-    assert not evidence.learnt("x", rows)["passed"] and evidence.learnt("x", curve([r["loss"] for r in rows]))
+    assert not evidence.learnt("x", rows)["passed"]
+    assert evidence.learnt("x", curve(row["loss"] for row in rows))["passed"]
 
 
 def test_a_denoiser_uses_what_is_left_of_the_text():
@@ -163,9 +163,9 @@ def test_the_interval_decides(interval, verdict):
 
 
 def test_a_gate_is_judged_on_the_mean_over_seeds():
-    few, many = evidence.at_most("rises", 0.55, 0.5), evidence.at_most("rises", 0.15, 0.7)
-    slope = evidence.at_least("slope", 0.9, 1.0)
-    rises = evidence.at_most("rises", 0.35, 0.6)
+    few, many = evidence.gate("rises", 0.55, "<=", 0.5), evidence.gate("rises", 0.15, "<=", 0.7)
+    slope = evidence.gate("slope", 0.9, ">=", 1.0)
+    rises = evidence.gate("rises", 0.35, "<=", 0.6)
     assert evidence.mean_gates([few, slope, many, slope]) == [pytest.approx(rises), slope]
     assert evidence.failed([few, slope]) == "rises: 0.55, not <= 0.5; slope: 0.9, not >= 1"
 
@@ -183,7 +183,7 @@ def execute(study, seed, *, corpus="c", passed=True, task=TASK, **overrides):
     run, old = Run("02_pair", name, config), np.full(40, 0.5)
     scores = {"old": {"t": old}, "new": {"t": old + GAINS[seed]}, "older": {"t": old - 0.1}}
     evidence.save_scores(run, [task], {system: {task.name: row["t"]} for system, row in scores.items()})
-    gate = evidence.at_least("learns", float(passed), 0.5)
+    gate = evidence.gate("learns", float(passed), ">=", 0.5)
     run.save({"gates": {"pair": [gate]}, "development": {"old": 0.1, "older": 0.2}})
     replace(run, notebook="00_backbone").save({"corpus_hash": corpus})
     stages = {name: {"exit_status": 0} for name in ("00_backbone", "02_pair")}

@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from unmask.config import load_preset
 from unmask.evaluation.tasks import Task
 from unmask_study import page, report
-from unmask_study.evidence import VERDICTS, at_least, gathered, load_scores
+from unmask_study.evidence import VERDICTS, gate, gathered, load_scores
 from unmask_study.report import added_up, markdown_table, measured, spread
 from unmask_study.run import Run
 
@@ -74,7 +74,7 @@ def test_trainings_are_checked_and_the_gates_shown():
     task = Task("t", "english", ["q"] * 50, [[str(i)] for i in range(50)], [{i} for i in range(50)])
     falling = [{"loss": 5 - 0.1 * step} for step in range(30)]
     gates = report.checked({"a": falling, "b": falling[::-1]}, {"a": {"t": np.ones(50)}}, [task])
-    assert [[gate["passed"] for gate in row] for row in gates.values()] == [[True, True], [False]]
+    assert [[one["passed"] for one in row] for row in gates.values()] == [[True, True], [False]]
     table = report.gates_table(gates)
     assert table.startswith("Gates: 2 of 3 passed.")
     assert rows(table, "b: loss at the end, below its start")[0][1:] == ["4.900", "<= 2.200", "**no**"]
@@ -105,7 +105,7 @@ def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatc
     monkeypatch.setattr("unmask_study.run.repository", lambda: tmp_path)
     study = Run("02_pair", "smoke", load_preset("smoke"))
     task = Task("t", "english", ["q"] * 3, [["a"], ["b"]], [{0}, {1}, {0}])
-    gate = at_least("learns", 1.0, 0.5)
+    learns = gate("learns", 1.0, ">=", 0.5)
     scores = {"pair, late chunking": {"t": np.array([0.5, 1.0, 0.25])}}
     shown = []
 
@@ -115,8 +115,8 @@ def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatc
 
     monkeypatch.setattr(report, "display", display)
     answer = report.Answer(study)
-    report.close(study, answer, "Yes.", gates={"pair": [gate]}, tasks=[task], scores=scores, test={"a": 1})
-    assert study.load("02_pair") == {"test": {"a": 1}, "answer": "Yes.", "gates": {"pair": [gate]}}
+    report.close(study, answer, "Yes.", gates={"pair": [learns]}, tasks=[task], scores=scores, test={"a": 1})
+    assert study.load("02_pair") == {"test": {"a": 1}, "answer": "Yes.", "gates": {"pair": [learns]}}
     assert "<svg" in shown[0] and "#n02" in shown[0] and shown[2] == "**Answer, run `smoke`.** Yes."
     rows = [("t", "english", 0, 0.5), ("t", "english", 1, 1.0), ("t", "english", 0, 0.25)]
     columns = ["task", "family", "documents", "pair, late chunking"]

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from chat_servers import chat_server, config
+from unmask.config import ReaderConfig
 from unmask_study.synthesis import EndpointError, replies
 from unmask_study.synthesis.client import ask
 from waiting import wait_for
@@ -190,3 +191,5 @@ def test_an_endpoint_that_is_not_named_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         replies(config("http://127.0.0.1:9/v1", **changes), tmp_path / "journal", REQUESTS)
     assert [*tmp_path.iterdir()] == []
+    with pytest.raises(ValueError, match=r"reader.endpoint is ''.*--set reader.endpoint=http"):
+        replies(ReaderConfig(), tmp_path / "journal", REQUESTS)

@@ -61,6 +61,10 @@ class Task(NamedTuple):
         """The chunk."""
         return self.chunks[self.gold]
 
+    def persona(self, choice: Choice) -> str:
+        """The character that was chosen."""
+        return self.personas[choice.character - 1]
+
     @property
     def shown(self) -> dict[str, str]:
         """All the text that the model sees: the chunk and its neighbours, by tag."""
@@ -82,15 +86,6 @@ class Synthesis(NamedTuple):
     path: Path
     rows: list[dict[str, Any]]
     outcomes: dict[str, int]
-
-
-class Accepted(NamedTuple):
-    """A query that will do, and its cosine with what the model was shown."""
-
-    task: Task
-    choice: Choice
-    query: str
-    similarity: float
 
 
 def sample(items: Iterable, count: int, seed: int) -> list:
@@ -158,16 +153,11 @@ def configuration_messages(task: Task) -> Messages:
 def query_messages(task: Task, choice: Choice) -> Messages:
     """The second request: the query itself, as the chosen character would put it."""
     kind, level = choice.type, choice.difficulty
-    return _messages(
-        "query",
-        task,
-        persona=task.personas[choice.character - 1],
-        type=f"{kind}, {PROMPTS['types'][kind]}",
-        difficulty=f"{level}, {PROMPTS['difficulties'][level]}",
-        language=task.language,
-        length=task.length,
-        contextual=PROMPTS["contextual"] if len(task.shown) > 1 else "",
-    )
+    values = {"persona": task.persona(choice), "language": task.language, "length": task.length}
+    values["type"] = f"{kind}, {PROMPTS['types'][kind]}"
+    values["difficulty"] = f"{level}, {PROMPTS['difficulties'][level]}"
+    values["contextual"] = PROMPTS["contextual"] if len(task.shown) > 1 else ""
+    return _messages("query", task, **values)
 
 
 def _messages(name: str, task: Task, **values: Any) -> Messages:
@@ -189,17 +179,10 @@ def synthesize_pairs(
     """
     accepted, outcomes = _accepted(tasks, embedder, config, folder / "pairs.journal")
     rows = [
-        {
-            "id": fingerprint(one.task.passage, one.task.language),
-            "query": one.query,
-            "document": one.task.passage,
-            "language": one.task.language,
-            "persona": one.task.personas[one.choice.character - 1],
-            "type": one.choice.type,
-            "difficulty": one.choice.difficulty,
-            "similarity": round(one.similarity, 4),
-        }
-        for one in accepted
+        {"id": fingerprint(task.passage, task.language), "query": query, "document": task.passage}
+        | {"language": task.language, "persona": task.persona(choice), "type": choice.type}
+        | {"difficulty": choice.difficulty, "similarity": round(similarity, 4)}
+        for task, choice, query, similarity in accepted
     ]
     return Synthesis(_write(folder / "pairs.jsonl", rows), rows, outcomes)
 
@@ -230,10 +213,11 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 def _accepted(
     tasks: Sequence[Task], embedder: Encoder, config: SynthesisConfig, journal: Path
-) -> tuple[list[Accepted], dict[str, int]]:
+) -> tuple[list[tuple[Task, Choice, str, float]], dict[str, int]]:
     """Has a query written for each task; accepts those without a flaw that resemble what the model was shown.
 
-    Returns: the accepted queries, and the outcomes as in `Synthesis`.
+    Returns: of each accepted query its task, the choice, itself and its cosine with what was shown; and the
+        outcomes as in `Synthesis`.
     """
     if not tasks:
         raise ValueError(f"no passage of {SHORTEST} characters lacks a query: nothing to ask about")
@@ -251,7 +235,7 @@ def _accepted(
     q_ND = unit(embedder.encode([query for *_, query in distinct.values()]))
     d_ND = unit(embedder.encode(["\n\n".join(task.shown.values()) for task, *_ in distinct.values()]))
     rated = zip(distinct.values(), (q_ND * d_ND).sum(1).tolist(), strict=True)
-    accepted = [Accepted(*query, cosine) for query, cosine in rated if cosine >= config.min_similarity]
+    accepted = [(*query, cosine) for query, cosine in rated if cosine >= config.min_similarity]
     outcomes["unusable"] = len(tasks) - len(distinct) - outcomes.total()
     outcomes.update(accepted=len(accepted), dissimilar=len(distinct) - len(accepted))
     return accepted, dict((+outcomes).most_common())
