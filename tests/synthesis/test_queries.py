@@ -8,7 +8,7 @@ import pytest
 
 from chat_servers import Words, chat_server, config, good, passage, passage_of
 from unmask_study.synthesis import queries, synthesize_documents, synthesize_pairs
-from unmask_study.synthesis.queries import plan_documents, plan_pairs, sample
+from unmask_study.synthesis.queries import draw_documents, draw_passages, sample
 
 PASSAGES = [passage(number) for number in range(24)]
 DOCUMENTS = [[passage(100 * d + c) for c in range(6)] for d in range(5)]
@@ -19,7 +19,7 @@ def lines(path):
 
 
 def pairs(settings, folder):
-    return synthesize_pairs(plan_pairs(PASSAGES, Words(), settings), Words(), settings, folder)
+    return synthesize_pairs(draw_passages(PASSAGES, Words(), settings), Words(), settings, folder)
 
 
 def test_pairs_from_passages(tmp_path):
@@ -43,7 +43,7 @@ def test_pairs_from_passages(tmp_path):
 def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
     with chat_server() as server:
         settings = config(server)
-        tasks = plan_documents(DOCUMENTS, Words(), settings, ())
+        tasks = draw_documents(DOCUMENTS, Words(), settings, ())
         result = synthesize_documents(tasks, Words(), settings, tmp_path)
     assert result.outcomes == {"accepted": 3 * len(DOCUMENTS)}
     rows = lines(result.path)
@@ -112,8 +112,8 @@ def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):
 @pytest.mark.parametrize("synthesize", [synthesize_pairs, synthesize_documents])
 def test_without_a_passage_there_is_nothing_to_ask_about(tmp_path, synthesize):
     settings = config("http://127.0.0.1:9/v1")
-    assert plan_pairs(["short"], Words(), settings) == []
-    assert plan_documents([["short", "x" * 90]], Words(), settings, {"x" * 90}) == []
+    assert draw_passages(["short"], Words(), settings) == []
+    assert draw_documents([["short", "x" * 90]], Words(), settings, {"x" * 90}) == []
     with pytest.raises(ValueError, match="no passage of 80 characters lacks a query"):
         synthesize([], Words(), settings, tmp_path)
 
@@ -126,14 +126,14 @@ def test_a_sample_does_not_depend_on_the_order_and_grows():
 
 def test_plans_repeat_and_languages_are_drawn():
     settings = config("", languages=("English", "German", "Japanese"))
-    tasks = plan_pairs(PASSAGES, Words(), settings)
-    assert tasks == plan_pairs(PASSAGES[::-1], Words(), settings)
+    tasks = draw_passages(PASSAGES, Words(), settings)
+    assert tasks == draw_passages(PASSAGES[::-1], Words(), settings)
     assert {*Counter(task.language for task in tasks)} == {"English", "German", "Japanese"}
     doubled = [passage(901), passage(901), passage(902)]
     answered = [passage(800), passage(801), DOCUMENTS[0][1]]
     documents = [*DOCUMENTS, ["one chunk only"], doubled, answered[:2]]
     settings = replace(settings, documents=9, queries_per_document=9)
-    tasks = plan_documents(documents, Words(), settings, answered)
+    tasks = draw_documents(documents, Words(), settings, answered)
     drawn = {task.chunks for task in tasks}
     assert drawn == {*map(tuple, [*DOCUMENTS, doubled])}
     every = {chunk for chunks in drawn for chunk in chunks}

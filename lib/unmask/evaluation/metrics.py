@@ -40,8 +40,8 @@ def retrieval_metrics(
         relevant: for each query the set of columns of its relevant documents (binary relevance).
         ks: cut-offs.
         document_ids: id of each column, for ties only; None: the column number as a string ("9" before "10").
-        per_query: return one value per query (float64 array) instead of the mean, for instance for
-            `unmask_study.evidence.effect`.
+        per_query: return one value per query (float64 array) instead of the mean, for instance to compare
+            two systems query by query.
 
     Returns:
         {"ndcg@10": …, "recall@10": …, "map@10": …, "mrr@10": …, "precision@10": …} for each k. trec_eval's

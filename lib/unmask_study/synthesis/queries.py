@@ -97,14 +97,14 @@ def sample(items: Iterable, count: int, seed: int) -> list:
     return [item for _, item in sorted(by_hash.items())[:count]]
 
 
-def plan_pairs(passages: Iterable[str], embedder: Encoder, config: SynthesisConfig) -> list[Task]:
+def draw_passages(passages: Iterable[str], embedder: Encoder, config: SynthesisConfig) -> list[Task]:
     """Draws passages of `SHORTEST` characters or more, and for each the personas, language and length of the
     query that is wanted."""
     drawn = sample((text for text in passages if len(text) >= SHORTEST), config.passages, config.seed)
     return _tasks([((text,), 0) for text in drawn], embedder, config)
 
 
-def plan_documents(
+def draw_documents(
     documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig, answered: Collection[str]
 ) -> list[Task]:
     """Draws documents of several chunks, and in each some chunks of `SHORTEST` characters that lack a query.
