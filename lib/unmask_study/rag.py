@@ -1,5 +1,5 @@
-"""Answers of a language model that reads what a retriever ranks first, as BERGEN measures them (pplx-embed, section
-3.1, table 4 and appendix E)."""
+"""Answers of a language model that reads what a retriever ranks first, as BERGEN measures them (pplx-embed,
+section 3.1, table 4 and appendix E)."""
 
 import re
 import string
@@ -34,8 +34,8 @@ def passages(texts: Iterable[str]) -> list[str]:
 
 
 def messages(question: str, texts: Sequence[str]) -> list[dict[str, str]]:
-    """What the reader is asked, with the passages that were retrieved, the best one first, each cut to `WORDS`
-    words; or without any."""
+    """What the reader is asked: with retrieved passages, the best one first, each cut to `WORDS` words; or
+    without any."""
     cut = (" ".join(text.split()[:WORDS]) for text in texts)
     background = "".join(f"Document {number}: {text}\n" for number, text in enumerate(cut, 1))
     content = f"Background:\n{background}\n\nQuestion: {question}" if texts else f"Question: {question}"
