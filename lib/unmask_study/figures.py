@@ -240,8 +240,7 @@ def beside(
     panels: Mapping[str, Table],
     *,
     highlight: Sequence[str] = (),
-    like: Mapping[str, str] | None = None,
-    baseline: str = "",
+    baselines: Sequence[str] = (),
     **about: Any,
 ) -> Figure:
     """Dots side by side, each panel on its own scale: panel → series → row → value.
@@ -250,24 +249,23 @@ def beside(
 
     Args:
         highlight: the series in colour, where there are more than a legend should hold; the others are grey.
-        like: series → the system whose part it plays, and whose colour and marker it gets.
-        baseline: the dots are differences to this system, where levels differ more than systems do.
+        baselines: the dots are differences to that one of these series which a panel has, where levels differ
+            more than systems do.
     """
-    role = {series: (like or {}).get(series, series) for panel in panels.values() for series in panel}
     frames = {name: pd.DataFrame(panel, dtype=float) for name, panel in panels.items()}
     colored = [series for frame in frames.values() for series in highlight or frame if series in frame]
-    look, most = looks(role[series] for series in colored), max(map(len, frames.values()))
+    look, most = looks(colored), max(map(len, frames.values()))
     size = (WIDTH, 0.23 * most + 0.25 * len(colored) / len(panels) + 1.5)
     figure, drawn = axes(ncols=len(panels), figsize=size, squeeze=False)
     for (name, frame), ax in zip(frames.items(), drawn[0], strict=True):
-        if zero := [series for series in frame if role[series] == baseline]:
-            frame = frame.sub(frame[zero[0]], axis=0)
+        for series in frame.columns.intersection(baselines)[:1]:
+            frame = frame.sub(frame[series], axis=0)
         y = np.arange(len(frame))
         ax.hlines(y, frame.min(axis=1), frame.max(axis=1), color=GRID, linewidth=1.2)
         others = [series for series in frame if series not in colored]
         grey = {"marker": "o", "color": GREY, "markersize": 3.5, "label": f"{len(others)} others"}
         for series in (*others, *(series for series in colored[::-1] if series in frame)):  # the first on top
-            style = look[role[series]] | {"label": series} if series in colored else grey
+            style = look[series] | {"label": series} if series in colored else grey
             ax.plot(frame[series], y, **style | {"linestyle": ""})
         _name_rows(ax, list(frame.index), most)
         ax.set_title(name, fontsize=9.5)

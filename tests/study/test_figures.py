@@ -47,7 +47,7 @@ DRAWINGS = {
     "frontier": lambda: figures.lines(POINTS, frontier=True, log_x=True, **AXES),
     "horizontal_bars": lambda: figures.horizontal_bars(SIZES, xlabel="text (MB)", title=TITLE),
     "beside": lambda: figures.beside(PANELS, highlight=NAMES[:3], **GAIN),
-    "beside, as differences": lambda: figures.beside(PANELS, baseline="merged", **GAIN),
+    "beside, as differences": lambda: figures.beside(PANELS, baselines=["merged"], **GAIN),
     "claims": lambda: figures.claims({"cpu": [CLAIM, CLAIM | {"short": "bits", "bar": -0.1}]}, title=TITLE),
     "claims of two runs": lambda: figures.claims({"cpu": [CLAIM], "gpu": [CLAIM]}, title=TITLE),
 }
