@@ -142,23 +142,22 @@ def test_a_server_that_goes_ends_the_run_and_the_next_goes_on(tmp_path, status, 
         assert server.answered == 60
 
 
-def child_of(server, journal):
-    given = config(server), journal, REQUESTS
-    child = multiprocessing.get_context("fork").Process(target=replies, args=given)
-    child.start()
-    wait_for(lambda: server.answered >= 10)
-    return child
-
-
-def test_a_killed_run_goes_on_and_sends_nothing_twice(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_stopped_run_goes_on_and_sends_nothing_twice(tmp_path, how):
+    """An interrupt waits for what is under way, and loses nothing."""
     journal = tmp_path / "journal"
     with chat_server(write=echo, delay=0.05) as server:
-        child = child_of(server, journal)
-        os.kill(child.pid, signal.SIGKILL)
+        given = config(server), journal, REQUESTS
+        child = multiprocessing.get_context("fork").Process(target=replies, args=given)
+        child.start()
+        wait_for(lambda: server.answered >= 10)
+        os.kill(child.pid, how)
         child.join()
         wait_for(lambda: not server.current)
         known = len(lines(journal))
         assert 10 - 4 <= known < 60
+        if how == signal.SIGINT:
+            assert child.exitcode == 1 and known == server.answered == server.prompts.total()
         with journal.open("a") as file:
             file.write('\n["cut by a ki')
         before, server.delay = server.prompts.total(), 0.0
@@ -167,16 +166,6 @@ def test_a_killed_run_goes_on_and_sends_nothing_twice(tmp_path):
     assert server.prompts.total() - before == 60 - known
     whole = [line for line in journal.read_text().splitlines() if line.endswith("}]")]
     assert len({json.loads(line)[0] for line in whole}) == len(whole) == 60
-
-
-def test_an_interrupt_waits_for_what_is_under_way_and_loses_nothing(tmp_path):
-    with chat_server(write=echo, delay=0.05) as server:
-        child = child_of(server, tmp_path / "journal")
-        os.kill(child.pid, signal.SIGINT)
-        child.join()
-        wait_for(lambda: not server.current)
-        assert child.exitcode == 1
-        assert len(lines(tmp_path / "journal")) == server.answered == server.prompts.total() < 60
 
 
 UNNAMED = [
