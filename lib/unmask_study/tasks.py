@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import unmask
-from unmask.config import FAMILIES, EvaluationConfig, RerankerConfig
+from unmask.config import FAMILIES, RerankerConfig
 from unmask.data.corpus import Corpus
 from unmask.data.mining import kept
 from unmask.data.spelling import canonical, distinct
@@ -40,6 +40,7 @@ from unmask.models.embedder import INSTRUCTIONS, Embedder
 from unmask.models.reranker import Reranker
 from unmask.store import code_fingerprint, fingerprint
 from unmask.training.stages import content
+from unmask_study.settings import EvaluationConfig
 
 # What a pretrained public embedder scores on the same tasks; no competitor. 22 M parameters, distilled from a
 # pretrained language model and trained on a billion English pairs. The extra `reference` brings its weights.

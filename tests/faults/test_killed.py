@@ -23,7 +23,6 @@ import pytest
 import tiny
 import tiny_corpus
 from unmask import Embedder
-from unmask.config import load_preset
 from unmask.data.sources import open_corpus
 from unmask.models import jobs
 from unmask.models.backbone import load_tokenizer
@@ -31,6 +30,7 @@ from unmask.models.merge import slerp
 from unmask.store import write_json
 from unmask.training import Pair, train
 from unmask_study.run import Run
+from unmask_study.settings import load_preset
 from unmask_study.tasks import assess, build_tasks, task_means
 from waiting import live_in, wait_for
 

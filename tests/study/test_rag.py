@@ -6,8 +6,8 @@ import string
 from datasets import Dataset
 
 from chat_servers import chat_server
-from unmask.config import ReaderConfig
 from unmask_study.rag import WORDS, match, messages, normalised, passages, squad
+from unmask_study.settings import ReaderConfig
 from unmask_study.synthesis import replies
 
 PLACES = ["Oslo", "Lima", "Cairo", "Hanoi"]

@@ -12,7 +12,6 @@ from datasets import Dataset
 import tiny
 from closeness import assert_close
 from unmask import Embedder
-from unmask.config import load_preset
 from unmask.data.mining import unit
 from unmask.evaluation import retrieval_metrics
 from unmask.evaluation.tasks import Task, Vectors, embed_task, evaluate, ndcg, score_task
@@ -21,6 +20,7 @@ from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 from unmask_study import tasks
 from unmask_study.report import markdown_table
+from unmask_study.settings import load_preset
 from unmask_study.tasks import REFERENCE, assess, build_tasks
 
 CONFIG = replace(load_preset("smoke").evaluation, max_queries=50, max_documents=50)

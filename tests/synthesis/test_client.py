@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from chat_servers import chat_server, config
-from unmask.config import ReaderConfig
+from unmask_study.settings import ReaderConfig
 from unmask_study.synthesis import EndpointError, replies
 from unmask_study.synthesis.client import ask
 from waiting import wait_for

@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 from pydantic import BaseModel, ValidationError
 from tqdm.contrib.concurrent import thread_map
 
-from unmask.config import EndpointConfig
 from unmask.extras import extra
 from unmask.store import fingerprint, naming
+from unmask_study.settings import EndpointConfig
 
 with extra("synthesis"):
     import openai

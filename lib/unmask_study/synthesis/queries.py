@@ -18,9 +18,9 @@ import regex
 import yaml
 from pydantic import BaseModel
 
-from unmask.config import SynthesisConfig
 from unmask.data.mining import Encoder, unit
 from unmask.store import fingerprint, write_atomic
+from unmask_study.settings import SynthesisConfig
 from unmask_study.synthesis.client import Messages, ask
 
 SHORTEST = 80  # characters; of less text there is little to ask
