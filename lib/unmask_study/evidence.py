@@ -30,6 +30,7 @@ from unmask_study.run import Run, seed_runs
 from unmask_study.settings import comparable
 
 FAILED = "failed when it last ran"
+ENOUGH = 3  # seeds for a verdict
 VERDICTS = ("holds", "does not hold", "open", "one run", "two runs", "invalid", "not asked", "not run")
 Gate = dict[str, Any]
 Claim = Mapping[str, Any]  # as claims.yaml states it
@@ -214,8 +215,6 @@ def load_scores(study: Run) -> pd.DataFrame:
 
 
 # Claims
-
-ENOUGH = 3  # seeds for a verdict
 
 
 @cache
