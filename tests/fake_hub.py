@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from huggingface_hub import HfFileSystem, close_session, constants
 
-from unmask.data import reading
+from unmask.data import rows
 
 
 @dataclass
@@ -90,8 +90,8 @@ def forget() -> None:
     """What is kept of a Hub for as long as a process lives."""
     close_session()
     HfFileSystem.clear_instance_cache()
-    reading._commit.cache_clear()
-    reading._configurations.cache_clear()
+    rows._commit.cache_clear()
+    rows._configurations.cache_clear()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -148,8 +148,9 @@ class _Handler(Handler):
             case "revision":
                 self.send_json({"id": repo.name, "sha": repo.commit, "tags": []})
             case "tree":
-                folder = "".join(f"{part}/" for part in inside)
-                self.send_json([_entry(*one) for one in repo.files.items() if one[0].startswith(folder)])
+                self.send_json(
+                    _tree(repo, "".join(f"{part}/" for part in inside), "recursive=true" in self.path.lower())
+                )
             case "paths-info":
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 wanted = parse_qs(body)["paths"]
@@ -185,6 +186,18 @@ class _Handler(Handler):
 
     def _error(self, status: int, code: str, message: str) -> None:
         self.send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
+
+
+def _tree(repo: FakeRepo, folder: str, recursive: bool) -> list[dict]:
+    """The files below a folder, or those in it and the folders beside them."""
+    files = {name: content for name, content in repo.files.items() if name.startswith(folder)}
+    if recursive:
+        return [_entry(*one) for one in files.items()]
+    inside = {folder + name.removeprefix(folder).partition("/")[0] for name in files}
+    folders = [
+        {"type": "directory", "path": path, "oid": "", "size": 0} for path in sorted(inside - {*files})
+    ]
+    return folders + [_entry(path, files[path]) for path in sorted(inside & {*files})]
 
 
 def _entry(file: str, content: bytes) -> dict:

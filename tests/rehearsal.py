@@ -38,9 +38,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from fake_hub import fake_hub
 from unmask.config import TRAINED, load_preset
-from unmask.data import mirror as mirrors
 from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
 from unmask.store import repository
+from unmask_study import mirror as mirrors
 
 ROWS = {"train": 12, "dev": 2, "test": 4}  # of a source
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]

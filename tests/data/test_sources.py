@@ -11,7 +11,8 @@ from test_environment import make_config, make_packages
 import tiny
 from tiny_sources import PAIR_COLUMNS, own, write_as
 from unmask.config import load_preset
-from unmask.data import reading, sources
+from unmask.data import rows as source_rows
+from unmask.data import sources
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.registry import Source, split_of
 from unmask.data.sources import collect, identity, open_corpus
@@ -138,7 +139,7 @@ def test_max_rows_takes_the_first_training_rows_of_pieces_that_are_drawn(config,
     assert corpus.datasets("pairs", "test") == ["questions"]
     rows = [{"q": f"Was ist {i}?", "a": f"{i} ist"} for i in range(600)]
     path = write_as(config.folder / "questions.parquet", rows)
-    monkeypatch.setattr(reading, "UNIT_BYTES", path.stat().st_size // 30)
+    monkeypatch.setattr(source_rows, "UNIT_BYTES", path.stat().st_size // 30)
     change(config, "questions.jsonl", "questions.parquet, max_rows: 90")
     found = [int(q.split()[2][:-1]) for q in open_corpus(config).pairs("train", "questions")["query"]]
     assert len(found) == len(set(found)) == 90 and max(found) > 300 and found != sorted(found)
@@ -168,9 +169,9 @@ def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp
     with pytest.raises(ValueError, match=r"is no environment-… corpus of .*'delta'"):
         open_corpus(make_config(test_packages=("delta",)))
     (text,) = environment.text_sources()
-    known = reading.identity(text)
+    known = source_rows.content_hash(text)
     os.utime(text.files[0], (0, 0))  # as a copy may have it
-    assert known == reading.identity(*open_corpus(installed).text_sources())
+    assert known == source_rows.content_hash(*open_corpus(installed).text_sources())
     monkeypatch.setenv("UNMASK_CORPUS", str(environment.path.rename(tmp_path / "corpus")))
     with pytest.raises(ValueError, match="is no environment-… corpus"):
         open_corpus(installed)

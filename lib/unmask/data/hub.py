@@ -1,6 +1,7 @@
 """The Hub, or a mirror in its place; and the model that needs neither, since a Python package carries it."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -46,13 +47,23 @@ def is_name(text: str, mirror: Path | None = None) -> bool:
     return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not here
 
 
+def commit(folder: Path, revision: str = "main") -> str:
+    """The commit of a repository that `unmask mirror pull` fetched; empty for one put there by hand.
+
+    Raises: ValueError if the revision is another commit.
+    """
+    pulled = next((tree.stem for tree in folder.glob(".cache/huggingface/trees/*.json")), "")
+    if pulled and re.fullmatch("[0-9a-f]{40}", revision) and revision != pulled:
+        wrong = f"the mirror holds revision {pulled} of {folder.parent.name}/{folder.name}, not {revision}"
+        raise ValueError(f"{wrong}: `unmask mirror pull` into another")
+    return pulled
+
+
 def unreachable() -> str:
     """Why the Hub does not answer within five seconds; empty if it does, whatever it says."""
-    if constants.is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
     try:
         huggingface_hub.get_session().head(constants.ENDPOINT, timeout=5.0, follow_redirects=False)
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:  # OSError: HF_HUB_OFFLINE is set
         return f"{constants.ENDPOINT}: {error or type(error).__name__}"
     return ""
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from babel.core import get_global
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unmask.config import GROUPS, ConfigError, explained
 from unmask.data.spelling import canonical
+from unmask.extras import extra
 from unmask.store import Strict, artifacts_root, hash64, nearest, repository
 
 # Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
@@ -124,8 +124,8 @@ def halves(source: Source) -> list[Source]:
         return [source]
     queries = {name: path for name, path in source.columns.items() if name in ("query", "query_chunk_id")}
     chunks = {name: path for name, path in source.columns.items() if name not in queries}
-    both = {source.config: chunks, source.queries_config: queries}
-    return [replace(source, config=one, columns=own, queries_config="") for one, own in both.items()]
+    both = (source.config, chunks), (source.queries_config, queries)
+    return [replace(source, config=config, columns=columns, queries_config="") for config, columns in both]
 
 
 def split_of(source: Source, key: str) -> str:
@@ -142,8 +142,8 @@ def split_of(source: Source, key: str) -> str:
 
 def own_files(source: Source) -> list[Path]:
     """The existing files of a source of kind `files`, sorted within each pattern, each once."""
-    found = ([one] if Path(one).exists() else sorted(glob.glob(one, recursive=True)) for one in source.files)
-    return [Path(file) for file in dict.fromkeys(chain.from_iterable(found))]
+    paths = ([one] if Path(one).exists() else sorted(glob.glob(one, recursive=True)) for one in source.files)
+    return [Path(path) for path in dict.fromkeys(chain.from_iterable(paths))]
 
 
 def _locate(name_or_path: str) -> Path:
@@ -164,11 +164,18 @@ def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str,
     if not isinstance(languages, list | dict):
         raise ConfigError(f"{name}: languages are a list, or language: share, not {languages!r}")
     del entry["languages"]
+    text = json.dumps(entry)
     for code in languages:
-        language = code.partition("_")[0]
-        short = get_global("language_aliases").get(language, language)  # as in web standards: de, zh, gsw
-        filled = json.loads(json.dumps(entry).replace("{language}", code).replace("{short}", short))
+        short = _short(code.partition("_")[0]) if "{short}" in text else ""
+        filled = json.loads(text.replace("{language}", code).replace("{short}", short))
         yield f"{name}/{code}", filled | ({"share": languages[code]} if isinstance(languages, dict) else {})
+
+
+def _short(language: str) -> str:
+    """A language's code in web standards: de, zh, gsw."""
+    with extra("study"):
+        from babel.core import get_global  # noqa: PLC0415
+    return get_global("language_aliases").get(language, language)
 
 
 def _placed(file: str, folder: Path) -> str:

@@ -16,11 +16,12 @@ from tqdm.auto import tqdm
 
 from unmask.children import dying_together
 from unmask.config import DataConfig
-from unmask.data import cldr, corpus, environment, reading, registry, spelling
+from unmask.data import cldr, corpus, environment, registry, spelling
+from unmask.data import rows as source_rows
 from unmask.data.batches import shuffled
 from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, Rows, write_tables
-from unmask.data.reading import document_of, read, units
 from unmask.data.registry import Source, halves, load_registry, own_files
+from unmask.data.rows import content_hash, data_files, document_of, read, units
 from unmask.data.spelling import canonical, row_texts
 from unmask.store import (
     artifacts_root,
@@ -38,7 +39,7 @@ _ENVIRONMENT = Source("environment", "environment", "text", "mul", "")
 KIND = {"text": "texts", "pairs": "pairs", "triplets": "triplets", "documents": "documents"}
 SAMPLE_BYTES = 16_000_000  # of a text source, whose rest only the preparation of tokens reads
 # What decides the rows of a source, beside its files.
-_CODE = [__file__, *(module.__file__ for module in (corpus, reading, registry, spelling))]
+_CODE = [__file__, *(module.__file__ for module in (corpus, registry, source_rows, spelling))]
 
 
 def open_corpus(config: DataConfig) -> Corpus:
@@ -99,7 +100,7 @@ def collect(source: Source, folder: Path) -> None:
     Args:
         source: of kind hub, mirror or files.
         folder: to create, by one caller at a time.
-    Raises: ValueError for bad rows (`reading.read`), or if no row is left.
+    Raises: ValueError for bad rows (`rows.read`), or if no row is left.
     """
     dropped: Counter[str] = Counter()
     kind, rows = KIND[source.role], _kept(source, dropped)
@@ -114,7 +115,7 @@ def collect(source: Source, folder: Path) -> None:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
             raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")
         # Text may be a sample, so the names and sizes of the files count too.
-        listed = [(Path(file.path).name, file.size) for file in reading.data_files(source)]
+        listed = [(Path(file.path).name, file.size) for file in data_files(source)]
         table = unfinished / card["folders"][kind][source.name]
         card["hash"] = fingerprint(listed, [sha256(table / f"{split}.arrow") for split in SPLITS])
         card["dropped"] = {source.name: dict(dropped.most_common())}
@@ -148,7 +149,7 @@ def _folder(source: Source, config: DataConfig) -> Path:
         key = fingerprint(*what, code_fingerprint(*environment.CODE))
         return artifacts_root() / "data" / f"environment-{key}"
     name = re.sub(r"[^\w.-]+", "-", source.name)
-    key = fingerprint(reading.identity(source), code_fingerprint(*_CODE))
+    key = fingerprint(content_hash(source), code_fingerprint(*_CODE))
     return artifacts_root() / "data" / "sources" / f"{name}-{key}"
 
 
