@@ -65,16 +65,16 @@ class Mirror:
         self.settings = {"data.source": str(self.registry), "data.max_text_mb": 100}
         self.settings |= {"backbone.checkpoint": "org/base"}
 
-    def told(self, **settings):
-        """The preset's changes, on the command line."""
-        given = (f"{key}={value}" for key, value in (self.settings | settings).items())
-        return [part for setting in given for part in ("--set", setting)]
+    def command(self, action, *arguments, **settings):
+        """Exit status and what was printed; of an error its message."""
+        changes = (f"--set={key}={value}" for key, value in (self.settings | settings).items())
+        done = unmask("mirror", action, *arguments, "--preset", "smoke", *changes)
+        return done.returncode, (done.stderr or done.stdout if done.returncode else done.stdout).strip()
 
     def pull(self, **settings):
-        """Exit status and the last line, which is the message of an error."""
-        told = self.told(**settings)
-        done = unmask("mirror", "pull", "--to", str(self.folder), "--preset", "smoke", *told)
-        return done.returncode, (done.stderr if done.returncode else done.stdout).strip().splitlines()[-1]
+        """Exit status and the last line."""
+        status, text = self.command("pull", "--to", str(self.folder), **settings)
+        return status, text.splitlines()[-1]
 
     def check(self, **settings):
         with pytest.MonkeyPatch.context() as patch:
@@ -83,13 +83,17 @@ class Mirror:
         return "; ".join(f"{what} {why}" for what, why in wrong)
 
     def whole(self, wanted):
-        """Whether just these files are there, beside notes, as the Hub has them."""
-        found = [path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file()]
-        names = {path.as_posix() for path in found if not any(part.startswith(".") for part in path.parts)}
-        repos = ((self.folder / name, repo.files) for name, repo in self.fake.repos.items())
-        contents = {folder / path: content for folder, files in repos for path, content in files.items()}
-        paths = [self.folder / name for name in wanted]
-        return names == wanted and all(path.read_bytes() == contents[path] for path in paths)
+        """Whether just these files are there, beside hidden ones, as the Hub has them."""
+        paths = (
+            path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()
+        )
+        names = {path for path in paths if "/." not in f"/{path}"}
+        contents = {
+            f"{name}/{path}": data
+            for name, repo in self.fake.repos.items()
+            for path, data in repo.files.items()
+        }
+        return names == wanted and all((self.folder / name).read_bytes() == contents[name] for name in names)
 
 
 @pytest.fixture
@@ -97,13 +101,17 @@ def to(fake, tmp_path):
     return Mirror(fake, tmp_path)
 
 
+def count(source):
+    return sum(1 for unit in units(source) for _ in read(source, unit, Counter()))
+
+
 def test_what_a_preset_needs_is_pulled_once_and_serves_offline(fake, to, monkeypatch):
     assert to.pull() == (0, f"all that preset 'smoke' needs is there: UNMASK_MIRROR={to.folder} serves it")
     assert to.whole(ALL)
-    asked = len(fake.requests)
+    before = len(fake.requests)
     assert to.pull()[0] == 0
     for path in ("train.jsonl", "tokenizer.json", "model.safetensors", WEB[1]):
-        assert fake.fetched(path) and not fake.fetched(path, since=asked), path
+        assert fake.fetched(path) and not fake.fetched(path, since=before), path
 
     preset = load_preset("smoke", to.settings)
     with known_hub("http://127.0.0.1:9", offline=True):
@@ -111,27 +119,17 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(fake, to, monkeyp
         monkeypatch.setenv("UNMASK_MIRROR", str(to.folder))
         mirror.require(preset)
         assert mirror.offline(preset) and hub.local("org/base") == to.folder / "org/base"
-        web, answers = load_registry(str(to.registry))
-        dropped = Counter()
-        assert sum(1 for unit in units(web) for _ in read(web, unit, dropped)) == 800
-        rows = [row for unit in units(answers) for row in read(answers, unit, dropped)]
-    assert rows[3]["query"] == "why 3?" and len(rows) == 100 and not dropped.total()
+        assert [count(source) for source in load_registry(str(to.registry))] == [800, 100]
 
 
-def test_a_mirror_is_filled_from_within(fake, to, monkeypatch):
-    """The repositories lie at paths like their names, then."""
+def test_after_a_failure_the_same_command_goes_on(fake, to, monkeypatch):
+    """Also from within the mirror, where the repositories lie at paths like their names."""
     to.folder.mkdir()
     monkeypatch.chdir(to.folder)
-    fake.faults = {"tokenizer.json": [503]}
-    assert to.pull()[0] == 1 and "org/base" in to.check()
-    assert to.pull()[0] == 0 and to.whole(ALL) and to.check() == ""
-
-
-def test_after_a_failure_the_same_command_goes_on(fake, to):
     fake.faults = {"train.jsonl": ["cut"], WEB[1]: [429], "tokenizer.json": [503]}
     status, message = to.pull()
     assert status == 1 and "goes on" in message
-    assert "not there or not whole" in to.check()
+    assert "not there or not whole" in to.check() and "org/base" in to.check()
     done = len(fake.requests)
     assert to.pull()[0] == 0 and to.whole(ALL) and to.check() == "" and not any(fake.faults.values())
     assert not fake.fetched("model.safetensors", since=done)
@@ -146,8 +144,7 @@ def test_of_text_only_as_much_as_is_needed(fake, to):
     assert to.whole(ALL - {f"org/web/{part}" for part in WEB[2:]})
     assert to.check(**little) == ""
     assert to.check() == f"org/web {WEB[2]} not there or not whole: pull again"
-    web, _ = load_registry(str(to.registry))
-    assert sum(1 for unit in units(web) for _ in read(web, unit, Counter())) == 400
+    assert count(load_registry(str(to.registry))[0]) == 400
     assert to.pull()[0] == 0 and to.whole(ALL)
     assert to.pull(**little)[0] == 0 and to.check() == to.check(**little) == ""
 
@@ -160,16 +157,16 @@ def test_check_finds_what_is_missing_or_short_and_a_revision_can_be_pinned(fake,
     first, second = (to.folder / "org/web" / part for part in WEB[:2])
     first.write_bytes(first.read_bytes()[:-1])
     second.unlink()
-    lacking = to.check()
-    assert "org/base config.json not there or not whole" in lacking
-    assert f"org/web {WEB[0]} not there or not whole" in lacking
-    listed = unmask("mirror", "check", "--preset", "smoke", *to.told())
-    assert listed.returncode == 1 and "config.json not there or not whole: pull again" in listed.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNMASK_MIRROR", str(to.folder))
+        status, table = to.command("check")
+    assert status == 1 and "config.json not there or not whole: pull again" in table
+    assert f"{WEB[0]} not there or not whole" in table
     os.utime(first, (2e9, 2e9))  # within the second of its arrival the library does not see a change
     pinned = REGISTRY.replace("config: eng", f"config: eng, revision: {fake.repos['org/web'].commit}")
     to.registry.write_text(pinned)
-    status, said = to.pull()
-    assert status == 0, said
+    status, message = to.pull()
+    assert status == 0, message
     assert to.check() == "" and to.whole(ALL)
     to.registry.write_text(pinned.replace(fake.repos["org/web"].commit, "f" * 40))
     status, message = to.pull()

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
@@ -282,27 +282,18 @@ def _arrow(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]
 
 
 def _csv(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    is_tsv = suffix_of(unit.file) == ".tsv"
+    delimiter = "\t" if suffix_of(unit.file) == ".tsv" else ","
     with _open(unit.file) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-        rows = csv.DictReader(lines, delimiter="\t" if is_tsv else ",", strict=True)
-        for number, row in enumerate(iter(partial(_next_row, rows), None), 1):
+        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        for number, row in enumerate(rows, 1):
             if None in row or None in row.values():
                 raise ValueError(f"line {rows.line_num}: other than {len(rows.fieldnames)} fields")
             # Not all who write TSV quote: a quote that is a sign like others would join what follows.
-            if is_tsv and any(("\t" if len(row) > 1 else "\n") in value for value in row.values()):
+            if delimiter == "\t" and any(("\t" if len(row) > 1 else "\n") in value for value in row.values()):
                 joined = f"to line {rows.line_num}, a quote that opens a field takes in others"
                 raise ValueError(f"{joined}; if they are one text, write it as .csv or .jsonl")
             yield number, row
-
-
-def _next_row(rows: csv.DictReader) -> dict[str, str] | None:
-    """Reads a row with fields over 128 kB, too: the limit is the process's, so it is put back."""
-    limit = csv.field_size_limit(2**31 - 1)
-    try:
-        return next(rows, None)
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _lines(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
