@@ -84,15 +84,10 @@ class Mirror:
 
     def whole(self, wanted):
         """Whether just these files are there, beside hidden ones, as the Hub has them."""
-        paths = (
-            path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()
-        )
-        names = {path for path in paths if "/." not in f"/{path}"}
-        contents = {
-            f"{name}/{path}": data
-            for name, repo in self.fake.repos.items()
-            for path, data in repo.files.items()
-        }
+        files = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
+        names = {file for file in files if "/." not in f"/{file}"}
+        repos = self.fake.repos.items()
+        contents = {f"{name}/{file}": data for name, repo in repos for file, data in repo.files.items()}
         return names == wanted and all((self.folder / name).read_bytes() == contents[name] for name in names)
 
 
