@@ -1,6 +1,7 @@
 """Rows of a source: formats, layouts, what is refused and how it is said; the mirror, the Hub."""
 
 import bz2
+import csv
 import gzip
 import json
 import lzma
@@ -89,6 +90,12 @@ def test_the_split_is_decided_by_held_by_then_key_then_document(tmp_path):
         splits = [row["split"] for row in rows_of(source)]
         assert splits == [split_of(source, row[decides]) for row in rows]
         assert set(splits) == {"train", "dev", "test"}
+
+
+def test_a_field_of_csv_may_be_long_and_the_limit_of_the_process_stays(tmp_path):
+    long, limit = PAIRS[0] | {"document": "x" * 300_000}, csv.field_size_limit()
+    for row in read(source := own(write_as(tmp_path / "a.csv", [long])), *units(source), Counter()):
+        assert row["document"] == long["document"] and csv.field_size_limit() == limit
 
 
 def test_a_text_is_a_line_whatever_stands_in_it(tmp_path):
