@@ -7,21 +7,22 @@ missing is known; one without was put there by hand, and is read as it is.
 """
 
 import glob
+import math
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import get_cached_repo_tree, snapshot_download
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
-from pyarrow import parquet
 
 from unmask.config import Preset
 from unmask.data import hub
 from unmask.data.registry import Source, conteb, halves, load_registry
-from unmask.data.rows import data_files, open_file, patterns, tables
+from unmask.data.rows import data_files, patterns, tables
 from unmask.extras import extra
 from unmask.store import alone, sha256
 
@@ -31,11 +32,9 @@ with extra("study"):
 # Sections of a preset with models or data of their own: those that each training needs, and those of studies.
 RECIPE, STUDIES = ("backbone", "clusters", "data"), ("retrieval", "conteb")
 PARTS = RECIPE + STUDIES
-ALL = 10**18  # bytes of text: more than there is of anything
-# Text to fetch for each byte that `data.max_text_mb` allows a source. Its share counts tokens: the cap
-# assumes four bytes per token, as in Latin script; others have up to seven.
-SLACK_LATIN, SLACK = 1.1, 1.75
-PLAIN = 0.5  # text for each byte of a file, on the low side, where no footer says it
+# Bytes of files to fetch for each byte of text that `data.max_text_mb` allows a source. One of Parquet holds two
+# of text, but other columns take some, and other scripts than Latin more bytes a token than the cap assumes.
+FILE_BYTES = 1.5
 
 
 class Need(NamedTuple):
@@ -44,7 +43,7 @@ class Need(NamedTuple):
     repo: str
     revision: str = "main"
     source: Source | None = None  # of a data set: the source, with this configuration
-    text_bytes: float = ALL  # so much text will do
+    file_bytes: float = math.inf  # the first files that make up so much will do
 
 
 def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] = PARTS) -> list[Need]:
@@ -63,10 +62,9 @@ def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] 
     if "data" in sections and preset.data.source != "environment":
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
     for source in sources:
-        slack = SLACK_LATIN if source.language.endswith("_Latn") else SLACK
-        text = slack * preset.data.max_text_mb * 1e6 * (source.share or 100) / 100
-        text = text if source.role == "text" else ALL
-        wanted += [Need(source.repo, source.revision, half, text) for half in halves(source)]
+        share = (source.share or 100) / 100 if source.role == "text" else math.inf
+        size = FILE_BYTES * preset.data.max_text_mb * 1e6 * share
+        wanted += [Need(source.repo, source.revision, half, size) for half in halves(source)]
     parts: dict[tuple[str, ...], Need] = {}
     for need in wanted:
         part = (need.source.config, need.source.split) if need.source else ()
@@ -168,7 +166,7 @@ def _why(need: Need, folder: Path) -> str:
     try:
         if not (data_files(need.source) if need.source else any(folder.glob("*.safetensors"))):
             return "*.safetensors not there"
-        for name, size in _files(need, folder, str(folder)):
+        for name, size in _files(need, folder, str(folder)).items():
             if not (folder / name).is_file() or (folder / name).stat().st_size != size:
                 return f"{name} not there or not whole: pull again"
     except ValueError as error:
@@ -176,39 +174,24 @@ def _why(need: Need, folder: Path) -> str:
     return ""
 
 
-def _files(need: Need, folder: Path, base: str) -> Iterator[tuple[str, int]]:
+def _files(need: Need, folder: Path, base: str) -> dict[str, int]:
     """The names of a need's files and their sizes, of text the first that hold enough; none of a repository
     that was put into the mirror by hand.
 
     Args:
         folder: of the repository in the mirror.
-        base: the same, or the repository's hf:// URL: where its README and files are read.
+        base: the same, or the repository's hf:// URL: where its patterns are looked up.
     """
     if not (commit := hub.commit(folder, need.revision)):
-        return
+        return {}
     listed = get_cached_repo_tree(need.repo, revision=commit, local_dir=folder)
     sizes = {file.path: file.size for file in listed}
     names = [*filter_repo_objects(sizes, allow_patterns=hub.MODEL_FILES)]
     if need.source:
         matches = [*map(glob_translate, patterns(need.source, base))]
         names = tables(name for name in sizes if any(re.match(pattern, name) for pattern in matches))
-    text, share = 0.0, 0.0
-    for name in names:
-        if text < need.text_bytes:
-            yield name, sizes[name]
-            share = share or _text_share(f"{base}/{name}", sizes[name], need)  # the first file's
-            text += share * sizes[name]
-
-
-def _text_share(file: str, size: int, need: Need) -> float:
-    """Bytes of text for each byte of files like this one; of Parquet, the footer knows."""
-    if need.text_bytes == ALL or not file.endswith(".parquet"):
-        return PLAIN
-    with open_file(file) as stream:
-        groups = parquet.read_metadata(stream).to_dict()["row_groups"]
-    columns = (column for group in groups for column in group["columns"])
-    texts = (column for column in columns if column["path_in_schema"] == need.source.columns["text"])
-    return sum(column["total_uncompressed_size"] for column in texts) / size or PLAIN
+    before = accumulate((sizes[name] for name in names), initial=0)
+    return {name: sizes[name] for name, size in zip(names, before) if size < need.file_bytes}
 
 
 def _pull(need: Need, folder: Path) -> None:
@@ -221,6 +204,6 @@ def _pull(need: Need, folder: Path) -> None:
         **where, revision=revision, allow_patterns=["README.md", ".gitattributes"]
     )  # and the list
     commit = hub.commit(folder)
-    files = dict(_files(need, folder, f"hf://{place}{need.repo}@{commit}"))
+    files = _files(need, folder, f"hf://{place}{need.repo}@{commit}")
     print(f"{need.repo} at {commit[:12]}: {len(files)} files, {sum(files.values()):,} bytes", flush=True)
     snapshot_download(**where, revision=commit, allow_patterns=[*map(glob.escape, files)])

@@ -220,7 +220,7 @@ def _commit(repo: str, revision: str) -> str:
 @cache  # some have a thousand, and a source for each language asks
 def _configurations(base: str) -> Mapping[str, Any]:
     """The `configs:` of a repository's README."""
-    with suppress(FileNotFoundError), open_file(f"{base}/README.md") as file:
+    with suppress(FileNotFoundError), _open(f"{base}/README.md") as file:
         card = DatasetCard(file.read().decode(), ignore_metadata_errors=True)
         return MetadataConfigs.from_dataset_card_data(card.data)
     return MetadataConfigs()
@@ -245,7 +245,7 @@ def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[tuple[int, dict[
         raise ValueError(f"{unit.file} cannot be read ({reason}); correct it, or get it again") from error
 
 
-def open_file(file: str) -> BinaryIO:
+def _open(file: str) -> BinaryIO:
     """Opens a file, compressed or not. What `datasets` and fsspec open takes "::" in a path for a chain."""
     remote = file.startswith("hf://")
     stream = HfFileSystem().open(file) if remote else Path(file).open("rb")  # noqa: SIM115 (callers close it)
@@ -254,7 +254,7 @@ def open_file(file: str) -> BinaryIO:
 
 
 def _parquet(unit: Unit, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    with open_file(unit.file) as stream:
+    with _open(unit.file) as stream:
         file = parquet.ParquetFile(stream)
         names = file.schema_arrow.names
         wanted = {path if path in names else path.partition(".")[0] for path in columns}
@@ -283,7 +283,7 @@ def _arrow(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]
 
 def _csv(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     delimiter = "\t" if suffix_of(unit.file) == ".tsv" else ","
-    with open_file(unit.file) as stream:
+    with _open(unit.file) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         for number, row in enumerate(iter(partial(_next_row, rows), None), 1):
@@ -306,14 +306,14 @@ def _next_row(rows: csv.DictReader) -> dict[str, str] | None:
 
 
 def _lines(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    with open_file(unit.file) as stream:
+    with _open(unit.file) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="\n")
         yield from enumerate(({"text": line.rstrip("\r\n")} for line in lines), 1)
 
 
 def _json(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Reads one object in each line, or all in one list."""
-    with open_file(unit.file) as lines:
+    with _open(unit.file) as lines:
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(b"\xef\xbb\xbf")  # the mark that Windows puts first
             try:
