@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -148,9 +149,7 @@ class _Handler(Handler):
             case "revision":
                 self.send_json({"id": repo.name, "sha": repo.commit, "tags": []})
             case "tree":
-                self.send_json(
-                    _tree(repo, "".join(f"{part}/" for part in inside), "recursive=true" in self.path.lower())
-                )
+                self.send_json(_tree(repo, "".join(f"{part}/" for part in inside)))
             case "paths-info":
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 wanted = parse_qs(body)["paths"]
@@ -188,16 +187,12 @@ class _Handler(Handler):
         self.send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
 
 
-def _tree(repo: FakeRepo, folder: str, recursive: bool) -> list[dict]:
-    """The files below a folder, or those in it and the folders beside them."""
-    files = {name: content for name, content in repo.files.items() if name.startswith(folder)}
-    if recursive:
-        return [_entry(*one) for one in files.items()]
-    inside = {folder + name.removeprefix(folder).partition("/")[0] for name in files}
-    folders = [
-        {"type": "directory", "path": path, "oid": "", "size": 0} for path in sorted(inside - {*files})
-    ]
-    return folders + [_entry(path, files[path]) for path in sorted(inside & {*files})]
+def _tree(repo: FakeRepo, folder: str) -> list[dict]:
+    """All below a folder, asked for or not."""
+    folders = {str(parent) for file in repo.files for parent in PurePosixPath(file).parents} - {"."}
+    entries = [{"type": "directory", "path": path, "oid": "", "size": 0} for path in folders]
+    entries += [_entry(*file) for file in repo.files.items()]
+    return [entry for entry in entries if entry["path"].startswith(folder)]
 
 
 def _entry(file: str, content: bytes) -> dict:

