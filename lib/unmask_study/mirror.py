@@ -33,7 +33,7 @@ with extra("study"):
 RECIPE, STUDIES = ("backbone", "clusters", "data"), ("retrieval", "conteb")
 PARTS = RECIPE + STUDIES
 # Bytes of files to fetch for each byte of text that `data.max_text_mb` allows a source. One of Parquet holds
-# two of text, but other columns take some, and other scripts than Latin more bytes a token than the cap assumes.
+# two of text, but other columns take some, and other scripts than Latin more bytes a token than the cap says.
 FILE_BYTES = 1.5
 
 

