@@ -15,10 +15,9 @@ import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 
-from unmask.data.registry import Source
+from unmask.data.registry import SPLITS, Source
 from unmask.data.spelling import held_texts, text_id
 
-SPLITS = ("train", "dev", "test")
 Rows = Iterable[Mapping[str, Any]]  # of a table
 
 _text = pa.string()

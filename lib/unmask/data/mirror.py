@@ -61,7 +61,7 @@ def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] 
     at = preset.retrieval.pool_revisions
     found = {(name, "", ""): Need(name, revision=at.get(name, "main")) for name in named}
     sources = [conteb(name) for name in preset.conteb.tasks if "conteb" in sections]
-    if "data" in sections and preset.data.source != "environment":
+    if "data" in sections:
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
     for source in sources:
         text = ALL

@@ -1,5 +1,9 @@
-"""The corpus that needs no download: the documentation and source of installed packages, of those that a list
-names, and CLDR; split, deduplicated, capped.
+"""Writes the corpus that needs no download: the documentation and source of installed packages, of those that
+environment.txt lists, and CLDR; split, deduplicated, capped.
+
+    python make.py                   prints what decides the content, and how it departs from the list, as JSON
+    python make.py FOLDER SETTINGS   fills a folder: a Parquet file a data set, each row with its split, and
+                                     card.json; SETTINGS are those of a preset's `data`, as JSON
 
 Files are read with `ast` only: nothing is imported or run. One pass over a file yields text for pretraining
 (docstrings, source), pairs (summary → rest of the docstring, summary → code) and *owners*, the classes and
@@ -7,31 +11,26 @@ modules whose documented members become documents with chunks.
 """
 
 import ast
+import ctypes
+import gc
 import hashlib
 import json
 import platform
 import re
+import signal
+import sys
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
 from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-
-from joblib import Parallel, delayed
-from tqdm import tqdm
-
-from unmask.children import dying_together
-from unmask.config import DataConfig
-from unmask.data import cldr
-from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_tables
-from unmask.data.registry import FOLDER, Source
-from unmask.data.tokens import batches
-from unmask.store import hash64, nearest, new_directory, write_json
 
 MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
@@ -44,11 +43,10 @@ MIN_MEMBERS = {"class": 3, "module": 4}
 WORKERS = 2
 SMALL_PACKAGE = 2_000_000  # bytes
 PROSE_SHARE = 0.5  # of the pretraining text; source code and CLDR fill the rest
-KINDS = ("texts", "pairs", "documents")
+SPLITS = ("train", "dev", "test")
 TEXTS = "environment"  # the one data set of text
-CODE = (__file__, cldr.__file__, cldr.TABLES)  # what the content depends on
 
-LIST = FOLDER / "environment.txt"  # of the packages that are read: whatever else is installed changes no data
+LIST = Path(__file__).with_name("environment.txt")  # of the packages that are read: whatever else is installed changes no data
 # Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
 COPIES = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
 TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
@@ -56,8 +54,18 @@ NOT_STDLIB = {"site-packages", "idlelib", "lib2to3", "ensurepip", "turtledemo", 
 VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
-Rows = dict[str, list[dict[str, Any]]]  # kind → rows, those of a split together
+Rows = dict[str, list[dict[str, Any]]]  # of each data set, those of a split together
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Settings(NamedTuple):
+    """What a preset's `data` section says of the corpus."""
+
+    seed: int
+    dev_packages: Sequence[str]  # held out, as the next ones
+    test_packages: Sequence[str]
+    max_packages: int  # 0: all that are listed
+    max_text_mb: int
 
 
 class Package(NamedTuple):
@@ -97,7 +105,7 @@ class Harvest:
 def digest(text: str) -> int:
     """64-bit hash of a text's lower-cased words: blind to layout and punctuation."""
     words = " ".join(re.findall(r"\w+", text.lower()))
-    return hash64((words or text).encode())
+    return int.from_bytes(hashlib.blake2b((words or text).encode(), digest_size=8).digest())
 
 
 # ---- what is listed, and what of it is installed
@@ -169,11 +177,19 @@ def _licence(distribution: Distribution) -> str:
 
 
 def harvest(packages: Sequence[Package]) -> list[Harvest | None]:
-    """Parses every file once, in two processes where that pays; the results keep the order of the files."""
-    jobs = [delayed(harvest_file)(one.name, one.root, file) for one in packages for file in one.files]
-    workers = min(WORKERS, 1 + len(jobs) // 1_000)  # to start one takes as long as a thousand files
-    found = Parallel(workers, return_as="generator", **dying_together())(jobs)
-    return list(tqdm(found, "harvest", len(jobs), unit="file"))
+    """Parses every file once, in two processes; the results keep the order of the files."""
+    from tqdm import tqdm
+
+    names, roots, files = zip(*((one.name, one.root, file) for one in packages for file in one.files))
+    with ProcessPoolExecutor(WORKERS, initializer=_start_worker) as pool:
+        results = pool.map(harvest_file, names, roots, files, chunksize=32)
+        return list(tqdm(results, "reading packages", len(files), unit="file"))
+
+
+def _start_worker() -> None:
+    gc.disable()  # syntax trees have no cycles, and to look for some takes as long as to parse
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with its parent
 
 
 def harvest_file(package: str, root: Path, file: str) -> Harvest | None:
@@ -285,7 +301,7 @@ def _pieces(tree: ast.Module, lines: list[str]) -> Iterator[str]:
     """The file's source in pieces that end at the end of a top-level statement."""
     ends = [0, *(statement.end_lineno for statement in tree.body), len(lines)]
     statements = (lines[start:end] for start, end in pairwise(ends))
-    for batch in batches(statements, lambda kept: sum(len(line) + 1 for line in kept), PIECE_CHARACTERS):
+    for batch in _batches(statements, lambda kept: sum(len(line) + 1 for line in kept)):
         if piece := "\n".join(chain(*batch)).strip():
             yield piece
 
@@ -363,7 +379,7 @@ def _query(label: str, topic: str, choice: str) -> str:
 def texts_of(harvested: Harvest, seen: set[int]) -> Iterator[dict[str, str]]:
     """Pretraining texts of one file without `seen` docstrings; no code if a function is `seen`."""
     kept = [f"{name}\n{text}" for name, text, mark in harvested.docstrings if mark not in seen]
-    texts = [("\n\n".join(batch), "prose", "en") for batch in batches(kept, len, PIECE_CHARACTERS)]
+    texts = [("\n\n".join(batch), "prose", "en") for batch in _batches(kept, len)]
     if not seen.intersection(harvested.digests):
         texts += [(piece, "code", "python") for piece in harvested.code if len(piece) >= 200]
     for text, kind, language in texts:
@@ -417,43 +433,53 @@ def _capped(texts: Iterable[dict], cap: int, seed: int) -> list[dict]:
     return sorted(kept, key=drawn)  # whoever reads the first part of them reads all kinds
 
 
+def _batches(items: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:
+    """The items in order, in lists that end with the item by which their sizes add up to a piece or more."""
+    batch, total = [], 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= PIECE_CHARACTERS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
 # ---- the corpus
 
 
-def build(config: DataConfig, packages: Sequence[Package], path: Path, languages: Sequence[str]) -> Corpus:
-    """Harvests `packages` and CLDR into a corpus at `path`, which appears only when it is complete.
+def build(settings: Settings, packages: Sequence[Package], folder: Path, languages: Sequence[str] = ()) -> None:
+    """Harvests packages and CLDR into files in a folder.
 
     Args:
-        config: held-out packages, number of packages, cap of the text, seed.
         packages: what to read, see `installed_packages`.
-        path: folder to create.
-        languages: of the CLDR part.
+        languages: of the CLDR part; by default sixty, or a few for a slice of the packages.
     Raises: ValueError if a held-out package is not among `packages`, or if a split would be empty.
     """
-    split_of = assign_splits(config, packages)
+    import cldr
+    from pyarrow import Table, parquet
+
+    split_of = assign_splits(settings, packages)
     chosen = [package for package in packages if package.name in split_of]
     harvested = harvest(chosen)
-    files = [one for one in harvested if one]
-    rows = _collect(config, files, split_of, cldr.harvest(config.seed, languages))
-    dropped = {"files that are unreadable, generated or too large": len(harvested) - len(files)}
-    origins = [
-        {"name": f"{one.name} {one.version}", "licence": one.licence, "split": split_of[one.name]}
-        for one in chosen
-    ]
-    with new_directory(path) as partial:
-        card = _write(rows, partial) | {"origins": origins, "dropped": {TEXTS: dropped}}
-        card |= {"parameters": parameters(config), "departures": departures()}
-        write_json(partial / "card.json", card)
-    return Corpus(path)
+    languages = languages or (cldr.SLICE_LANGUAGES if settings.max_packages else cldr.LANGUAGES)
+    rows = _collect(settings, [*filter(None, harvested)], split_of, cldr.harvest(settings.seed, languages))
+    for name, of_name in rows.items():
+        parquet.write_table(Table.from_pylist(of_name), folder / f"{name}.parquet", compression="zstd")
+    card = {
+        "settings": settings._asdict(),
+        "departures": departures(),
+        "origins": [
+            {"name": f"{one.name} {one.version}", "licence": one.licence, "split": split_of[one.name]}
+            for one in chosen
+        ],
+        "dropped": {"packages": {"files that are unreadable, generated or too large": harvested.count(None)}},
+    }
+    (folder / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
 
 
-def parameters(config: DataConfig) -> dict[str, Any]:
-    """The settings that decide the content; `vocab_size` is not one of them."""
-    keys = ("seed", "dev_packages", "test_packages", "max_packages", "max_text_mb")
-    return {key: getattr(config, key) for key in keys}
-
-
-def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, str]:
+def assign_splits(settings: Settings, packages: Sequence[Package]) -> dict[str, str]:
     """Split of every package that is to be read: the held-out ones and up to `max_packages` others.
 
     A slice takes the largest packages under 2 MB first: rich in documentation and still quick to read.
@@ -464,15 +490,16 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
     """
     names = {package.name.lower(): package.name for package in packages}
     splits: dict[str, str] = {}
-    for split, wanted in (("test", config.test_packages), ("dev", config.dev_packages)):
+    for split, wanted in (("test", settings.test_packages), ("dev", settings.dev_packages)):
         for name in map(str.lower, wanted):
             if name not in names:
-                raise ValueError(f"data.{split}_packages: {name} is not installed{nearest(name, names)}")
+                near = "; did you mean ".join(["", *map(repr, get_close_matches(name, names, n=1))])
+                raise ValueError(f"data.{split}_packages: {name} is not installed{near}")
             splits.setdefault(names[name], split)
     left = [one for one in packages if one.name not in splits]
     sizes = {one.name: sum((one.root / file).stat().st_size for file in one.files) for one in left}
     others = sorted(sizes, key=lambda name: (sizes[name] > SMALL_PACKAGE, -sizes[name], name))
-    slots = max(config.max_packages - len(splits), 0) if config.max_packages else None
+    slots = max(settings.max_packages - len(splits), 0) if settings.max_packages else None
     splits |= dict.fromkeys(others[:slots], "train")
     if lacking := set(SPLITS) - set(splits.values()):
         raise ValueError(
@@ -483,47 +510,49 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
 
 
 def _collect(
-    config: DataConfig, files: Sequence[Harvest], split_of: dict[str, str], spoken: dict[str, list[dict]]
+    settings: Settings, files: Sequence[Harvest], split_of: dict[str, str], spoken: dict[str, list[dict]]
 ) -> Rows:
     """Rows of all splits. A split later in (test, dev, train) never repeats a query, docstring or function
     of an earlier one, or a class's chunks after the heading. It may repeat single sentences and
     docstrings in code."""
-    rows: Rows = {kind: [] for kind in KINDS}
+    rows: Rows = {}
     seen: set[int] = set()  # texts of the splits before
     for split in reversed(SPLITS):
-        ours = [one for one in files if split_of[one.package] == split]
-        texts, pairs, documents = ([row for row in spoken[kind] if row["split"] == split] for kind in KINDS)
-        texts += [row for one in ours for row in texts_of(one, seen)]
-        pairs = [pair for one in ours for pair in one.pairs] + pairs
-        owners = [owner for one in ours for owner in one.owners]
+        texts, pairs, documents = (
+            [row for row in spoken[kind] if row["split"] == split] for kind in ("texts", "pairs", "documents")
+        )
+        of_split = [one for one in files if split_of[one.package] == split]
+        texts += [row for one in of_split for row in texts_of(one, seen)]
+        pairs = [pair for one in of_split for pair in one.pairs] + pairs
+        owners = [owner for one in of_split for owner in one.owners]
         # Held-out text only measures the loss: a tenth will do.
-        cap = config.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
-        texts = [{"dataset": TEXTS} | row for row in _capped(texts, cap, config.seed)]
+        cap = settings.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
+        texts = [{"dataset": TEXTS} | row for row in _capped(texts, cap, settings.seed)]
         pairs = list(_new_pairs(pairs, seen))
-        documents = list(_new_documents(chain(documents_of(owners, config.seed), documents), seen))
-        for kind, new in zip(KINDS, (texts, pairs, documents)):  # splits come from the last one to the first
-            rows[kind] = [row | {"task": row["dataset"], "split": split} for row in new] + rows[kind]
-        for one in ours:
+        documents = list(_new_documents(chain(documents_of(owners, settings.seed), documents), seen))
+        new: Rows = {}
+        for row in chain(texts, pairs, documents):
+            new.setdefault(row["dataset"], []).append(row | {"split": split})
+        rows = {name: new.get(name, []) + rows.get(name, []) for name in new | rows}
+        for one in of_split:
             seen.update(one.digests, (mark for _, _, mark in one.docstrings))
-        told = [text for row in pairs for text in (row["query"], row["document"])]
-        told += [text for row in documents for text in (*row["queries"], " ".join(row["chunks"][1:]))]
-        seen.update(map(digest, told))
+        for row in pairs:
+            seen.update(map(digest, (row["query"], row["document"])))
+        for row in documents:
+            seen.update(map(digest, (*row["queries"], " ".join(row["chunks"][1:]))))
     return rows
 
 
-def _write(rows: Rows, folder: Path) -> dict[str, Any]:
-    """Writes the tables, one per data set and split (all text is one data set); returns what a card says of
-    them."""
-    content, languages, tables = hashlib.sha256(), set(), {}
-    for kind in KINDS:
-        for row in rows[kind]:
-            content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
-            languages.update(row["language"].split("-"))
-            tables.setdefault((kind, row["dataset"]), []).append(row)
-    where = (f"texts/{TEXTS}/train.arrow",)
-    text = Source(TEXTS, "files", "text", "mul", "", files=where, columns={"text": "text"})
-    return write_tables(folder, ((*key, tables[key]) for key in sorted(tables))) | {
-        "hash": content.hexdigest(),
-        "text_sources": [asdict(text)],
-        "languages": sorted(languages - {"mul", "python"}),
-    }
+def main(folder: str = "", settings: str = "") -> None:
+    if not folder:
+        print(json.dumps({"inputs": installed_versions(), "departures": departures()}))
+        return
+    try:
+        build(Settings(**json.loads(settings)), installed_packages(), Path(folder))
+    except ValueError as error:
+        print(error)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
