@@ -1,8 +1,8 @@
 """Registries of sources (`papermill_runs/sources/*.yaml`): the data sets of a corpus, typed and checked.
 
 An entry describes one data set, or the same set in many languages, which is then one source per language.
-Where it is read from (`kind`) is a single key: the same entry serves the Hub, a mirror and own files. A registry
-may name a script that makes its files.
+Where it is read from (`kind`) is a single key: the same entry serves the Hub, a mirror and own files. A
+registry may name a script that makes its files.
 """
 
 import glob
@@ -31,7 +31,7 @@ REQUIRED = {
     "triplets": ["query document negatives"],
     "documents": ["chunks queries golds", "title chunk query", "chunk_id chunk query query_chunk_id"],
 }
-# What else a row may have. One that has its split has its other labels, too: nothing of it is hashed or counted.
+# What else a row may have. One that has its split has its other labels, too, and they stay as they are.
 LABELS = {"id", "key", "held_by", "split", "language", "package", "kind", "document_id"}
 # ConTEB's data sets on the Hub → the split that is evaluated: "test" where there is one, otherwise
 # "validation", otherwise "train", as the authors say. In the order of the columns of the paper's table 3.
@@ -91,9 +91,10 @@ def load_registry(name_or_path: str) -> list[Source]:
     """Reads and checks a registry: a name in papermill_runs/sources, or the path of a YAML file.
 
     Top-level keys: `about`; `sources` (name → entry); `defaults` (keys that all entries share unless they say
-    otherwise); `include` (another registry's name → the roles of which its sources are taken); `script` (a Python
-    file beside the registry that makes all files of its entries, see `sources.make`). An entry has the keys of `Source`, and `languages` instead of `language` where it stands for
-    many: a list of codes, or code → share. Each becomes a source "name/code", with {language} and {short}
+    otherwise); `include` (another registry → roles, whose sources of it are taken, too); `script` (a Python
+    file in a folder of its own beside the registry, which makes the files of all entries, see
+    `sources.make`). An entry has the keys of `Source`, and `languages` instead of `language` where it stands
+    for many: a list of codes, or code → share. Each becomes a source "name/code", with {language} and {short}
     ("cmn_Hani" and "zh") filled in wherever the entry has them.
 
     Returns: the sources, in the order of the file. Files of kind `files` exist, unless they are optional.
@@ -179,10 +180,14 @@ def _expanded(name: str, entry: dict[str, Any]) -> Iterator[tuple[str, dict[str,
         raise ConfigError(f"{name}: languages are a list, or language: share, not {languages!r}")
     del entry["languages"]
     for code in languages:
+        language = code.partition("_")[0]
         filled = json.dumps(entry).replace("{language}", code)
         if "{short}" in filled:
-            filled = filled.replace("{short}", _short(code.partition("_")[0]))
-        yield f"{name}/{code}", json.loads(filled) | ({"share": languages[code]} if isinstance(languages, dict) else {})
+            filled = filled.replace("{short}", _short(language))
+        yield (
+            f"{name}/{code}",
+            json.loads(filled) | ({"share": languages[code]} if isinstance(languages, dict) else {}),
+        )
 
 
 def _short(language: str) -> str:
