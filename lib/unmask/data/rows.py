@@ -33,7 +33,7 @@ from huggingface_hub.errors import HTTPError
 from pyarrow import parquet
 
 from unmask.data import hub
-from unmask.data.registry import Source, halves, own_files, split_of
+from unmask.data.registry import SPLITS, Source, halves, own_files, split_of
 from unmask.data.spelling import canonical, is_blank
 from unmask.store import fingerprint, nearest
 
@@ -43,7 +43,7 @@ _DECOMPRESS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _DECOMPRESS[".zst"] = lambda stream: io.BufferedReader(pa.CompressedInputStream(stream, "zstd"))
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; pyarrow takes one that was cut short for a whole one
 # Of a definition: what decides no row.
-_NO_CONTENT = {"files", "share", "licence", "rows", "documented", "optional", "known_as"}
+_NO_CONTENT = {"files", "share", "licence", "rows", "documented", "optional", "script", "known_as"}
 BATCH = 1000  # rows of a table in memory at once
 UNIT_BYTES = 16 << 20  # of a Parquet file, about, which is cut between row groups, or of an Arrow file
 _LABELS = {"id", "key", "held_by", "chunk_id", "query_chunk_id"}  # whose values become text
@@ -141,9 +141,9 @@ def content_hash(source: Source) -> str:
 
     Raises: ValueError if the files cannot be listed, see `data_files`.
     """
-    if source.known_as:
-        return source.known_as
     definition = {key: value for key, value in asdict(source).items() if key not in _NO_CONTENT}
+    if source.known_as:
+        return fingerprint(definition, source.known_as)
     return fingerprint(definition, [(Path(path).name, *rest) for path, *rest in data_files(source)])
 
 
@@ -187,7 +187,7 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
                 raise ValueError(f"{what}; {remedy}") from None
             dropped[bad.args[0]] += 1
         else:
-            yield row | {"split": split_of(source, row.pop("held_by"))}
+            yield {"split": split_of(source, row.pop("held_by"))} | row
 
 
 def document_of(chunk_id: str) -> tuple[str, int]:
@@ -363,6 +363,8 @@ def _checked(raw: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]
         one_each = isinstance(golds, list) and len(golds) == len(row["queries"])
         if not (one_each and all(type(gold) is int and gold in chunks for gold in golds)):
             raise BadRow("golds are not the number of a chunk, from 0, for each query", f": {golds!r:.80}")
+    if row.get("split", "train") not in SPLITS:
+        raise BadRow(f"split is none of {', '.join(SPLITS)}", f": {row['split']!r:.80}")
     if "document" in row:
         row.setdefault("key", canonical(row["document"]))
     row.setdefault("held_by", _held_by(row))

@@ -74,7 +74,7 @@ def encode_file(
 
 def _texts(path: Path, column: str) -> Iterator[str]:
     """The texts of a file, read as those of a source are."""
-    # With datasets and babel, which a `Worker` has no use for.
+    # With datasets, which a `Worker` has no use for.
     from unmask.data import rows  # noqa: PLC0415
     from unmask.data.registry import Source  # noqa: PLC0415
 
