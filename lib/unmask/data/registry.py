@@ -61,7 +61,7 @@ class Source:
     config: str = ""  # configuration on the Hub; "": the default one
     queries_config: str = ""  # documents in the joined layout: the configuration that holds the queries
     split: str = "train"  # as the data set calls it
-    # files: absolute paths or patterns, see `own_files`; in a registry ${UNMASK_ARTIFACTS} is that folder
+    # files: absolute paths or patterns, see `existing_files`; in a registry ${UNMASK_ARTIFACTS} is that folder
     files: Annotated[tuple[str, ...], Field(strict=False)] = ()
     # Our name → theirs; "answers.text.0" reaches into structs and lists, "neg_1, neg_2" makes a list of two.
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +155,7 @@ def split_of(source: Source, key: str) -> str:
     return "dev" if number < source.hold_out * 4 / 3 else "train"
 
 
-def own_files(source: Source) -> list[Path]:
+def existing_files(source: Source) -> list[Path]:
     """The existing files of a source of kind `files`, sorted within each pattern, each once."""
     paths = ([one] if Path(one).exists() else sorted(glob.glob(one, recursive=True)) for one in source.files)
     return [Path(path) for path in dict.fromkeys(chain.from_iterable(paths))]
@@ -217,7 +217,7 @@ def _check(source: Source) -> None:
     """What a key's type does not say."""
     if (source.max_rows if source.role == "text" else source.share) is not None:
         raise ValueError("share is for text, and max_rows for pairs, triplets and documents")
-    if source.kind == "files" and not (source.optional or source.script or own_files(source)):
+    if source.kind == "files" and not (source.optional or source.script or existing_files(source)):
         named = " or ".join(source.files)
         raise ValueError(f"files: there is no {named}; `optional: true` lets it be absent")
     if source.script and source.kind != "files":

@@ -33,7 +33,7 @@ from huggingface_hub.errors import HTTPError
 from pyarrow import parquet
 
 from unmask.data import hub
-from unmask.data.registry import SPLITS, Source, halves, own_files, split_of
+from unmask.data.registry import SPLITS, Source, existing_files, halves, split_of
 from unmask.data.spelling import canonical, is_blank
 from unmask.store import fingerprint, nearest
 
@@ -94,7 +94,7 @@ def data_files(source: Source) -> list[DataFile]:
     if source.queries_config:
         return [file for half in halves(source) for file in data_files(half)]
     if source.kind == "files":
-        return [_described(str(path)) for path in own_files(source)]
+        return [_described(str(path)) for path in existing_files(source)]
     mirror, base = hub.root(), source.repo
     if source.kind == "mirror" and not mirror:
         unset = f"Source {source.name} is read from a mirror: set UNMASK_MIRROR"

@@ -145,7 +145,7 @@ def _sources(config: DataConfig) -> Iterator[Source]:
             folder = _place(source.script, config)
             files = tuple(str(folder / file) for file in source.files)
             yield replace(source, files=files, known_as=folder.name)
-        elif source.kind != "files" or not source.optional or registry.own_files(source):
+        elif source.kind != "files" or not source.optional or registry.existing_files(source):
             yield source
 
 
