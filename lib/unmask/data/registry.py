@@ -61,7 +61,7 @@ class Source:
     config: str = ""  # configuration on the Hub; "": the default one
     queries_config: str = ""  # documents in the joined layout: the configuration that holds the queries
     split: str = "train"  # as the data set calls it
-    # files: absolute paths or patterns, see `existing_files`; in a registry ${UNMASK_ARTIFACTS} is that folder
+    # files: absolute paths or patterns (`existing_files`); in a registry ${UNMASK_ARTIFACTS} is that folder
     files: Annotated[tuple[str, ...], Field(strict=False)] = ()
     # Our name → theirs; "answers.text.0" reaches into structs and lists, "neg_1, neg_2" makes a list of two.
     columns: Mapping[str, str] = field(default_factory=dict)
