@@ -19,12 +19,12 @@ from huggingface_hub import get_cached_repo_tree, snapshot_download
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-from unmask.config import Preset
 from unmask.data import hub
 from unmask.data.registry import Source, conteb, halves, load_registry
 from unmask.data.rows import data_files, patterns, tables
 from unmask.extras import extra
 from unmask.store import alone, sha256
+from unmask_study.settings import Preset
 
 with extra("study"):
     from fsspec.utils import glob_translate

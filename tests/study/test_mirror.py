@@ -11,11 +11,11 @@ import pytest
 
 from fake_hub import fake_hub, known_hub
 from toy_checkout import unmask
-from unmask.config import load_preset
 from unmask.data import hub
 from unmask.data.registry import load_registry
 from unmask.data.rows import read, units
 from unmask_study import mirror
+from unmask_study.settings import load_preset
 
 README = """---
 configs:
