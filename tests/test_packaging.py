@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-import make
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import make
 import unmask
 from toy_checkout import write_script
 from unmask import config, store
