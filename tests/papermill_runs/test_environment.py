@@ -14,9 +14,9 @@ import pytest
 
 import make
 from make import Package, clean, digest, split_summary, words_of
-from unmask.config import load_preset
 from unmask.data import sources
 from unmask_study import cli
+from unmask_study.settings import load_preset
 
 SPLITS = make.SPLITS
 PAIRS = ("docs", "code", "cldr-cross", "cldr-multi")

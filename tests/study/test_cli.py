@@ -11,12 +11,13 @@ import tiny
 from fake_hub import known_hub
 from tiny_sources import write_as
 from toy_checkout import Checkout
-from unmask.config import TRAINED, load_preset
+from unmask.config import TRAINED
 from unmask.data.tokens import train_tokenizer
 from unmask.models import backbone
 from unmask.store import repository, write_atomic
 from unmask_study import cli
 from unmask_study.cli import _parser, main
+from unmask_study.settings import load_preset
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_weights_come_before_anything_else(two: Checkout, capsys) -> None:
         assert said.startswith("unmask: the weights of smollm2-135m (93 MB) cannot be fetched: ")
         assert said.count("\n") == 1 and "UNMASK_MIRROR=DIR, " in said and "`make smoke`" in said
     assert not [
-        *two.root.glob("artifacts/data/environment*"),
+        *two.root.glob("artifacts/data/made/*"),
         *two.root.glob("papermill_runs/smollm2/*.ipynb"),
     ]
     assert main(["run", "--preset", "smollm2", "--dry-run"]) == 0
