@@ -150,79 +150,66 @@ def test_max_rows_takes_the_first_training_rows_of_pieces_that_are_drawn(config,
 
 SCRIPTED = """
 script: made/make.py
-defaults: {kind: files, licence: own}
+defaults: {kind: files, files: rows.jsonl, language: mul, licence: own}
 sources:
-  docstrings:
-    {role: text, language: mul, files: text.jsonl,
-     columns: {text: text, kind: kind, language: language, package: package, split: split}}
+  docstrings: {role: text, columns: {text: text, package: text, kind: text, language: language, split: split}}
   docs:
-    {role: pairs, group: english, language: eng, files: docs.jsonl,
-     columns: {query: q, document: d, key: k, language: language, package: package, split: split}}
+    {role: pairs, group: english,
+     columns: {query: text, document: d, key: k, language: language, package: d, split: split}}
 """
 SCRIPT = """
 import json, pathlib, sys
 
-here = pathlib.Path(__file__).parent
-if sys.argv[1:]:
-    folder, settings = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
-    with (here.parent / "log").open("a") as log:
-        print(folder.name, file=log)
-    folder.mkdir()
-    if settings["test_packages"]:
-        print("data.test_packages: delta is not installed")
-        sys.exit(2)
-    labels = [{"language": "de", "package": "p", "split": s} for s in ("train", "dev", "test") * 40]
-    text = [{"text": f"text {i}", "kind": "prose"} | label for i, label in enumerate(labels)]
-    docs = [{"q": f"q {i}", "d": f"d {i}", "k": f"k {i}"} | label for i, label in enumerate(labels)]
-    for name, rows in {"text": text, "docs": docs}.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
-    origins = [{"name": "p 1.0", "licence": "MIT", "split": "train"}]
-    about = {"settings": settings, "origins": origins, "dropped": {"packages": {"unreadable": 3}}}
-    (folder / "card.json").write_text(json.dumps(about))
+if len(sys.argv) == 1:
+    print(json.dumps({"inputs": pathlib.Path(__file__).with_name("inputs").read_text(), "departures": ""}))
+elif '"delta"' in sys.argv[2]:
+    sys.exit(print("data.test_packages: delta is not installed") or 2)
 else:
-    print(json.dumps({"inputs": (here / "inputs").read_text(), "departures": ""}))
+    print("made", file=open(pathlib.Path(__file__).parents[1] / "log", "a"))
+    (folder := pathlib.Path(sys.argv[1])).mkdir()
+    splits = ("train", "dev", "test") * 40
+    rows = [{"text": f"q {i}", "d": f"d {i}", "k": f"k {i}", "split": s} for i, s in enumerate(splits)]
+    text = "".join(json.dumps(row | {"language": "de"}) + chr(10) for row in rows)
+    (folder / "rows.jsonl").write_text(text)
+    card = {"settings": json.loads(sys.argv[2]), "origins": ["p 1.0"], "dropped": {"packages": {"bad": 3}}}
+    (folder / "card.json").write_text(json.dumps(card))
 """
 
 
 @pytest.fixture
 def scripted(config):
     """A registry whose files a script makes, of inputs that may change."""
-    (config.folder / "made").mkdir()
-    (config.folder / "made" / "make.py").write_text(SCRIPT)
-    (config.folder / "made" / "inputs").write_text("alpha 1.0")
-    (config.folder / "scripted.yaml").write_text(SCRIPTED)
+    for name, text in {"make.py": SCRIPT, "inputs": "alpha 1.0", "../scripted.yaml": SCRIPTED}.items():
+        (config.folder / "made").mkdir(exist_ok=True)
+        (config.folder / "made" / name).write_text(text)
     config.source = str(config.folder / "scripted.yaml")
     sources._describe.cache_clear()
     return config
 
 
-def runs(config):
-    """How often the script has made files."""
-    return (config.folder / "log").read_text().count("\n")
+def edit(config, name, text):
+    """Writes a file of the script's folder, and lets it be asked again."""
+    (config.folder / "made" / name).write_text(text)
+    sources._describe.cache_clear()
 
 
 def test_a_script_makes_files_once_whose_rows_bring_their_split_and_labels(scripted, monkeypatch):
     monkeypatch.setattr(sources, "SAMPLE_BYTES", 9)  # of text that is whole nowhere else
     with ThreadPoolExecutor(2) as both:  # the second one waits
         corpus, again = both.map(open_corpus, [scripted] * 2)
-    assert (runs(scripted), corpus.hash) == (1, again.hash)
+    assert corpus.hash == again.hash and (scripted.folder / "log").read_text() == "made\n"
     assert [len(corpus.texts(split)) for split in SPLITS] == [40, 40, 40]
-    row = corpus.pairs("dev")[0]
-    expected = {"query": "q 1", "key": "k 1", "package": "p", "language": "de", "dataset": "docs"}
-    assert expected.items() <= row.items() and corpus.languages == ["de"]
-    assert corpus.card["origins"] == [{"name": "p 1.0", "licence": "MIT", "split": "train"}]
-    assert corpus.card["dropped"]["packages"] == {"unreadable": 3}
+    expected = {"query": "q 1", "key": "k 1", "package": "d 1", "language": "de", "dataset": "docs"}
+    assert expected.items() <= corpus.pairs("dev")[0].items() and corpus.languages == ["de"]
+    assert corpus.card["origins"] == ["p 1.0"] and corpus.card["dropped"]["packages"] == {"bad": 3}
     (text,) = corpus.text_sources()
     rows = [row for unit in source_rows.units(text) for row in source_rows.read(text, unit, {})]
     assert [row["text"] for row in rows] == list(corpus.texts("train")["text"])
-    for change in ("inputs", "make.py"):
-        before = identity(scripted)
-        path = scripted.folder / "made" / change
-        path.write_text(path.read_text() + "\nbeta = 1")
-        sources._describe.cache_clear()
-        assert identity(scripted) != before
-    open_corpus(scripted)
-    assert runs(scripted) == 2
+    known = {identity(scripted)}
+    for name, change in {"inputs": "alpha 2.0", "make.py": SCRIPT.replace("40", "41")}.items():
+        edit(scripted, name, change)
+        known.add(identity(scripted))
+    assert len(known) == 3 and len(open_corpus(scripted).texts("test")) == 41
 
 
 def test_a_script_refuses_settings_or_breaks_and_leaves_nothing(scripted, tmp_path):
@@ -230,8 +217,7 @@ def test_a_script_refuses_settings_or_breaks_and_leaves_nothing(scripted, tmp_pa
     with pytest.raises(ValueError, match=r"^data\.test_packages: delta is not installed$"):
         open_corpus(scripted)
     assert not [*(tmp_path / "data" / "made").iterdir()]
-    (scripted.folder / "made" / "make.py").write_text("import no_such_package")
-    sources._describe.cache_clear()
+    edit(scripted, "make.py", "import no_such_package")
     with pytest.raises(ValueError, match=r"made/make\.py ended with status 1"):
         identity(scripted)
 
@@ -240,8 +226,7 @@ def test_a_machine_with_other_packages_reads_the_same_where_it_is_named(scripted
     corpus = open_corpus(scripted)
     (made,) = (tmp_path / "data" / "made").iterdir()
     elsewhere = shutil.copytree(made, tmp_path / "elsewhere" / made.name, copy_function=shutil.copy)
-    (scripted.folder / "made" / "inputs").write_text("alpha 2.0")
-    sources._describe.cache_clear()
+    edit(scripted, "inputs", "alpha 2.0")
     monkeypatch.setenv("UNMASK_CORPUS", str(elsewhere))
     monkeypatch.setattr(sources.store, "locked", None)  # its place may allow no lock
     assert (identity(scripted), open_corpus(scripted)) == (corpus.path.name, corpus)
@@ -250,21 +235,20 @@ def test_a_machine_with_other_packages_reads_the_same_where_it_is_named(scripted
         open_corpus(scripted)
 
 
-def test_a_registry_includes_sources_of_another(scripted, tmp_path):
+def test_a_registry_includes_sources_of_another(scripted):
     """As the text that every run needs."""
-    whole, config = open_corpus(scripted), scripted
-    config.source = str(config.folder / "own.yaml")
+    whole, scripted.source = open_corpus(scripted), str(scripted.folder / "own.yaml")
     notes = next(line for line in REGISTRY.splitlines() if line.startswith("  notes:"))
-    change(config, notes, "")
+    change(scripted, notes, "")
     with pytest.raises(ValueError, match=r"own\.yaml has no source of text.*`include: .environment: "):
-        open_corpus(config)
-    include = f"include: {{{config.folder / 'scripted.yaml'}: [text]}}\nsources:"
-    (config.folder / "own.yaml").write_text(REGISTRY.replace(notes, "").replace("sources:", include))
-    corpus = open_corpus(config)
-    assert corpus.texts("dev")["text"] == whole.texts("dev")["text"] and runs(config) == 1
+        open_corpus(scripted)
+    include = f"include: {{{scripted.folder / 'scripted.yaml'}: [text]}}\nsources:"
+    (scripted.folder / "own.yaml").write_text(REGISTRY.replace(notes, "").replace("sources:", include))
+    corpus = open_corpus(scripted)
+    assert corpus.texts("dev")["text"] == whole.texts("dev")["text"]
     assert corpus.datasets("pairs", "train") == ["questions"]
     assert corpus.text_sources()[0].known_as == whole.text_sources()[0].known_as
-    assert {*sources.texts_of_files(config)} == {"questions", "manuals"}
+    assert {*sources.texts_of_files(scripted)} == {"questions", "manuals"}
 
 
 def test_bad_rows_stop_with_their_place_or_their_reasons_and_leave_nothing(config):

@@ -14,9 +14,9 @@ import pytest
 
 import make
 from make import Package, clean, digest, split_summary, words_of
-from unmask.config import load_preset
 from unmask.data import sources
 from unmask_study import cli
+from unmask_study.settings import load_preset
 
 SPLITS = make.SPLITS
 PAIRS = ("docs", "code", "cldr-cross", "cldr-multi")
@@ -94,6 +94,9 @@ def rows(corpus):
 
 
 def test_every_split_has_rows_of_every_kind(corpus, rows):
+    """Nothing of the packages is executed, and what cannot be read is counted."""
+    assert "UNMASK_IMPORTED" not in os.environ
+    assert corpus[1]["dropped"] == {"packages": {"files that are unreadable, generated or too large": 3}}
     assert corpus[0].keys() == {"environment", *PAIRS, *DOCUMENTS}
     for split in SPLITS:
         assert all(rows(split, name) for name in corpus[0])
@@ -149,11 +152,6 @@ def test_only_the_heading_names_the_owner(rows):
         assert not any(re.search("weather ?keeper", chunk, re.IGNORECASE) for chunk in chunks)
         assert all(re.search("weather ?keeper", query, re.IGNORECASE) for query in row["queries"])
         assert [chunk.partition(":")[0] for chunk in chunks] == ["fit(data)", "close()", "save(path, mode)"]
-
-
-def test_nothing_is_executed_and_what_cannot_be_read_is_counted(corpus):
-    assert "UNMASK_IMPORTED" not in os.environ
-    assert corpus[1]["dropped"] == {"packages": {"files that are unreadable, generated or too large": 3}}
 
 
 def test_same_rows_again_and_under_another_hash_seed(corpus, tmp_path):
