@@ -14,6 +14,8 @@ first.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from unmask.models.attention import unpadded
 from unmask.models.encoding import TokenSequence, encode_rows, micro_batches, row_offsets
-from unmask.training.distributed import ALONE, Processes
+from unmask.training.distributed import ALONE, Distributed
 
 
 def cached_backward(
@@ -51,7 +53,7 @@ def cached_rows(
     token_budget: int,
     keep_tokens: int = 0,
     pooling: str = "mean",
-    processes: Processes = ALONE,
+    processes: Distributed = ALONE,
     last: bool = True,
     **inputs: Tensor,
 ) -> tuple[Tensor, Callable[[Tensor], None]]:
@@ -77,8 +79,12 @@ def cached_rows(
     """
     with processes.autocast():
         packed = unpadded(model)
-    groups = micro_batches([len(s) for s in sequences], token_budget, processes.count, packed=packed)[::-1]
-    own, offsets = processes.share(groups), row_offsets(sequences)
+    lengths, offsets = [*map(len, sequences)], row_offsets(sequences)
+    groups = micro_batches(lengths, token_budget, processes.count, packed=packed)[::-1]
+    row_R = np.split(np.arange(offsets[-1]), offsets[1:-1])  # of each sequence
+    mine = processes.share(groups)
+    rows = [np.concatenate([np.arange(0), *(row_R[i] for i in group)]) for group in mine]
+    places = [processes.to_device(torch.from_numpy(place_R)) for place_R in rows]
 
     def embed(group: np.ndarray) -> Tensor:
         # A process without a sequence embeds one all the same, since the others wait for it in FSDP2.
@@ -87,37 +93,51 @@ def cached_rows(
             rows_RD = encode_rows(model, texts, pooling=pooling, packed=packed, **inputs)
         return rows_RD if len(group) else rows_RD[:0]
 
-    def places(group: np.ndarray) -> Tensor:
-        rows = [np.arange(offsets[i], offsets[i + 1]) for i in group]  # of each sequence
-        return processes.ship(torch.from_numpy(np.concatenate([np.arange(0), *rows])))
+    passes = _Passes(embed, mine, places, partial(processes.reducing, model))
+    mine_RD = passes.forward(_count_graphs(groups, lengths, keep_tokens, processes.count))
+    rows_RD = mine_RD.new_zeros(offsets[-1], mine_RD.shape[1])
+    rows_RD[torch.cat(places)] = mine_RD
+    return processes.sum(rows_RD), lambda gradient_RD: passes.push(processes.sum(gradient_RD), last)
 
-    # As many on every process as on the one that holds the fewest: FSDP2's must go forward and back together.
-    tokens = [sum(len(sequences[i]) for i in group) for group in groups[::-1]]
-    shares = [np.cumsum(tokens[rank :: processes.count]) for rank in range(processes.count)]
-    kept = max(1, min(int(np.searchsorted(sizes, keep_tokens, side="right")) for sizes in shares))
-    again = own[:-kept]  # embedded twice
-    parts, random_states = [], []
-    random = torch.cuda if processes.device.type == "cuda" else torch  # where dropout draws from
-    with torch.no_grad():
-        for group in again:
-            random_states.append(random.get_rng_state())
-            parts.append(embed(group))
-    graphs = [embed(group) for group in own[-kept:]]
-    own_RD = torch.cat([*parts, *(part_RD.detach() for part_RD in graphs)])
-    rows_RD = own_RD.new_zeros(offsets[-1], own_RD.shape[1])
-    rows_RD[places(np.concatenate(own))] = own_RD
-    rows_RD = processes.sum(rows_RD)  # each row comes from one process
 
-    def push(gradient_RD: Tensor) -> None:
-        gradient_RD = processes.sum(gradient_RD)
-        while graphs:  # the longest first; each is freed as it goes
-            processes.reducing(model, last=last and not again and len(graphs) == 1)
-            graphs.pop().backward(gradient_RD[places(own[len(again) + len(graphs)])])
+def _count_graphs(groups: list[np.ndarray], lengths: list[int], keep_tokens: int, processes: int) -> int:
+    """How many micro-batches keep their graph: as many on every process as on the one that has room for the
+    fewest, since FSDP2's must go forward and back together."""
+    tokens = [sum(lengths[i] for i in group) for group in groups[::-1]]
+    shares = [np.cumsum(tokens[rank::processes]) for rank in range(processes)]
+    return max(1, min(int(np.searchsorted(sizes, keep_tokens, side="right")) for sizes in shares))
+
+
+@dataclass
+class _Passes:
+    """A process's passes over its micro-batches, those with the longest sequences last."""
+
+    embed: Callable[[np.ndarray], Tensor]
+    groups: Sequence[np.ndarray]  # numbers of sequences
+    places: Sequence[Tensor]  # of their rows among all rows
+    reducing: Callable[..., None]
+
+    def forward(self, graphs: int) -> Tensor:
+        """The rows of all micro-batches; the last so many keep their graphs."""
+        replayed, parts, self.states = self.groups[:-graphs], [], []
+        random = torch.cuda if self.places[0].is_cuda else torch  # where dropout draws from
+        with torch.no_grad():
+            for group in replayed:
+                self.states.append(random.get_rng_state())
+                parts.append(self.embed(group))
+        self.graphs = [self.embed(group) for group in self.groups[-graphs:]]
+        return torch.cat([*parts, *(part_RD.detach() for part_RD in self.graphs)])
+
+    def push(self, gradient_RD: Tensor, last: bool) -> None:
+        """Takes the gradient of all rows back through every pass."""
+        replayed, parts_RD = len(self.states), [gradient_RD[place_R] for place_R in self.places]
+        while self.graphs:  # the longest first; each is freed as it goes
+            self.reducing(last=last and not replayed and len(self.graphs) == 1)
+            self.graphs.pop().backward(parts_RD.pop())
+        random = torch.cuda if gradient_RD.is_cuda else torch
         after = random.get_rng_state()
-        for number, (group, state) in enumerate(zip(again, random_states, strict=True), 1):
+        for number, (group, state) in enumerate(zip(self.groups, self.states), 1):
             random.set_rng_state(state)
-            processes.reducing(model, last=last and number == len(again))
-            embed(group).backward(gradient_RD[places(group)])
+            self.reducing(last=last and number == replayed)
+            self.embed(group).backward(parts_RD[number - 1])
         random.set_rng_state(after)
-
-    return rows_RD, push

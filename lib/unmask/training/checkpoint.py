@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unmask.training.distributed import Processes, trainable
+from unmask.training.distributed import Distributed, trainable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -26,7 +26,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Optimizer, step: int, processes: Processes, *, keep: int = 1
+    folder: Path, model: nn.Module, optimizer: Optimizer, step: int, processes: Distributed, *, keep: int = 1
 ) -> Path:
     """Writes step-N under a temporary name and renames it; all but the `keep` newest go.
 

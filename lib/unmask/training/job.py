@@ -1,5 +1,6 @@
-"""A training, written down: the job that processes of their own can be given."""
+"""A training, written down: what processes of their own are given to do it."""
 
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -15,17 +16,19 @@ from unmask.config import (
 )
 from unmask.models.checkpoint import Settings
 
-JOB = "job.json"  # in a training's folder: the job, and what it is made of
+JOB = "job.json"  # in a training's folder: the job, and everything that its result depends on
 Location = Annotated[str, BeforeValidator(str)]  # a path or a name
 SECTIONS = {name: Preset.__dataclass_fields__[name].type for name in TRAINED}
+# What a stage takes beside values of its section.
+OPTIONS = ("only", "mined", "surrogate", "milestones", "bidirectional", "late_chunking", "settings")
 
 
 class Job(Section):
     """One training, without the objects that it works with: another process makes the same stage of it."""
 
     stage: str  # its class, as "module:name"
-    section: str  # of the preset, whose values it has
-    config: TrainConfig  # these values
+    section: str  # of the preset
+    config: TrainConfig  # the section's values
     backbone: BackboneConfig  # what is built where it starts from nothing; [MASK] in any case
     clusters: ClustersConfig = Field(default_factory=ClustersConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
@@ -33,7 +36,7 @@ class Job(Section):
     only: tuple[str, ...] = ()  # groups or data sets of pairs to train on; none: all, by the curriculum
     mined: Location = ""  # file of mined triplets
     surrogate: Location = ""  # an embedder, directory or Hub name, instead of `clusters.surrogate`
-    milestones: tuple[int, ...] = ()  # steps after which the model is kept as well, see `milestones`
+    milestones: tuple[int, ...] = ()  # steps after which the model is saved as well, see `milestones`
     bidirectional: bool = False  # a causal start reads both sides from the first step on, without pretraining
     settings: Settings | None = None  # how the embedder that it starts from reads; None: as the recipe's
     late_chunking: bool = True  # false: contextual training on the same batches, each chunk read alone
@@ -44,13 +47,18 @@ class Job(Section):
     tokenizer: str = ""  # folder or Hub name
     start: str = ""  # checkpoint directory or Hub name; empty: the backbone is built
     folder: str = ""  # of its outputs
-    fingerprint: str = ""
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Job":
-        """From plain values (`config.resolved`)."""
+        """Reads plain values (`config.resolved`)."""
         return cls(**row | {"config": SECTIONS[row["section"]](**row["config"])})
 
+    @property
+    def preset(self) -> SimpleNamespace:
+        """What a stage takes of a preset."""
+        shared = {key: getattr(self, key) for key in ("backbone", "clusters", "parallel")}
+        return SimpleNamespace(**shared, **{self.section: self.config})
 
-# What is said of a training beside the values of its section.
-TOLD = ("only", "mined", "surrogate", "milestones", "bidirectional", "late_chunking", "settings")
+    @property
+    def options(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in OPTIONS}
