@@ -31,7 +31,7 @@ from unmask.models import backbone
 from unmask.models.embedder import quantized
 from unmask.store import repository
 from unmask.training import TrainingStopped, Watch, probes
-from unmask.training.stages import Contrastive
+from unmask.training.contrastive import Contrastive
 from unmask.training.watch import quality
 
 PAIRS = [(f"how is {i} written?", f"{i} is written with {len(str(i))} digits") for i in range(40)]

@@ -16,7 +16,7 @@ from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
 from unmask.data.registry import Source, split_of
 from unmask.data.sources import collect, identity, open_corpus
 from unmask.data.spelling import held_texts
-from unmask.training.stages import Pair
+from unmask.training import Pair
 
 REGISTRY = """
 about: a few rows of one's own
