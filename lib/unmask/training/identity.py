@@ -4,6 +4,7 @@ library's own is recorded with them."""
 import hashlib
 import inspect
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch import nn
 
 from unmask import losses
 from unmask.config import COMPUTED, resolved
-from unmask.store import fingerprint, source_fingerprint, visible
-from unmask.training.job import OPTIONS
+from unmask.store import fingerprint, read_json, source_fingerprint, visible
+from unmask.training.checkpoint import checkpoints
+from unmask.training.job import JOB, OPTIONS
 from unmask.training.stages import Stage
 
 LIBRARY = Path(__file__).parents[1]
@@ -40,6 +42,21 @@ def identity(stage: Stage, model: nn.Module) -> dict[str, Any]:
     made_of |= {"data": stage.corpus.hash, "tokenizer": fingerprint(stage.stored.content)}
     made_of |= {"weights": weights_hash(model), "library": library_hash(), "code": outside_code(stage)}
     return json.loads(json.dumps(made_of))  # as it will be read again
+
+
+def home_of(folder: Path, made_of: dict[str, Any]) -> Path:
+    """The folder of a training: its fingerprint's. Where that is new, but one is there that another library
+    has made of the same, it is that one; in `unmask run` only with --accept-code."""
+    home = folder / fingerprint(made_of)
+    if home.is_dir() or os.environ.get("UNMASK_CODE", "accept") != "accept":
+        return home
+    for file in sorted(folder.glob(f"*/{JOB}"), key=lambda file: file.stat().st_mtime, reverse=True):
+        earlier, other = read_json(file).get("made_of", {}), file.parent
+        same = earlier | {"library": made_of["library"]} == made_of
+        if same and ((other / "model").is_dir() or checkpoints(other)):
+            print(f"{other}: made by another library ({earlier['library']}); delete it to train anew")
+            return other
+    return home
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -28,16 +28,15 @@ from unmask.children import on_signal, settle
 from unmask.config import TrainConfig, resolved
 from unmask.models import backbone
 from unmask.models.attention import fast_attention, plain_attention
-from unmask.store import alone, fingerprint, link, read_json, write_atomic, write_json
-from unmask.training.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from unmask.store import alone, link, write_atomic, write_json
+from unmask.training.checkpoint import CHECKPOINTS, checkpoints, load_checkpoint, save_checkpoint
 from unmask.training.distributed import Distributed, full_weights, refresh, trainable
-from unmask.training.identity import identity
+from unmask.training.identity import home_of, identity
 from unmask.training.job import JOB
 from unmask.training.launch import STOP, TrainingStopped, launch, several
 from unmask.training.stages import Stage
 from unmask.training.watch import METRICS, Watch, history
 
-CHECKPOINTS = "checkpoints"  # in a training's folder, while it runs
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
 READ = ("rows", "tokens", "texts", "blocks", "held out")  # of its numbers, those that are no loss
@@ -212,7 +211,7 @@ class Progress:
     def resume(self) -> int:
         """Loads the last checkpoint, cuts the log after it, and returns the number of steps done."""
         log, config = self.folder / METRICS, self.stage.config
-        self.last = self.processes.agreed(next(reversed(checkpoints(self.folder / CHECKPOINTS)), None))
+        self.last = self.processes.agreed(next(reversed(checkpoints(self.folder)), None))
         done = load_checkpoint(self.last, self.model, self.optimizer) if self.last else 0
         if self.processes.main:
             lines = log.read_text(encoding="utf8").splitlines(keepends=True) if log.is_file() else []
@@ -263,7 +262,7 @@ class Progress:
         """Writes a checkpoint; the longer it takes, the later the next one is due."""
         began, config = monotonic(), self.stage.config
         state, keep = (self.model, self.optimizer, done, self.processes), config.keep_checkpoints
-        self.last = save_checkpoint(self.folder / CHECKPOINTS, *state, keep=keep)
+        self.last = save_checkpoint(self.folder, *state, keep=keep)
         self.saved = monotonic()
         self.pause = config.checkpoint_seconds and max(config.checkpoint_seconds, RARE * (self.saved - began))
 
@@ -361,21 +360,6 @@ def run(stage: Stage, model: nn.Module, processes: Distributed, report: Report =
             processes.to_device(stop)
         ):  # too late to stop this training, but not what comes next
             raise TrainingStopped("told to stop; the training had just ended, and is saved")
-
-
-def home_of(folder: Path, made_of: dict[str, Any]) -> Path:
-    """The folder of a training: its fingerprint's. Where that is new, but one is there that another library
-    has made of the same, it is that one; in `unmask run` only with --accept-code."""
-    home = folder / fingerprint(made_of)
-    if home.is_dir() or os.environ.get("UNMASK_CODE", "accept") != "accept":
-        return home
-    for file in sorted(folder.glob(f"*/{JOB}"), key=lambda file: file.stat().st_mtime, reverse=True):
-        earlier, other = read_json(file).get("made_of", {}), file.parent
-        same = earlier | {"library": made_of["library"]} == made_of
-        if same and ((other / "model").is_dir() or checkpoints(other / CHECKPOINTS)):
-            print(f"{other}: made by another library ({earlier['library']}); delete it to train anew")
-            return other
-    return home
 
 
 def before(folder: Path, home: Path) -> list[dict[str, Any]]:

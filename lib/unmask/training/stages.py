@@ -123,9 +123,11 @@ class Stage:
         else:
             model = backbone.build(self.job.backbone, self.tokenizer, seed=self.config.seed)
         backbone.check_vocabulary(model.config, self.tokenizer)
-        for key, most in too_long(self.config, positions := backbone.positions(model)).items():
-            what = f"{self.job.section}.{key} is {getattr(self.config, key)}, the model has {positions}"
-            raise ConfigError(f"{what} positions: set it to {most} at most")
+        positions = backbone.positions(model)
+        for key in ("length", "query_length", "document_length", "chunk_length"):
+            if 0 < positions < (length := getattr(self.config, key, 0)):
+                what = f"{self.job.section}.{key} is {length}, the model has {positions} positions"
+                raise ConfigError(f"{what}: set it to so many at most")
         if self.bidirectional or self.job.bidirectional:
             backbone.make_bidirectional(model, self.tokenizer, self.job.backbone.mask_token)
         model.start = str(start)
@@ -162,21 +164,6 @@ class LanguageModel(nn.Module):
     def forward(self, tokens_BL: Tensor, mask: Tensor | None, loss: Callable[..., Tensor]) -> Tensor:
         hidden_BLD = self.model.base_model(tokens_BL, attention_mask=mask, use_cache=False)[0]
         return loss(hidden_BLD, self.model.get_output_embeddings().weight)
-
-
-def too_long(
-    config: TrainConfig, positions: int, *, max_length: int = 0, chunk_length: int = 0
-) -> dict[str, int]:
-    """The lengths of a section that are more than a model reads → what it reads.
-
-    Args:
-        positions: of the model; 0: no limit, here and below.
-        max_length: tokens of a text at most; default: the positions.
-        chunk_length: tokens of a chunk at most; default: the positions.
-    """
-    limits = dict.fromkeys(("query_length", "document_length"), max_length or positions)
-    limits |= {"length": positions, "chunk_length": chunk_length or positions}
-    return {key: most for key, most in limits.items() if 0 < most < getattr(config, key, 0)}
 
 
 class TextStage(Stage):
