@@ -24,7 +24,7 @@ from unmask.data.mining import negative_similarity
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.store import write_atomic
-from unmask.training import Pair, TrainingStopped, Watch, data_report, history, train
+from unmask.training import Pair, TrainingStopped, data_report, history, train
 from unmask.training import identity as same
 from unmask.training.identity import identity, outside_code
 
@@ -258,13 +258,6 @@ def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, number):
     whole = trained(stage, start, tmp_path / "whole")
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert not (parts.parent / "checkpoints").exists()
-
-
-def test_a_new_curve_is_drawn_over_that_of_the_last_training(start, tmp_path):
-    before = history(trained(made("pair", start), start, tmp_path / "pair"))
-    watch = Watch(curve=False)
-    trained(made("pair", start, lr=0.5), start, tmp_path / "pair", watch=watch)
-    assert watch.before == [row["loss"] for row in before] and watch.before[1:] != watch.loss[1:]
 
 
 def test_a_stopped_training_gives_a_gpus_memory_back(start, tmp_path, monkeypatch):

@@ -14,7 +14,6 @@ first.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -79,25 +78,23 @@ def cached_rows(
     """
     with processes.autocast():
         packed = unpadded(model)
+    embed = partial(_embed, model, sequences, processes, pooling=pooling, packed=packed, **inputs)
     lengths, offsets = [*map(len, sequences)], row_offsets(sequences)
     groups = micro_batches(lengths, token_budget, processes.count, packed=packed)[::-1]
+    mine, graphs = processes.share(groups), _count_graphs(groups, lengths, keep_tokens, processes.count)
     row_R = np.split(np.arange(offsets[-1]), offsets[1:-1])  # of each sequence
-    mine = processes.share(groups)
-    rows = [np.concatenate([np.arange(0), *(row_R[i] for i in group)]) for group in mine]
-    places = [processes.to_device(torch.from_numpy(place_R)) for place_R in rows]
-
-    def embed(group: np.ndarray) -> Tensor:
-        # A process without a sequence embeds one all the same, since the others wait for it in FSDP2.
-        texts = [sequences[i] for i in (group if len(group) else [0])]
-        with processes.autocast():
-            rows_RD = encode_rows(model, texts, pooling=pooling, packed=packed, **inputs)
-        return rows_RD if len(group) else rows_RD[:0]
-
-    passes = _Passes(embed, mine, places, partial(processes.reducing, model))
-    mine_RD = passes.forward(_count_graphs(groups, lengths, keep_tokens, processes.count))
-    rows_RD = mine_RD.new_zeros(offsets[-1], mine_RD.shape[1])
-    rows_RD[torch.cat(places)] = mine_RD
-    return processes.sum(rows_RD), lambda gradient_RD: passes.push(processes.sum(gradient_RD), last)
+    passes = []
+    for number, group in enumerate(mine):
+        places = np.concatenate([np.arange(0), *(row_R[i] for i in group)])
+        place_R, state = processes.to_device(torch.from_numpy(places)), processes.random.get_rng_state()
+        with torch.set_grad_enabled(number >= len(mine) - graphs):
+            passes.append((group, place_R, state, embed(group)))
+    part_RD = passes[0][-1]
+    rows_RD = part_RD.new_zeros(offsets[-1], part_RD.shape[1])
+    for _, place_R, _, part_RD in passes:
+        rows_RD[place_R] = part_RD.detach()
+    push = partial(_push, passes, embed, model, processes, last)
+    return processes.sum(rows_RD), push  # each row comes from one process
 
 
 def _count_graphs(groups: list[np.ndarray], lengths: list[int], keep_tokens: int, processes: int) -> int:
@@ -108,36 +105,32 @@ def _count_graphs(groups: list[np.ndarray], lengths: list[int], keep_tokens: int
     return max(1, min(int(np.searchsorted(sizes, keep_tokens, side="right")) for sizes in shares))
 
 
-@dataclass
-class _Passes:
-    """A process's passes over its micro-batches, those with the longest sequences last."""
+def _embed(
+    model: nn.Module, sequences: Sequence[TokenSequence], processes: Distributed, group: np.ndarray, **options
+) -> Tensor:
+    """The rows of a micro-batch. A process without a sequence embeds one all the same, since the others wait
+    for it in FSDP2."""
+    with processes.autocast():
+        rows_RD = encode_rows(model, [sequences[i] for i in (group if len(group) else [0])], **options)
+    return rows_RD if len(group) else rows_RD[:0]
 
-    embed: Callable[[np.ndarray], Tensor]
-    groups: Sequence[np.ndarray]  # numbers of sequences
-    places: Sequence[Tensor]  # of their rows among all rows
-    reducing: Callable[..., None]
 
-    def forward(self, graphs: int) -> Tensor:
-        """The rows of all micro-batches; the last so many keep their graphs."""
-        replayed, parts, self.states = self.groups[:-graphs], [], []
-        random = torch.cuda if self.places[0].is_cuda else torch  # where dropout draws from
-        with torch.no_grad():
-            for group in replayed:
-                self.states.append(random.get_rng_state())
-                parts.append(self.embed(group))
-        self.graphs = [self.embed(group) for group in self.groups[-graphs:]]
-        return torch.cat([*parts, *(part_RD.detach() for part_RD in self.graphs)])
-
-    def push(self, gradient_RD: Tensor, last: bool) -> None:
-        """Takes the gradient of all rows back through every pass."""
-        replayed, parts_RD = len(self.states), [gradient_RD[place_R] for place_R in self.places]
-        while self.graphs:  # the longest first; each is freed as it goes
-            self.reducing(last=last and not replayed and len(self.graphs) == 1)
-            self.graphs.pop().backward(parts_RD.pop())
-        random = torch.cuda if gradient_RD.is_cuda else torch
-        after = random.get_rng_state()
-        for number, (group, state) in enumerate(zip(self.groups, self.states), 1):
-            random.set_rng_state(state)
-            self.reducing(last=last and number == replayed)
-            self.embed(group).backward(parts_RD[number - 1])
-        random.set_rng_state(after)
+def _push(
+    passes: list[tuple],
+    embed: Callable,
+    model: nn.Module,
+    processes: Distributed,
+    last: bool,
+    part_RD: Tensor,
+) -> None:
+    """Takes the gradient of all rows, of which each process gives its part, back through every pass, the
+    longest sequences first. Each graph is freed as it goes; what has none is embedded again."""
+    gradient_RD, after = processes.sum(part_RD), processes.random.get_rng_state()
+    while passes:
+        group, place_R, state, rows_RD = passes.pop()
+        processes.reducing(model, last=last and not passes)
+        if not rows_RD.requires_grad:
+            processes.random.set_rng_state(state)
+            rows_RD = embed(group)
+        rows_RD.backward(gradient_RD[place_R])
+    processes.random.set_rng_state(after)

@@ -177,11 +177,6 @@ class Pair(Contrastive):
         stored, surrogate, config = self.stored, self.surrogate, self.config
         return {name: neighbours(name, rows, stored, surrogate, config) for name, rows in self.data.items()}
 
-    def prepare(self) -> list[dict[str, Any]]:
-        if self.config.looks_around:
-            _ = self.neighbours  # made now, where the progress shows
-        return super().prepare()
-
     def inputs(self) -> dict[str, str]:
         if not self.config.looks_around:
             return super().inputs()
@@ -257,9 +252,8 @@ class Contextual(Contrastive):
 
     def drawing(self) -> dict[str, Any]:
         """Data sets are drawn by their queries, as the paper's by their pairs, or by their documents."""
-        if self.config.draw == "documents":
-            return {}
-        return {"sizes": {name: rows.query_count for name, rows in self.data.items()}}
+        sizes = {name: rows.query_count for name, rows in self.data.items()}
+        return {"sizes": sizes} if self.config.draw == "queries" else {}
 
     def batch(self, step: int) -> list[ContextualBatch]:
         """Up to `queries_per_document` queries of each document, and the documents, each to be read whole, or

@@ -71,6 +71,11 @@ class Distributed:
     def main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def random(self) -> Any:
+        """The module of random numbers that a forward pass draws, for instance for dropout."""
+        return torch.cuda if self.device.type == "cuda" else torch
+
     def autocast(self) -> AbstractContextManager:
         """The precision of a forward pass."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()

@@ -314,7 +314,7 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
             stage.restore(model, home / "model")
             print(f"{name}: already trained")
         else:
-            watch.open(name, home, before(folder, home))
+            watch.open(name, home)
             begin(stage, model, home, watch, made_of)
     link(folder / "model", home / "model")
     return home / "model"
@@ -360,13 +360,6 @@ def run(stage: Stage, model: nn.Module, processes: Distributed, report: Report =
             processes.to_device(stop)
         ):  # too late to stop this training, but not what comes next
             raise TrainingStopped("told to stop; the training had just ended, and is saved")
-
-
-def before(folder: Path, home: Path) -> list[dict[str, Any]]:
-    """The curve of the last training of this name, for whoever tries something by hand."""
-    last = (folder / "model").resolve()
-    by_hand, there = "UNMASK_CODE" not in os.environ, (last.parent / METRICS).is_file()
-    return history(last) if by_hand and there and last.parent != home else []
 
 
 def finish(folder: Path) -> None:

@@ -82,6 +82,7 @@ class Stage:
 
     def prepare(self) -> list[dict[str, Any]]:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
+        self.batch(0)
         return [{"data set": name, **rows.counters} for name, rows in self.data.items()]
 
     def keys(self) -> dict[str, np.ndarray]:

@@ -79,11 +79,9 @@ class Watch:
         self.probe, self.bars = probe, bars or {}
         self.bar = tqdm(disable=True)
 
-    def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
-        """Says what is trained, in which folder, and the steps of the last training of this name, whose curve
-        is drawn beneath."""
+    def open(self, title: str, folder: Path) -> None:
+        """Says what is trained, and in which folder."""
         self.title, self.folder = self.title or title, folder
-        self.before = [row["loss"] for row in before]
         self.loss, self.probed, self.handle, self.next, self.size = [], [], None, 0.0, 0
 
     def __enter__(self) -> "Watch":
@@ -163,11 +161,8 @@ class Watch:
         figure = Figure(figsize=(6, 4.0 if self.probe else 2.2), layout="constrained")
         axes, *beneath = figure.subplots(2 if self.probe else 1, squeeze=False, sharex=True).flat
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
-        axes.plot(smoothed(self.before), color="0.75", label="the last training")
-        axes.plot(smoothed(self.loss), color="C0", label="this one")
-        axes.set(ylabel="loss (nats)", xlim=(0, max(self.total, len(self.before), 2) - 1))
-        if self.before:
-            axes.legend(frameon=False)
+        axes.plot(smoothed(self.loss), color="C0")
+        axes.set(ylabel="loss (nats)", xlim=(0, max(self.total, 2) - 1))
         for below in beneath:
             at = [row["step"] - 1 for row in self.probed]  # after this step, as the loss counts them
             below.plot(at, list(map(quality, self.probed)), marker="o", color="C0", label="this model")
