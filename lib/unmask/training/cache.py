@@ -116,16 +116,11 @@ def _embed(
 
 
 def _push(
-    passes: list[tuple],
-    embed: Callable,
-    model: nn.Module,
-    processes: Distributed,
-    last: bool,
-    part_RD: Tensor,
+    passes: list, embed: Callable, model: nn.Module, processes: Distributed, last: bool, gradient_RD: Tensor
 ) -> None:
     """Takes the gradient of all rows, of which each process gives its part, back through every pass, the
     longest sequences first. Each graph is freed as it goes; what has none is embedded again."""
-    gradient_RD, after = processes.sum(part_RD), processes.random.get_rng_state()
+    gradient_RD, after = processes.sum(gradient_RD), processes.random.get_rng_state()
     while passes:
         group, place_R, state, rows_RD = passes.pop()
         processes.reducing(model, last=last and not passes)
