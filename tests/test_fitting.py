@@ -5,6 +5,7 @@ import doctest
 import re
 import subprocess
 import sys
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np

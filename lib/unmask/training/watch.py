@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from unmask.extras import extra
 from unmask.store import write_atomic
 
 METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
@@ -126,9 +125,8 @@ class Watch:
 
     def due(self, step: int) -> bool:
         """Whether the model is to be measured after a step."""
-        if self.probe is None:
-            return False
-        return step + 1 in {round(self.total * part / TENTHS) for part in range(1, TENTHS + 1)}
+        last = [round(self.total * part / TENTHS) for part in range(1, TENTHS + 1)] if self.probe else []
+        return step + 1 in last
 
     def measure(self, model: nn.Module, step: int, seconds: float) -> None:
         """Measures the model, and logs what comes out."""
@@ -142,9 +140,9 @@ class Watch:
     def draw(self) -> None:
         """Shows the curve, in the place of the one before. One that cannot be drawn is the last."""
         try:
-            with extra("study"):  # a second to import
-                from IPython.display import Image, display  # noqa: PLC0415
-                from matplotlib import style  # noqa: PLC0415
+            from IPython.display import Image, display  # noqa: PLC0415 (a second to import)
+            from matplotlib import style  # noqa: PLC0415
+
             with style.context("default"):  # whatever the user's matplotlibrc says
                 picture = Image(self._picture(), alt=f"loss of {self.title}")
             if self.handle:
