@@ -126,10 +126,8 @@ class Contrastive(TextStage):
         return part.weight * self.loss(rows_RD, part, temperature=self.config.temperature, queries=queries)
 
     def backward(self, module: nn.Module, parts: list[Batch], processes: Distributed) -> dict[str, Any]:
-        config = self.config
-        device = processes.device.type
-        options = {"token_budget": config.budget(device), "keep_tokens": config.kept(device)}
-        options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
+        options = {"pooling": getattr(self.config, "pooling", "mean"), "processes": processes}
+        options |= self.config.memory(processes.device.type)
         total = torch.zeros((), device=processes.device)
         for part in parts:
             loss = partial(self.part_of_loss, part, processes.slice(part.count))

@@ -5,20 +5,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from unmask.config import (
-    TRAINED,
-    BackboneConfig,
-    ClustersConfig,
-    ParallelConfig,
-    Preset,
-    Section,
-    TrainConfig,
-)
+from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig, TrainConfig
 from unmask.models.checkpoint import Settings
+from unmask.schema import Section
 
 JOB = "job.json"  # in a training's folder: the job, and everything that its result depends on
 Location = Annotated[str, BeforeValidator(str)]  # a path or a name
-SECTIONS = {name: Preset.__dataclass_fields__[name].type for name in TRAINED}
 # What a stage takes beside values of its section.
 OPTIONS = ("only", "mined", "surrogate", "milestones", "bidirectional", "late_chunking", "settings")
 
@@ -51,7 +43,7 @@ class Job(Section):
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Job":
         """Reads plain values (`config.resolved`)."""
-        return cls(**row | {"config": SECTIONS[row["section"]](**row["config"])})
+        return cls(**row | {"config": TRAINED[row["section"]](**row["config"])})
 
     @property
     def preset(self) -> SimpleNamespace:

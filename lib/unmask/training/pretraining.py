@@ -40,7 +40,7 @@ class Pretraining(Stage):
 
     def micro_batches(self, order_B: Tensor, processes: Distributed) -> Sequence[Tensor]:
         """The rows of `order_B` in groups under the token budget."""
-        rows = max(1, self.config.budget(processes.device.type) // self.config.length)
+        rows = max(1, self.config.memory(processes.device.type)["token_budget"] // self.config.length)
         passes = math.ceil(len(order_B) / (rows * processes.count))  # of every process, equally many
         return order_B.tensor_split(passes * processes.count)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from unmask.config import GROUPS, ConfigError, TrainConfig, changed
+from unmask.config import GROUPS, ConfigError, TrainConfig, stage_config
 from unmask.data.batches import BatchPlan
 from unmask.data.corpus import Corpus
 from unmask.data.mining import kept, sample
@@ -64,7 +64,7 @@ class Stage:
         kind, section = type(self), section or self.section
         values = {key: getattr(preset, key) for key in ("backbone", "clusters", "parallel")}
         values |= {key: more.pop(key) for key in more.keys() & set(OPTIONS)}
-        self.config: TrainConfig = changed(getattr(preset, section), more, section)
+        self.config: TrainConfig = stage_config(preset, section, more)
         name = f"{kind.__module__}:{kind.__qualname__}"
         self.job = Job(stage=name, section=section, config=self.config, **values)
         self.corpus, self.tokenizer = corpus, tokenizer
