@@ -1,6 +1,5 @@
 """A training, written down: what processes of their own are given to do it."""
 
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -44,13 +43,3 @@ class Job(Section):
     def of(cls, row: dict[str, Any]) -> "Job":
         """Reads plain values (`config.resolved`)."""
         return cls(**row | {"config": TRAINED[row["section"]](**row["config"])})
-
-    @property
-    def preset(self) -> SimpleNamespace:
-        """What a stage takes of a preset."""
-        shared = {key: getattr(self, key) for key in ("backbone", "clusters", "parallel")}
-        return SimpleNamespace(**shared, **{self.section: self.config})
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in OPTIONS}

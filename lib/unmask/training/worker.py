@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -15,7 +16,7 @@ from unmask.models import backbone
 from unmask.store import read_json, write_atomic
 from unmask.training.distributed import Distributed
 from unmask.training.identity import outside_code, weights_hash
-from unmask.training.job import Job
+from unmask.training.job import OPTIONS, Job
 from unmask.training.launch import ERROR, TrainingStopped
 from unmask.training.loop import run
 from unmask.training.stages import Stage
@@ -31,7 +32,9 @@ def stage_of(job: Job, code: dict[str, str]) -> Stage:
     module, _, name = job.stage.partition(":")
     if kind := getattr(importlib.import_module(module), name, None):
         corpus, tokenizer = Corpus(Path(job.corpus), job.families), backbone.load_tokenizer(job.tokenizer)
-        stage = kind(job.preset, corpus, tokenizer, section=job.section, **job.options)
+        preset = SimpleNamespace(**vars(job) | {job.section: job.config})
+        options = {key: getattr(job, key) for key in OPTIONS}
+        stage = kind(preset, corpus, tokenizer, section=job.section, **options)
         stage.begin(job.start, Path(job.folder))
     if kind is None or outside_code(stage) != code:
         raise ValueError("other processes cannot import the code of a notebook: put it into a module")
