@@ -19,7 +19,7 @@ from unmask.data.corpus import SCHEMAS, read_table
 from unmask.data.registry import SPLITS, Source, split_of
 from unmask.data.sources import collect, identity, open_corpus
 from unmask.data.spelling import held_texts
-from unmask.training.stages import Pair
+from unmask.training import Pair
 
 REGISTRY = """
 about: a few rows of one's own
