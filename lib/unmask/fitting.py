@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Field, ValidationError, create_model
 from transformers import PreTrainedTokenizerBase
 
 from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig
-from unmask.data.corpus import Corpus, write_tables
+from unmask.data.corpus import Corpus, write_table
 from unmask.data.registry import Source
 from unmask.data.tokens import encode, end_token
 from unmask.evaluation.exam import Division, Exam, Row, divided
@@ -356,12 +356,11 @@ def _corpus(place: Path, stage: str, rows: list[Row]) -> Corpus:
     same |= {"package": "", "kind": "text"}
     if not path.exists():
         keys = (row.get("document") or " ".join(row.get("chunks", ())) for row in rows)
-        every = [
-            same | row | {"key": key, "document_id": str(i)} for i, (row, key) in enumerate(zip(rows, keys))
-        ]
-        file = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
+        facts = [{"key": key, "document_id": str(number)} for number, key in enumerate(keys)]
+        file = {"files": ("rows/train.arrow",), "columns": {"text": "text"}, "known_as": path.name}
         source = vars(Source("rows", "files", "text", "mul", "", **file))
         with new_directory(path) as folder:
-            card = write_tables(folder, [(TABLES[stage], "rows", every)]) | {"hash": made_of}
+            write_table(folder / "rows", TABLES[stage], (same | row | fact for row, fact in zip(rows, facts)))
+            card = {"hash": made_of, "tables": {TABLES[stage]: {"rows": "rows"}}}
             write_json(folder / "card.json", card | {"text_sources": [source] * (stage == "diffusion")})
     return Corpus(path)

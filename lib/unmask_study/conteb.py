@@ -21,9 +21,9 @@ from torch.nn.functional import normalize
 
 from unmask.data import hub
 from unmask.data.corpus import Corpus, Rows
-from unmask.data.reading import data_files, document_of
 from unmask.data.registry import Source, halves
 from unmask.data.registry import conteb as source
+from unmask.data.rows import data_files, document_of
 from unmask.evaluation.tasks import Task
 from unmask.extras import extra
 
@@ -41,7 +41,7 @@ TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once:
 def load(task: str) -> Task:
     """A task of `registry.CONTEB`, from the mirror that UNMASK_MIRROR names or else from the Hub.
 
-    Raises: ValueError for an unknown task, and as `reading.data_files`.
+    Raises: ValueError for an unknown task, and as `rows.data_files`.
     """
     files = ([file.path for file in data_files(half)] for half in halves(source(task)))
     return as_task(task, *(load_dataset("parquet", data_files=paths, split="train") for paths in files))

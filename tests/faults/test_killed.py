@@ -110,6 +110,7 @@ def victim(work: str, given: Path, folder: Path) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ["UNMASK_ARTIFACTS"] = str(folder)
+    tiny_corpus.install(pytest.MonkeyPatch())
     WORKS[work](given, folder)
 
 

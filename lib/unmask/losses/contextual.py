@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unmask.losses.contrastive import cosine, info_nce, mean_over_queries, true_negatives
-from unmask.losses.tensors import check_index, check_settings, check_shapes, shipped
+from unmask.losses.tensors import check_index, check_settings, check_shapes, to_device
 
 Similarity = Callable[[Tensor, Tensor], Tensor]  # of all queries of a tile with all chunks: (T, X)
 
@@ -187,7 +187,7 @@ def global_loss(
     check_settings(temperature=temperature, margin=margin)
     check_index("document_N", document_N, len(documents_MD))
     query_ids_N = torch.arange(len(q_ND)) if query_ids_N is None else query_ids_N
-    query_ids_N, document_N = (shipped(x, q_ND.device) for x in (query_ids_N, document_N))
+    query_ids_N, document_N = (to_device(x, q_ND.device) for x in (query_ids_N, document_N))
 
     def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
         same_TN = query_ids_N[rows, None] == query_ids_N
@@ -310,8 +310,8 @@ def insent_loss(
     where = _checked(q_ND, chunks_MCD, *given, late=similarity is mean_maxsim)
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
-    share_N = shipped(share_N, q_ND.device)
-    document_NM = shipped(F.one_hot(document_N, len(chunks_MCD)).bool(), q_ND.device)
+    share_N = to_device(share_N, q_ND.device)
+    document_NM = to_device(F.one_hot(document_N, len(chunks_MCD)).bool(), q_ND.device)
 
     def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
         all_TX = similarity(q_TD, chunks_MCD.flatten(0, 1))
@@ -357,7 +357,7 @@ def _checked(q, chunks, document_N, gold_N, chunk_mask_MC, query_ids_N, *, late=
     if (bad_N := padding_MC[document_N, gold_N]).any():
         query = int(bad_N.nonzero()[0])
         raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
-    return [shipped(x, q.device) for x in (padding_MC, *index.values())]
+    return [to_device(x, q.device) for x in (padding_MC, *index.values())]
 
 
 def _among_chunks(all_TX, rows, padding_MC, document_N, gold_N, query_ids_N) -> tuple[Tensor, Tensor, Tensor]:

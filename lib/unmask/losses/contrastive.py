@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unmask.losses.tensors import check_settings, check_shapes, shipped
+from unmask.losses.tensors import check_settings, check_shapes, to_device
 
 # At most this many similarities at a time: their memory must not grow with the square of the batch. 2^23
 # are 32 MiB in float32, enough for 2,048 pairs (with their query–query similarities) in one piece. With twice
@@ -221,7 +221,7 @@ def _text_ids(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, ids_R: Tensor | None
     ids_R = torch.arange(2 * n + n * k) if ids_R is None else ids_R
     if ids_R.shape != (2 * n + n * k,):
         raise ValueError(f"text_ids_R must have the shape ({2 * n + n * k}); got {tuple(ids_R.shape)}.")
-    ids_R = shipped(ids_R, q_ND.device)
+    ids_R = to_device(ids_R, q_ND.device)
     return ids_R[: 2 * n].view(2, n).mT, ids_R[2 * n :].view(n, k)
 
 
@@ -293,6 +293,6 @@ def true_negatives(similarity_TX: Tensor, positives_TX: Tensor, positive_T: Tens
     return similarity_TX.masked_fill(positives_TX | (similarity_TX > limit_T1), -torch.inf)
 
 
-def known_positives(same_TN: Tensor, negative_mask_NN: Tensor | None, rows: slice) -> Tensor:
+def known_positives(same_TN: Tensor, mask_NN: Tensor | None, rows: slice) -> Tensor:
     """Which candidates are no negatives of a tile's queries: the same text, and what the mask excludes."""
-    return same_TN if negative_mask_NN is None else same_TN | ~shipped(negative_mask_NN[rows], same_TN.device)
+    return same_TN if mask_NN is None else same_TN | ~to_device(mask_NN[rows], same_TN.device)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unmask.losses.tensors import check_shapes, shipped
+from unmask.losses.tensors import check_shapes, to_device
 
 # Logits exist for this many rows at a time, so that their memory does not grow with the batch: 2^26 logits
 # are 256 MiB in float32; but never fewer than 1,024 rows, which a GPU needs to multiply at full speed.
@@ -76,7 +76,7 @@ def diffusion_loss(
     paid_BL = predictable_BL & masked_BL[:, 1:].bool()
     place_R = F.pad(paid_BL, (0, 1)).flatten().nonzero()[:, 0]  # of each paid token's predecessor
     weight_R = t_B.reciprocal()[:, None].expand(paid_BL.shape)[paid_BL]
-    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, shipped(place_R, hidden_BLD.device))
+    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, to_device(place_R, hidden_BLD.device))
     nats = _weighted_nats(rows_RD, unembedding_VD, tokens_BL[:, 1:][paid_BL], weight_R)
     return nats / (predictable_BL.sum() if normalizer is None else normalizer)
 
@@ -160,10 +160,10 @@ def _weighted_nats(rows_RD: Tensor, unembedding_VD: Tensor, target_R: Tensor, we
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
     dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
-    weight_R = shipped(weight_R.to(torch.promote_types(dtype, torch.float32)), device)
+    weight_R = to_device(weight_R.to(torch.promote_types(dtype, torch.float32)), device)
     size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
     sizes = (CPU_ROWS, CPU_SOFTMAX) if device.type == "cpu" else (size, size)
-    vectors = rows_RD.to(dtype), unembedding_VD, shipped(target_R, device), weight_R
+    vectors = rows_RD.to(dtype), unembedding_VD, to_device(target_R, device), weight_R
     with torch.autocast(device.type, enabled=False):
         return _WeightedNats.apply(*vectors, sizes, torch.is_grad_enabled())
 

@@ -49,7 +49,7 @@ def check_index(name: str, index_N: Tensor, size: int) -> None:
         raise ValueError(f"{name} must hold int64 in 0..{size - 1}; got {values}.")
 
 
-def shipped(x: Tensor, device: torch.device | str) -> Tensor:
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copies a CPU tensor to a device; to a GPU from pinned memory, since other copies may wait for all that
     it has to do. What is there already stays."""
     device = torch.device(device)

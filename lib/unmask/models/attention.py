@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from unmask.extras import lacking_compiler
-from unmask.losses.tensors import shipped
+from unmask.losses.tensors import to_device
 from unmask.models import backbone
 from unmask.store import artifacts_root
 
@@ -63,10 +63,10 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
     row_T = torch.arange(len(lengths)).repeat_interleave(length_N)
     position_T = torch.arange(int(ends[-1])) - ends[:-1][row_T]
     inputs = {
-        "position_ids": shipped(position_T[None], device),
+        "position_ids": to_device(position_T[None], device),
         # Four dimensions say that the mask is ready, so transformers derives none. Nobody reads it.
         "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device),
-        "cu_seq_lens_q": shipped(ends.int(), device),
+        "cu_seq_lens_q": to_device(ends.int(), device),
     }
     if config._attn_implementation == PLAIN:
         place_T = row_T * max(lengths) + position_T

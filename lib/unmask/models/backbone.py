@@ -222,11 +222,12 @@ def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: A
         if lacking == ["lm_head.weight"]:
             raise ValueError(f"{source} has no output matrix, an embedder: name the language model itself")
         which = f"{len(lacking)} are missing or have another shape, the first is {lacking[0]}"
-        raise ValueError(
-            f"{source}: the weights are not those of its configuration; {which}: copy them again"
-        )
-    if getattr(model, "pooler", None) is not None:
-        model.pooler = None  # a training would find it without a gradient
+        raise ValueError(f"{source}: the weights are not those of its configuration; {which}: copy anew")
+    if pooler := getattr(model, "pooler", None):  # stays, since other readers miss it, but nobody trains it
+        pooler.requires_grad_(False)
+        if report["missing_keys"]:
+            for parameter in pooler.parameters():
+                parameter.zero_()
     return model
 
 

@@ -36,7 +36,7 @@ from unmask.models.encoding import (
 )
 from unmask.models.quantize import binary, check_precision, int8, numbers, pack_binary
 
-WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
+WINDOW, OVERLAP = checkpoint.UNLIMITED, 35  # tokens, and chunks that two share: pplx-embed, appendix D
 SORTED = 32  # micro-batches' worth of tokens that are held and sorted by length at a time
 
 # What a query of Qwen3-Embedding is asked for (section 2), by group of pairs; short, as queries are.

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from unmask.data.tokens import TokenSequence
-from unmask.losses.tensors import shipped
+from unmask.losses.tensors import to_device
 from unmask.models.attention import unpadded_inputs
 
 
@@ -228,7 +228,7 @@ def encode_rows(
 
     def padded(x_T: Tensor, filler: int = 0) -> Tensor:
         x_BL = pad_sequence(x_T.split(lengths), batch_first=True, padding_value=filler)
-        return shipped(x_BL, device)
+        return to_device(x_BL, device)
 
     tokens_T = _tokens(sequences)
     mask_BL = padded(torch.ones_like(tokens_T)) if different else None
@@ -246,7 +246,7 @@ def _encode_packed(
     """The same with all sequences in one row, one after the other."""
     device = next(model.parameters()).device
     inputs = inputs | unpadded_inputs(model, [len(s) for s in sequences], device)
-    tokens_1T, segment_T = (shipped(x, device) for x in (_tokens(sequences)[None], _segments(sequences)))
+    tokens_1T, segment_T = (to_device(x, device) for x in (_tokens(sequences)[None], _segments(sequences)))
     hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
     if pooling == "last":
         return hidden_TD[inputs["cu_seq_lens_q"][1:].long() - 1].float()

@@ -17,6 +17,7 @@ from unmask.data.tokens import StoredTokenizer, special_tokens_around
 from unmask.extras import extra
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, settings_of
+from unmask.models.checkpoint import write as write_embedder
 from unmask.store import new_directory
 
 with extra("study"):
@@ -85,7 +86,7 @@ def _merge(
         merged = backbone.load(work / "merged")  # refuses what is not whole
         if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
             raise ValueError(f"the merge of {parents[0]} has NaN or infinity in {bad[0]}")
-        backbone.write(merged, tokenizers[0], folder, **facts)
+        write_embedder(folder, merged, tokenizers[0], Settings.of(facts), path.name)
         del merged  # its weights may be mapped from what goes now
         shutil.rmtree(work)
     return path

@@ -1,21 +1,26 @@
-"""The embedded corpus on three made-up packages: what is read, what is kept apart, what is refused."""
+"""The script that makes the corpus of the installed packages, on three made-up ones: what is read, what is
+kept apart, what is refused."""
 
+import json
 import math
 import os
 import re
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 
-from unmask.config import load_preset
-from unmask.data import environment, sources
-from unmask.data.corpus import SCHEMAS, SPLITS
-from unmask.data.environment import Package, clean, digest, split_summary, words_of
+import make
+from make import Package, clean, digest, split_summary, words_of
+from unmask.data import sources
 from unmask_study import cli
+from unmask_study.settings import load_preset
 
-LANGUAGES = ("en", "de", "fr")
+SPLITS = make.SPLITS
+PAIRS = ("docs", "code", "cldr-cross", "cldr-multi")
+DOCUMENTS = ("modules", "statistics")
 TOPICS = {"alpha": ("weather", "WeatherKeeper"), "beta": ("music", "Player"), "gamma": ("harvest", "Store")}
 SHARED = "Vendored helper that every package copies"
 MODULE = '''"""Tools of {name} for {topic} and little else besides."""
@@ -65,14 +70,16 @@ def make_packages(root):
     return packages
 
 
-def make_config(**changes):
-    values = {"source": "environment", "seed": 0, "vocab_size": 512, "max_packages": 0, "max_text_mb": 1}
-    values |= {"families": (), "dev_packages": ("beta",), "test_packages": ("gamma",)}
-    return SimpleNamespace(**values | changes)
+def settings(**changes):
+    values = {"seed": 0, "dev_packages": ["beta"], "test_packages": ["gamma"], "max_packages": 3}
+    return SimpleNamespace(**values | {"max_text_mb": 1} | changes)
 
 
 def built(root, **changes):
-    return environment.build(make_config(**changes), make_packages(root / "site"), root / "built", LANGUAGES)
+    """The rows of each file, and the card."""
+    make.build(settings(**changes), make_packages(root / "site"), root / "built")
+    rows = {path.stem: pq.read_table(path).to_pylist() for path in (root / "built").glob("*.parquet")}
+    return rows, json.loads((root / "built" / "card.json").read_text(encoding="utf8"))
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +87,20 @@ def corpus(tmp_path_factory):
     return built(tmp_path_factory.mktemp("corpus"))
 
 
-def test_every_split_has_rows_of_every_kind(corpus):
+@pytest.fixture
+def rows(corpus):
+    """Those of some files in one split."""
+    return lambda split, *names: [row for name in names for row in corpus[0][name] if row["split"] == split]
+
+
+def test_every_split_has_rows_of_every_kind(corpus, rows):
+    """Nothing of the packages is executed, and what cannot be read is counted."""
+    assert "UNMASK_IMPORTED" not in os.environ
+    assert corpus[1]["dropped"] == {"packages": {"files that are unreadable, generated or too large": 3}}
+    assert corpus[0].keys() == {"environment", *PAIRS, *DOCUMENTS}
     for split in SPLITS:
-        for kind in ("texts", "pairs", "documents"):
-            assert getattr(corpus, kind)(split).column_names == SCHEMAS[kind].names
-        assert {"docs", "code", "cldr-cross", "cldr-multi"} == set(corpus.pairs(split)["dataset"])
-        assert {"modules", "statistics"} == set(corpus.documents(split)["dataset"])
-        for row in corpus.documents(split):
+        assert all(rows(split, name) for name in corpus[0])
+        for row in rows(split, *DOCUMENTS):
             assert len(row["queries"]) == len(row["golds"]) > 0
             assert all(0 < gold < len(row["chunks"]) for gold in row["golds"])
             assert 2 <= len(row["chunks"]) <= 10 and all(len(chunk.split()) <= 80 for chunk in row["chunks"])
@@ -95,44 +109,44 @@ def test_every_split_has_rows_of_every_kind(corpus):
 @pytest.mark.parametrize("count", [9, 20])  # of which a document holds nine
 def test_a_query_asks_for_the_chunk_of_its_member(count):
     members = [(f"part{i}", f"part{i}(self)", f"Number{i} of all things.") for i in range(count)]
-    owner = environment.Owner("class", "Whole", "alpha.tools", "alpha", "All parts.", members)
-    rows = [*environment.documents_of([owner], 0)]
-    assert len(rows) == math.ceil(count / 9) and sum(len(row["chunks"]) - 1 for row in rows) == count
-    for row in rows:
+    owner = make.Owner("class", "Whole", "alpha.tools", "alpha", "All parts.", members)
+    documents = [*make.documents_of([owner], 0)]
+    assert len(documents) == math.ceil(count / 9)
+    assert sum(len(row["chunks"]) - 1 for row in documents) == count
+    for row in documents:
         for query, gold in zip(row["queries"], row["golds"], strict=True):
             topic = re.search(r"number\d+ of all", query)[0]
             assert topic in row["chunks"][gold].lower() and "whole" in query.lower()
 
 
-def test_pairs_say_what_they_should(corpus):
-    rows = [row for row in corpus.pairs("train") if row["key"] == "alpha.tools.WeatherKeeper.fit"]
-    docs, code = sorted(rows, key=lambda row: row["dataset"], reverse=True)
+def test_pairs_say_what_they_should(rows):
+    key = "alpha.tools.WeatherKeeper.fit"
+    docs, code = (row for row in rows("train", "docs", "code") if row["key"] == key)
     assert docs["query"] == code["query"] == "Fit the WeatherKeeper to the given weather data."
-    assert docs["document"].startswith("The data of alpha are read once") and docs["group"] == "english"
+    assert docs["document"].startswith("The data of alpha are read once")
     assert code["document"].startswith("def fit(self, data):\n    checked") and '"""' not in code["document"]
-    assert code["group"] == "code"
+    assert (docs["language"], code["language"]) == ("en", "python")
 
 
-def test_packages_entities_and_texts_are_held_out_whole(corpus):
+def test_packages_entities_and_texts_are_held_out_whole(rows):
     held, texts = [], []
     for split, package in zip(SPLITS, ("alpha", "beta", "gamma"), strict=True):
-        pairs, documents = corpus.pairs(split), corpus.documents(split)
-        for rows in (pairs, documents, corpus.texts(split)):
-            assert set(rows["package"]) <= {package, "cldr"}
-        held.append(set(documents["key"]) | set(pairs["key"]))
+        text, pairs, documents = (rows(split, *names) for names in (["environment"], PAIRS, DOCUMENTS))
+        assert {row["package"] for row in text + pairs + documents} <= {package, "cldr"}
+        held.append({row["key"] for row in pairs + documents})
         asked = [query for row in documents for query in row["queries"]]
-        texts.append({digest(text) for text in [*pairs["query"], *pairs["document"], *asked]})
-        # Every package copies the same function: only the test split, served first, keeps it.
-        kept = any(SHARED in text for text in [*corpus.texts(split)["text"], *pairs["query"]])
-        assert kept == (split == "test")
+        asked += [row[column] for row in pairs for column in ("query", "document")]
+        texts.append(set(map(digest, asked)))
+        # Every package copies the same function: only the test split, served first, has it.
+        assert any(SHARED in one for one in [*asked, *(row["text"] for row in text)]) == (split == "test")
     for parts in (held, texts):
         assert len(set.union(*parts)) == sum(map(len, parts))
 
 
-def test_only_the_heading_names_the_owner(corpus):
-    rows = [row for row in corpus.documents("train") if row["dataset"] == "modules"]
-    assert rows
-    for row in rows:
+def test_only_the_heading_names_the_owner(rows):
+    documents = rows("train", "modules")
+    assert documents
+    for row in documents:
         heading, *chunks = row["chunks"]
         assert "WeatherKeeper" in heading
         assert not any(re.search("weather ?keeper", chunk, re.IGNORECASE) for chunk in chunks)
@@ -140,30 +154,26 @@ def test_only_the_heading_names_the_owner(corpus):
         assert [chunk.partition(":")[0] for chunk in chunks] == ["fit(data)", "close()", "save(path, mode)"]
 
 
-def test_nothing_is_executed_and_what_cannot_be_read_is_counted(corpus):
-    assert "UNMASK_IMPORTED" not in os.environ
-    assert corpus.card["dropped"]["environment"]["files that are unreadable, generated or too large"] == 3
-
-
-def test_same_hash_again_and_under_another_hash_seed(corpus, tmp_path, monkeypatch):
-    assert built(tmp_path / "other", seed=1).hash != corpus.hash
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        assert process.submit(built, tmp_path / "again").result().hash == corpus.hash
+def test_same_rows_again_and_under_another_hash_seed(corpus, tmp_path):
+    assert built(tmp_path / "other", seed=1)[0] != corpus[0]
+    code = "import sys, pathlib, test_environment; test_environment.built(pathlib.Path(sys.argv[1]))"
+    paths = {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, tmp_path], env=os.environ | paths, check=True)
+    again = {path.stem: pq.read_table(path).to_pylist() for path in (tmp_path / "built").glob("*.parquet")}
+    assert again == corpus[0]
 
 
 REFUSED = [
-    ({"test_packages": ("gama",)}, "gama is not installed; did you mean 'gamma'"),
-    ({"dev_packages": ("gamma",)}, "no package is left for dev"),
+    ({"test_packages": ["gama"]}, "gama is not installed; did you mean 'gamma'"),
+    ({"dev_packages": ["gamma"]}, "no package is left for dev"),
     ({"max_packages": 2}, "no package is left for train"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_bad_configuration_is_refused(changes, message, tmp_path):
+def test_settings_are_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         built(tmp_path, **changes)
-    assert not (tmp_path / "built").exists()
 
 
 def test_docstrings_without_markup_in_summary_and_rest():
@@ -188,9 +198,9 @@ def site(tmp_path, monkeypatch):
     for file in ("abc.py", "idlelib/help.py"):
         (tmp_path / "stdlib" / file).touch()
     (tmp_path / "list.txt").write_text("# read\nalpha==1.0\nbeta==1.0\ndelta==1.0\ngamma==2.0\n")
-    monkeypatch.setattr(environment, "LIST", tmp_path / "list.txt")
+    monkeypatch.setattr(make, "LIST", tmp_path / "list.txt")
     paths = SimpleNamespace(get_path=lambda name: str(tmp_path / "stdlib" if name == "stdlib" else site))
-    monkeypatch.setattr(environment, "sysconfig", paths)
+    monkeypatch.setattr(make, "sysconfig", paths)
     return site
 
 
@@ -204,22 +214,26 @@ def install(site, name, version, files):
 def test_what_is_listed_is_read_without_tests_and_vendored_copies_and_nothing_else(site):
     install(site, "tool", "1.0", ["alpha/tools.py"])
     (site / "delta-1.0.dist-info").mkdir()  # left by an uninstallation
-    packages = environment.installed_packages()
+    packages = make.installed_packages()
     expected = {name: (f"{name}/broken.py", f"{name}/tools.py") for name in TOPICS} | {"python": ("abc.py",)}
     assert {one.name: one.files for one in packages} == expected
-    assert environment.installed_versions().keys() == expected.keys()
+    assert make.installed_versions().keys() == expected.keys()
     assert (packages[0].version, packages[0].licence) == ("1.0", "not stated")
 
 
 def test_missing_and_other_versions_are_named(site, tmp_path, monkeypatch, capsys):
-    assert environment.departures() == "delta is missing (listed: 1.0), gamma 1.0 (listed: 2.0)"
+    make.main()
+    about = json.loads(capsys.readouterr().out)
+    assert about["departures"] == "delta is missing (listed: 1.0), gamma 1.0 (listed: 2.0)"
+    assert about["inputs"].keys() == {*TOPICS, "python"}
+    data = load_preset("smoke").data
+    monkeypatch.setattr(sources, "_describe", lambda script: about)
     cli._require(load_preset("smoke"))  # what a run begins with
     note = capsys.readouterr().out
     assert "because of delta is missing" in note and "`make install` gets what is listed" in note
-    install(site, "delta", "1.0+cpu", [])
-    environment.LIST.write_text(environment.LIST.read_text().replace("2.0", "1.0"))
-    assert environment.departures() == sources.departures(make_config()) == ""
-    environment.LIST.write_text("epsilon==1.0\n")
-    assert sources.departures(make_config(source="mirror")) == ""  # reads none
+    assert sources.departures(load_preset("mirror").data) == ""  # reads none
     monkeypatch.setenv("UNMASK_CORPUS", str(tmp_path))
-    assert sources.departures(make_config()) == ""
+    assert sources.departures(data) == ""
+    install(site, "delta", "1.0+cpu", [])
+    make.LIST.write_text(make.LIST.read_text().replace("2.0", "1.0"))
+    assert make.departures() == ""

@@ -7,44 +7,43 @@ missing is known; one without was put there by hand, and is read as it is.
 """
 
 import glob
+import math
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-import fsspec
-import huggingface_hub
-from fsspec.utils import glob_translate
-from huggingface_hub.errors import HTTPError
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub import get_cached_repo_tree, snapshot_download
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
-from pyarrow import parquet
 
-from unmask.config import Preset
 from unmask.data import hub
-from unmask.data.reading import data_files, patterns, pulled, tables
 from unmask.data.registry import Source, conteb, halves, load_registry
+from unmask.data.rows import data_files, patterns, tables
+from unmask.extras import extra
 from unmask.store import alone, sha256
+from unmask_study.settings import Preset
+
+with extra("study"):
+    from fsspec.utils import glob_translate
 
 # Sections of a preset with models or data of their own: those that each training needs, and those of studies.
 RECIPE, STUDIES = ("backbone", "clusters", "data"), ("retrieval", "conteb")
 PARTS = RECIPE + STUDIES
-ALL = 10**18  # bytes of text: more than there is of anything
-# Text to fetch for each byte that `data.max_text_mb` allows a source. Its share counts tokens: the cap
-# assumes four bytes per token, as in Latin script; others have up to seven.
-SLACK_LATIN, SLACK = 1.1, 1.75
-PLAIN = 0.5  # text for each byte of a file, on the low side, where no footer says it
+# Bytes of files to fetch for each byte of text that `data.max_text_mb` allows a source. One of Parquet holds
+# two of text, but other columns take some, and other scripts than Latin more bytes a token than the cap says.
+FILE_BYTES = 1.5
 
 
 class Need(NamedTuple):
     """A model, or a configuration of a data set, that a preset needs."""
 
     repo: str
-    source: Source | None = None  # of a data set: the source, with this configuration
-    text_bytes: float = ALL  # so much text will do
     revision: str = "main"
+    source: Source | None = None  # of a data set: the source, with this configuration
+    file_bytes: float = math.inf  # the first files that make up so much will do
 
 
 def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] = PARTS) -> list[Need]:
@@ -56,22 +55,21 @@ def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] 
     """
     models = {"backbone": [preset.backbone.checkpoint], "clusters": [preset.clusters.surrogate]}
     models |= {"retrieval": preset.retrieval.pool}
-    wanted = (name for part, names in models.items() if part in sections for name in names)
-    named = [name for name in wanted if hub.is_name(name, folder)]
-    at = preset.retrieval.pool_revisions
-    found = {(name, "", ""): Need(name, revision=at.get(name, "main")) for name in named}
+    names = [name for section in models if section in sections for name in models[section]]
+    revisions = preset.retrieval.pool_revisions
+    wanted = [Need(name, revisions.get(name, "main")) for name in names if hub.is_name(name, folder)]
     sources = [conteb(name) for name in preset.conteb.tasks if "conteb" in sections]
-    if "data" in sections and preset.data.source != "environment":
+    if "data" in sections:
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
     for source in sources:
-        text = ALL
-        if source.role == "text":
-            slack = SLACK_LATIN if source.language.endswith("_Latn") else SLACK
-            text = slack * preset.data.max_text_mb * 1e6 * (source.share or 100) / 100
-        for half in halves(source):
-            need = Need(source.repo, half, text, source.revision)
-            found.setdefault((need.repo, half.config, half.split), need)
-    return list(found.values())
+        share = (source.share or 100) / 100 if source.role == "text" else math.inf
+        size = FILE_BYTES * preset.data.max_text_mb * 1e6 * share
+        wanted += [Need(source.repo, source.revision, half, size) for half in halves(source)]
+    parts: dict[tuple[str, ...], Need] = {}
+    for need in wanted:
+        part = (need.source.config, need.source.split) if need.source else ()
+        parts.setdefault((need.repo, *part), need)
+    return [*parts.values()]
 
 
 def offline(preset: Preset) -> bool:
@@ -84,8 +82,8 @@ def offline(preset: Preset) -> bool:
 
 def data_on_hub(preset: Preset) -> bool:
     """Whether the data of this preset are read from the Hub itself, so that a look at them takes its time."""
-    data = replace(preset, conteb=replace(preset.conteb, tasks=()))
-    return hub.root() is None and any(one.source and one.source.kind == "hub" for one in needs(data))
+    sources = (need.source for need in needs(preset, sections=["data"]))
+    return hub.root() is None and any(source.kind == "hub" for source in sources)
 
 
 def reads_packaged(preset: Preset) -> bool:
@@ -124,71 +122,13 @@ def check(preset: Preset) -> list[tuple[str, str]]:
     return wrong + _lacking(preset)
 
 
-def _lacking(preset: Preset, sections: Collection[str] = PARTS) -> list[tuple[str, str]]:
-    mirror, wanted = hub.root(), needs(preset, sections=sections)
-    if wanted and not (mirror and mirror.is_dir()):
-        raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: UNMASK_MIRROR names one")
-    every = ((need.repo, _why(need)) for need in wanted)
-    return [(repo, why) for repo, why in dict.fromkeys(every) if why]
-
-
-def _why(need: Need) -> str:
-    """Why the mirror does not do for a need; empty if it does."""
-    if not (folder := hub.local(need.repo)):
-        return "not there"
-    try:
-        _, files = pulled(folder, need.revision)
-        if not (data_files(need.source) if need.source else any(folder.glob("*.safetensors"))):
-            return "*.safetensors not there"
-        for name in _wanted(need, str(folder), files) if files else ():
-            if not (folder / name).is_file() or (folder / name).stat().st_size != files[name].size:
-                return f"{name} not there or not whole: pull again"
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _wanted(need: Need, base: str, files: Mapping[str, RepoFile]) -> Iterator[str]:
-    """The names of a need's files: of text, of the first that hold enough.
-
-    Args:
-        base: the repository, a folder or an hf:// URL.
-        files: all that it has on the Hub, by name.
-    """
-    if not need.source:
-        yield from filter_repo_objects(files, allow_patterns=hub.MODEL_FILES)
-        return
-    yield from files.keys() & {"README.md"}
-    share, text = 0.0, 0.0
-    which = [*map(glob_translate, patterns(need.source, base))]
-    for name in tables(name for name in files if any(re.match(pattern, name) for pattern in which)):
-        if text >= need.text_bytes:
-            return
-        yield name
-        if need.text_bytes < ALL:
-            column, size = need.source.columns["text"], files[name].size
-            share = share or _text_share(f"{base}/{name}", size, column)  # the first file's
-            text += share * size
-
-
-def _text_share(file: str, size: int, column: str) -> float:
-    """Bytes of text for each byte of files like this one; of Parquet, the footer knows."""
-    if not file.endswith(".parquet"):
-        return PLAIN
-    with fsspec.open(file) as stream:
-        groups = parquet.read_metadata(stream).to_dict()["row_groups"]
-    columns = [part for group in groups for part in group["columns"]]
-    text = sum(part["total_uncompressed_size"] for part in columns if part["path_in_schema"] == column)
-    return text / size if text else PLAIN
-
-
 def pull(preset: Preset, folder: Path) -> None:
     """Fetches all models and data of a preset into a mirror, and goes on where an earlier call was stopped.
 
     Args:
         folder: the mirror, which is created.
     Raises:
-        ValueError: a registry cannot be read, or the mirror holds another version; and as `fetch`.
+        ValueError: a registry cannot be read, or the mirror holds another version; and as `hub.fetch`.
         RuntimeError: another process pulls into it.
         OSError: the Hub cannot be reached or refuses, there is too little space, or the folder cannot be
             written. The same command goes on.
@@ -203,7 +143,7 @@ def pull(preset: Preset, folder: Path) -> None:
         with alone(folder):  # of a branch that moves, two would mix two versions
             for need in needs(preset, folder):
                 _pull(need, folder / need.repo)
-    except HTTPError as error:
+    except (HTTPError, LocalEntryNotFoundError) as error:
         why = " ".join(str(error).split())
         raise OSError(f"the Hub fails ({why}); the same command goes on") from error
     os.environ["UNMASK_MIRROR"] = str(folder)
@@ -211,18 +151,59 @@ def pull(preset: Preset, folder: Path) -> None:
     print(f"all that preset {preset.name!r} needs is there: UNMASK_MIRROR={folder} serves it")
 
 
+def _lacking(preset: Preset, sections: Collection[str] = PARTS) -> list[tuple[str, str]]:
+    mirror, wanted = hub.root(), needs(preset, sections=sections)
+    if wanted and not (mirror and mirror.is_dir()):
+        raise ValueError(f"no mirror{f' at {mirror}' if mirror else ''}: UNMASK_MIRROR names one")
+    reasons = ((need.repo, _why(need, mirror / need.repo)) for need in wanted)
+    return [(repo, why) for repo, why in dict.fromkeys(reasons) if why]
+
+
+def _why(need: Need, folder: Path) -> str:
+    """Why a repository of the mirror does not do for a need; empty if it does."""
+    if not folder.is_dir():
+        return "not there"
+    try:
+        if not (data_files(need.source) if need.source else any(folder.glob("*.safetensors"))):
+            return "*.safetensors not there"
+        for name, size in _files(need, folder, str(folder)).items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+                return f"{name} not there or not whole: pull again"
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _files(need: Need, folder: Path, base: str) -> dict[str, int]:
+    """The names of a need's files and their sizes, of text the first that hold enough; none of a repository
+    that was put into the mirror by hand.
+
+    Args:
+        folder: of the repository in the mirror.
+        base: the same, or the repository's hf:// URL: where its patterns are looked up.
+    """
+    if not (commit := hub.commit(folder, need.revision)):
+        return {}
+    listed = get_cached_repo_tree(need.repo, revision=commit, local_dir=folder)
+    sizes = {file.path: file.size for file in listed}
+    names = [*filter_repo_objects(sizes, allow_patterns=hub.MODEL_FILES)]
+    if need.source:
+        matches = [*map(glob_translate, patterns(need.source, base))]
+        names = tables(name for name in sizes if any(re.match(pattern, name) for pattern in matches))
+    before = accumulate((sizes[name] for name in names), initial=0)
+    return {name: sizes[name] for name, size in zip(names, before) if size < need.file_bytes}
+
+
 def _pull(need: Need, folder: Path) -> None:
     """Fetches what is needed of a repository. One that is in the mirror already stays at its commit, so that
     a branch that moves meanwhile does not mix two versions."""
-    api, repo, source = huggingface_hub.HfApi(), need.repo, need.source
-    kind, place = ("dataset", "datasets/") if source else ("model", "")
-    commit, files = pulled(folder, need.revision)
-    if not commit:
-        commit = api.repo_info(repo, repo_type=kind, revision=need.revision).sha
-        tree = api.list_repo_tree(repo, recursive=True, repo_type=kind, revision=commit)
-        files = {one.path: one for one in tree if isinstance(one, RepoFile)}
-    wanted = list(_wanted(need, f"hf://{place}{repo}@{commit}", files))
-    size = sum(files[name].size for name in wanted)
-    print(f"{repo} at {commit[:12]}: {len(wanted)} files, {size:,} bytes", flush=True)
-    told = {"repo_type": kind, "revision": commit, "allow_patterns": [*map(glob.escape, wanted)]}
-    huggingface_hub.snapshot_download(repo, local_dir=folder, **told)
+    kind, place = ("dataset", "datasets/") if need.source else ("model", "")
+    where = {"repo_id": need.repo, "repo_type": kind, "local_dir": folder}
+    revision = hub.commit(folder, need.revision) or need.revision
+    snapshot_download(
+        **where, revision=revision, allow_patterns=["README.md", ".gitattributes"]
+    )  # and the list
+    commit = hub.commit(folder)
+    files = _files(need, folder, f"hf://{place}{need.repo}@{commit}")
+    print(f"{need.repo} at {commit[:12]}: {len(files)} files, {sum(files.values()):,} bytes", flush=True)
+    snapshot_download(**where, revision=commit, allow_patterns=[*map(glob.escape, files)])

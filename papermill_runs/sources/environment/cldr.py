@@ -9,6 +9,7 @@ unseen name carries to another language only as far as names resemble.
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import date, time, timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -18,18 +19,17 @@ import yaml
 from babel import Locale, UnknownLocaleError, dates, numbers, units
 from babel.core import get_global
 
-TABLES = Path(__file__).with_suffix(".yaml")  # languages, units, and the sentences of statistics documents
-_TABLES = yaml.safe_load(TABLES.read_text(encoding="utf8"))
-LANGUAGES = tuple(_TABLES["languages"])
-SLICE_LANGUAGES = tuple(_TABLES["slice"])
+# Languages, units, and the sentences of statistics documents.
+_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
+LANGUAGES, SLICE_LANGUAGES = _TABLES["languages"], _TABLES["slice"]
 # Of the statistics documents' headings; the sections are English.
 HEADING_LANGUAGES = ("en", "de", "es", "fr", "it")
 NAMES_PER_ENTITY = 6  # pairs of languages of one name in training; one in evaluation
 DRAWS_CROSS = 3_000  # dates, quantities and amounts each, over all languages
 DRAWS_MULTI = 60  # dates, numbers, quantities and amounts each, per language
 DRAWN = {"cross": ("date", "quantity", "amount"), "multi": ("date", "number", "quantity", "amount")}
-GROUP = {"cross": "cross-lingual", "multi": "multilingual"}
 
+Rows = Iterator[dict[str, Any]]
 Facts = dict[str, dict[str, Any]]  # table of sentences (in cldr.yaml) → what its sentences say
 
 
@@ -49,32 +49,28 @@ def split_of(entity: str, seed: int) -> str:
     return {8: "dev", 9: "test"}.get(bucket, "train")
 
 
-def harvest(seed: int, languages: Sequence[str]) -> dict[str, list[dict]]:
+def harvest(seed: int, languages: Sequence[str]) -> tuple[list[dict], list[dict], list[dict]]:
     """Texts, pairs and documents, every row with its split under "split".
 
     Args:
         seed: of the splits, and of the draws of dates, numbers, quantities, amounts, language pairs and
             templates.
         languages: CLDR codes; English must be among them and there must be two at least.
-    Returns: {"texts": [...], "pairs": [...], "documents": [...]}, the same for the same seed and CLDR
-        version.
+    Returns: the same for the same seed and CLDR version.
     """
     locales = {language: Locale.parse(language) for language in languages}
     entities = list(_entities(locales, seed))
     monolingual = list(_draws("multi", locales, entities, seed))
     translated = [*_translated(entities, seed), *_draws("cross", locales, entities, seed)]
-    return {
-        "texts": list(_texts(entities, monolingual)),
-        "pairs": translated + monolingual,
-        "documents": [row for entity in entities for row in _statistics(entity, seed)],
-    }
+    documents = [row for entity in entities for row in _statistics(entity, seed)]
+    return list(_texts(entities, monolingual)), translated + monolingual, documents
 
 
 def _entities(locales: dict[str, Locale], seed: int) -> Iterator[Named]:
-    found = {language: _names(locale) for language, locale in locales.items()}
-    for kind, english in found["en"].items():
+    every = {language: _names(locale) for language, locale in locales.items()}
+    for kind, english in every["en"].items():
         for code in sorted(english):
-            names = {language: kinds[kind][code] for language, kinds in found.items() if code in kinds[kind]}
+            names = {language: kinds[kind][code] for language, kinds in every.items() if code in kinds[kind]}
             # One name, one entity: the city of Singapore is in the country's split.
             yield Named(kind, code, split_of(names["en"].lower(), seed), names)
 
@@ -90,11 +86,11 @@ def _names(locale: Locale) -> dict[str, dict[str, str]]:
 
 
 def _pair(mode: str, key: str, split: str, language: str, query: str, document: str) -> dict[str, str]:
-    row = {"query": query, "document": document, "key": key, "dataset": f"cldr-{mode}", "group": GROUP[mode]}
+    row = {"query": query, "document": document, "key": key, "dataset": f"cldr-{mode}"}
     return row | {"language": language, "package": "cldr", "split": split}
 
 
-def _translated(entities: Sequence[Named], seed: int) -> Iterator[dict[str, str]]:
+def _translated(entities: Sequence[Named], seed: int) -> Rows:
     """A name in one language → the same thing's name in another one."""
     for kind, code, split, names in entities:
         key = f"{kind}:{code}"
@@ -104,9 +100,7 @@ def _translated(entities: Sequence[Named], seed: int) -> Iterator[dict[str, str]
             yield _pair("cross", key, split, f"{a}-{b}", names[a], names[b])
 
 
-def _draws(
-    mode: str, locales: dict[str, Locale], entities: Sequence[Named], seed: int
-) -> Iterator[dict[str, str]]:
+def _draws(mode: str, locales: dict[str, Locale], entities: Sequence[Named], seed: int) -> Rows:
     """Drawn things in words → "cross": the same in another language; "multi": the same written briefly, each
     in one language only."""
     cross, known = mode == "cross", sorted(locales)
@@ -145,8 +139,9 @@ def _written(kind: str, name: str, value: Any, locale: Locale, *, words: bool) -
     if kind == "quantity":
         return units.format_unit(value, name, "long" if words else "short", locale=locale)
     if kind == "amount":
-        style = "name" if words else "standard"
-        return numbers.format_currency(value, name, locale=locale, format_type=style)
+        return numbers.format_currency(
+            value, name, locale=locale, format_type="name" if words else "standard"
+        )
     if not words:
         return numbers.format_decimal(value, locale=locale)
     # Chinese, Japanese and Korean have one way only to abbreviate large numbers.
@@ -154,7 +149,7 @@ def _written(kind: str, name: str, value: Any, locale: Locale, *, words: bool) -
     return numbers.format_compact_decimal(value, format_type=longest, fraction_digits=2, locale=locale)
 
 
-def _texts(entities: Sequence[Named], pairs: Sequence[dict[str, str]]) -> Iterator[dict[str, str]]:
+def _texts(entities: Sequence[Named], pairs: Sequence[dict[str, str]]) -> Rows:
     """Pretraining text: every training name in all languages, then training pairs, forty of one language at a
     time."""
     about = {"package": "cldr", "kind": "cldr", "split": "train"}
@@ -162,16 +157,15 @@ def _texts(entities: Sequence[Named], pairs: Sequence[dict[str, str]]) -> Iterat
         if split == "train":
             lines = [f"{language}: {name}" for language, name in names.items()]
             yield {"text": "\n".join([kind, *lines]), "language": "mul"} | about
-    found: dict[str, list[str]] = {}
-    for pair in pairs:
-        if pair["split"] == "train":
-            found.setdefault(pair["language"], []).append(f"{pair['query']} = {pair['document']}")
-    for language, lines in found.items():
+    pairs = [pair for pair in pairs if pair["split"] == "train"]
+    for language in dict.fromkeys(pair["language"] for pair in pairs):
+        same = (pair for pair in pairs if pair["language"] == language)
+        lines = [f"{pair['query']} = {pair['document']}" for pair in same]
         for start in range(0, len(lines), 40):
             yield {"text": "\n".join(lines[start : start + 40]), "language": language} | about
 
 
-def _statistics(entity: Named, seed: int) -> Iterator[dict]:
+def _statistics(entity: Named, seed: int) -> Rows:
     """Documents of figures: only the heading names the country, language or currency.
 
     The sections hold figures and formats, no names of other entities, so no name held out appears in training
@@ -198,8 +192,8 @@ def _statistics(entity: Named, seed: int) -> Iterator[dict]:
         queries = [draw.choice(_TABLES["queries"]).format(topic=topic, name=name) for topic, _ in mixed]
         chunks = [heading, *(draw.choice(sentences) for _, sentences in mixed)]
         about = {"document_id": f"cldr/{path}", "key": key, "dataset": "statistics", "package": "cldr"}
-        told = {"chunks": chunks, "queries": queries, "golds": list(range(1, len(chunks)))}
-        yield about | told | {"language": language, "split": entity.split}
+        about |= {"language": language, "split": entity.split}
+        yield about | {"chunks": chunks, "queries": queries, "golds": list(range(1, len(chunks)))}
 
 
 def _of_territory(code: str) -> Facts:
@@ -207,18 +201,15 @@ def _of_territory(code: str) -> Facts:
     spoken, locale = get_global("territory_languages").get(code, {}), _locale(f"und_{code}")
     if locale is None or not spoken or not code.isalpha():
         return {}
-    territory = {
-        "share": max(facts["population_percent"] for facts in spoken.values()),
-        "official": sum(facts["official_status"] is not None for facts in spoken.values()),
-        "spoken": len(spoken),
-        "zones": len(get_global("territory_zones").get(code, ())),
-    }
-    told = {"territory": territory, "formats": _formats(locale)}
+    territory = {"spoken": len(spoken), "zones": len(get_global("territory_zones").get(code, ()))}
+    territory["share"] = max(facts["population_percent"] for facts in spoken.values())
+    territory["official"] = sum(facts["official_status"] is not None for facts in spoken.values())
+    facts = {"territory": territory, "formats": _formats(locale)}
     for money, start, end, tender in get_global("territory_currencies").get(code, []):
         if tender and not end and start:  # the last one of several
             price = numbers.format_currency(1234.5, money, locale=locale)
-            told["money"] = {"money": money, "since": start[0], "price": price}
-    return told
+            facts["money"] = {"money": money, "since": start[0], "price": price}
+    return facts
 
 
 def _of_language(code: str) -> Facts:
@@ -228,50 +219,44 @@ def _of_language(code: str) -> Facts:
     forms = ["other", *sorted(locale.plural_form.tags)]
     direction = {"ltr": "left to right", "rtl": "right to left"}[locale.text_direction]
     language = {"direction": direction, "count": len(forms), "forms": ", ".join(forms)}
-    told = {"language": language, "formats": _formats(locale)}
+    facts = {"language": language, "formats": _formats(locale)}
     known = get_global("territory_languages").values()
     if shares := [spoken[code]["population_percent"] for spoken in known if code in spoken]:
-        told["speakers"] = {"countries": len(shares), "share": max(shares)}
-    return told
+        facts["speakers"] = {"countries": len(shares), "share": max(shares)}
+    return facts
 
 
 def _formats(locale: Locale) -> dict[str, str]:
     """How a locale writes numbers, dates, times and shares, and when its week begins."""
     english = Locale.parse("en").days["format"]["wide"]
+    week = {"first": locale.first_week_day, "start": locale.weekend_start, "end": locale.weekend_end}
     return {
         "number": numbers.format_decimal(1234567.8, locale=locale),
         "part": numbers.format_percent(0.25, locale=locale),
         "day": dates.format_date(date(2023, 3, 14), "short", locale=locale),
         "hour": dates.format_time(time(15, 30), "short", locale=locale),
-        "first": english[locale.first_week_day],
-        "start": english[locale.weekend_start],
-        "end": english[locale.weekend_end],
-    }
+    } | {name: english[day] for name, day in week.items()}
 
 
 def _of_currency(code: str) -> Facts:
     """Facts about a currency; none for units that no country ever paid with."""
-    every = (use for uses in get_global("territory_currencies").values() for use in uses)
-    known = [use for use in every if use[0] == code and use[3] and use[1]]
-    tenders = [(start[0], end and end[0]) for _, start, end, _ in known]
+    every = get_global("territory_currencies").values()
+    uses = (use for uses in every for use in uses if use[0] == code and use[1] and use[3])
+    tenders = [(start[0], end and end[0]) for _, start, end, _ in uses]
     if not tenders:
         return {}
     current = sum(end is None for _, end in tenders)
     last = max((end for _, end in tenders if end), default=None)
-    currency = {
-        "first": min(start for start, _ in tenders),
-        "decimals": numbers.get_currency_precision(code),
-        "symbol": numbers.get_currency_symbol(code, "en"),
-        "current": current,
-        "ever": len(tenders),
-        "ended": "It is still legal tender" if current else f"It ceased to be legal tender in {last}",
-    }
+    ended = "It is still legal tender" if current else f"It ceased to be legal tender in {last}"
+    currency = {"current": current, "ever": len(tenders), "ended": ended}
+    currency["first"] = min(start for start, _ in tenders)
+    currency["decimals"] = numbers.get_currency_precision(code)
+    currency["symbol"] = numbers.get_currency_symbol(code, "en")
     return {"currency": currency}
 
 
 def _locale(code: str) -> Locale | None:
     """The locale for a language, or for a territory's main language; None where CLDR has none."""
-    try:
+    with suppress(UnknownLocaleError, ValueError):
         return Locale.parse(code)
-    except (UnknownLocaleError, ValueError):
-        return None
+    return None

@@ -1,5 +1,9 @@
-"""The corpus that needs no download: the documentation and source of installed packages, of those that a list
-names, and CLDR; split, deduplicated, capped.
+"""Writes the corpus that needs no download: the documentation and source of installed packages, of those that
+environment.txt lists, and CLDR; split, deduplicated, capped.
+
+    python make.py                   says as JSON what decides the content, and how it departs from the list
+    python make.py FOLDER SETTINGS   fills a folder: a Parquet file a data set, each row with its split, and
+                                     card.json; SETTINGS are those of a preset's `data`, as JSON
 
 Files are read with `ast` only: nothing is imported or run. One pass over a file yields text for pretraining
 (docstrings, source), pairs (summary → rest of the docstring, summary → code) and *owners*, the classes and
@@ -7,31 +11,24 @@ modules whose documented members become documents with chunks.
 """
 
 import ast
+import gc
 import hashlib
 import json
 import platform
 import re
+import sys
 import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib.metadata import Distribution, distributions
 from inspect import cleandoc
 from itertools import chain, pairwise
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-from joblib import Parallel, delayed
-from tqdm import tqdm
-
-from unmask.children import dying_together
-from unmask.config import DataConfig
-from unmask.data import cldr
-from unmask.data.corpus import SCHEMAS, SPLITS, Corpus, write_tables
-from unmask.data.registry import FOLDER, Source
-from unmask.data.tokens import batches
-from unmask.store import hash64, nearest, new_directory, write_json
 
 MAX_FILE_BYTES = 1_000_000  # larger files are tables written as Python
 PIECE_CHARACTERS = 4_000  # source is cut at top-level statements into pieces of about this size
@@ -41,22 +38,19 @@ SAYS_SOMETHING = 4  # words: shorter docstrings are left out
 MEMBERS_PER_DOCUMENT = 9  # and the heading: at most ten chunks
 QUERIES_PER_DOCUMENT = 4
 MIN_MEMBERS = {"class": 3, "module": 4}
-WORKERS = 2
 SMALL_PACKAGE = 2_000_000  # bytes
 PROSE_SHARE = 0.5  # of the pretraining text; source code and CLDR fill the rest
-KINDS = ("texts", "pairs", "documents")
-TEXTS = "environment"  # the one data set of text
-CODE = (__file__, cldr.__file__, cldr.TABLES)  # what the content depends on
+SPLITS = ("train", "dev", "test")
 
-LIST = FOLDER / "environment.txt"  # of the packages that are read: whatever else is installed changes no data
+# Of the packages that are read: whatever else is installed changes no data.
+LIST = Path(__file__).with_name("environment.txt")
 # Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
-COPIES = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
-TESTS = {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
+LEFT_OUT = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
+LEFT_OUT |= {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
 NOT_STDLIB = {"site-packages", "idlelib", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
-VERSION = re.compile(r"^Version: *(\S+)", re.MULTILINE)
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
-Rows = dict[str, list[dict[str, Any]]]  # kind → rows, those of a split together
+Rows = dict[str, list[dict[str, Any]]]  # of each data set, those of a split together
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -97,7 +91,7 @@ class Harvest:
 def digest(text: str) -> int:
     """64-bit hash of a text's lower-cased words: blind to layout and punctuation."""
     words = " ".join(re.findall(r"\w+", text.lower()))
-    return hash64((words or text).encode())
+    return int.from_bytes(hashlib.blake2b((words or text).encode(), digest_size=8).digest())
 
 
 # ---- what is listed, and what of it is installed
@@ -111,10 +105,7 @@ def listed() -> dict[str, str]:
 
 def installed_versions() -> dict[str, str]:
     """Name → version of what `installed_packages` reads, without looking at any file of theirs."""
-    versions = {"python": platform.python_version()}
-    for name, one in _installed().items():  # its `version` would parse a long description, too
-        versions[name] = VERSION.search(_metadata(one))[1]
-    return versions
+    return {"python": platform.python_version()} | {name: one.version for name, one in _installed().items()}
 
 
 def installed_packages() -> list[Package]:
@@ -141,19 +132,14 @@ def departures() -> str:
 def _installed() -> dict[str, Distribution]:
     paths = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     every = ((name, one) for name in listed() for one in distributions(name=name, path=paths))
-    return {name: one for name, one in every if _metadata(one)}  # not what an uninstallation has left
-
-
-def _metadata(distribution: Distribution) -> str | None:
-    return distribution.read_text("METADATA") or distribution.read_text("PKG-INFO")
+    # Not what an uninstallation has left.
+    return {name: one for name, one in every if one.read_text("METADATA") or one.read_text("PKG-INFO")}
 
 
 def _python_files(root: Path, files: Iterable[PurePosixPath]) -> tuple[str, ...]:
-    def wanted(file: PurePosixPath) -> bool:
-        ours = file.suffix == ".py" and file.parts[0] != ".." and not file.name.startswith("test_")
-        return ours and not (COPIES | TESTS).intersection(file.parts) and (root / file).is_file()
-
-    return tuple(sorted(str(file) for file in files if wanted(file)))
+    files = (file for file in files if file.suffix == ".py" and file.parts[0] != "..")
+    files = (file for file in files if not LEFT_OUT.intersection(file.parts))
+    return tuple(sorted(str(one) for one in files if one.name[:5] != "test_" and (root / one).is_file()))
 
 
 def _licence(distribution: Distribution) -> str:
@@ -169,11 +155,11 @@ def _licence(distribution: Distribution) -> str:
 
 
 def harvest(packages: Sequence[Package]) -> list[Harvest | None]:
-    """Parses every file once, in two processes where that pays; the results keep the order of the files."""
-    jobs = [delayed(harvest_file)(one.name, one.root, file) for one in packages for file in one.files]
-    workers = min(WORKERS, 1 + len(jobs) // 1_000)  # to start one takes as long as a thousand files
-    found = Parallel(workers, return_as="generator", **dying_together())(jobs)
-    return list(tqdm(found, "harvest", len(jobs), unit="file"))
+    """Parses every file once; the results keep the order of the files."""
+    from tqdm import tqdm
+
+    files = [(one.name, one.root, file) for one in packages for file in one.files]
+    return [harvest_file(*file) for file in tqdm(files, "reading packages", unit="file")]
 
 
 def harvest_file(package: str, root: Path, file: str) -> Harvest | None:
@@ -222,14 +208,12 @@ def _add_pairs(harvested: Harvest, node: ast.AST, name: str, text: str, lines: l
     query, body = split_summary(text)
     common = {"query": query, "key": name, "package": harvested.package}
     if query and len(body.split()) >= 12:
-        english = {"document": body, "dataset": "docs", "group": "english", "language": "en"}
-        harvested.pairs.append(common | english)
+        harvested.pairs.append(common | {"document": body, "dataset": "docs", "language": "en"})
     code = _code_without_docstring(node, lines) if isinstance(node, Function) else ""
     if code:
         harvested.digests.append(digest(code))
     if query and code:
-        python = {"document": code, "dataset": "code", "group": "code", "language": "python"}
-        harvested.pairs.append(common | python)
+        harvested.pairs.append(common | {"document": code, "dataset": "code", "language": "python"})
 
 
 def clean(docstring: str) -> str:
@@ -263,8 +247,7 @@ def _first_paragraph(text: str) -> str:
 
 def _signature(function: Function) -> str:
     """`name(a, b)` without annotations, defaults and self."""
-    arguments = function.args
-    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    every = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
     names = [one.arg for one in every if one.arg not in ("self", "cls")]
     return f"{function.name}({', '.join(names[:8])})"
 
@@ -275,19 +258,30 @@ def _code_without_docstring(function: Function, lines: list[str]) -> str:
     body = lines[documentation.end_lineno : function.end_lineno]
     if sum(bool(line.strip()) for line in body) < 2:
         return ""
-    kept = lines[function.lineno - 1 : documentation.lineno - 1] + body
-    indent = len(kept[0]) - len(kept[0].lstrip())
-    kept = [line[indent:].rstrip() if not line[:indent].strip() else line for line in kept]
-    return _cut("\n".join(line for line in kept if line), DOCUMENT_CHARACTERS)
+    lines = lines[function.lineno - 1 : documentation.lineno - 1] + body
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    lines = [line[indent:].rstrip() if not line[:indent].strip() else line for line in lines]
+    return _cut("\n".join(filter(None, lines)), DOCUMENT_CHARACTERS)
 
 
 def _pieces(tree: ast.Module, lines: list[str]) -> Iterator[str]:
     """The file's source in pieces that end at the end of a top-level statement."""
     ends = [0, *(statement.end_lineno for statement in tree.body), len(lines)]
-    statements = (lines[start:end] for start, end in pairwise(ends))
-    for batch in batches(statements, lambda kept: sum(len(line) + 1 for line in kept), PIECE_CHARACTERS):
-        if piece := "\n".join(chain(*batch)).strip():
-            yield piece
+    statements = ("".join(f"{line}\n" for line in lines[start:end]) for start, end in pairwise(ends))
+    return filter(None, map(str.strip, _packed(statements, "")))
+
+
+def _packed(texts: Iterable[str], between: str) -> Iterator[str]:
+    """The texts in order, joined to pieces that end with the text by which they are large enough."""
+    piece, size = [], 0
+    for text in texts:
+        piece.append(text)
+        size += len(text)
+        if size >= PIECE_CHARACTERS:
+            yield between.join(piece)
+            piece, size = [], 0
+    if piece:
+        yield between.join(piece)
 
 
 # ---- what a split makes of it
@@ -319,13 +313,13 @@ def documents_of(owners: Sequence[Owner], seed: int) -> Iterator[dict]:
         seed: of the choice of query templates.
     Yields: rows with document_id, key, dataset, package, language, chunks, queries, golds.
     """
-    owned = Counter(owner.name.lower() for owner in owners if owner.kind == "class")
+    classes = Counter(owner.name.lower() for owner in owners if owner.kind == "class")
     named = Counter(name for owner in owners for name, _, _ in owner.members)
     topics = [[_topic(name, paragraph, named) for name, _, paragraph in owner.members] for owner in owners]
-    asked = Counter(topic for of_owner in topics for topic in set(of_owner))
+    frequency = Counter(topic for of_owner in topics for topic in set(of_owner))
     for owner, of_owner in zip(owners, topics, strict=True):
         label = owner.name
-        if owner.kind == "module" or owned[label.lower()] > 1:
+        if owner.kind == "module" or classes[label.lower()] > 1:
             path = owner.module.split(".") + [owner.name] * (owner.kind == "class")
             label = ".".join(path[-2:])
         heading = _cut(f"{owner.kind} {label} ({words_of(label)}): {owner.summary}", 400).rstrip(": ")
@@ -335,18 +329,17 @@ def documents_of(owners: Sequence[Owner], seed: int) -> Iterator[dict]:
             # A topic that two members of one owner share has no single answer.
             of_part = enumerate(of_owner[part::parts], 1)
             golds = {topic: gold for gold, topic in of_part if of_owner.count(topic) == 1}
-            chosen = sorted(golds, key=lambda topic: (-asked[topic], golds[topic]))[:QUERIES_PER_DOCUMENT]
+            chosen = sorted(golds, key=lambda topic: (-frequency[topic], golds[topic]))[:QUERIES_PER_DOCUMENT]
             key = f"{owner.package}/{owner.module}/{owner.kind}/{owner.name}"
             document_id = f"{key}/{part}"
             about = {"document_id": document_id, "key": key, "dataset": "modules", "package": owner.package}
-            chunks = [heading, *(_chunk(member, owner.name) for member in owner.members[part::parts])]
+            chunks = [heading, *(_chunk(*member, owner.name) for member in owner.members[part::parts])]
             queries = [_query(label, topic, f"{seed}/{document_id}/{topic}") for topic in chosen]
-            told = {"chunks": chunks, "queries": queries, "golds": [golds[topic] for topic in chosen]}
-            yield about | {"language": "en"} | told
+            about |= {"chunks": chunks, "queries": queries, "golds": [golds[topic] for topic in chosen]}
+            yield about | {"language": "en"}
 
 
-def _chunk(member: tuple[str, str, str], owner: str) -> str:
-    _, signature, paragraph = member
+def _chunk(name: str, signature: str, paragraph: str, owner: str) -> str:
     return " ".join(mask_name(f"{signature}: {paragraph}", owner).split()[:CHUNK_WORDS])
 
 
@@ -360,14 +353,14 @@ def _query(label: str, topic: str, choice: str) -> str:
     return templates[digest(choice) % len(templates)]
 
 
-def texts_of(harvested: Harvest, seen: set[int]) -> Iterator[dict[str, str]]:
+def texts_of(harvested: Harvest, seen: set[int]) -> list[dict[str, str]]:
     """Pretraining texts of one file without `seen` docstrings; no code if a function is `seen`."""
-    kept = [f"{name}\n{text}" for name, text, mark in harvested.docstrings if mark not in seen]
-    texts = [("\n\n".join(batch), "prose", "en") for batch in batches(kept, len, PIECE_CHARACTERS)]
+    new = (f"{name}\n{text}" for name, text, mark in harvested.docstrings if mark not in seen)
+    texts = [{"text": text, "kind": "prose", "language": "en"} for text in _packed(new, "\n\n")]
     if not seen.intersection(harvested.digests):
-        texts += [(piece, "code", "python") for piece in harvested.code if len(piece) >= 200]
-    for text, kind, language in texts:
-        yield {"text": text, "package": harvested.package, "kind": kind, "language": language}
+        code = (text for text in harvested.code if len(text) >= 200)
+        texts += [{"text": text, "kind": "code", "language": "python"} for text in code]
+    return [text | {"package": harvested.package} for text in texts]
 
 
 def _new_pairs(pairs: Iterable[dict], seen: set[int]) -> Iterator[dict]:
@@ -393,10 +386,10 @@ def _new_documents(documents: Iterable[dict], seen: set[int]) -> Iterator[dict]:
         # Figures of two countries may well be equal; a class copied into another package is a repetition.
         repeated = document["dataset"] == "modules" and body in used
         both = zip(document["queries"], document["golds"], strict=True)
-        asked = [(query, gold) for query, gold in both if not repeated and digest(query) not in used]
-        if asked:
-            used |= {body, *(digest(query) for query, _ in asked)}
-            queries, golds = zip(*asked, strict=True)
+        new = [(query, gold) for query, gold in both if not repeated and digest(query) not in used]
+        if new:
+            used |= {body, *(digest(query) for query, _ in new)}
+            queries, golds = zip(*new, strict=True)
             yield document | {"queries": [*queries], "golds": [*golds]}
 
 
@@ -407,53 +400,48 @@ def _capped(texts: Iterable[dict], cap: int, seed: int) -> list[dict]:
         return hashlib.sha256(f"{seed}{row['text']}".encode()).digest()
 
     distinct, order = {row["text"]: row for row in texts}, ("prose", "cldr", "code")
-    kept, size = [], Counter()
+    chosen, size = [], Counter()
     for row in sorted(distinct.values(), key=lambda row: (order.index(row["kind"]), drawn(row))):
         length = len(row["text"].encode())
         room = cap * PROSE_SHARE - size["prose"] if row["kind"] == "prose" else cap - size.total()
         if length <= room:
             size[row["kind"]] += length
-            kept.append(row)
-    return sorted(kept, key=drawn)  # whoever reads the first part of them reads all kinds
+            chosen.append(row)
+    return sorted(chosen, key=drawn)  # whoever reads the first part of them reads all kinds
 
 
 # ---- the corpus
 
 
-def build(config: DataConfig, packages: Sequence[Package], path: Path, languages: Sequence[str]) -> Corpus:
-    """Harvests `packages` and CLDR into a corpus at `path`, which appears only when it is complete.
+def build(settings: SimpleNamespace, packages: Sequence[Package], folder: Path) -> None:
+    """Harvests packages and CLDR into files in a folder.
 
     Args:
-        config: held-out packages, number of packages, cap of the text, seed.
         packages: what to read, see `installed_packages`.
-        path: folder to create.
-        languages: of the CLDR part.
+        folder: is made if it is not there.
     Raises: ValueError if a held-out package is not among `packages`, or if a split would be empty.
     """
-    split_of = assign_splits(config, packages)
+    from pyarrow import Table, parquet
+
+    import cldr
+
+    split_of = assign_splits(settings, packages)
     chosen = [package for package in packages if package.name in split_of]
     harvested = harvest(chosen)
-    files = [one for one in harvested if one]
-    rows = _collect(config, files, split_of, cldr.harvest(config.seed, languages))
-    dropped = {"files that are unreadable, generated or too large": len(harvested) - len(files)}
+    languages = cldr.SLICE_LANGUAGES if settings.max_packages else cldr.LANGUAGES
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = _collect(settings, [*filter(None, harvested)], split_of, cldr.harvest(settings.seed, languages))
+    for name, table in rows.items():
+        parquet.write_table(Table.from_pylist(table), folder / f"{name}.parquet", compression="zstd")
     origins = [
-        {"name": f"{one.name} {one.version}", "licence": one.licence, "split": split_of[one.name]}
-        for one in chosen
+        {"name": f"{p.name} {p.version}", "licence": p.licence, "split": split_of[p.name]} for p in chosen
     ]
-    with new_directory(path) as partial:
-        card = _write(rows, partial) | {"origins": origins, "dropped": {TEXTS: dropped}}
-        card |= {"parameters": parameters(config), "departures": departures()}
-        write_json(partial / "card.json", card)
-    return Corpus(path)
+    dropped = {"packages": {"files that are unreadable, generated or too large": harvested.count(None)}}
+    card = {"settings": vars(settings), "departures": departures(), "origins": origins, "dropped": dropped}
+    (folder / "card.json").write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf8")
 
 
-def parameters(config: DataConfig) -> dict[str, Any]:
-    """The settings that decide the content; `vocab_size` is not one of them."""
-    keys = ("seed", "dev_packages", "test_packages", "max_packages", "max_text_mb")
-    return {key: getattr(config, key) for key in keys}
-
-
-def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, str]:
+def assign_splits(settings: SimpleNamespace, packages: Sequence[Package]) -> dict[str, str]:
     """Split of every package that is to be read: the held-out ones and up to `max_packages` others.
 
     A slice takes the largest packages under 2 MB first: rich in documentation and still quick to read.
@@ -464,66 +452,66 @@ def assign_splits(config: DataConfig, packages: Sequence[Package]) -> dict[str, 
     """
     names = {package.name.lower(): package.name for package in packages}
     splits: dict[str, str] = {}
-    for split, wanted in (("test", config.test_packages), ("dev", config.dev_packages)):
+    for split, wanted in (("test", settings.test_packages), ("dev", settings.dev_packages)):
         for name in map(str.lower, wanted):
             if name not in names:
-                raise ValueError(f"data.{split}_packages: {name} is not installed{nearest(name, names)}")
+                near = "; did you mean ".join(["", *map(repr, get_close_matches(name, names, n=1))])
+                raise ValueError(f"data.{split}_packages: {name} is not installed{near}")
             splits.setdefault(names[name], split)
     left = [one for one in packages if one.name not in splits]
     sizes = {one.name: sum((one.root / file).stat().st_size for file in one.files) for one in left}
     others = sorted(sizes, key=lambda name: (sizes[name] > SMALL_PACKAGE, -sizes[name], name))
-    slots = max(config.max_packages - len(splits), 0) if config.max_packages else None
+    slots = max(settings.max_packages - len(splits), 0) if settings.max_packages else None
     splits |= dict.fromkeys(others[:slots], "train")
     if lacking := set(SPLITS) - set(splits.values()):
-        raise ValueError(
-            f"no package is left for {' and '.join(lacking)}: raise data.max_packages (0: all), and name "
-            "different ones in data.dev_packages and data.test_packages"
-        )
+        remedy = "raise data.max_packages (0: all), or name others in data.dev_packages, data.test_packages"
+        raise ValueError(f"no package is left for {' and '.join(lacking)}: {remedy}")
     return splits
 
 
 def _collect(
-    config: DataConfig, files: Sequence[Harvest], split_of: dict[str, str], spoken: dict[str, list[dict]]
+    settings: SimpleNamespace, files: Sequence[Harvest], split_of: dict[str, str], spoken: Sequence[list]
 ) -> Rows:
     """Rows of all splits. A split later in (test, dev, train) never repeats a query, docstring or function
     of an earlier one, or a class's chunks after the heading. It may repeat single sentences and
     docstrings in code."""
-    rows: Rows = {kind: [] for kind in KINDS}
+    rows: Rows = {}
     seen: set[int] = set()  # texts of the splits before
     for split in reversed(SPLITS):
-        ours = [one for one in files if split_of[one.package] == split]
-        texts, pairs, documents = ([row for row in spoken[kind] if row["split"] == split] for kind in KINDS)
-        texts += [row for one in ours for row in texts_of(one, seen)]
-        pairs = [pair for one in ours for pair in one.pairs] + pairs
-        owners = [owner for one in ours for owner in one.owners]
+        texts, pairs, documents = ([row for row in rows if row["split"] == split] for rows in spoken)
+        of_split = [one for one in files if split_of[one.package] == split]
+        texts += [row for one in of_split for row in texts_of(one, seen)]
+        pairs = [pair for one in of_split for pair in one.pairs] + pairs
+        owners = [owner for one in of_split for owner in one.owners]
         # Held-out text only measures the loss: a tenth will do.
-        cap = config.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
-        texts = [{"dataset": TEXTS} | row for row in _capped(texts, cap, config.seed)]
+        cap = settings.max_text_mb * 1_000_000 // (1 if split == "train" else 10)
+        texts = [{"dataset": "environment"} | row for row in _capped(texts, cap, settings.seed)]
         pairs = list(_new_pairs(pairs, seen))
-        documents = list(_new_documents(chain(documents_of(owners, config.seed), documents), seen))
-        for kind, new in zip(KINDS, (texts, pairs, documents)):  # splits come from the last one to the first
-            rows[kind] = [row | {"task": row["dataset"], "split": split} for row in new] + rows[kind]
-        for one in ours:
+        documents = list(_new_documents(chain(documents_of(owners, settings.seed), documents), seen))
+        new: Rows = {}
+        for row in chain(texts, pairs, documents):
+            new.setdefault(row["dataset"], []).append(row | {"split": split})
+        rows = {name: new.get(name, []) + rows.get(name, []) for name in new | rows}
+        for one in of_split:
             seen.update(one.digests, (mark for _, _, mark in one.docstrings))
-        told = [text for row in pairs for text in (row["query"], row["document"])]
-        told += [text for row in documents for text in (*row["queries"], " ".join(row["chunks"][1:]))]
-        seen.update(map(digest, told))
+        for row in pairs:
+            seen.update(map(digest, (row["query"], row["document"])))
+        for row in documents:
+            seen.update(map(digest, (*row["queries"], " ".join(row["chunks"][1:]))))
     return rows
 
 
-def _write(rows: Rows, folder: Path) -> dict[str, Any]:
-    """Writes the tables, one per data set and split (all text is one data set); returns what a card says of
-    them."""
-    content, languages, tables = hashlib.sha256(), set(), {}
-    for kind in KINDS:
-        for row in rows[kind]:
-            content.update(json.dumps([row[column] for column in SCHEMAS[kind].names]).encode())
-            languages.update(row["language"].split("-"))
-            tables.setdefault((kind, row["dataset"]), []).append(row)
-    where = (f"texts/{TEXTS}/train.arrow",)
-    text = Source(TEXTS, "files", "text", "mul", "", files=where, columns={"text": "text"})
-    return write_tables(folder, ((*key, tables[key]) for key in sorted(tables))) | {
-        "hash": content.hexdigest(),
-        "text_sources": [asdict(text)],
-        "languages": sorted(languages - {"mul", "python"}),
-    }
+def main(folder: str = "", settings: str = "") -> None:
+    gc.disable()  # syntax trees have no cycles, and to look for some takes as long as to parse
+    if not folder:
+        print(json.dumps({"inputs": installed_versions(), "departures": departures()}))
+        return
+    try:
+        build(SimpleNamespace(**json.loads(settings)), installed_packages(), Path(folder))
+    except ValueError as error:
+        print(error)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
