@@ -71,7 +71,9 @@ def describe(
     preset: Preset, notebooks: Iterable[Any], due: Collection[str], hardware: Mapping[str, Any]
 ) -> str:
     """The trainings of the notebooks that are due, for `unmask run --dry-run`."""
-    rows = [f"trainings, estimated on {preset.parallel.num_processes} GPUs or this machine's cores:"]
+    gpus = preset.parallel.num_processes
+    on_gpus = hardware["gpus"] or gpus > 1
+    rows = [f"trainings, estimated for {f'{gpus} H100' if on_gpus else 'the cores of this machine'}:"]
     for name, new in stages(preset, notebooks).items():
         for stage in new if name in due else ():
             work = f"{getattr(preset, stage).steps:,} steps × {tokens(preset, stage):,} tokens"

@@ -102,9 +102,11 @@ class Pipeline:
         for each run, what notebooks saved, scores included."""
         parts, results = {**self._parts[notebook.name]}, self.folders.results
         for folder in [results, *seed_runs(results).values()] if notebook.seeds == "pooled" else ():
-            files = [*folder.glob("[0-9]*.json"), *folder.glob("scores/*"), *folder.glob("provenance.json")]
-            apart = {notebook.name, "provenance"} if folder == results else {}
-            hashes = sorted([file.name, sha256(file)] for file in files if file.stem not in apart)
+            names = {*notebook.after} | ({"provenance"} if folder != results else set())
+            files = [
+                file for file in [*folder.glob("*.json"), *folder.glob("scores/*")] if file.stem in names
+            ]
+            hashes = sorted([file.name, sha256(file)] for file in files)
             parts[f"run {folder.name}"] = fingerprint(hashes)
         return parts
 

@@ -266,6 +266,16 @@ def test_independent_notebooks_run_side_by_side_each_with_a_gpu(checkout, monkey
     assert said[2][0] == "None"  # alone it has all of the machine
     assert set(record(checkout)["stages"]) == {"00_left", "01_right", "02_join"}
     # Each notebook by itself, without the command line.
-    plain = ["-m", "papermill", "notebooks/02_join.ipynb", "out.ipynb", "-k", "python3", "-p", "preset", "smoke"]
+    plain = [
+        "-m",
+        "papermill",
+        "notebooks/02_join.ipynb",
+        "out.ipynb",
+        "-k",
+        "python3",
+        "-p",
+        "preset",
+        "smoke",
+    ]
     environment = os.environ | {"GOMP_SPINCOUNT": "1"}
     subprocess.run([sys.executable, *plain], check=True, cwd=checkout.root, env=environment)
