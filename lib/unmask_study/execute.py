@@ -17,13 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-from papermill import PapermillExecutionError, execute_notebook
-from papermill.exceptions import strip_color
 from traitlets.config import Config
 
 from unmask.children import PREEMPTED, on_signal
 from unmask.store import artifacts_root, naming, read_json, repository, write_atomic
-from unmask_study.page import publish
 from unmask_study.run import PAGE, Folders
 
 OPTIONS = {"kernel_name": "python3", "language": "python", "start_timeout": 600, "progress_bar": False}
@@ -38,6 +35,11 @@ def main(notebook: Path, parameters: dict[str, Any]) -> tuple[int, str]:
         parameters: preset, overrides and run, as its first cell has them.
     Returns: exit status, 75 if a training was stopped, and why the notebook failed.
     """
+    # To check web addresses, nbformat would load it for seconds.
+    sys.modules.setdefault("rfc3987_syntax", None)
+    from papermill import PapermillExecutionError, execute_notebook  # noqa: PLC0415
+    from papermill.exceptions import strip_color  # noqa: PLC0415
+
     folders = Folders(parameters["run"])
     executed, log = folders.executed / notebook.name, folders.logs / f"{notebook.stem}.log"
     try:
@@ -49,6 +51,8 @@ def main(notebook: Path, parameters: dict[str, Any]) -> tuple[int, str]:
             finally:
                 clean(executed)
             if notebook.stem == PAGE:
+                from unmask_study.page import publish  # noqa: PLC0415 (with nbconvert)
+
                 publish(executed, folders.results)
     except PapermillExecutionError as error:
         line = error.source.strip().partition("\n")[0]

@@ -42,6 +42,14 @@ class Execution:
     def seconds(self) -> float:
         return time.monotonic() - self.began
 
+    def ended(self) -> bool:
+        """Whether it has, and then what it, or its kernel, used of memory."""
+        pid, status, usage = os.wait4(self.process.pid, os.WNOHANG)
+        if pid:
+            self.process.returncode = os.waitstatus_to_exitcode(status)
+            self.peak_memory = 1024 * usage.ru_maxrss
+        return bool(pid)
+
     def last_line(self) -> str:
         """What was printed last: of a training its bar."""
         lines = self.log.read_text(errors="replace")[-999:].replace("\r", "\n").split("\n")
@@ -98,7 +106,7 @@ class Runner:
                 for place, one in [*self.running.items()]:
                     if time.monotonic() > deadline:
                         one.process.kill()
-                    if one.process.poll() is not None:
+                    if one.ended():
                         del self.running[place]
                         self._end(one, signals)
         if signals:  # if they came at the very end, another seed may be next
@@ -145,6 +153,7 @@ class Runner:
             self.pipeline.finish(notebook)
             self.left.remove(notebook.name)
         ran = {"started": ended.started, "wall_seconds": seconds, "exit_status": status}
+        ran |= {"peak_memory_bytes": ended.peak_memory}
         self.pipeline.record(notebook, ran, self.about)
 
     def _say(self, text: str, notebook: Notebook | None = None) -> None:

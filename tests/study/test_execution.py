@@ -83,6 +83,7 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     assert about["hardware"]["gpus"] or about["hardware"]["bf16"] is computes_in_bf16("bf16")
     stage = about["stages"]["01_pair"]
     assert stage["exit_status"] == 0 and stage["wall_seconds"] > 0 and stage["started"].endswith("+00:00")
+    assert 2**25 < stage["peak_memory_bytes"] < 2**34
 
     again = checkout.unmask(*command)
     assert again.returncode == 0 and "nothing to do" in again.stdout and "report.md" in again.stdout
