@@ -16,12 +16,13 @@ from typing import Any
 import yaml
 
 from unmask.children import PREEMPTED, on_signal
-from unmask.config import Preset, load_preset, preset_names, seeded
+from unmask.config import preset_names
 from unmask.extras import extra
 from unmask.store import alone, artifacts_root, read_json
 from unmask_study import estimate
 from unmask_study.pipeline import Notebook, Pipeline, clock, hardware
 from unmask_study.run import PAGE, Folders, Run, seed_run
+from unmask_study.settings import Preset, load_preset
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -253,7 +254,7 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
     from unmask.data import mirror
     from unmask.data.sources import identity
 
-    overrides = _overrides(options.set) | (seeded(seed) if seed else {})
+    overrides = _overrides(options.set) | ({"training.seed": seed} if seed else {})
     if getattr(options, "gpus", None) is not None:
         overrides["parallel.num_processes"] = options.gpus
     preset, folders = load_preset(options.preset, overrides), Folders(_run_name(options, seed))

@@ -24,10 +24,11 @@ from typing import Any
 
 import psutil
 
-from unmask.config import Preset, comparable, resolved
+from unmask.config import resolved
 from unmask.store import code_fingerprint, fingerprint, nearest, read_json, sha256, visible, write_json
 from unmask_study import estimate
 from unmask_study.run import Folders, seed_runs
+from unmask_study.settings import Preset, comparable
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
 ASIDE = {

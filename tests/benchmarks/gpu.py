@@ -151,8 +151,7 @@ def measure(
     return {
         "rate": rate,
         "mfu": flops / tokens * rate / PEAK[config.precision] / peers.count,
-        "token_budget": found.budget(kind),
-        "keep_tokens": found.kept(kind) if name != "diffusion" else 0,
+        **{"keep_tokens": 0, **found.memory(kind)},
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "waits_per_step": waits / steps if cuda else None,
         "graphs_after_warm_up": graphs[-1] - graphs[warm_up - peers.ahead],

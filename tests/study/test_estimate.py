@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from unmask.config import load_preset
 from unmask.store import repository
 from unmask_study import estimate
 from unmask_study.pipeline import Notebook, discover
+from unmask_study.settings import load_preset
 
 NOTEBOOKS = discover(repository() / "notebooks")
 GPU = {"gpus": ["one"], "bf16": True, "cores": 2}

@@ -23,7 +23,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask import losses
-from unmask.config import GROUPS, ConfigError, DiffusionConfig, changed
+from unmask.config import GROUPS, ConfigError, DiffusionConfig, stage_config
 from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
@@ -89,7 +89,7 @@ class Stage:
             kind, section = type(self), section or self.section
             told = {key: more.pop(key) for key in more.keys() & TOLD}
             told |= {key: getattr(preset, key) for key in ("backbone", "clusters", "parallel")}
-            told |= {"section": section, "config": changed(getattr(preset, section), more, section)}
+            told |= {"section": section, "config": stage_config(preset, section, more)}
             self.job = Job(stage=f"{kind.__module__}:{kind.__qualname__}", **told)
         self.config, self.corpus, self.tokenizer = self.job.config, corpus, tokenizer
 
@@ -287,7 +287,7 @@ class Pretraining(Stage):
 
     def micro_batches(self, order_B: Tensor, processes: Processes) -> Sequence[Tensor]:
         """The rows of `order_B` in groups under the token budget."""
-        rows = max(1, self.config.budget(processes.device.type) // self.config.length)
+        rows = max(1, self.config.memory(processes.device.type)["token_budget"] // self.config.length)
         passes = math.ceil(len(order_B) / (rows * processes.count))  # of every process, equally many
         return order_B.tensor_split(passes * processes.count)
 
@@ -529,8 +529,7 @@ class Contrastive(Stage):
 
     def backward(self, module: nn.Module, parts: list[Batch], processes: Processes) -> dict[str, Any]:
         config = self.config
-        device = processes.device.type
-        options = {"token_budget": config.budget(device), "keep_tokens": config.kept(device)}
+        options = config.memory(processes.device.type)
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
         for part in parts:
