@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from unmask.config import preset_names
-from unmask.data import mirror
 from unmask.models import backbone
 from unmask.store import repository
+from unmask_study import mirror
 from unmask_study.estimate import parameters
 from unmask_study.evidence import stated
 from unmask_study.settings import load_preset

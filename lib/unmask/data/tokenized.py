@@ -22,7 +22,8 @@ from tqdm.auto import tqdm
 
 from unmask.children import dying_together
 from unmask.config import ContextualConfig, PretrainConfig
-from unmask.data import reading, spelling, tokens
+from unmask.data import rows as source_rows
+from unmask.data import spelling, tokens
 from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.registry import Source
 from unmask.data.spelling import text_id, without_held
@@ -156,7 +157,7 @@ def build(
 
 
 def _folder(kind: str, *key: Any) -> Path:
-    modules = reading, spelling, tokens  # what the tokens depend on
+    modules = source_rows, spelling, tokens  # what the tokens depend on
     code = code_fingerprint(__file__, *(module.__file__ for module in modules))
     return artifacts_root() / "data" / "prepared" / f"{kind}-{fingerprint(*key, code)}"
 
@@ -241,18 +242,21 @@ def prepare_text(source: Source, stored: StoredTokenizer, wanted: float = math.i
     Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
     that is neither Parquet nor Arrow is one piece. Where enough is prepared, they are not listed again.
     """
-    folder, work = _folder("text", reading.identity(source), stored.identity), partial(_text, source, stored)
+    folder, work = (
+        _folder("text", source_rows.content_hash(source), stored.identity),
+        partial(_text, source, stored),
+    )
     if (done := Prepared.read(folder)).suffices(wanted):
         return done
-    return build(folder, shuffled(reading.units(source)), work, source.name, wanted)
+    return build(folder, shuffled(source_rows.units(source)), work, source.name, wanted)
 
 
-def _text(source: Source, stored: StoredTokenizer, unit: reading.Unit) -> Tokenised:
+def _text(source: Source, stored: StoredTokenizer, unit: source_rows.Unit) -> Tokenised:
     """Tokenises a piece of a text source."""
     counters, dropped = Counter(), Counter()
 
     def texts() -> Iterator[str]:
-        for row in reading.read(source, unit, dropped):
+        for row in source_rows.read(source, unit, dropped):
             counters["texts" if row["split"] == "train" else "held out"] += 1
             if row["split"] == "train":
                 yield row["text"]
