@@ -35,6 +35,7 @@ ASIDE = {"unmask/children.py", "unmask/data/hub.py", "unmask_study/__main__.py"}
 ASIDE |= {
     f"unmask_study/{name}.py" for name in ("cli", "estimate", "execute", "mirror", "pipeline", "runner")
 }
+Name = str | None  # of a notebook, or its number
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 LOCAL = {"backbone": ["checkpoint"], "clusters": ["surrogate"], "retrieval": ["log", "pool"]}  # may be paths
 
@@ -115,9 +116,7 @@ class Pipeline:
         """What was recorded when a notebook finished; nothing where it did not finish."""
         return read_json(self.folders.artifacts / name / "done.json")
 
-    def select(
-        self, start: str | None = None, stop: str | None = None, only: str | None = None, *, again: Any = None
-    ) -> list[Notebook]:
+    def select(self, start: Name = None, stop: Name = None, only: Name = None, *, again: Any = None):
         """The notebooks from `start` to `stop`, or `only` some, given as numbers ("03") or names
         ("03_contextual") with commas between; of those `again`, with another seed, only what each seed runs.
 

@@ -21,6 +21,7 @@ from unmask_study.pipeline import Notebook, Pipeline, clock, gpu_names, utc
 from unmask_study.run import Folders
 
 QUIET = 30.0  # seconds between two lines where no terminal is
+WORDS = {0: "done", 1: "failed", PREEMPTED: "stopped"}
 
 
 class Execution:
@@ -66,17 +67,11 @@ class Runner:
         jobs: how many may run side by side.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        due: dict[Notebook, float],
-        command: str,
-        environment: dict[str, str],
-        jobs: int,
-    ):
+    def __init__(self, pipeline: Pipeline, due: dict, command: str, environment: dict, jobs: int):
         self.pipeline, self.due, self.environment, self.jobs = pipeline, due, environment, jobs
         self.about = pipeline.describe(command)
-        self.waiting, self.left = [*due], {one.name for one in due}  # what has not begun; what is not done
+        self.waiting: list[Notebook] = [*due]
+        self.left = {one.name for one in due}  # what is not done
         self.running: dict[int, Execution] = {}  # by their places, each with a GPU where there are some
         self.began = self.shown = time.monotonic()
         options = {"file": sys.stdout, "dynamic_ncols": True, "leave": False, "total": 1}
@@ -97,15 +92,14 @@ class Runner:
                 time.sleep(0.1)
                 self._show()
                 if signals and deadline == math.inf:
-                    self._say(
-                        f"{signals[0].name}: trainings save themselves, in {grace_seconds():.0f} s at most"
-                    )
-                    deadline = time.monotonic() + grace_seconds()
+                    grace = grace_seconds()
+                    self._say(f"{signals[0].name}: trainings save themselves, in {grace:.0f} s at most")
+                    deadline = time.monotonic() + grace
                     for one in self.running.values():
-                        one.process.terminate()
+                        os.kill(one.process.pid, signal.SIGTERM)
                 for place, one in [*self.running.items()]:
                     if time.monotonic() > deadline:
-                        one.process.kill()
+                        os.kill(one.process.pid, signal.SIGKILL)
                     if one.ended():
                         del self.running[place]
                         self._end(one, signals)
@@ -117,7 +111,7 @@ class Runner:
     def close(self) -> None:
         self.bar.close()
         for one in self.running.values():  # after an error here
-            one.process.kill()
+            os.kill(one.process.pid, signal.SIGKILL)
 
     def _start(self, stopped: bool) -> bool:
         """Starts the notebooks that have what they need, as long as there is a place.
@@ -144,7 +138,7 @@ class Runner:
             signals.append(signal.SIGTERM)
         if status:
             status = PREEMPTED if signals else 1
-        self._say(f"{ {0: 'done', 1: 'failed'}.get(status, 'stopped') } after {clock(seconds)}", notebook)
+        self._say(f"{WORDS[status]} after {clock(seconds)}", notebook)
         if status == 1:
             where = f"log: {ended.log}\n  as far as it got: {ended.executed}"
             why = f"notebook {notebook.path.name} failed{ended.process.stderr.read()}\n  {where}"
