@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from unmask.extras import extra
 from unmask.store import write_atomic
 
 METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
@@ -140,9 +141,9 @@ class Watch:
     def draw(self) -> None:
         """Shows the curve, in the place of the one before. One that cannot be drawn is the last."""
         try:
-            from IPython.display import Image, display  # noqa: PLC0415 (a second to import)
-            from matplotlib import style  # noqa: PLC0415
-
+            with extra("study"):  # a second to import
+                from IPython.display import Image, display  # noqa: PLC0415
+                from matplotlib import style  # noqa: PLC0415
             with style.context("default"):  # whatever the user's matplotlibrc says
                 picture = Image(self._picture(), alt=f"loss of {self.title}")
             if self.handle:
@@ -154,8 +155,8 @@ class Watch:
             tqdm.write(f"no curve ({type(error).__name__}: {why:.200}); the training goes on")
 
     def _picture(self) -> bytes:
-        from matplotlib.figure import Figure  # noqa: PLC0415
-
+        with extra("study"):
+            from matplotlib.figure import Figure  # noqa: PLC0415
         figure = Figure(figsize=(6, 4.0 if self.probe else 2.2), layout="constrained")
         axes, *beneath = figure.subplots(2 if self.probe else 1, squeeze=False, sharex=True).flat
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
