@@ -36,7 +36,7 @@ from unmask.data.batches import apart, permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
 from unmask.data.spelling import distinct, held_texts, row_texts, text_id, without_held
-from unmask.data.tokens import Limit, encode, end_token, ending
+from unmask.data.tokens import Truncation, encode, end_token, ending
 from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25, probe
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, folder_of
@@ -496,7 +496,7 @@ def _cost(few: Task, training: Stage, limits: EvaluationConfig) -> float:
     read, backend = 0, training.tokenizer.backend_tokenizer
     length = limits.chunk_length if few.contextual else limits.document_length
     for texts, most in ((few.queries, limits.query_length), (few.chunks, length)):
-        read += sum(map(len, encode(backend, texts, np.int32, Limit(most))))
+        read += sum(map(len, encode(backend, texts, np.int32, Truncation(most))))
     trained = sum(len(one) for part in training.batch(0) for one in part.sequences)
     return TENTHS * read / (3 * trained * training.config.steps)
 

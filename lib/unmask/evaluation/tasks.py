@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.config import FAMILIES, EvaluationConfig, RerankerConfig
 from unmask.data.corpus import Corpus
-from unmask.data.mining import kept
+from unmask.data.mining import cached_array
 from unmask.data.spelling import canonical, distinct
 from unmask.evaluation.metrics import Bm25, best_columns, retrieval_metrics
 from unmask.evaluation.search import similarity
@@ -263,7 +263,7 @@ def assess(
     for task in tasks:
         late = late_chunking and task.contextual
         key = [weights, task.identity, lengths, config.precision, late, code_hash()]
-        scores[task.name] = kept("scores", key, partial(work, task, late))
+        scores[task.name] = cached_array("scores", key, partial(work, task, late))
     if embedder.cache_info().currsize:
         embedder().close()
     return scores
@@ -343,7 +343,7 @@ def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[
     scores = {}
     for task in tqdm(tasks, desc=REFERENCE, unit="task", leave=False):
         key = [REFERENCE, config.precision, task.identity, code_hash()]
-        scores[task.name] = kept("scores", key, partial(work, task))
+        scores[task.name] = cached_array("scores", key, partial(work, task))
     return {REFERENCE: scores}
 
 

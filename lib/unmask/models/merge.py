@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from unmask.data.tokens import StoredTokenizer, special_tokens_around
+from unmask.data.tokens import PlainTokenizer, special_tokens_around
 from unmask.extras import extra
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, settings_of
@@ -155,4 +155,4 @@ def _meaning(parent: Path, tokenizer: PreTrainedTokenizerBase, settings: Setting
     reads["special_tokens"] = settings.special_tokens, [ids.tolist() for ids in around]
     values = {key: value for key, value in config.to_dict().items() if key not in FREE}
     values = {key: value for key, value in values.items() if "dropout" not in key}
-    return values | reads | {"tokenizer": StoredTokenizer.of(tokenizer)}
+    return values | reads | {"tokenizer": PlainTokenizer(tokenizer).hash}

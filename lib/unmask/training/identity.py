@@ -44,7 +44,7 @@ def identity(stage: Stage, model: nn.Module) -> dict[str, Any]:
     made_of |= {"special tokens": True} if any(map(len, stage.around)) else {}
     made_of |= {"normalize": True} if job.settings and job.settings.normalize else {}
     made_of |= {"stage": job.stage, "mask_token": job.backbone.mask_token, **stage.inputs()}
-    made_of |= {"data": stage.corpus.hash, "tokenizer": fingerprint(stage.stored.content)}
+    made_of |= {"data": stage.corpus.hash, "tokenizer": stage.stored.hash}
     made_of |= {"weights": weights_hash(model), "code": library_code(), "own code": own_code(stage)}
     return json.loads(json.dumps(made_of))  # as it will be read again
 

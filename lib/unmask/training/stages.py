@@ -24,17 +24,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask import losses
 from unmask.config import GROUPS, ConfigError, DiffusionConfig, changed
-from unmask.data import tokenized
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
-from unmask.data.mining import Encoder, Neighbours, Surrogate, kept, neighbours, sample
-from unmask.data.tokenized import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
-from unmask.data.tokens import Limit, StoredTokenizer, end_token, join_chunks, special_tokens_around
+from unmask.data.mining import Encoder, Neighbours, Surrogate, cached_array, neighbours, sample
+from unmask.data.tokenize import (
+    Blocks,
+    Table,
+    TokenDocuments,
+    TokenPairs,
+    open_blocks,
+    pairs_as_documents,
+    token_documents,
+    token_pairs,
+)
+from unmask.data.tokens import PlainTokenizer, Truncation, end_token, join_chunks, special_tokens_around
 from unmask.extras import extra
 from unmask.losses.tensors import shipped
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
-from unmask.models.encoding import TokenSequence
+from unmask.models.encoding import TokenSequence, owners
 from unmask.models.quantize import int8
 from unmask.store import artifacts_root, fingerprint, sha256, visible
 from unmask.training.cache import cached_backward
@@ -116,8 +124,8 @@ class Stage:
         return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
 
     @cached_property
-    def stored(self) -> StoredTokenizer:
-        return StoredTokenizer.of(self.tokenizer)
+    def stored(self) -> PlainTokenizer:
+        return PlainTokenizer(self.tokenizer)
 
     def prepare(self) -> list[dict[str, Any]]:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
@@ -194,11 +202,11 @@ class Stage:
             np.concatenate([before, tokens_L, after]) if len(before) + len(after) else tokens_L
         )
 
-    def reading(self, group: str) -> tuple[Limit, Limit]:
+    def reading(self, group: str) -> tuple[Truncation, Truncation]:
         """How a query and a document of this group are read: tokens at most, and what is put around them."""
-        around, taken = ("", end_token(self.tokenizer) if self.ends else ""), sum(map(len, self.around))
+        suffix, taken = end_token(self.tokenizer) if self.ends else "", sum(map(len, self.around))
         lengths = self.config.query_length, self.config.document_length
-        query, document = (Limit(max(1, length - taken), around) for length in lengths)
+        query, document = (Truncation(max(1, length - taken), suffix=suffix) for length in lengths)
         return query, document
 
     def groups(self) -> dict[str, str]:
@@ -239,11 +247,11 @@ class Stage:
 
     @cached_property
     def held_out(self) -> np.ndarray:
-        return kept("held-out", [self.corpus.hash], self.corpus.held_out)
+        return cached_array("held-out", [self.corpus.hash], self.corpus.held_out)
 
     def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
         table = Table(rows, name, file, self.stored, self.held_out)
-        return tokenized.token_pairs(table, *self.reading(rows[0]["group"]), negatives)
+        return token_pairs(table, *self.reading(rows[0]["group"]), negatives)
 
 
 def content(path: Path) -> str:
@@ -490,7 +498,7 @@ class Contrastive(Stage):
     def shown(self, step: int) -> Iterator[list[str]]:
         """Each query with its document, and with its hard negatives, if any."""
         for part in self.batch(step):
-            texts = iter([self.text(text.own_L) for text in part.sequences])
+            texts = iter([self.text(text.tokens_L[owners(text) >= 0]) for text in part.sequences])
             pairs = [[*islice(texts, part.count)] for _ in range(2)]
             for query, document, hard in zip(*pairs, part.hard_N, strict=True):
                 own = [f"query     {query}", f"document  {document}"]
@@ -598,7 +606,7 @@ class Pair(Contrastive):
         if not self.config.looks_around:
             return super().inputs()
         clusters = fingerprint(replace(self.job.clusters, surrogate=""))
-        return super().inputs() | {"surrogate": self.surrogate.identity, "clusters": clusters}
+        return super().inputs() | {"surrogate": self.surrogate.hash, "clusters": clusters}
 
     def shares(self) -> dict[str, float]:
         """Each data set's share of the steps: by size, of its group's; none where the preset has none."""
@@ -608,7 +616,7 @@ class Pair(Contrastive):
 
     def drawing(self) -> dict[str, Any]:
         near, allowed = self.neighbours.items() if self.config.cluster_size else (), self.allowed()
-        drawn = {"allowed": allowed, "packings": {name: own.packing for name, own in near}}
+        drawn = {"allowed": allowed, "orders": {name: rows.order for name, rows in near}}
         return drawn | {"shares": self.shares() if allowed else {}}
 
     def batch(self, step: int) -> list[Batch]:
@@ -616,7 +624,7 @@ class Pair(Contrastive):
         batch, margin = self.texts(name, rows), self.config.filter_margin
         if margin < 0:
             return [batch]
-        return [replace(batch, negatives=torch.from_numpy(self.neighbours[name].negatives(rows, margin)))]
+        return [replace(batch, negatives=torch.from_numpy(self.neighbours[name].negative_mask(rows, margin)))]
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = self.served(rows_RD)
@@ -655,11 +663,11 @@ class Contextual(Contrastive):
         for name in corpus.datasets("documents", "train"):
             rows, file = corpus.documents("train", name), corpus.identity("documents", name)
             table = Table(rows, name, file, self.stored, self.held_out)
-            data[name] = tokenized.token_documents(table, config)
+            data[name] = token_documents(table, config)
         for name in corpus.datasets("pairs", "train") if config.single else ():
             rows, file = corpus.pairs("train", name), corpus.identity("pairs", name)
             table = Table(rows, name, file, self.stored, self.held_out)
-            data[name] = tokenized.single_chunks(table, config)
+            data[name] = pairs_as_documents(table, config)
         return data
 
     def drawing(self) -> dict[str, Any]:
