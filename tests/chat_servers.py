@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fake_hub import Handler, served
-from unmask.config import SynthesisConfig
+from unmask_study.settings import SynthesisConfig
 
 
 @dataclass

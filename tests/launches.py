@@ -2,14 +2,12 @@
 has a kernel for GPUs alone, on a CPU.
 
 A launch is an operation that is no view. Compiled, it is what inductor has left to run after fusion; for a
-GPU it fuses by nearly the same rules as for a CPU. `python tests/launches.py` counts layers of both models'
-real widths anew, in a minute or two, for results/gpu/README.md.
+GPU it fuses by nearly the same rules as for a CPU.
 
 Shape suffixes: H heads, G of keys, R of queries for each of these · L tokens of a sequence · D dimensions.
 """
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,13 +23,9 @@ from torch._inductor.ir import MultiOutput, NopKernel
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AutoModel, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModel, Qwen3Config
 
-import tiny
-from unmask.config import load_preset
 from unmask.models import attention
-from unmask.store import repository
 
 
 @varlen._varlen_attn.register_kernel("cpu")
@@ -77,27 +71,20 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that are no views: matrix products, casts and casts of weights among them; and the
-    bytes that all but products and attention read and write, those of weights and their gradients apart."""
+    """Counts operations that are no views: matrix products, casts and casts of weights among them."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
         self.weights = {_storage(parameter) for parameter in module.parameters()}
-        self.shapes = {parameter.shape for parameter in module.parameters() if parameter.ndim == 2}
         self.counts = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        given = [x for x in args if isinstance(x, Tensor)]
-        where = {_storage(x) for x in given}
-        if func._schema.is_mutable or not (isinstance(result, Tensor) and _storage(result) in where):
+        inputs = {_storage(x) for x in args if isinstance(x, Tensor)}
+        if func._schema.is_mutable or not (isinstance(result, Tensor) and _storage(result) in inputs):
             cast = name == "_to_copy"
             kinds = {"all": True, "products": name == "mm", "casts": cast}
-            self.counts += Counter(kinds | {"casts of weights": cast and bool(where & self.weights)})
-            if name != "mm" and func.namespace != "torch_attn":
-                made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-                moved = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in given + made)
-                self.counts["bytes of weights" if made[0].shape in self.shapes else "bytes"] += moved
+            self.counts += Counter(kinds | {"casts of weights": cast and bool(inputs & self.weights)})
         return result
 
 
@@ -105,8 +92,6 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-PASSES = ("forward", "backward")
-LENGTHS = [5, 2, 4]
 SMALL = Qwen3Config(
     vocab_size=32,
     hidden_size=32,
@@ -117,84 +102,43 @@ SMALL = Qwen3Config(
 )
 
 
-def layer(
-    dtype: torch.dtype, shape: PreTrainedConfig = SMALL
-) -> tuple[nn.Module, Callable[[list[int]], dict[str, Any]]]:
-    """A layer, by default with Qwen3-0.6B's heads in small widths, and what it takes for some lengths."""
+def layer(dtype: torch.dtype) -> tuple[nn.Module, Callable[[list[int]], dict[str, Any]]]:
+    """A layer with Qwen3-0.6B's heads in small widths, and what it takes for some lengths."""
     torch.manual_seed(0)
-    shape = copy.deepcopy(shape)
+    shape = copy.deepcopy(SMALL)
     shape.num_hidden_layers, shape.is_causal = 1, False
     model = AutoModel.from_config(shape).to(dtype)
     model.config._attn_implementation = attention.VARLEN
 
     def inputs(lengths: list[int]) -> dict[str, Any]:
-        given = attention.unpadded_inputs(model, lengths, "cpu")
+        arguments = attention.unpadded_inputs(model, lengths, "cpu")
         hidden = torch.randn(1, sum(lengths), shape.hidden_size, dtype=dtype, requires_grad=True)
-        positions = model.rotary_emb(hidden, given["position_ids"])
-        return {"hidden_states": hidden, "position_embeddings": positions} | given
+        positions = model.rotary_emb(hidden, arguments["position_ids"])
+        return {"hidden_states": hidden, "position_embeddings": positions} | arguments
 
     return model.layers[0], inputs
 
 
-def eager(dtype: torch.dtype, lengths: list[int] = LENGTHS, **options: Any) -> tuple[Counter, Counter]:
+def eager(dtype: torch.dtype) -> tuple[Counter, Counter]:
     """Launches forward and backward with weights in float32 under autocast, or in bfloat16 without."""
-    part, inputs = layer(dtype, **options)
-    given = inputs(lengths)
+    part, inputs = layer(dtype)
+    arguments = inputs([5, 2, 4])
     with as_on_a_gpu():
         with Launches(part) as there, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-            out = part(**given)
+            out = part(**arguments)
         with Launches(part) as back:
             out.backward(torch.ones_like(out))
     return there.counts, back.counts
 
 
-def compiled(lengths: list[int] = LENGTHS, **options: Any) -> list[Counter]:
-    """Launches forward and backward of the compiled layer with weights in bfloat16."""
-    part, inputs = layer(torch.bfloat16, **options)
-    attention.compile_layers(part, same_length=False)
-    given = inputs(lengths)
-    torch._dynamo.reset()
-    with as_on_a_gpu(), after_fusion() as found:
-        out = part(**given)
-        out.backward(torch.ones_like(out))
-    return found
-
-
 @contextmanager
-def after_fusion() -> Iterator[list[Counter]]:
-    """Within, the list grows by the launches of each graph that inductor makes, as `Launches` counts them."""
-    found = []
+def after_fusion() -> Iterator[list[int]]:
+    """Within, the list grows by the launches of each graph that inductor makes."""
+    launches = []
 
     def count(nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
-        run = [node for node in nodes if not isinstance(node.node, MultiOutput | NopKernel)]
-        own = [node for node in run if not node.is_extern()]
-        moved = sum(node.get_read_write_buffers_sizes() for node in own)
-        found.append(Counter({"all": len(run), "bytes": moved}))
+        launches.append(sum(not isinstance(node.node, MultiOutput | NopKernel) for node in nodes))
         return nodes
 
     with inductor.patch(_post_fusion_custom_pass=count, fx_graph_cache=False):
-        yield found
-
-
-def main() -> None:
-    """Counts for both models' layers, into results/gpu/launches.json."""
-    presets = {"0.6B": ("paper-0.6b", Qwen3Config), "SmolLM2-135M": ("gpu", LlamaConfig)}
-    rows, lengths = [], [20, 30, 14]
-    for model, (preset, kind) in presets.items():
-        shape = kind(**tiny.sizes(load_preset(preset).backbone, 1, 32))
-        ways = {
-            "eager, float32 under autocast": eager(torch.float32, lengths, shape=shape),
-            "eager, bfloat16": eager(torch.bfloat16, lengths, shape=shape),
-            "compiled, bfloat16": compiled(lengths, shape=shape),
-        }
-        for way, both in ways.items():
-            row = {"model": model, "layer": way} | {name: one["all"] for name, one in zip(PASSES, both)}
-            row |= {} if "compiled" in way else {"casts": sum(one["casts"] for one in both)}
-            row |= {"bytes of a token": sum(one["bytes"] for one in both) / sum(lengths)}
-            rows.append(row | {"bytes of weights": sum(one["bytes of weights"] for one in both)})
-    text = json.dumps({"torch": torch.__version__, "rows": rows}, indent=1)
-    (repository() / "results" / "gpu" / "launches.json").write_text(text + "\n", encoding="utf8")
-
-
-if __name__ == "__main__":
-    main()
+        yield launches

@@ -15,7 +15,6 @@ from statistics import mean
 
 import pytest
 
-from benchmarks import roofline
 from unmask.config import load_preset
 from unmask.evaluation import REFERENCE
 from unmask.store import read_json, repository
@@ -153,8 +152,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "example": example,
     "time-to-bm": time_to_bm25,
     "speed": speed,
-    "launches": roofline.launches,
-    "roofline": roofline.roofline,
 }
 
 

@@ -37,17 +37,15 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fake_hub import fake_hub
-from unmask.config import TRAINED, load_preset
 from unmask.data import mirror as mirrors
 from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
 from unmask.store import repository
+from unmask_study.settings import load_preset
 
 ROWS = {"train": 12, "dev": 2, "test": 4}  # of a source
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]
 TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf8"))
-QUICK = {"steps": 2, "warmup": 1, "compile": False}
-SMALL = {f"{stage}.{key}": value for stage in TRAINED for key, value in QUICK.items()}
-SMALL |= {f"{name}.{key}": value for name, part in TOLD["changes"].items() for key, value in part.items()}
+SMALL = {f"{name}.{key}": value for name, part in TOLD["changes"].items() for key, value in part.items()}
 SCHEMAS = yaml.safe_load((Path(__file__).parent / "data" / "documented_schemas.yaml").read_text("utf8"))
 BASES = {"qwen3": transformers.Qwen3ForCausalLM, "smollm2": transformers.LlamaForCausalLM}
 

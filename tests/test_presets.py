@@ -9,12 +9,13 @@ import pytest
 import torch
 import yaml
 
-from unmask.config import load_preset, preset_names
+from unmask.config import preset_names
 from unmask.data import mirror
 from unmask.models import backbone
 from unmask.store import repository
 from unmask_study.evidence import stated
 from unmask_study.plan import PROMPT_TOKENS, describe, parameters, trainings
+from unmask_study.settings import load_preset
 
 PRESETS = repository() / "papermill_runs" / "presets"
 PAPER = ("paper-0.6b", "paper-4b")
@@ -40,8 +41,9 @@ def test_every_value_has_a_source(name):
     place = r"(paper|ConTEB|CDE|Qwen3-Embedding), (section|appendix|figure|table) [0-9A-C]"
     source, comments = re.compile(place + r"|choice: \w|Qwen3-\S+-Base|unused"), _comments(name)
     values = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf8"))
-    sections = {key: section for key, section in values.items() if isinstance(section, dict) and key != "ar"}
-    assert set(comments) == {(name, key) for name, section in sections.items() for key in section}
+    blocks = [*values.pop("study").items(), *values.items()]
+    sections = [(key, section) for key, section in blocks if isinstance(section, dict) and key != "ar"]
+    assert set(comments) == {(name, key) for name, section in sections for key in section}
     assert not [place for place, comment in comments.items() if not source.match(comment)]
 
 
@@ -122,11 +124,11 @@ class Vocabulary(list):
 
 
 def _comments(name: str) -> dict[tuple[str, str], str]:
-    """(section, key) → comment of every `  key: value` line of a preset file."""
+    """(section, key) → comment of every `key: value` line within a section of a preset file."""
     comments, section = {}, ""
     for line in (PRESETS / f"{name}.yaml").read_text(encoding="utf8").splitlines():
-        if match := re.match(r"(\w+):\s*(#.*)?$", line):
+        if match := re.match(r" *(\w+):\s*(#.*)?$", line):
             section = match[1]
-        elif match := re.match(r"  (\w+):\s*(?:\[.*?\]|[^#]*?)\s*(?:# (.*))?$", line):
+        elif match := re.match(r" +(\w+):\s*(?:\[.*?\]|[^#]*?)\s*(?:# (.*))?$", line):
             comments[section, match[1]] = match[2] or ""
     return comments

@@ -7,13 +7,13 @@ import pytest
 
 import rehearsal
 from toy_checkout import unmask
-from unmask.config import load_preset
 from unmask.data import mirror, reading, tokenize
 from unmask.data.sources import open_corpus
 from unmask.evaluation.tasks import build_tasks
 from unmask.models.backbone import load_tokenizer
 from unmask.training import STAGES
 from unmask_study import conteb
+from unmask_study.settings import load_preset
 
 
 @pytest.fixture(scope="module")

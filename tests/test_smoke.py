@@ -11,10 +11,10 @@ import pytest
 from by_hand import cells, kernel
 from chat_servers import chat_server
 from toy_checkout import unmask
-from unmask.config import load_preset
 from unmask.data.sources import open_corpus
 from unmask.store import repository
 from unmask_study.evidence import VERDICTS
+from unmask_study.settings import load_preset
 
 STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipynb"))]
 

@@ -20,7 +20,6 @@ import pytest
 
 import tiny
 from unmask import Embedder
-from unmask.config import load_preset
 from unmask.data import mirror
 from unmask.data.mining import cached_array
 from unmask.data.tokenize import build
@@ -29,6 +28,7 @@ from unmask.models.merge import slerp
 from unmask.models.onnx import export_onnx
 from unmask.store import alone, link, new_directory, read_json, write_json
 from unmask_study.figures import Figure
+from unmask_study.settings import load_preset
 
 TEXTS = 3000
 
@@ -122,65 +122,52 @@ def test_a_file_is_one_of_those_that_writers_meant_and_a_kill_leaves_nothing_for
     assert read_json(path) == "whole" and [one.name for one in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_a_folder_that_exists_stays_and_gets_the_files(model, tmp_path):
+def test_a_folder_that_exists_stays_and_gets_the_files(model, tmp_path, monkeypatch):
     """As a mount point has to, and one below a folder of somebody else: nothing is written beside it."""
-    path = tmp_path / "model"
+    path, names, opened = tmp_path / "model", set(), os.open
     (path / "lost+found").mkdir(parents=True)
     path.chmod(0o2770)
     before = path.stat()
+
+    def seen(*arguments: Any, **options: Any) -> int:
+        names.update(os.listdir(tmp_path))
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(os, "open", seen)
     for _ in range(2):
         Embedder.from_pretrained(model).save_pretrained(path)
-    assert {*os.listdir(path)} == {*os.listdir(model), "lost+found"} and os.listdir(tmp_path) == ["model"]
-    assert (path.stat().st_ino, path.stat().st_mode) == (before.st_ino, before.st_mode)
-    assert path.stat().st_gid == before.st_gid and Embedder.from_pretrained(path)
+    assert {*os.listdir(path)} == {*os.listdir(model), "lost+found"} and names == {"model"}
+    after = path.stat()
+    assert (after.st_ino, after.st_mode, after.st_gid) == (before.st_ino, before.st_mode, before.st_gid)
+    assert Embedder.from_pretrained(path)
 
 
-class Killed(Exception):
-    pass
+ONE, SHARDS = ["model.safetensors"], ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
+# Old names of weights, new ones, and what they hold after a kill before each move.
+KILLS = [
+    (ONE, ONE, [{"old"}, {"old"}, {"new"}]),
+    (SHARDS, SHARDS, [set(), set(), {"new"}, {"new"}]),
+    (ONE, SHARDS, [set(), set(), {"new"}, {"new"}]),
+]
 
 
-@pytest.mark.parametrize("moves", range(5))
-def test_a_kill_while_a_folder_is_filled_loses_nothing(moves, tmp_path, monkeypatch):
-    """Weights are the old ones, the new ones or none, and the next writer first puts the new ones there."""
-    path, replace, left = tmp_path / "model", os.replace, iter(range(moves))
-
-    def write(content):
+@pytest.mark.parametrize(("before", "after", "weights"), KILLS)
+def test_a_kill_while_a_folder_is_filled_leaves_no_mixture(before, after, weights, tmp_path, monkeypatch):
+    def write(path, names, content):
         with new_directory(path) as folder:
-            there = {one.read_text() for one in path.glob("[!.]*")}
             folder.mkdir()
-            for name in ("config.json", "model.safetensors"):
+            for name in ("config.json", *names):
                 (folder / name).write_text(content)
-        return there
 
-    def killed(source, target):
-        if next(left, None) is None:
-            raise Killed
-        replace(source, target)
-
-    write("old")
-    with monkeypatch.context() as patch, contextlib.suppress(Killed):
-        patch.setattr(os, "replace", killed)
-        write("new")
-    weights = [one.read_text() for one in path.glob("*.safetensors")]
-    assert weights == {0: ["old"], 4: ["new"]}.get(moves, [])
-    assert write("newest") == {"old" if moves == 0 else "new"}
-    assert sorted(os.listdir(path)) == ["config.json", "model.safetensors"]
-
-
-def test_nothing_is_written_beside_a_folder_that_exists(model, tmp_path, monkeypatch):
-    path, names = tmp_path / "model", set()
-    path.mkdir()
-
-    def seen(file: int | str | Path, *arguments: Any) -> int:
-        names.update(os.listdir(tmp_path))
-        return opened(file, *arguments)
-
-    opened = os.open
-    monkeypatch.setattr(os, "open", seen)
-    with new_directory(path) as new:
-        new.mkdir()
-        write_json(new / "a.json", {})
-    assert names == {"model"}
+    for moves, contents in enumerate(weights):
+        path, replace = tmp_path / str(moves), [os.replace] * moves
+        write(path, before, "old")
+        with monkeypatch.context() as patch, contextlib.suppress(IndexError):  # of the move after these
+            patch.setattr(os, "replace", lambda *paths, left=replace: left.pop()(*paths))
+            write(path, after, "new")
+        assert {one.read_text() for one in path.glob("*.safetensors")} == contents
+        write(path, after, "newest")
+        assert sorted(os.listdir(path)) == ["config.json", *after]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o007])

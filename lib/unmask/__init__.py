@@ -9,8 +9,8 @@ __all__ = ["Embedder", "__version__", "fit"]
 
 FLOORS = {"torch": (2, 11), "transformers": (5, 17)}  # tested; requirements.lock has what else was
 for name, floor in FLOORS.items():
-    if tuple(map(int, (found := version(name)).split(".")[:2])) < floor:
-        raise ImportError(f"unmask needs {name} {floor[0]}.{floor[1]} or later, and {found} is installed")
+    if tuple(map(int, (installed := version(name)).split(".")[:2])) < floor:
+        raise ImportError(f"unmask needs {name} {floor[0]}.{floor[1]} or later, and {installed} is installed")
 
 # bm25s starts JAX where that is installed, and JAX takes three quarters of every GPU that it finds.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

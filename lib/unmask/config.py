@@ -1,62 +1,45 @@
-"""Presets: every hyper-parameter of a run, typed, checked and in one place (`papermill_runs/presets/*.yaml`).
+"""Presets: every hyper-parameter of a training, typed and checked (`papermill_runs/presets/*.yaml`).
 
-A preset is a YAML file of sections, one per stage. It holds what differs from the preset that it extends
+A preset is a YAML file with a section for each stage. It holds what differs from the preset that it extends
 (`extends: smollm2`) and from the defaults below: the papers' values, and those that hardly any preset
-changes.
-What depends on model and machine (sizes, steps, rates) has no default.
+changes. What depends on model and machine (sizes, steps, rates) has no default. Section `training` is for all
+stages: each takes the keys that it has, unless its own section of the same file sets them. Section `study`
+holds those of a program that builds on the library, whose `kind` of preset has them.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, dataclass_transform, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import AfterValidator, Field
 
-from unmask.store import Strict, nearest, repository
-
-
-class ConfigError(ValueError):
-    """A preset, a key or a value that cannot be used; the message says which and what would do."""
-
+from unmask.schema import ConfigError, Section, Strict, checked
+from unmask.store import nearest, repository
 
 Group = Literal["english", "cross-lingual", "multilingual", "code"]
 Family = Literal["english", "code", "cross-lingual", "multilingual", "contextual"]
 GROUPS = get_args(Group)  # of pairs: the steps of the curriculum
 FAMILIES = get_args(Family)  # of tasks, as reported
-TRAINED = ("ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker")  # by `train`
-
+Schedule = Literal["wsd", "cosine", "linear"]
+Precision = Literal["bf16", "fp32"]
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Several = Annotated[int, Field(strict=True, ge=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Inner = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
-
-
-def _whole(text: str) -> str:
-    """A relative path in a preset is one in the checkout, not in the folder that notebooks run in."""
-    return str(repository() / text) if "/" in text and (repository() / text).exists() else text
-
-
-Place = Annotated[str, AfterValidator(_whole)]  # or a name
-# Of a pool: BM25, n-grams of characters, latent semantic analysis, the pair stage's model, or an embedder.
-System = Literal["bm25", "characters", "lsa", "pair"] | Annotated[Place, Field(pattern="/")]
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-class Section:
-    """Makes each section below a frozen dataclass whose values pydantic checks."""
+def _absolute(place: str) -> str:
+    """A relative path in a preset is one in the checkout, not in the folder that notebooks run in."""
+    return str(repository() / place) if "/" in place and (repository() / place).exists() else place
 
-    def __init_subclass__(cls):
-        strict = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)  # until it is used
-        dataclass(frozen=True, kw_only=True, config=strict)(cls)
+
+Place = Annotated[str, AfterValidator(_absolute)]  # a path or a name
 
 
 class DataConfig(Section):
@@ -76,9 +59,7 @@ class BackboneConfig(Section):
     """The Transformer: a ready checkpoint, or the shape of one built from scratch."""
 
     checkpoint: Place = ""  # "smollm2-135m", Hub name or directory; empty: built in the shape below
-    keep_layers: Annotated[tuple[Whole, ...], Field(min_length=1)] | None = (
-        None  # of the checkpoint; None: all
-    )
+    keep_layers: Annotated[tuple[Whole, ...], Field(min_length=1)] | None = None  # None: all of them
     hidden_size: Count
     layers: Count
     heads: Count
@@ -97,28 +78,25 @@ class BackboneConfig(Section):
 
 
 class ComputeConfig(Section):
-    """How a training is computed. It may change midway: results stay the same, rounding aside."""
+    """How a training is computed. It may change midway: results stay the same but for rounding."""
 
-    token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `budget`
+    token_budget: Whole = 0  # tokens of a process's micro-batch, padding included; 0: see `memory`
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
     compile: bool = False  # torch.compile of every layer; a minute or two on a GPU, before it pays
     checkpoint_seconds: Whole = 120  # between two: all that a kill costs; more where one takes over 4 s
     keep_checkpoints: Count = 1  # the newest so many
 
-    def budget(self, device: str) -> int:
-        """`token_budget`, or what suits the kind of device: a core's cache, or plenty of work for a GPU."""
-        return self.token_budget or (2_048 if device == "cpu" else 65_536)
+    def memory(self, device: str) -> dict[str, int]:
+        """Returns the keys that bound memory; by default what fits a core's cache, or keeps a GPU busy."""
+        return {"token_budget": self.token_budget or (2_048 if device == "cpu" else 65_536)}
 
     def halved(self, device: str) -> dict[str, int]:
-        """The keys that put half as many tokens into memory at a time; none where it would be too few."""
-        half = self.budget(device) // 2
-        return {"token_budget": half} if half >= FEWEST else {}
-
-
-FEWEST = 256  # tokens of a micro-batch that is worth a try
-
-# `ComputeConfig`'s keys and `keep_tokens` do not change what a training learns.
-COMPUTED = {"keep_tokens", *(field.name for field in dataclasses.fields(ComputeConfig))}
+        """Returns `memory` with its largest number halved; nothing where micro-batches would be too small."""
+        memory = self.memory(device)
+        half = max(memory.values()) // 2
+        smallest = max(256, getattr(self, "length", 0))  # a block at least
+        smaller = {key: min(tokens, half) for key, tokens in memory.items()}
+        return smaller if smaller["token_budget"] >= smallest else {}
 
 
 class TrainConfig(ComputeConfig):
@@ -127,20 +105,19 @@ class TrainConfig(ComputeConfig):
     steps: Count
     batch: Count  # sequences, pairs, documents or queries of a step
     lr: Positive
-    schedule: Literal["wsd", "cosine", "linear"] = "cosine"  # after a linear warm-up; see `loop.lr_factor`
+    schedule: Schedule = "cosine"  # after a linear warm-up; see `loop.lr_factor`
     warmup: Whole  # steps
     decay: Whole = 0  # last steps, for "wsd"
     beta1: Share = 0.9
     beta2: Share = 0.98
     weight_decay: Share = 0.01
     clip: Positive = 1.0  # l2 norm of the gradient
-    precision: Literal["bf16", "fp32"] = "bf16"  # autocast, where the processor has it
+    precision: Precision = "bf16"  # autocast, where the processor has it
     seed: Whole = 0
 
 
 class ParallelConfig(Section):
-    """The processes of one training. They divide the work, not the batch: results do not depend on them, but
-    for rounding."""
+    """The processes of one training, which divide a batch's work: results are the same but for rounding."""
 
     num_processes: Count = 1  # over all machines
     num_machines: Count = 1
@@ -160,13 +137,9 @@ class ParallelConfig(Section):
 class PretrainConfig(TrainConfig):
     """Next-token and masked-diffusion pretraining."""
 
-    schedule: Literal["wsd", "cosine", "linear"] = "wsd"
+    schedule: Schedule = "wsd"
     length: Several  # tokens of a packed block
     freeze_embeddings: bool = False  # they stay as they are, and so does an output matrix tied to them
-
-    def halved(self, device: str) -> dict[str, int]:
-        fewer = super().halved(device)
-        return fewer if fewer.get("token_budget", 0) >= self.length else {}  # a block at least
 
 
 class DiffusionConfig(PretrainConfig):
@@ -196,16 +169,13 @@ class ContrastiveConfig(TrainConfig):
     query_length: Count
     temperature: Positive = 0.02
     margin: Annotated[float, Field(ge=0)] = 0.1  # negatives this much better than the positive are left out
-    keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept; 0: see `kept`
+    keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept; 0: see `memory`
 
-    def kept(self, device: str) -> int:
-        """`keep_tokens`, or what suits the kind of device: one micro-batch, or several on a GPU."""
-        return self.keep_tokens or (0 if device == "cpu" else 4 * self.budget(device))
-
-    def halved(self, device: str) -> dict[str, int]:
-        most = max(self.kept(device), self.budget(device)) // 2
-        budget = min(most, self.budget(device))
-        return {"token_budget": budget, "keep_tokens": most} if budget >= FEWEST else {}
+    def memory(self, device: str) -> dict[str, int]:
+        """Returns what `ComputeConfig.memory` does, and `keep_tokens`: one micro-batch, or four on a GPU."""
+        memory = super().memory(device)
+        several = 0 if device == "cpu" else 4 * memory["token_budget"]
+        return memory | {"keep_tokens": self.keep_tokens or several}
 
 
 class PairConfig(ContrastiveConfig):
@@ -220,7 +190,7 @@ class PairConfig(ContrastiveConfig):
     filter_margin: float = -1.0  # what a surrogate finds this much better is no negative; below 0: off
     curriculum: tuple[Share, Share, Share]  # shares of the steps: English; + cross-lingual; everything
     # What all of the steps read of each of GROUPS, in their order; empty: data sets are drawn by size.
-    shares: tuple[()] | tuple[Share, Share, Share, Share] = ()
+    shares: tuple[Share, Share, Share, Share] | tuple[()] = ()
 
     def __post_init__(self):
         if not any(self.curriculum):
@@ -228,8 +198,8 @@ class PairConfig(ContrastiveConfig):
         first, second = (sum(self.curriculum[:n]) / sum(self.curriculum) - 1e-9 for n in (1, 2))
         english, crossing, *_ = self.shares or (1, 0)
         if first > english or second > english + crossing:
-            told = f"curriculum {[*self.curriculum]} reads more of its first languages than shares"
-            raise ValueError(f"{told} {[*self.shares]} give them: make its last part longer")
+            what = f"curriculum {[*self.curriculum]} reads more of its first languages than shares"
+            raise ValueError(f"{what} {[*self.shares]} give them: make its last part longer")
 
     @property
     def looks_around(self) -> bool:
@@ -279,185 +249,22 @@ class ClustersConfig(Section):
     attempts: Count = 3  # of k-means, of which the best counts; CDE's
 
 
-class EndpointConfig(Section):
-    """A language model behind an OpenAI-compatible endpoint."""
-
-    section: ClassVar[str]  # of the preset, for what is said to a user
-    endpoint: str = ""  # for instance http://localhost:8000/v1; empty: nothing is asked
-    model: str = ""  # as the endpoint calls it
-    api_key_env: str = "OPENAI_API_KEY"  # environment variable that holds the key, which is stored nowhere
-    concurrency: Count = 16  # requests under way at a time
-    timeout: Positive = 60.0  # seconds of one request
-    retries: Whole = 5  # of one request, with growing pauses
-    temperature: Share = 0.7
-    max_tokens: Count = 400  # of one answer
-
-
-class SynthesisConfig(EndpointConfig):
-    """Queries written by a language model. Without one, notebook 02a shows what it would be sent."""
-
-    section = "synthesis"
-    passages: Whole = 100  # that get a query each
-    documents: Whole = 20  # that get queries for their chunks
-    queries_per_document: Count = 4
-    personas: Count = 5  # most relevant ones, of which the model picks the character; the paper's top-5
-    min_similarity: float = 0.7  # cosine below which a pair is dropped; Qwen3-Embedding's filter
-    languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("English",)  # of the queries, drawn
-    seed: Whole = 0
-
-
-class ReaderConfig(EndpointConfig):
-    """Answers of a language model that reads retrieved passages (notebook 09)."""
-
-    section = "reader"
-    temperature: Share = 0.0  # BERGEN's
-    max_tokens: Count = 128  # BERGEN's
-    passages: Count = 5  # that it reads; the paper's
-    questions: Count = 500  # of each data set, at most
-
-
-class ContextsConfig(EndpointConfig):
-    """A context before each chunk, which a language model writes from the whole document (notebook 08)."""
-
-    section = "contexts"
-    temperature: Share = 0.0
-    max_tokens: Count = 128  # Anthropic's contexts have 50 to 100 tokens
-
-
-class MergeConfig(Section):
-    """SLERP of two checkpoints and the choice among the candidates."""
-
-    # 0 is the contextual parent, 1 the triplet parent.
-    t: Annotated[tuple[Inner, ...], Field(min_length=1)] = (0.25, 0.5, 0.75)
-
-
-class EvaluationConfig(Section):
-    """Retrieval tasks built from the held-out part of the corpus."""
-
-    query_length: Count
-    document_length: Count
-    chunk_length: Count
-    max_queries: Count  # per task
-    max_documents: Count  # per task
-    precision: Literal["bf16", "fp32"] = "bf16"  # where the processor has it
-    denoising: float = 0.5  # notebook 01's gate: least rise in nats from the fewest masks to t = 1
-    dev_queries: Whole = 0  # per task of the development split; 0: as many as of the test split
-    dev_documents: Whole = 0  # likewise
-    squad_paragraphs: Whole = 0  # of SQuAD, where a mirror holds it; 0: all
-
-
-class QuantizationConfig(Section):
-    """The study of precisions and dimensions. Its short trainings are the pair stage's but for the steps."""
-
-    dimensions: Sizes
-    candidates: Sizes  # documents that the binary first step hands on to INT8
-    steps: Count  # of each short training
-    # (width, depth) of a small model, a deeper and a wider one; none: the diffusion backbone is trained
-    shapes: tuple[tuple[Count, Count], ...]
-
-    def __post_init__(self):
-        if len(self.shapes) not in (0, 3):
-            raise ValueError(f"shapes must be three or none, not {len(self.shapes)}")
-
-
-class RetrievalConfig(Section):
-    """Plain retrieval: public benchmarks, and benchmarks built as the paper builds its own."""
-
-    benchmarks: tuple[str, ...] = ()  # `unmask_study.mteb.BENCHMARKS`, names of mteb, "ToolRet"
-    log_queries: Count  # asked in the query-to-query and in the query-to-document benchmark, at most
-    query_sizes: Sizes  # corpora of the query-to-query benchmark
-    document_sizes: Sizes  # corpora of the query-to-document benchmark
-    # A search log of one's own instead of held-out queries: JSON lines in the order of time, each with a
-    # query and, where known, its language ("en"), intent and form, and the url that it led to.
-    log: Place = ""
-    pool: Annotated[tuple[System, ...], Field(min_length=1)] = ("bm25", "characters", "lsa", "pair")
-    # Of an embedder of the pool: its revision on the Hub, where that is not main.
-    pool_revisions: dict[str, str] = Field(default_factory=dict)
-    pool_depth: Count  # documents that each system puts into the pool of a query
-    xquad: tuple[str, ...] = ("en",)  # languages of XQuAD, where a mirror holds it
-
-
-ContebTraining = Literal["sweep", "insent", "flattened", "token vectors"]
-
-
-class ContebConfig(Section):
-    """The studies of context: ConTEB, InSeNT, late interaction. Trainings are the contextual stage's but for
-    what is named here."""
-
-    tasks: tuple[str, ...] = ()  # of `unmask.data.registry.CONTEB`; read from a mirror or the Hub
-    benchmarks: tuple[str, ...] = ()  # searches of short texts, as `retrieval.benchmarks`; also joined
-    joined: Several = 8  # texts that look alike, as one document
-    chunk_length: Count = 320  # tokens of a chunk of these tasks at most; room for 1,000 characters
-    chunk_words: Sizes  # to which our own tasks' chunks are cut and joined
-    piece_characters: Sizes = (100,)  # to which SQuAD's paragraphs are cut; several: as a figure
-    corpus_documents: Sizes  # among which a query looks for its document
-    late_documents: Count = 100  # at most, compared by late interaction: vectors fifteen times as large
-    # InSeNT's weight of the in-sequence term, one training each.
-    lambdas: Annotated[tuple[Share, ...], Field(min_length=1)] = (0.0, 0.3, 1.0)
-    lam: Share = 0.3  # for one training of full length; between the ends, which ConTEB finds worst
-    temperature: Positive = 0.05  # InSeNT's; the pair stage's is much sharper
-    lr: Annotated[float, Field(ge=0)] = 0.0  # of trainings with InSeNT's objective; 0: the contextual stage's
-    steps: Count  # of each training of the sweep
-    queries_per_document: Count = 4  # of the sweep
-    # What is trained: the sweep of objectives; and each for as many steps as the contextual stage.
-    trainings: tuple[ContebTraining, ...] = get_args(ContebTraining)
-
-
 class CdeConfig(PairConfig):
-    """CDE: batches of look-alikes, and an encoder that reads other documents of the corpus beside a text,
-    over whose own tokens it pools."""
+    """CDE: batches of look-alikes, and an encoder that reads other documents beside a text."""
 
     pooling: Literal["mean"] = "mean"
     context: Whole  # context documents, shared by a batch; a training may set it to 0: a plain encoder
     sequence_dropout: Share = 0.005  # of context documents, for the null vector
     max_pairs: Whole = 0  # training pairs that are read, and so embedded and clustered; 0: all
-    batch_sizes: Annotated[tuple[Several, ...], Field(min_length=1), Ascending]  # of the study of batches
-    cluster_sizes: Sizes  # of the study of batches, beside random ones
-    # Beside the two encoders on look-alikes: how hard batches are, both encoders on random batches, and one
-    # family's tasks beside documents of another.
-    studies: tuple[Literal["hardness", "random", "domains"], ...] = ("hardness", "random", "domains")
-    # context documents at inference, `context` at most
-    context_sizes: Annotated[tuple[Whole, ...], Field(min_length=1), Ascending]
-    benchmarks: tuple[str, ...] = ()  # public ones of every type of task, as `retrieval.benchmarks`
-
-    def __post_init__(self):
-        super().__post_init__()
-        if 0 < self.context < max(self.context_sizes):
-            raise ValueError(f"context_sizes go up to {max(self.context_sizes)}, context is {self.context}")
-
-    @property
-    def trainings(self) -> dict[str, dict[str, float]]:
-        """The study's trainings, by name: what each changes here. One that repeats another is left out."""
-        margins, found = {"": -1.0, "-filtered": max(self.filter_margin, 0.0)}, {}
-        batches = self.batch_sizes if "hardness" in self.studies else ()
-        for batch, size, end in itertools.product(batches, (0, *self.cluster_sizes), margins):
-            found[f"b{batch}-c{size or 'random'}{end}"] = (batch, size, margins[end], 0)
-        for name, context in {"plain": 0, "context": self.context}.items():
-            if "random" in self.studies:
-                found[f"{name}-random"] = (self.batch, 0, self.filter_margin, context)
-            found[name] = (self.batch, self.cluster_size, self.filter_margin, context)
-        first = {changes: name for name, changes in reversed(found.items())}
-        keys = ("batch", "cluster_size", "filter_margin", "context")
-        return {name: dict(zip(keys, row)) for name, row in found.items() if first[row] == name}
 
 
 class Qwen3EmbeddingConfig(PairConfig):
-    """Qwen3-Embedding: a causal embedder with instructions. `steps` are the second phase's."""
+    """Qwen3-Embedding: a causal embedder with instructions."""
 
     pooling: Literal["mean", "last"] = "last"
     quantize: bool = False  # Qwen3-Embedding has no quantiser
     negatives: Whole = 3  # mined ones per query, in the second phase
     dimensions: Sizes  # Matryoshka prefixes; those that fit are used
-    start: Literal["causal", "scratch", "pair"] = (
-        "causal"  # the parent, random weights, or notebook 02's model
-    )
-    # Beside the two phases: the second alone, that without prefixes, and the reranker.
-    trainings: tuple[Literal["no-weak", "one-size", "reranker"], ...] = ("no-weak", "one-size", "reranker")
-    weak_steps: Count  # of the first phase, on all pairs and without mined negatives
-    weak_lr: Positive  # of the first phase
-    weak_only: tuple[str, ...] = ()  # groups or data sets of the first phase: [synthetic-pairs]; empty: all
-    benchmarks: tuple[str, ...] = ()  # public ones of every type of task, as `retrieval.benchmarks`
-    checkpoints: Count = 3  # of the second phase that are merged, evenly spaced, the last one among them
 
 
 class RerankerConfig(TrainConfig):
@@ -470,29 +277,19 @@ class RerankerConfig(TrainConfig):
     max_queries: Count  # per task, reranked in the evaluation
 
 
-Arm = Literal["diffusion, last", "bidirectional, mean", "AR continued, mean", "masked next token, mean"]
+class EvaluationConfig(Section):
+    """How retrieval tasks are built and read."""
 
-
-class AblationConfig(Section):
-    """The 2 × 2 ablation: backbone × pooling. Everything else is the pair stage's."""
-
-    steps: Count
-    # Beside *diffusion, mean*, *AR, mean* and *AR, last*; the last two are pretrained as long as diffusion.
-    arms: tuple[Arm, ...] = get_args(Arm)
-    groups: tuple[Group, ...] = ("english",)  # of the pairs to train on
-    ema: Share = 0.02  # smoothing of the loss curve; the paper's, figure 2
-    batch: Literal[0] | Several = 0  # pairs of a step; 0: the pair stage's
-    # Of the pair stage's rate; each arm is trained with each, and the best on development data is kept.
-    rates: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1.0,)
-    rate_steps: Whole = 0  # of the trainings that choose among several rates; 0: as many as `steps`
-    anneal: Share = 0.0  # also pretrain with a causal mask that fades over this share of the steps; 0: no
-    parts: bool = False  # also leave out each part of the pair loss and its curriculum
-    benchmarks: tuple[str, ...] = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones
-    squad: bool = False  # also ask SQuAD's questions, where a mirror holds it
+    query_length: Count
+    document_length: Count
+    chunk_length: Count
+    max_queries: Count  # per task
+    max_documents: Count  # per task
+    precision: Precision = "bf16"  # where the processor has it
 
 
 class Preset(Section):
-    """All parameters of a run."""
+    """All parameters of the trainings of a run."""
 
     name: str
     about: str  # one line: machine, time, purpose
@@ -502,101 +299,64 @@ class Preset(Section):
     ar: PretrainConfig
     diffusion: DiffusionConfig
     pair: PairConfig
-    synthesis: SynthesisConfig = Field(default_factory=SynthesisConfig)
     contextual: ContextualConfig
     triplet: TripletConfig
     clusters: ClustersConfig = Field(default_factory=ClustersConfig)
-    merge: MergeConfig = Field(default_factory=MergeConfig)
-    evaluation: EvaluationConfig
-    quantization: QuantizationConfig
-    retrieval: RetrievalConfig
-    reader: ReaderConfig = Field(default_factory=ReaderConfig)
-    contexts: ContextsConfig = Field(default_factory=ContextsConfig)
-    conteb: ContebConfig
     cde: CdeConfig
     qwen3: Qwen3EmbeddingConfig
     reranker: RerankerConfig
-    ablation: AblationConfig
 
 
-SECTIONS = tuple(f.name for f in dataclasses.fields(Preset) if f.name not in ("name", "about"))
+Layer = dict[str, Any]  # sections of a preset, as read
+TRAINED = {one.name: one.type for one in dataclasses.fields(Preset) if issubclass(one.type, TrainConfig)}
+COMPUTED = {"keep_tokens", *ComputeConfig.__dataclass_fields__}  # do not change what a training learns
 PRESETS = repository() / "papermill_runs" / "presets"
 
 
 def preset_names() -> list[str]:
-    """Names of the presets at hand."""
+    """Returns the names of the presets at hand."""
     return sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
-def load_preset(name: str, overrides: dict[str, Any] | None = None) -> Preset:
+def load_preset(name: str, overrides: Mapping[str, Any] | None = None, kind: type[Preset] = Preset) -> Any:
     """Reads a preset, applies `overrides` ({"pair.steps": 50}) and checks every key and value.
 
+    Args:
+        kind: `Preset`, or a subclass with the sections that lie under `study`.
     Raises:
         ConfigError: unknown preset, unknown or missing key, or a value of the wrong type or range.
     """
-    values = _read(name)
-    for key, value in (overrides or {}).items():
-        section, _, field = key.partition(".")
-        if section not in SECTIONS or not field:
-            known = "" if section in SECTIONS else nearest(section, SECTIONS)
-            raise ConfigError(f"unknown key {key!r}: write section.key{known}")
-        values[section] = (values.get(section) or {}) | {field: value}
-    preset = preset_from(values | {"name": name})
+    changes = {}
+    for path, value in (overrides or {}).items():
+        section, _, key = path.partition(".")
+        if not key:
+            raise ConfigError(f"unknown key {path!r}: write section.key")
+        changes.setdefault(section, {})[key] = value
+    values = _merged(_read(name, kind), changes)
+    preset = checked(kind, values | {"name": name}, f"preset {name}: ")
     for stage in TRAINED:
-        config = getattr(preset, stage)
-        decay = config.decay if config.schedule == "wsd" else 0
-        if config.warmup + decay > config.steps:  # a study's shorter trainings may
-            how = f"{config.warmup} + {decay} > {config.steps}"
-            raise ConfigError(f"preset {name}: {stage}: warmup + decay exceed steps ({how})")
-        lengths = [getattr(config, key, 0) for key in ("length", "query_length", "document_length")]
-        length = sum(lengths) if stage == "reranker" else max(lengths)
-        if length > preset.backbone.max_length:  # it would be read otherwise than it was trained
-            raise ConfigError(f"preset {name}: {stage}: {length} tokens of a text exceed backbone.max_length")
+        _check_stage(preset, stage)
     return preset
 
 
-def seeded(seed: int) -> dict[str, int]:
-    """Overrides that give every training this seed. The corpus and what is synthesised keep theirs."""
-    return {f"{section}.seed": seed for section in TRAINED}
-
-
-def preset_from(values: dict[str, Any]) -> Preset:
-    """A preset from plain values, for instance those of `resolved`.
+def stage_config(preset: Any, stage: str, changes: Mapping[str, Any]) -> Any:
+    """Returns the section of a stage with other values for some keys, and without the keys of a study.
 
     Raises: ConfigError, as `load_preset`.
     """
-    try:
-        return Preset(**values)
-    except ValidationError as error:
-        raise ConfigError(f"preset {values.get('name')}: {explained(error, Preset)}") from None
-
-
-def changed(config: Any, values: Mapping[str, Any], section: str) -> Any:
-    """A section with other values for some of its keys.
-
-    Raises: ConfigError, as `load_preset`.
-    """
-    try:
-        return dataclasses.replace(config, **values)
-    except ValidationError as error:
-        raise ConfigError(f"{section}.{explained(error, type(config))}") from None
+    config = getattr(preset, stage)
+    kind = TRAINED.get(stage, type(config))
+    values = {key: getattr(config, key) for key in kind.__dataclass_fields__}
+    return checked(kind, values | changes, f"{stage}.")
 
 
 def resolved(config: Any) -> Any:
-    """A preset or a section of one as plain JSON values (tuples become lists)."""
+    """Returns a preset or a section of one as plain JSON values (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def comparable(preset: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a resolved preset ("pair.lr" → value) that runs must share to be comparable: all but
-    training seeds and compute settings."""
-    sections = {name: row for name, row in preset.items() if isinstance(row, dict)}
-    values = {(name, key): value for name, row in sections.items() for key, value in row.items()}
-    own = {(name, key) for name in TRAINED for key in COMPUTED | {"seed"}}
-    return {".".join(key): value for key, value in values.items() if key not in own}
-
-
-def _read(name: str) -> dict[str, Any]:
+def _read(name: str, kind: type[Preset]) -> Layer:
+    """Reads the sections of a preset and of those that it extends."""
     path = PRESETS / f"{name}.yaml"
     if not PRESETS.is_dir():
         raise ConfigError("presets and notebooks lie in the repository: clone it, and `make install` there")
@@ -604,25 +364,37 @@ def _read(name: str) -> dict[str, Any]:
         raise ConfigError(f"unknown preset {name!r}{nearest(name, preset_names())}")
     with path.open(encoding="utf8") as file:  # YAML's own errors name it
         values = yaml.load(file, Strict) or {}
-    if not isinstance(values, dict):
+    texts = {"extends", "about"}
+    if not isinstance(values, dict) or any(not isinstance(values[key], dict) for key in {*values} - texts):
         raise ConfigError(f"{path}: write sections of keys and values, as in cpu.yaml")
-    merged = _read(values.pop("extends")) if "extends" in values else {}
-    for key, value in values.items():
-        merged[key] = (merged.get(key) or {}) | value if isinstance(value, dict) else value
+    base = _read(values.pop("extends"), kind) if "extends" in values else {}
+    study = values.pop("study", {})
+    merged = _merged(base, values)
+    return merged if kind is Preset else _merged(merged, study)
+
+
+def _merged(base: Layer, changes: Layer) -> Layer:
+    """Returns `base` with the values of `changes`, those of `training` in each stage that has the key."""
+    shared = changes.pop("training", {})
+    known = {key for kind in TRAINED.values() for key in kind.__dataclass_fields__}
+    for key in shared.keys() - known:
+        raise ConfigError(f"training.{key}: unknown key {key!r}{nearest(key, sorted(known))}")
+    merged = dict(base)
+    for stage, kind in TRAINED.items():
+        common = {key: value for key, value in shared.items() if key in kind.__dataclass_fields__}
+        merged[stage] = merged.get(stage, {}) | common
+    for name, value in changes.items():
+        merged[name] = merged.get(name, {}) | value if isinstance(value, dict) else value
     return merged
 
 
-def explained(error: ValidationError, kind: type) -> str:
-    """The first of pydantic's errors; an unknown key before a missing one, which it may be meant for."""
-    unknown = "unexpected_keyword_argument"
-    first = min(error.errors(), key=lambda one: one["type"] != unknown)
-    where = ".".join(map(str, first["loc"]))
-    if first["type"] == unknown:
-        *sections, key = first["loc"]
-        for section in sections:
-            kind = kind.__dataclass_fields__[section].type
-        return f"{where}: unknown key {key!r}{nearest(key, kind.__dataclass_fields__)}"
-    if first["type"] == "missing":
-        return f"missing {where}"
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
-    return f"{where} {message}" + ("" if first["type"] == "value_error" else f", got {first['input']!r}")
+def _check_stage(preset: Preset, stage: str) -> None:
+    """Refuses a schedule that is longer than the training, which a study's shorter ones may be, and texts
+    that are longer than the model's positions: they would be read otherwise than they were trained."""
+    config, where = getattr(preset, stage), f"preset {preset.name}: {stage}"
+    scheduled = config.warmup + (config.decay if config.schedule == "wsd" else 0)
+    if scheduled > config.steps:
+        raise ConfigError(f"{where}: warmup + decay exceed steps ({scheduled} > {config.steps})")
+    length = max(getattr(config, key, 0) for key in ("length", "query_length", "document_length"))
+    if length > preset.backbone.max_length:
+        raise ConfigError(f"{where}: {length} tokens of a text exceed backbone.max_length")

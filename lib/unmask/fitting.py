@@ -23,15 +23,7 @@ import torch
 from pydantic import AfterValidator, Field, ValidationError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from unmask.config import (
-    BackboneConfig,
-    ClustersConfig,
-    ConfigError,
-    EvaluationConfig,
-    ParallelConfig,
-    Section,
-    explained,
-)
+from unmask.config import TRAINED, BackboneConfig, ClustersConfig, EvaluationConfig, ParallelConfig
 from unmask.data.batches import apart, permuted
 from unmask.data.corpus import Corpus, write_tables
 from unmask.data.registry import Source
@@ -41,9 +33,9 @@ from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, folder_of
 from unmask.models.embedder import Embedder, as_list
+from unmask.schema import ConfigError, Section, checked, explained
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
 from unmask.training import STAGES, TrainingStopped, Watch, probes, seconds_until, train
-from unmask.training.job import SECTIONS
 from unmask.training.launch import several
 from unmask.training.stages import Stage
 from unmask.training.watch import TENTHS
@@ -368,7 +360,7 @@ def _longest(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> 
 
 def _given(stage: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are given, checked before a model is loaded."""
-    known = SECTIONS[stage].__dataclass_fields__
+    known = TRAINED[stage].__dataclass_fields__
     later = {"steps": 10**6, "warmup": 0, "decay": 0, "dimensions": (1,)}  # which `_config` computes
     later = {key: value for key, value in later.items() if key in known}
     config = _checked(stage, later | SMALL[stage] | values)
@@ -424,10 +416,7 @@ def _checked(stage: str, values: Mapping[str, Any]) -> Any:
     Raises: ConfigError that names the key which cannot be used.
     """
     numbers = {key: index(one) for key, one in values.items() if isinstance(one, np.integer)}
-    try:
-        return SECTIONS[stage](**values | numbers)
-    except ValidationError as error:
-        raise ConfigError(f"{stage}.{explained(error, SECTIONS[stage])}") from None
+    return checked(TRAINED[stage], values | numbers, f"{stage}.")
 
 
 def _cut(embedder: Embedder, config: Any, documents: list[dict[str, Any]]) -> Any:

@@ -15,23 +15,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(safetensors|onnx|onnx\.data)(\.index\.json)?")
-WHOLE, MOVING = ".whole.tmp", ".moving.tmp"  # within a folder: its next content, before and while it moves in
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def repository() -> Path:
-    """Top level of the checkout that the package runs from; of no use where it was installed without one."""
+    """Returns the top level of the checkout that the package runs from; of no use without a checkout."""
     return Path(__file__).resolve().parents[2]
 
 
 def artifacts_root() -> Path:
-    """Folder of everything large and reproducible: UNMASK_ARTIFACTS, or that of the checkout, or without one
-    the user's cache."""
+    """Returns the folder of everything large and reproducible: UNMASK_ARTIFACTS, or that of the checkout, or
+    without one the user's cache."""
     here = repository()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "unmask")
     default = here / "artifacts" if (here / "papermill_runs").is_dir() else cache
@@ -39,9 +37,9 @@ def artifacts_root() -> Path:
 
 
 def preparing(what: str) -> None:
-    """To be called before data are prepared.
+    """Refuses to prepare data where UNMASK_PREPARED says that all of them are there.
 
-    Raises: ValueError where UNMASK_PREPARED says that all of them are there.
+    Raises: ValueError that names the data.
     """
     if os.environ.get("UNMASK_PREPARED"):
         raise ValueError(
@@ -52,7 +50,7 @@ def preparing(what: str) -> None:
 
 @contextlib.contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Has errors of the system say what was being written, which a full disk's do not."""
+    """Has errors of the system name what was being written, which a full disk's do not."""
     try:
         yield
     except SafetensorError as error:
@@ -65,7 +63,7 @@ def naming(path: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(file: Path, *, timeout: float = -1) -> Iterator[None]:
-    """Holds a lock, whose file goes in the end.
+    """Holds a lock, and removes its file in the end.
 
     Args:
         timeout: seconds to wait for it; negative: as long as it takes.
@@ -93,7 +91,7 @@ def alone(path: Path) -> Iterator[None]:
     """Keeps other processes from making the same file or folder, and has errors of the system name it. The
     lock of a folder that exists lies in it: the one above may be another's, or on another disk.
 
-    Raises: RuntimeError if one is at it; and as `locked`.
+    Raises: RuntimeError if another process makes it; and as `locked`.
     """
     path = path.resolve()
     try:
@@ -106,8 +104,8 @@ def alone(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name to write a file under, which becomes `path` once it is whole: a reader sees the old or the new
-    content, never half of it. A second writer waits."""
+    """Gives a name to write a file under, which becomes `path` once it is whole: a reader sees the old or the
+    new content, never half of it. A second writer waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")  # the same each time: a killed one is cleared away
     with locked(temporary.with_suffix(".tmp.lock")):
@@ -142,7 +140,7 @@ def link(path: Path, target: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What a JSON file says; nothing where there is none.
+    """Returns what a JSON file says; nothing where there is none.
 
     Raises: ValueError that names a file which is no JSON.
     """
@@ -152,21 +150,11 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is broken ({error}): copy or make it again") from None
 
 
-class Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """YAML without duplicate keys, of which the first would be lost; read by C code where there is some."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.MarkedYAMLError(f"{twice[0]!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A temporary name for a directory, which the block makes and fills, and which becomes `path`. One that
-    exists gets its files and stays what it is: a mount point, of a mode and a group. After an error `path` is
-    as it was.
+    """Gives a temporary name for a directory, which the block makes and fills, and which becomes `path`. One
+    that exists gets its files and stays what it is: a mount point, of a mode and a group. After an error
+    `path` is as it was.
 
     Raises: ValueError if `path` is a file, or holds what the new one does not, hidden files and weights in
         other pieces aside; RuntimeError if another process makes it, too; OSError as `locked`.
@@ -175,92 +163,76 @@ def new_directory(path: Path) -> Iterator[Path]:
     if path.is_file():
         raise ValueError(f"{path} is a file: name a folder")
     with alone(path):
-        refilled = path.is_dir()
-        _move_in(path)  # what a kill interrupted
+        exists = path.is_dir()
         # The same each time: a killed one is cleared away.
-        temporary = path / ".new.tmp" if refilled else path.with_name(f".{path.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
+        new = path / ".new.tmp" if exists else path.with_name(f".{path.name}.tmp")
+        shutil.rmtree(new, ignore_errors=True)
         try:
-            yield temporary
-            mode = temporary.stat().st_mode & 0o666  # as the umask says; safetensors lets nobody else read
-            for file in filter(Path.is_file, temporary.rglob("*")):
+            yield new
+            mode = new.stat().st_mode & 0o666  # as the umask says; safetensors lets nobody else read
+            for file in filter(Path.is_file, new.rglob("*")):
                 file.chmod(mode)
-            if refilled:
-                _check_foreign(path, temporary)
-                os.replace(temporary, path / WHOLE)
-                _move_in(path)
+            if exists:
+                _refill(path, new)
             else:
-                os.replace(temporary, path)
+                os.replace(new, path)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(new, ignore_errors=True)
 
 
-def _shown(folder: Path) -> list[Path]:
-    """What lies in a folder, hidden files aside, weights last."""
-    shown = (one for one in folder.iterdir() if one.name[0] != "." and one.name != "lost+found")
-    return sorted(shown, key=lambda one: (WEIGHTS.fullmatch(one.name) is not None, one.name))
-
-
-def _check_foreign(path: Path, new: Path) -> None:
-    """Refuses to fill a folder that holds what the new one does not, weights in other pieces aside."""
-    theirs = {one.name for one in _shown(path) if not (one.is_file() and WEIGHTS.fullmatch(one.name))}
-    if foreign := theirs - {*os.listdir(new)}:
+def _refill(path: Path, new: Path) -> None:
+    """Moves the content of `new` into a folder that exists, weights last. One file of weights is replaced at
+    once; of several the old ones go first, so that a kill in between leaves no mixture."""
+    theirs, ours = ({one for one in os.listdir(folder) if one[0] != "."} for folder in (path, new))
+    weights = sorted(filter(WEIGHTS.fullmatch, ours))
+    old = {*filter(WEIGHTS.fullmatch, theirs)}
+    if foreign := theirs - ours - old - {"lost+found"}:
         raise ValueError(f"{path} holds {min(foreign)}, which is of something else: name another folder")
-
-
-def _move_in(path: Path) -> None:
-    """Moves what is ready in a folder within `path` up into it, in the place of what is there. Weights go
-    first and come last: where they are, all is. A kill in between loses nothing: the next call goes on."""
-    if (path / WHOLE).is_dir():
-        for one in _shown(path):
-            if WEIGHTS.fullmatch(one.name):
-                one.unlink()
-        os.replace(path / WHOLE, path / MOVING)
-    if (path / MOVING).is_dir():
-        for one in _shown(path / MOVING):
-            if (path / one.name).is_dir():
-                shutil.rmtree(path / one.name)
-            os.replace(one, path / one.name)
-        (path / MOVING).rmdir()
+    for name in old if weights != [*old] else ():
+        (path / name).unlink()
+    for name in [*ours.difference(weights), *weights]:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        os.replace(new / name, path / name)
 
 
 def fingerprint(*parts: Any) -> str:
-    """Short hash of JSON-able values or dataclasses, the same on every machine."""
-    plain = [dataclasses.asdict(part) if dataclasses.is_dataclass(part) else part for part in parts]
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+    """Returns a short hash of JSON-able values and dataclasses, the same on every machine."""
+    content = json.dumps(parts, sort_keys=True, default=dataclasses.asdict)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def sha256(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Returns the SHA-256 of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def hash64(content: bytes) -> int:
-    """A number below 2⁶⁴ for some bytes, the same on every machine and in every version."""
+    """Returns a number below 2⁶⁴ for some bytes, the same on every machine and in every version."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
 def code_fingerprint(*paths: str | Path) -> str:
-    """Short hash of the code in files, and in all Python files of folders. Comments, docstrings and layout do
-    not count."""
+    """Returns a short hash of the code in files, and in all Python files of folders. Comments, docstrings and
+    layout do not count."""
     files = [one for path in map(Path, paths) for one in (visible(path, "*.py") if path.is_dir() else [path])]
     return source_fingerprint({file: file.read_bytes() for file in files})
 
 
 def source_fingerprint(sources: Mapping[Path, bytes]) -> str:
-    """The same of files that were read before."""
+    """Returns the same of files that were read before."""
     return fingerprint([[file.name, bare(source)] for file, source in sorted(sources.items())])
 
 
 def visible(folder: Path, pattern: str = "*") -> list[Path]:
-    """The files of a folder, without hidden ones, an editor's copies and what Python compiled."""
+    """Returns the files of a folder, without hidden ones, an editor's copies and what Python compiled."""
     every = ((one, f"/{one.relative_to(folder)}") for one in folder.rglob(pattern) if one.is_file())
     return [one for one, name in every if not re.search(r"/\.|/__pycache__/|~$", name)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    """Returns the end of a message about an unknown name: the nearest known one, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(str(name), known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
@@ -268,12 +240,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @functools.cache  # a process asks for each training and each source
 def bare(source: bytes) -> str:
-    """Python code without comments, docstrings and layout, the same for every version of Python."""
+    """Returns Python code without comments, docstrings and layout; other text as it is."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # another kind of file: as it is
+    except SyntaxError:
         return source.decode(errors="replace")
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
-            node.body = node.body[1:]
-    return re.sub(r"\w+=\[\](, )?|, \w+=\[\]", "", ast.dump(tree))  # empty fields differ between versions
+            del node.body[0]
+    return ast.unparse(tree)

@@ -17,13 +17,14 @@ import yaml
 from filelock import Timeout
 
 from unmask.children import PREEMPTED, on_signal
-from unmask.config import Preset, load_preset, preset_names, seeded
+from unmask.config import preset_names
 from unmask.extras import extra
 from unmask.store import artifacts_root, locked, read_json
 from unmask_study.kernels import Kernels
 from unmask_study.pipeline import PAGE, Notebook, Pipeline, check_machine, clock, kernel_environment, own_gpus
 from unmask_study.progress import until_done, whole_times
 from unmask_study.run import Folders, Run, seed_run
+from unmask_study.settings import Preset, load_preset
 
 # Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
 PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
@@ -262,7 +263,7 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
     from unmask.data import mirror
     from unmask.data.sources import identity
 
-    overrides = _overrides(options.set) | (seeded(seed) if seed else {})
+    overrides = _overrides(options.set) | ({"training.seed": seed} if seed else {})
     if getattr(options, "gpus", None) is not None:
         overrides["parallel.num_processes"] = options.gpus
     preset, folders = load_preset(options.preset, overrides), Folders(_run_name(options, seed))

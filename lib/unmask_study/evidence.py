@@ -22,10 +22,11 @@ import numpy as np
 import yaml
 from scipy import stats
 
-from unmask.config import comparable, resolved
+from unmask.config import resolved
 from unmask.evaluation.tasks import Task, ndcg
 from unmask.store import read_json, replacing
 from unmask_study.run import Run, seed_runs
+from unmask_study.settings import comparable
 
 VERDICTS = ("holds", "does not hold", "open", "one run", "two runs", "invalid", "not asked", "not run")
 Gate = dict[str, Any]

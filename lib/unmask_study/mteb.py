@@ -21,7 +21,7 @@ import yaml
 from datasets import Dataset
 from torch import Tensor
 
-from unmask.config import EvaluationConfig, RerankerConfig
+from unmask.config import RerankerConfig
 from unmask.data import hub
 from unmask.data.mining import unit
 from unmask.evaluation.search import similarity, values
@@ -31,6 +31,7 @@ from unmask.models.context_encoder import ContextEmbedder
 from unmask.models.embedder import Embedder, instructed, prompt
 from unmask.models.reranker import Reranker
 from unmask.store import fingerprint
+from unmask_study.settings import EvaluationConfig
 
 with extra("study"):
     import mteb

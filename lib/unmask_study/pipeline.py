@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from unmask.children import ENVIRONMENT
-from unmask.config import ParallelConfig, Preset, comparable, resolved
+from unmask.config import ParallelConfig, resolved
 from unmask.store import (
     artifacts_root,
     code_fingerprint,
@@ -39,6 +39,7 @@ from unmask.store import (
     write_json,
 )
 from unmask_study.run import Folders
+from unmask_study.settings import Preset, comparable
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
 ASIDE = tuple(

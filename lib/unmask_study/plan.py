@@ -41,8 +41,9 @@ from dataclasses import fields, replace
 from itertools import islice
 from typing import NamedTuple
 
-from unmask.config import BackboneConfig, ContrastiveConfig, Preset, PretrainConfig, TrainConfig
+from unmask.config import BackboneConfig, PretrainConfig, TrainConfig
 from unmask.losses.pretraining import CHUNK_LOGITS, CHUNK_ROWS
+from unmask_study.settings import Preset
 
 PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
 # Share of the peak that is sustained, recomputation counted as work: estimated from operations and memory
@@ -255,9 +256,9 @@ def _with(preset: Preset, section: str, **changes) -> Preset:
 def _on_a_gpu(texts: Texts, gpus: int, config: TrainConfig) -> tuple[int, float]:
     """Tokens of one loss whose activations a GPU holds at a time (of a micro-batch, or of several that are
     kept), and their share of all its tokens."""
-    budget = config.budget("cuda")
-    kept = config.kept("cuda") if isinstance(config, ContrastiveConfig) else 0
-    held = max(1, kept // budget) * budget
+    memory = config.memory("cuda")
+    budget = memory["token_budget"]
+    held = max(1, memory.get("keep_tokens", 0) // budget) * budget
     own = math.ceil(sum(number * length for number, length in texts) / gpus)
     tokens = max(max(length for _, length in texts), min(held, own))
     return tokens, min(1, tokens / own)

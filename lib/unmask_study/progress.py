@@ -17,10 +17,11 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from unmask.config import comparable, resolved
+from unmask.config import resolved
 from unmask.store import read_json
 from unmask_study.pipeline import Notebook, Pipeline, hardware, processor
 from unmask_study.run import Folders, seed_runs
+from unmask_study.settings import comparable
 
 AROUND = 60.0  # seconds of a notebook beside its trainings, if nothing is recorded
 # Two cores with bf16 instructions take so many times what `plan` says of a GPU, and without them thrice that.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unmask.config import Preset, load_preset
 from unmask.store import artifacts_root, fingerprint, read_json, repository, sha256, write_json
+from unmask_study.settings import Preset, load_preset
 
 LAB = "lab"  # the run of notebooks that are opened by hand; a folder for each preset
 

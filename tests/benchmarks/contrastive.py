@@ -228,11 +228,12 @@ def scaling_case(pairs: int) -> Case:
     config, shape = PRESET.pair, PRESET.backbone
     model = bidirectional(shape.layers)
     columns = real_lengths(pairs, (config.query_length, config.document_length))
+    budget = config.memory("cpu")["token_budget"]
     # Eager, as trainings in bf16 on a CPU.
-    step = partial(attended, model, "eager", partial(ours, model, columns, config.budget("cpu")))
+    step = partial(attended, model, "eager", partial(ours, model, columns, budget))
     setting = described(
         f"{shape.layers} layers, {shape.hidden_size}-d, {pairs} docstring pairs of up to "
-        f"{config.query_length} and {config.document_length} tokens, token_budget {config.budget('cpu')}"
+        f"{config.query_length} and {config.document_length} tokens, token_budget {budget}"
     )
     return Case(setting, "true tokens/s", total(columns), {"unmask": {"": step}}, lambda: None)
 

@@ -2,7 +2,7 @@
 
     kernels   attention and cross-entropy against float32: error and TFLOP/s
     steps     diffusion, pair and contextual steps of the 0.6B model and of SmolLM2, eager and compiled, in
-              three minutes: MFU, memory beside the plan's, graphs compiled again, waits for the GPU; with
+              three minutes: MFU, memory, graphs compiled again, waits for the GPU; with
               --large a step of 16,384 pairs
     sharded   FSDP2 on one GPU, and where there are two on both: its rate, and the losses of the smoke preset,
               beside those of a process that holds the whole model
@@ -11,7 +11,7 @@
 
 `papermill_runs/first_gpu.sh COMMAND` runs one and leaves results/gpu/COMMAND.json. With `--small` the same
 code runs at toy size, on a CPU too, and nothing is kept. `decide` and `recipe` want their data prepared, end
-by SIGTERM before ten minutes are over, and go on when they are called again; `--dry-run` prints their plan.
+by SIGTERM before ten minutes are over, and go on when they are called again.
 """
 
 import argparse
@@ -185,15 +185,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--small", action="store_true", help="toy size; nothing is kept")
     parser.add_argument("--large", action="store_true", help="steps: the row of 16,384 pairs")
     parser.add_argument("--seed", type=int, metavar="N", help="decide, recipe: of their trainings")
-    parser.add_argument("--dry-run", action="store_true", help="decide, recipe: what they will take")
     options = parser.parse_args(arguments)
     if options.large and options.command != "steps":
         parser.error("--large is for steps")
-    if (options.seed or options.dry_run) and options.command not in sittings.SITTINGS:
-        parser.error(f"--seed and --dry-run are for {' and '.join(sittings.SITTINGS)}")
-    if options.dry_run:
-        sittings.show_plan(options.command)
-        return []
+    if options.seed and options.command not in sittings.SITTINGS:
+        parser.error(f"--seed is for {' and '.join(sittings.SITTINGS)}")
     if not (GPU or options.small):
         parser.error("this machine has no GPU: --small runs the same code at toy size")
     about = {"device": torch.cuda.get_device_name() if GPU else "CPU", "torch": torch.__version__}

@@ -37,7 +37,7 @@ from unmask.data.tokenize import TokenDocument, TokenPairs
 from unmask.training import Contextual, Diffusion, Pair, Stage
 from unmask.training.distributed import Processes
 from unmask.training.loop import steps as run_steps
-from unmask_study.plan import PEAK, forward, memory_bytes, parameters
+from unmask_study.plan import PEAK, forward, parameters
 
 WARM_UP, STEPS = 2, 4
 BATCH = {
@@ -105,7 +105,7 @@ def measure(
     **changes: Any,
 ) -> dict[str, Any]:
     """Trains for a few steps and returns the median rate, the MFU and the setting; the budgets that memory
-    was found to hold, its peak beside the plan's, how often a step waited for the GPU, and graphs that were
+    was found to hold, its peak, how often a step waited for the GPU, and graphs that were
     compiled late."""
     changes |= {"steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5, "checkpoint_seconds": 3600}
     config = replace(getattr(preset, name), **changes)
@@ -148,10 +148,8 @@ def measure(
     return {
         "rate": rate,
         "mfu": flops / tokens * rate / PEAK[config.precision] / peers.count,
-        "token_budget": found.budget(kind),
-        "keep_tokens": found.kept(kind) if name != "diffusion" else 0,
+        **{"keep_tokens": 0, **found.memory(kind)},
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
-        "planned_gb": memory_bytes(replace(preset, **{name: found}), name, peers.count) / 1e9,
         "waits_per_step": waits / steps if cuda else None,
         "graphs_after_warm_up": graphs[-1] - graphs[warm_up - peers.ahead],
         "setting": f"{device} × {peers.count}, {peers.strategy}; {config.batch} rows per step, "

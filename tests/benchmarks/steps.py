@@ -80,7 +80,7 @@ def table(rows: Sequence[Row]) -> str:
             line
             | {"tokens/s": f"{one['rate']:,.0f}", "MFU": f"{one['mfu']:.2f}"}
             | {"micro-batch": one["token_budget"], "kept": one["keep_tokens"]}
-            | {"GB (plan)": f"{memory:.0f} ({one['planned_gb']:.0f})" if memory else None}
+            | {"GB": f"{memory:.0f}" if memory else None}
             | {"waits a step": waits if waits is None else f"{waits:.1f}"}
         )
     return markdown_table(lines)

@@ -11,10 +11,10 @@ import pytest
 
 from fake_hub import fake_hub, known_hub
 from toy_checkout import unmask
-from unmask.config import load_preset
 from unmask.data import hub, mirror
 from unmask.data.reading import read, units
 from unmask.data.registry import load_registry
+from unmask_study.settings import load_preset
 
 README = """---
 configs:

@@ -12,7 +12,6 @@ from datasets import Dataset
 import tiny
 from closeness import assert_close
 from unmask import Embedder
-from unmask.config import load_preset
 from unmask.data.mining import unit
 from unmask.evaluation import retrieval_metrics, tasks
 from unmask.evaluation.tasks import REFERENCE, Task, Vectors, assess, build_tasks, score_task
@@ -20,6 +19,7 @@ from unmask.models import backbone
 from unmask.models.embedder import INSTRUCTIONS
 from unmask.models.reranker import Reranker
 from unmask_study.report import markdown_table
+from unmask_study.settings import load_preset
 
 CONFIG = replace(load_preset("smoke").evaluation, max_queries=50, max_documents=50)
 PLAIN = {"docs": "english", "code": "code", "cross": "cross-lingual", "multi": "multilingual"}

@@ -23,7 +23,6 @@ import pytest
 import tiny
 import tiny_corpus
 from unmask import Embedder
-from unmask.config import load_preset
 from unmask.data.sources import open_corpus
 from unmask.evaluation.tasks import assess, build_tasks, task_means
 from unmask.models import jobs
@@ -32,6 +31,7 @@ from unmask.models.merge import slerp
 from unmask.store import write_json
 from unmask.training import Pair, train
 from unmask_study.run import Run
+from unmask_study.settings import load_preset
 from waiting import live_in, wait_for
 
 linux = {"condition": sys.platform != "linux", "reason": "only Linux tells a child that its parent died"}

@@ -11,12 +11,13 @@ import tiny
 from fake_hub import known_hub
 from tiny_sources import write_as
 from toy_checkout import Checkout
-from unmask.config import TRAINED, load_preset
+from unmask.config import TRAINED
 from unmask.data.tokens import train_tokenizer
 from unmask.models import backbone
 from unmask.store import repository, write_atomic
 from unmask_study import cli
 from unmask_study.cli import _parser, main
+from unmask_study.settings import load_preset
 
 
 @pytest.fixture

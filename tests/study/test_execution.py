@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unmask.config import load_preset
 from unmask.models.backbone import computes_in_bf16
 from unmask_study import execute
 from unmask_study.pipeline import Pipeline, clock
 from unmask_study.run import Folders
+from unmask_study.settings import load_preset
 from waiting import live, live_in, wait_for
 
 LOOK = """

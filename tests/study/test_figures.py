@@ -7,9 +7,9 @@ from matplotlib.colors import to_hex, to_rgb, to_rgba_array
 from matplotlib.text import Text
 from PIL import Image
 
-from unmask.config import load_preset
 from unmask_study import figures
 from unmask_study import run as workspace
+from unmask_study.settings import load_preset
 
 plt.switch_backend("agg")
 

@@ -16,7 +16,6 @@ from scipy.stats import spearmanr
 
 import tiny
 from by_hand import cells
-from unmask.config import load_preset
 from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import embed_task, score_task
@@ -34,6 +33,7 @@ from unmask_study.mteb import (
     type_means,
 )
 from unmask_study.report import markdown_table, paper_table
+from unmask_study.settings import load_preset
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
 DOCUMENTS = [f"The {one} of number {i} likes {i % 7}." for i, one in enumerate(["fox", "owl", "bee"] * 12)]

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from unmask.config import SECTIONS, ParallelConfig, load_preset
+from unmask.config import ParallelConfig
 from unmask.store import artifacts_root, read_json, write_atomic
 from unmask_study import pipeline
 from unmask_study.pipeline import Pipeline, discover, kernel_environment
 from unmask_study.run import Folders
+from unmask_study.settings import Preset, load_preset
 
 RAN = {"exit_status": 0, "wall_seconds": 40.0, "whole_seconds": 40.0}
 
@@ -292,7 +293,7 @@ def test_notebooks_find_folders_that_are_named_from_here(monkeypatch):
 def test_our_notebooks_name_earlier_ones_and_sections_and_processes_make_none_due():
     folders = Folders("smoke")
     for index, one in enumerate(notebooks := discover(folders.notebooks)):
-        assert {*one.inputs} <= {*names(notebooks[:index])} and {*one.reads} <= {*SECTIONS}
+        assert {*one.inputs} <= {*names(notebooks[:index])} and {*one.reads} <= {*Preset.__dataclass_fields__}
         assert one.seeds in ("each", "once", "pooled")
         assert one.path.read_text(encoding="utf8").count('"parameters"') == 1
     several = {"parallel.num_processes": 8, "parallel.num_machines": 2, "parallel.launcher": "srun torchrun"}

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3Model
 
 import tiny
-from unmask.config import load_preset
 from unmask.losses import diffusion_loss, next_token_loss, pair_loss
 from unmask.models.attention import compile_layers
 from unmask.models.context_encoder import SecondStage
@@ -24,6 +23,7 @@ from unmask.training import STAGES
 from unmask.training.cache import cached_backward, cached_rows
 from unmask.training.distributed import twin
 from unmask_study import plan
+from unmask_study.settings import load_preset
 
 SECTIONS = {kind.__name__: section for section, kind in STAGES.items()}
 SHAPE = {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_size": 16, "mlp_size": 64}

@@ -8,11 +8,11 @@ from io import StringIO
 
 import pytest
 
-from unmask.config import load_preset
 from unmask.store import link, write_atomic, write_json
 from unmask_study import progress
 from unmask_study.pipeline import Pipeline, hardware
 from unmask_study.progress import Progress, until_done, whole_times
+from unmask_study.settings import load_preset
 
 RAN = {"exit_status": 0, "wall_seconds": 48.0, "whole_seconds": 341.0}
 HERE = {**hardware(), "cpu": "a processor", "bf16": True, "cores": 2, "gpus": []}

@@ -14,8 +14,8 @@ from datasets import Dataset
 
 import tiny
 from chat_servers import chat_server
-from unmask.config import ReaderConfig
 from unmask_study.rag import WORDS, match, messages, normalised, passages, squad
+from unmask_study.settings import ReaderConfig
 from unmask_study.synthesis import EndpointError, replies
 from waiting import wait_for
 

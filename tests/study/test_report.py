@@ -8,13 +8,13 @@ import nbformat
 import numpy as np
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from unmask.config import load_preset
 from unmask.evaluation.tasks import Task
 from unmask.store import write_json
 from unmask_study import page, report
 from unmask_study.evidence import VERDICTS, Kept, at_least, gathered
 from unmask_study.report import added_up, markdown_table, measured, spread
 from unmask_study.run import Run
+from unmask_study.settings import load_preset
 
 CLAIM = {"claim": "It works.", "source": "table 1", "paper": "+3", "effect": "+2.0 [+1.0, +3.0]", "why": ""}
 CLAIM |= {"verdict": "holds", "seeds": {"0": 0.015, "1": 0.025}, "notebook": "02_pair"}

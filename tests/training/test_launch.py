@@ -77,7 +77,7 @@ class Cramped(Pair):
     """One of two GPUs does not hold as many tokens as the other."""
 
     def backward(self, module, batch, processes):
-        if processes.rank and self.config.budget("cpu") > 1000:
+        if processes.rank and self.config.memory("cpu")["token_budget"] > 1000:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return super().backward(module, batch, processes)
 

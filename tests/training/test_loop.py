@@ -185,7 +185,7 @@ def crowded(stage, most):
 
     def backward(module, batch, processes):
         row = whole(module, batch, processes)
-        if max(stage.config.budget("cpu"), getattr(stage.config, "keep_tokens", 0)) > most:
+        if max(stage.config.memory("cpu").values()) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return row
 

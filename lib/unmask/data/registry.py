@@ -18,9 +18,10 @@ from babel.core import get_global
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from unmask.config import GROUPS, ConfigError, explained
+from unmask.config import GROUPS
 from unmask.data.spelling import canonical
-from unmask.store import Strict, artifacts_root, hash64, nearest, repository
+from unmask.schema import ConfigError, Strict, explained
+from unmask.store import artifacts_root, hash64, nearest, repository
 
 # Columns of ours that a row must have, one layout of its role. Documents are nested (a row is a document),
 # flat (a row is a query, and all rows of one title a document) or joined (chunks here, queries there).

@@ -28,9 +28,8 @@ from unmask.training.stages import Stage
 LIBRARY = Path(__file__).parents[1]
 CODE = [LIBRARY / name for name in ("losses", "data", "models", "training")]  # what a checkpoint depends on
 IMPORTED = {path: path.read_bytes() for folder in CODE for path in visible(folder, "*.py")}
-# Keys that change no training: how it is computed, and what notebooks alone read.
-APART = COMPUTED | {"batch_sizes", "cluster_sizes", "context_sizes", "weak_steps", "weak_lr", "weak_only"}
-APART |= {"scratch", "checkpoints", "candidates", "max_queries"}
+# Keys that change no training: how it is computed, and what a reranker's evaluation reads.
+APART = COMPUTED | {"candidates", "max_queries"}
 
 
 def identity(stage: Stage, model: nn.Module) -> dict[str, Any]:

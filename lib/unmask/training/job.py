@@ -4,20 +4,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from unmask.config import (
-    TRAINED,
-    BackboneConfig,
-    ClustersConfig,
-    ParallelConfig,
-    Preset,
-    Section,
-    TrainConfig,
-)
+from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig, TrainConfig
 from unmask.models.checkpoint import Settings
+from unmask.schema import Section
 
 JOB = "job.json"  # in a training's folder: the job, and what it is made of
 Location = Annotated[str, BeforeValidator(str)]  # a path or a name
-SECTIONS = {name: Preset.__dataclass_fields__[name].type for name in TRAINED}
 
 
 class Job(Section):
@@ -49,7 +41,7 @@ class Job(Section):
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Job":
         """From plain values (`config.resolved`)."""
-        return cls(**row | {"config": SECTIONS[row["section"]](**row["config"])})
+        return cls(**row | {"config": TRAINED[row["section"]](**row["config"])})
 
 
 # What is said of a training beside the values of its section.

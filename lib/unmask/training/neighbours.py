@@ -99,9 +99,10 @@ class Cde(Pair):
 
     def backward(self, module: nn.ModuleList, parts: list[Batch], processes: Processes) -> dict[str, Any]:
         (first, second), [batch] = module, parts
-        options = {"token_budget": self.config.budget(processes.device.type), "processes": processes}
+        memory = self.config.memory(processes.device.type)
+        options = {"token_budget": memory["token_budget"], "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
-        options["keep_tokens"] = self.config.kept(processes.device.type)
+        options |= memory
         kept = processes.ship(torch.from_numpy(batch.kept))
         context_KD = documents_KD[kept].requires_grad_()
         loss = partial(self.part_of_loss, batch, processes.slice(batch.count))
@@ -207,6 +208,7 @@ class Reranking(Stage):
             loss = partial(answer_loss, last_B=last_B, answer_B=answer_B, normalizer=len(lengths))
             return module(tokens_BL, None, loss)
 
-        groups = micro_batches(lengths, self.config.budget(processes.device.type), processes.count)
+        budget = self.config.memory(processes.device.type)["token_budget"]
+        groups = micro_batches(lengths, budget, processes.count)
         loss = accumulate(module, groups, forward, processes)
         return {"loss": loss, "tokens": sum(lengths), "dataset": batch.dataset, "prompts": len(lengths)}

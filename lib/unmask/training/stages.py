@@ -23,20 +23,12 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask import losses
-from unmask.config import GROUPS, ConfigError, DiffusionConfig, changed
+from unmask.config import GROUPS, ConfigError, DiffusionConfig, stage_config
+from unmask.data import tokenize
 from unmask.data.batches import BatchPlan, curriculum
 from unmask.data.corpus import Corpus
 from unmask.data.mining import Encoder, Neighbours, Surrogate, cached_array, neighbours, sample
-from unmask.data.tokenize import (
-    Blocks,
-    Table,
-    TokenDocuments,
-    TokenPairs,
-    open_blocks,
-    pairs_as_documents,
-    token_documents,
-    token_pairs,
-)
+from unmask.data.tokenize import Blocks, Table, TokenDocuments, TokenPairs, open_blocks
 from unmask.data.tokens import PlainTokenizer, Truncation, end_token, join_chunks, special_tokens_around
 from unmask.extras import extra
 from unmask.losses.tensors import shipped
@@ -97,7 +89,7 @@ class Stage:
             kind, section = type(self), section or self.section
             told = {key: more.pop(key) for key in more.keys() & TOLD}
             told |= {key: getattr(preset, key) for key in ("backbone", "clusters", "parallel")}
-            told |= {"section": section, "config": changed(getattr(preset, section), more, section)}
+            told |= {"section": section, "config": stage_config(preset, section, more)}
             self.job = Job(stage=f"{kind.__module__}:{kind.__qualname__}", **told)
         self.config, self.corpus, self.tokenizer = self.job.config, corpus, tokenizer
 
@@ -251,7 +243,7 @@ class Stage:
 
     def _tokenised(self, name: str, rows: Dataset, file: str, negatives: int = 0) -> TokenPairs:
         table = Table(rows, name, file, self.stored, self.held_out)
-        return token_pairs(table, *self.reading(rows[0]["group"]), negatives)
+        return tokenize.token_pairs(table, *self.reading(rows[0]["group"]), negatives)
 
 
 def content(path: Path) -> str:
@@ -295,7 +287,7 @@ class Pretraining(Stage):
 
     def micro_batches(self, order_B: Tensor, processes: Processes) -> Sequence[Tensor]:
         """The rows of `order_B` in groups under the token budget."""
-        rows = max(1, self.config.budget(processes.device.type) // self.config.length)
+        rows = max(1, self.config.memory(processes.device.type)["token_budget"] // self.config.length)
         passes = math.ceil(len(order_B) / (rows * processes.count))  # of every process, equally many
         return order_B.tensor_split(passes * processes.count)
 
@@ -537,8 +529,7 @@ class Contrastive(Stage):
 
     def backward(self, module: nn.Module, parts: list[Batch], processes: Processes) -> dict[str, Any]:
         config = self.config
-        device = processes.device.type
-        options = {"token_budget": config.budget(device), "keep_tokens": config.kept(device)}
+        options = config.memory(processes.device.type)
         options |= {"pooling": getattr(config, "pooling", "mean"), "processes": processes}
         total = torch.zeros((), device=processes.device)
         for part in parts:
@@ -663,11 +654,11 @@ class Contextual(Contrastive):
         for name in corpus.datasets("documents", "train"):
             rows, file = corpus.documents("train", name), corpus.identity("documents", name)
             table = Table(rows, name, file, self.stored, self.held_out)
-            data[name] = token_documents(table, config)
+            data[name] = tokenize.token_documents(table, config)
         for name in corpus.datasets("pairs", "train") if config.single else ():
             rows, file = corpus.pairs("train", name), corpus.identity("pairs", name)
             table = Table(rows, name, file, self.stored, self.held_out)
-            data[name] = pairs_as_documents(table, config)
+            data[name] = tokenize.pairs_as_documents(table, config)
         return data
 
     def drawing(self) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 from pydantic import BaseModel, ValidationError
 from tqdm.auto import tqdm
 
-from unmask.config import EndpointConfig
 from unmask.extras import extra
 from unmask.store import fingerprint, naming
+from unmask_study.settings import EndpointConfig
 
 with extra("synthesis"):
     import openai

@@ -19,9 +19,9 @@ import regex
 import yaml
 from pydantic import BaseModel, create_model
 
-from unmask.config import SynthesisConfig
 from unmask.data.mining import Encoder, unit
 from unmask.store import fingerprint, write_atomic
+from unmask_study.settings import SynthesisConfig
 from unmask_study.synthesis.client import Messages, ask
 
 SHORTEST = 80  # characters; of less text there is little to ask
