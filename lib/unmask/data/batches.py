@@ -131,10 +131,9 @@ class BatchPlan:
                     "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
         self.names = sorted(self.keys)
-        sizes = {name: len(keys) for name, keys in self.keys.items()} | {**self.sizes}
-        weights_K = np.array([sizes[name] for name in self.names], np.float64)
+        weights = self.shares or {name: len(keys) for name, keys in self.keys.items()} | {**self.sizes}
+        weights_K = np.maximum([weights[name] for name in self.names], 1e-6)
         if self.shares:  # the steps that are due to each; 1e-6: none
-            weights_K = np.maximum([self.shares[name] for name in self.names], 1e-6)
             weights_K *= self.config.steps / weights_K.sum()
         rng, seen = np.random.default_rng([self.config.seed, 0]), Counter()
         self._draws: list[tuple[str, int]] = []  # for each step the data set, and how often it came before
@@ -169,8 +168,7 @@ class BatchPlan:
 
 def apart(keys_N: Iterable[Sequence[Any]], most: int) -> list[int]:
     """The first `most` rows, each of which shares no key with one before it."""
-    taken: set[Any] = set()
-    chosen: list[int] = []
+    taken, chosen = set(), []
     for row, keys in enumerate(keys_N):
         if len(chosen) == most:
             break

@@ -154,17 +154,12 @@ def open_blocks(sources: Sequence[Source], tokenizer: PlainTokenizer, config: Pr
             remedy = "give more text or a smaller length, or leave it out"
             raise ValueError(f"{has}, not one block of {length}: {remedy}")
         size = max(1, min(size, count))
-        places.append(_epochs(size, count, [config.seed, number]))
+        seeds = ([config.seed, number, epoch] for epoch in range(max(1, -(-count // size))))
+        places += [np.concatenate([permuted(np.arange(size), size, seed) for seed in seeds])[:count]]
         row = {"source": source.name, "language": source.language, "share": 100 * count / sum(counts)}
         report.append(row | {"blocks": count, "epochs": count / size, **done.counters})
     streams = [done.column("tokens") for done in shards]
     return Blocks(streams, length, np.repeat(np.arange(len(sources)), counts), np.concatenate(places), report)
-
-
-def _epochs(size: int, count: int, seed: Sequence[int]) -> np.ndarray:
-    """The first `count` of the numbers below `size`, again and again, each time in a new order."""
-    epochs = [permuted(np.arange(size), size, [*seed, epoch]) for epoch in range(max(1, -(-count // size)))]
-    return np.concatenate(epochs)[:count]
 
 
 def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
