@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from huggingface_hub import HfFileSystem, close_session, constants
 
-from unmask.data import reading
+from unmask.data import rows
 
 
 @dataclass
@@ -90,8 +91,8 @@ def forget() -> None:
     """What is kept of a Hub for as long as a process lives."""
     close_session()
     HfFileSystem.clear_instance_cache()
-    reading._commit.cache_clear()
-    reading._configurations.cache_clear()
+    rows._commit.cache_clear()
+    rows._configurations.cache_clear()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -148,8 +149,7 @@ class _Handler(Handler):
             case "revision":
                 self.send_json({"id": repo.name, "sha": repo.commit, "tags": []})
             case "tree":
-                folder = "".join(f"{part}/" for part in inside)
-                self.send_json([_entry(*one) for one in repo.files.items() if one[0].startswith(folder)])
+                self.send_json(_tree(repo, "".join(f"{part}/" for part in inside)))
             case "paths-info":
                 body = self.rfile.read(int(self.headers["Content-Length"])).decode()
                 wanted = parse_qs(body)["paths"]
@@ -185,6 +185,14 @@ class _Handler(Handler):
 
     def _error(self, status: int, code: str, message: str) -> None:
         self.send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": message})
+
+
+def _tree(repo: FakeRepo, folder: str) -> list[dict]:
+    """All below a folder, asked for or not."""
+    folders = {str(parent) for file in repo.files for parent in PurePosixPath(file).parents} - {"."}
+    entries = [{"type": "directory", "path": path, "oid": "", "size": 0} for path in folders]
+    entries += [_entry(*file) for file in repo.files.items()]
+    return [entry for entry in entries if entry["path"].startswith(folder)]
 
 
 def _entry(file: str, content: bytes) -> dict:

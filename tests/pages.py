@@ -15,12 +15,12 @@ from statistics import mean
 
 import pytest
 
-from unmask.config import load_preset
-from unmask.evaluation import REFERENCE
 from unmask.store import read_json, repository
 from unmask_study import evidence, report
 from unmask_study.recipe import recipe
 from unmask_study.run import Run
+from unmask_study.settings import load_preset
+from unmask_study.tasks import REFERENCE
 
 ROOT = repository()
 RESULTS = ROOT / "results"

@@ -37,9 +37,9 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fake_hub import fake_hub
-from unmask.data import mirror as mirrors
 from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
 from unmask.store import repository
+from unmask_study import mirror as mirrors
 from unmask_study.settings import load_preset
 
 ROWS = {"train": 12, "dev": 2, "test": 4}  # of a source

@@ -5,6 +5,7 @@ import doctest
 import re
 import subprocess
 import sys
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +32,7 @@ from unmask.models import backbone
 from unmask.models.embedder import quantized
 from unmask.store import repository
 from unmask.training import TrainingStopped, Watch, probes
-from unmask.training.stages import Contrastive
+from unmask.training.contrastive import Contrastive
 from unmask.training.watch import quality
 
 PAIRS = [(f"how is {i} written?", f"{i} is written with {len(str(i))} digits") for i in range(40)]
@@ -100,16 +101,22 @@ LETTERS = {
 }
 
 
+@pytest.fixture
+def batches(monkeypatch):
+    """The batch of each step, in parts."""
+    seen, backward = [], Contrastive.backward
+
+    def seeing(self, module, parts, processes):
+        seen.append(parts)
+        return backward(self, module, parts, processes)
+
+    monkeypatch.setattr(Contrastive, "backward", seeing)
+    return seen
+
+
 @pytest.mark.parametrize("stage", LETTERS)
-def test_an_embedder_is_trained_as_it_reads(foreign, stage, monkeypatch):
+def test_an_embedder_is_trained_as_it_reads(foreign, stage, batches):
     """A rate of nothing changes nothing; each step leaves a checkpoint."""
-    read, batch = [], Contrastive.drawn
-
-    def drawn(self, step):
-        read.append(batch(self, step)[0][0])
-        return batch(self, step)
-
-    monkeypatch.setattr(Contrastive, "drawn", drawn)
     given = Embedder.from_pretrained(foreign, max_length=40)
     options = {"stage": stage, "lr": 1e-12, "checkpoint_seconds": 0} | SHORT
     embedder = fit(given, LETTERS[stage], **options)
@@ -118,7 +125,8 @@ def test_an_embedder_is_trained_as_it_reads(foreign, stage, monkeypatch):
     known = {text: number for number, text in enumerate({text for pair in WORDS for text in pair})}
     whole = given._texts([*known], None).units
     ids = {tuple(unit.sequence.tokens_L.tolist()) for unit in whole}
-    assert {tuple(one.tokens_L.tolist()) for one in read[0].sequences[: read[0].count]} <= ids
+    first = batches[0][0]
+    assert {tuple(one.tokens_L.tolist()) for one in first.sequences[: first.count]} <= ids
 
 
 NOTHING = {"lr": 1e-12, "hold_out": 0.2} | SHORT  # a rate that changes nothing
@@ -170,8 +178,7 @@ def test_the_loss_sees_what_encode_serves(foreign, stage, monkeypatch):
         codes |= {tuple(row) for row in quantized(means, "int8").tolist()}
 
     def loss(*vectors, **options):
-        if torch.is_grad_enabled():  # not for the loss of a guess
-            seen.extend(vectors)
+        seen.extend(vectors)
         return original(*vectors, **options)
 
     monkeypatch.setattr(losses, f"{stage}_loss", loss)
@@ -361,20 +368,13 @@ SHARED |= {"triplets": ("triplet", HARD)}
 
 
 @pytest.mark.parametrize("case", SHARED)
-def test_what_is_held_out_is_seen_nowhere_in_training(case, model, monkeypatch, capsys):
+def test_what_is_held_out_is_seen_nowhere_in_training(case, model, batches, monkeypatch, capsys):
     """Nor does a query meet its own text, as a negative or among the candidates."""
-    (stage, rows), batches, tasks, drawn = SHARED[case], [], [], Contrastive.drawn
-    made = fitting._task
-
-    def seen(self, step):
-        batches.extend(self.batch(step))
-        return drawn(self, step)
-
-    monkeypatch.setattr(Contrastive, "drawn", seen)
+    (stage, rows), tasks, made = SHARED[case], [], fitting._task
     monkeypatch.setattr(fitting, "_task", lambda *given: tasks.append(made(*given)) or tasks[-1])
     assert fit(model, rows, stage=stage, steps=4, batch=64, precision="fp32", progress=False).helped
     read, ids = set(), lambda text: tiny.tokenize(tiny.tokenizer(), [text], None)[0].tobytes()
-    for part in batches:
+    for part in chain(*batches):
         texts = [one.tokens_L.astype(np.int32).tobytes() for one in part.sequences]
         read.update(texts)
         queries, others = texts[: part.count], texts[part.count : 2 * part.count]
@@ -391,14 +391,10 @@ def test_what_is_held_out_is_seen_nowhere_in_training(case, model, monkeypatch, 
         assert "taken out: " in capsys.readouterr().out
 
 
-def test_each_row_trains_on_the_negatives_that_it_has(model, monkeypatch):
+def test_each_row_trains_on_the_negatives_that_it_has(model, batches):
     rows = [(f"q {i}", f"d {i}", [f"n {i} {k}" for k in range(10 if i else 1)]) for i in range(24)]
-    counts, drawn = [], Contrastive.drawn
-    monkeypatch.setattr(
-        Contrastive, "drawn", lambda self, step: counts.append(self.batch(step)) or drawn(self, step)
-    )
     fit(model, rows, stage="triplet", hold_out=0, **SHORT)
-    assert sorted(counts[0][0].hard_N) == [1] + [10] * 23
+    assert sorted(batches[0][0].hard_N) == [1] + [10] * 23
 
 
 def test_a_row_that_has_no_tokens_is_named(foreign):

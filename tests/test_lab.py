@@ -53,7 +53,7 @@ again("edited")
 def shell(tmp_path, tmp_path_factory, monkeypatch):
     """Of a small corpus, and without the reference; one at a time, since all write to results/lab."""
     tiny_corpus.install(monkeypatch)
-    monkeypatch.setattr("unmask.evaluation.tasks.PACKAGE", "no_such_package")
+    monkeypatch.setattr("unmask_study.tasks.PACKAGE", "no_such_package")
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with FileLock(base / "lab.lock"), kernel() as shell:

@@ -17,10 +17,10 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import make
 import unmask
 from toy_checkout import write_script
 from unmask import config, store
-from unmask.data import environment
 from unmask_study import cli
 from unmask_study.__main__ import main
 
@@ -63,7 +63,7 @@ def test_lock_is_complete() -> None:
 
 def test_the_corpus_is_read_from_pinned_packages() -> None:
     """`make install` brings what `data.source: environment` lists, Python apart."""
-    listed = {canonicalize_name(name): version for name, version in environment.listed().items()}
+    listed = {canonicalize_name(name): version for name, version in make.listed().items()}
     assert listed.pop("python").startswith("3.11.") and listed.items() <= LOCKED.items()
 
 
@@ -93,11 +93,12 @@ def test_every_import_is_declared_for_its_use() -> None:
         name: {canonicalize_name(Requirement(text).name) for text in listed}
         for name, listed in {"": PROJECT["dependencies"], **EXTRAS}.items()
     }
-    for path in (ROOT / "lib").rglob("*.py"):
-        parts = path.relative_to(ROOT / "lib").parts
-        extras = {"study", parts[1]} if parts[0] == "unmask_study" else set()
+    scripts = ROOT / "papermill_runs" / "sources"
+    for path in chain((ROOT / "lib").rglob("*.py"), scripts.rglob("*.py")):
+        parts = path.relative_to(ROOT).parts
+        extras = set() if parts[1] == "unmask" else {"study", parts[2]}
         for top, extra in imported(ast.parse(path.read_text(encoding="utf8"))):
-            if top in sys.stdlib_module_names or top in ("unmask", "unmask_study"):
+            if top in sys.stdlib_module_names or top in ("unmask", "unmask_study", "cldr"):
                 continue
             packages = {canonicalize_name(name) for name in providers.get(top, [top])}
             allowed = (

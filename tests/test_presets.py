@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from unmask.config import preset_names
-from unmask.data import mirror
 from unmask.models import backbone
 from unmask.store import repository
+from unmask_study import mirror
 from unmask_study.evidence import stated
 from unmask_study.plan import PROMPT_TOKENS, describe, parameters, trainings
 from unmask_study.settings import load_preset

@@ -4,22 +4,24 @@ All notebooks, on one process and on two: `make rehearse`."""
 import re
 
 import pytest
+from joblib.externals.loky import get_reusable_executor
 
 import rehearsal
 from toy_checkout import unmask
-from unmask.data import mirror, reading, tokenize
+from unmask.data import rows, tokenize
 from unmask.data.sources import open_corpus
-from unmask.evaluation.tasks import build_tasks
 from unmask.models.backbone import load_tokenizer
 from unmask.training import STAGES
-from unmask_study import conteb
+from unmask_study import conteb, mirror
 from unmask_study.settings import load_preset
+from unmask_study.tasks import build_tasks
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("rehearsal")
     rehearsal.prepare(made)
+    get_reusable_executor().shutdown()  # workers of an earlier test know no mirror
     return made
 
 
@@ -51,7 +53,7 @@ def test_stages_and_tasks_find_what_they_read_and_trainings_read_what_was_prepar
     if name == "hub-135m":  # it wants more text than there is, so that the files are listed again
         stage("diffusion")
     monkeypatch.setattr(tokenize, "encode", None)  # nothing is tokenised any more
-    monkeypatch.setattr(reading, "data_files", None)  # and no process asks the Hub what there is
+    monkeypatch.setattr(rows, "data_files", None)  # and no process asks the Hub what there is
     stage("pair"), stage("contextual"), stage("qwen3", negatives=0)
     if name == "hub-0.6b":
         stage("diffusion")

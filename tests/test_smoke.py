@@ -82,7 +82,7 @@ def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on
 def test_a_reader_answers_from_what_was_found_and_a_log_asks(finished, monkeypatch):
     """A reader that repeats what it is told contains an answer where a passage does; of a query that begins a
     document all systems find it."""
-    monkeypatch.setattr("unmask.evaluation.tasks.PACKAGE", "no_such_package")  # all-MiniLM takes its time
+    monkeypatch.setattr("unmask_study.tasks.PACKAGE", "no_such_package")  # all-MiniLM takes its time
     pairs = open_corpus(load_preset("smoke").data).pairs("test").to_list()
     log = [
         {"query": row["document"][:60], "language": language, "intent": intent, "form": "Keyword-based"}

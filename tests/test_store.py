@@ -20,13 +20,13 @@ import pytest
 
 import tiny
 from unmask import Embedder
-from unmask.data import mirror
 from unmask.data.mining import cached_array
 from unmask.data.tokenize import build
 from unmask.models.jobs import encode_file
 from unmask.models.merge import slerp
 from unmask.models.onnx import export_onnx
 from unmask.store import alone, link, new_directory, read_json, write_json
+from unmask_study import mirror
 from unmask_study.figures import Figure
 from unmask_study.settings import load_preset
 

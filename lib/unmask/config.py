@@ -45,7 +45,7 @@ Place = Annotated[str, AfterValidator(_absolute)]  # a path or a name
 class DataConfig(Section):
     """The corpus: where text, pairs and documents come from."""
 
-    source: Place = "environment"  # or a registry in papermill_runs/sources, or the path of one (*.yaml)
+    source: Place = "environment"  # a registry in papermill_runs/sources, or the path of one (*.yaml)
     seed: Whole = 0
     vocab_size: Count  # of the tokenizer trained on the training part; ignored with a ready checkpoint
     dev_packages: tuple[str, ...] = ()  # held out, for choices

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from unmask.config import TRAINED, BackboneConfig, ClustersConfig, EvaluationConfig, ParallelConfig
 from unmask.data.batches import apart, permuted
-from unmask.data.corpus import Corpus, write_tables
+from unmask.data.corpus import Corpus, write_table
 from unmask.data.registry import Source
 from unmask.data.spelling import distinct, held_texts, row_texts, text_id, without_held
 from unmask.data.tokens import Truncation, encode, end_token, ending
@@ -463,11 +463,11 @@ def _corpus(place: Path, stage: str, rows: list[dict[str, Any]]) -> Corpus:
             {"key": row.get("document") or " ".join(row.get("chunks", ())), "document_id": str(i)}
             for i, row in enumerate(rows)
         )
-        file = {"files": ("texts/rows/train.arrow",), "columns": {"text": "text"}}
+        file = {"files": ("rows/train.arrow",), "columns": {"text": "text"}, "known_as": path.name}
         source = vars(Source("rows", "files", "text", "mul", "", **file))
         with new_directory(path) as folder:
-            told = [same | row | facts for row, facts in zip(rows, own)]
-            card = write_tables(folder, [(KIND[stage], "rows", told)]) | {"hash": made_of}
+            write_table(folder / "rows", KIND[stage], (same | row | facts for row, facts in zip(rows, own)))
+            card = {"hash": made_of, "tables": {KIND[stage]: {"rows": "rows"}}}
             write_json(folder / "card.json", card | {"text_sources": [source] * (stage == "diffusion")})
     return Corpus(path)
 

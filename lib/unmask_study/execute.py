@@ -30,8 +30,8 @@ from papermill.log import logger
 from traitlets.config import Config
 
 from unmask.children import grace_seconds, on_signal
-from unmask.data import mirror
 from unmask.store import naming, read_json, write_atomic
+from unmask_study import mirror
 from unmask_study.kernels import Kernel, Kernels
 from unmask_study.page import publish
 from unmask_study.pipeline import PAGE, Notebook, Pipeline, clock, utc

@@ -16,6 +16,7 @@ from typing import Any
 
 import joblib
 import numpy as np
+import pandas as pd
 import torch
 import yaml
 from datasets import Dataset
@@ -25,13 +26,14 @@ from unmask.config import RerankerConfig
 from unmask.data import hub
 from unmask.data.mining import unit
 from unmask.evaluation.search import similarity, values
-from unmask.evaluation.tasks import Task, code_hash
+from unmask.evaluation.tasks import Task
 from unmask.extras import extra
 from unmask.models.context_encoder import ContextEmbedder
 from unmask.models.embedder import Embedder, instructed, prompt
 from unmask.models.reranker import Reranker
 from unmask.store import fingerprint
 from unmask_study.settings import EvaluationConfig
+from unmask_study.tasks import code_hash
 
 with extra("study"):
     import mteb
@@ -42,8 +44,8 @@ with extra("study"):
     from mteb.types import PromptType
 
 # Appendix C, and what the paper's tables are made of; a benchmark that is not named is mteb's own.
-_TOLD = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
-BENCHMARKS, PROMPTS, LENGTHS, REPEATING = _TOLD.values()
+_YAML = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
+BENCHMARKS, PROMPTS, LENGTHS = (_YAML[key] for key in ("benchmarks", "prompts", "lengths"))
 _unreachable = cache(hub.unreachable)  # the Hub is asked once
 # Scores of a subset that are kept beside its main one, as table 5 calls them → mteb's names; C is ours.
 MEASURES = {"nDCG": "ndcg_at_10", "P": "precision_at_10", "R": "recall_at_10", "C": "complete_at_10"}
@@ -73,31 +75,30 @@ class MtebEncoder(AbsEncoder):
         self.model, self.config, self.precision, self.instruct = embedder, config, precision, instruct
         self.instruction_template = prompt("{instruction}")
         self.reader = lambda subset: embedder  # of a task's subset
-        self._asked, self._found = None, None  # the last corpus, which the subsets of a task may share
-        read = [*getattr(embedder, "encoder", embedder.model).parameters()]
-        read.append(getattr(embedder, "context_KD", torch.empty(0)))
+        self._corpus, self._corpus_codes = None, None  # the last one, which the subsets of a task may share
+        tensors = [*getattr(embedder, "encoder", embedder.model).parameters()]
+        tensors.append(getattr(embedder, "context_KD", torch.empty(0)))
         how = embedder.mixed_precision, config.query_length, config.document_length, instruct
-        self.mteb_model_meta = _meta(precision, read, embedder.settings, how)
+        self.mteb_model_meta = _meta(precision, tensors, embedder.settings, how)
 
     def encode(self, inputs: Iterable[Mapping], *, task_metadata: TaskMetadata, **about: Any) -> np.ndarray:
         """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space, for
         which the tokenizer must have a token."""
         name, kind, reader = task_metadata.name, about.get("prompt_type"), self.reader(about.get("hf_subset"))
-        query, before, column = kind == PromptType.query, "", itemgetter("text")
-        length = self.length(name, kind or PromptType.document)
+        prefix, column, length = "", itemgetter("text"), self.length(name, kind or PromptType.document)
         if self.instruct and kind != PromptType.document:
-            before = self.get_task_instruction(task_metadata, kind)
-        elif query:
-            before, column = PROMPTS.get(name, ""), _queries
-        texts = [before + text or " " for batch in inputs for text in column(batch)]
-        if query:
+            prefix = self.get_task_instruction(task_metadata, kind)
+        elif kind == PromptType.query:
+            prefix, column = PROMPTS.get(name, ""), _queries
+        texts = [prefix + text or " " for batch in inputs for text in column(batch)]
+        if kind == PromptType.query:
             return reader.encode(texts, self.precision, max_length=length)
-        if self._asked != (reader, length, texts):
-            self._asked = reader, length, texts
-            self._found = reader.encode(texts, self.precision, max_length=length)
+        if self._corpus != (reader, length, texts):
+            self._corpus = reader, length, texts
+            self._corpus_codes = reader.encode(texts, self.precision, max_length=length)
         if kind is None:  # no search
-            return unit(_floats(self._found))
-        return noisy(self._found) if name in REPEATING else self._found
+            return unit(_floats(self._corpus_codes))
+        return noisy(self._corpus_codes) if name in _YAML["repeating"] else self._corpus_codes
 
     def length(self, task: str, kind: PromptType) -> int:
         """Tokens that are read of a query or a document."""
@@ -142,15 +143,15 @@ class MtebReranker(SearchEncoderWrapper):
         super().__init__(first)
         self.reranker, self.candidates = reranker, config.candidates
         how = reranker.reader.mixed_precision, reranker.reader.max_length, config.candidates
-        read, revision = reranker.model.parameters(), first.mteb_model_meta.revision
-        self.mteb_model_meta = _meta("reranked", read, revision, how)
+        revision = first.mteb_model_meta.revision
+        self.mteb_model_meta = _meta("reranked", reranker.model.parameters(), revision, how)
 
     def search(self, queries: Dataset, *, top_k: int, **about: Any) -> dict[str, dict[str, float]]:
         """The score of each candidate, by the ids of queries and documents."""
         second = SearchCrossEncoderWrapper(SimpleNamespace(predict=self._log_odds, mteb_model_meta=None))
         second.task_corpus = self.task_corpus
-        found = super().search(queries, top_k=self.candidates, **about)
-        best = {query: sorted(row, key=row.get, reverse=True) for query, row in found.items()}
+        first = super().search(queries, top_k=self.candidates, **about)
+        best = {query: sorted(row, key=row.get, reverse=True) for query, row in first.items()}
         return second.search(queries, top_k=top_k, **about | {"top_ranked": best})
 
     def _log_odds(self, *, task_metadata: TaskMetadata, **named: Any) -> np.ndarray:
@@ -159,27 +160,27 @@ class MtebReranker(SearchEncoderWrapper):
         pairs = groupby(zip(*sides, strict=True), key=itemgetter(0))  # of one query, side by side
         limits = {f"{kind}_length": self.model.length(task_metadata.name, kind) for kind in PromptType}
         rank = partial(self.reranker.log_odds, instruction=instruction, **limits)
-        return np.concatenate([rank(query, [text for _, text in own]) for query, own in pairs])
+        return np.concatenate([rank(query, [text for _, text in row]) for query, row in pairs])
 
 
 def _meta(name: str, tensors: Iterable[Tensor], *how: Any) -> ModelMeta:
     """mteb keeps results by name and revision: whatever changes a score changes them."""
     weights = joblib.hash([x.detach().float().cpu().numpy() for x in tensors])
-    revision = fingerprint(weights, *how, _TOLD, mteb.__version__, code_hash())
+    revision = fingerprint(weights, *how, _YAML, mteb.__version__, code_hash())
     return ModelMeta.create_empty({"name": f"unmask/{name}", "revision": revision})
 
 
 def context_texts(task: AbsTask, subset: str, count: int) -> list[str]:
     """Texts of a task whose data mteb has loaded, drawn at random from the splits that are evaluated: of a
     search documents, not queries; of other tasks whatever is read (CDE, section 10.12)."""
-    rng, found = np.random.default_rng(0), []
+    rng, texts = np.random.default_rng(0), []
     for split in task.eval_splits:
         rows, columns = task.dataset.get(subset, task.dataset)[split], task._get_content_columns()
         search, rows = isinstance(rows, dict), rows["corpus"] if isinstance(rows, dict) else rows
         for row in rows.select(rng.permutation(len(rows))[:count]):
             for text in [_text(row)] if search else [row[column] for column in columns]:
-                found += [text] if isinstance(text, str) else text  # or a list of them
-    return [found[i] or " " for i in rng.permutation(len(found))[:count]]
+                texts += [text] if isinstance(text, str) else text  # or a list of them
+    return [texts[i] or " " for i in rng.permutation(len(texts))[:count]]
 
 
 def _text(row: Mapping[str, str]) -> str:
@@ -210,14 +211,13 @@ def benchmark_tasks(name: str, every_type: bool = False) -> list[AbsTask]:
 def type_means(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """A benchmark's rows of `run_benchmark` as leaderboards show them: the mean over its tasks, that over its
     types of tasks, and each type's. A mean of what was not all run is left out."""
-    scores: dict[str, list[float]] = {}
-    for row in rows:
-        scores.setdefault(row["type"], []).append(np.nan if row["score"] is None else row["score"])
-    if not scores:
-        return {}
-    types = {kind: fmean(found) for kind, found in scores.items()}
-    means = {"mean (task)": fmean(chain(*scores.values())), "mean (type)": fmean(types.values())} | types
-    return {name: mean for name, mean in means.items() if mean == mean}
+    table = pd.DataFrame(rows, columns=["type", "score"]).astype({"score": float})
+    types = {kind: score.mean(skipna=False) for kind, score in table.groupby("type", sort=False).score}
+    means = {
+        "mean (task)": table.score.mean(skipna=False),
+        "mean (type)": pd.Series(types).mean(skipna=False),
+    }
+    return {name: float(mean) for name, mean in (means | types).items() if mean == mean}
 
 
 def side_by_side(public: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -226,9 +226,9 @@ def side_by_side(public: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict
     tasks: dict[tuple[str, str], dict[str, Any]] = {}
     for system, rows in public.items():
         for row in rows:
-            key = {name: row[name] for name in ("benchmark", "task")}
-            found = tasks.setdefault((*key.values(),), key | {"why": ""})
-            found |= {system: row["score"], "why": found["why"] or row["why"]}
+            key = row["benchmark"], row["task"]
+            line = tasks.setdefault(key, {"benchmark": key[0], "task": key[1], "why": ""})
+            line |= {system: row["score"], "why": line["why"] or row["why"]}
     return [*tasks.values()]
 
 
@@ -238,8 +238,8 @@ def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     custom, web = names.index("appbench"), names.index("apibank")
     kinds = {"Web": names[web:], "Code": names[:custom], "Custom": names[custom:web]}
     means = {
-        f"{kind} {measure}": fmean(subsets[name][measure] for name in own)
-        for kind, own in kinds.items()
+        f"{kind} {measure}": fmean(subsets[name][measure] for name in sets)
+        for kind, sets in kinds.items()
         for measure in MEASURES
     }
     return means | {f"Avg {x}": fmean(means[f"{kind} {x}"] for kind in kinds) for x in ("nDCG", "C")}
@@ -276,11 +276,11 @@ def as_task(task: AbsTaskRetrieval) -> Task:
     [[data]] = (splits.values() for splits in task.dataset.values())
     number = {name: i for i, name in enumerate(data["corpus"]["id"])}
     answers = {
-        query: {number[name] for name, grade in found.items() if grade}
-        for query, found in data["relevant_docs"].items()
+        query: {number[name] for name, grade in grades.items() if grade}
+        for query, grades in data["relevant_docs"].items()
     }
-    asked = [row for row in data["queries"] if answers.get(row["id"])]
-    queries, relevant = [row["text"] for row in asked], [answers[row["id"]] for row in asked]
+    rows = [row for row in data["queries"] if answers.get(row["id"])]
+    queries, relevant = [row["text"] for row in rows], [answers[row["id"]] for row in rows]
     texts = [[_text(row)] for row in data["corpus"]]
     return Task(task.metadata.name, "english", queries, texts, relevant, list(number))
 
@@ -344,13 +344,9 @@ def _run(encoder: MtebEncoder | MtebReranker, task: AbsTask, results: mteb.Resul
         reason = str(result.exceptions[0].exception).strip() or "no reason given"
         return {"score": None, "subsets": {}, "why": reason.splitlines()[0]}
     # What is kept may hold more than is asked for here, for instance more languages.
-    found = result.task_results[0].validate_and_filter_scores(task)
-    subsets: dict[str, list[Mapping]] = {}
-    for row in chain(*found.scores.values()):  # of each split
-        subsets.setdefault(row["hf_subset"], []).append(row)
-    kept = {"score": "main_score"} | MEASURES  # a task that is no retrieval has the first alone
-    means = {
-        subset: {name: fmean(row[key] for row in rows) for name, key in kept.items() if key in rows[0]}
-        for subset, rows in subsets.items()
-    }
-    return {"score": float(found.get_score()), "subsets": means, "why": ""}
+    scores = result.task_results[0].validate_and_filter_scores(task)
+    names = {"main_score": "score"} | {key: name for name, key in MEASURES.items()}
+    table = pd.DataFrame(chain(*scores.scores.values())).rename(columns=names)  # a row for a split's subset
+    measured = [name for name in names.values() if name in table]  # of what is no search the score alone
+    subsets = table.groupby("hf_subset", sort=False)[measured].mean().to_dict("index")
+    return {"score": float(scores.get_score()), "subsets": subsets, "why": ""}

@@ -23,7 +23,8 @@ def publish(notebook: Path, results: Path) -> list[Path]:
         cell.outputs = [output for output in cell.outputs if output.output_type == "display_data"]
         for output in cell.outputs:
             if shown := output.metadata.get("picture"):
-                output.data = {"text/markdown": picture(*shown)}
+                path, alternative = shown
+                output.data = {"text/markdown": f'<img alt="{escape(alternative)}" src="{path}">'}
     text, _ = MarkdownExporter(exclude_input=True).from_notebook_node(content)
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     page, style = (Path(__file__).with_suffix(kind).read_text(encoding="utf8") for kind in (".html", ".css"))
@@ -34,16 +35,3 @@ def publish(notebook: Path, results: Path) -> list[Path]:
         body += f"<details><summary>{escape(heading)}</summary>\n{markdown2html(below)}</details>\n"
     html = Template(page).substitute(title=title, style=style, body=body)
     return [write_atomic(results / "report.md", text), write_atomic(results / "report.html", html)]
-
-
-def picture(path: str, text: str) -> str:
-    """HTML, also for Markdown, that shows what a figure's `save` wrote, in the variant for the reader's page.
-
-    Example:
-        >>> picture("figures/loss.png", "Training loss")  # doctest: +NORMALIZE_WHITESPACE
-        '<picture><source media="(prefers-color-scheme: dark)" srcset="figures/loss-dark.png"><img
-        alt="Training loss" src="figures/loss.png"></picture>'
-    """
-    dark = path.removesuffix(".png") + "-dark.png"
-    light = f'<img alt="{escape(text)}" src="{path}">'
-    return f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">{light}</picture>'

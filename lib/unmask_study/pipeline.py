@@ -44,9 +44,9 @@ from unmask_study.settings import Preset, comparable
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
 ASIDE = tuple(
     f"unmask_study/{name}.py"
-    for name in ("pipeline", "execute", "kernels", "plan", "progress", "cli", "__main__")
+    for name in ("pipeline", "execute", "kernels", "plan", "progress", "cli", "mirror", "__main__")
 )
-ASIDE += ("unmask/children.py", "unmask/data/hub.py", "unmask/data/mirror.py")
+ASIDE += ("unmask/children.py", "unmask/data/hub.py")
 PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
 PAGE = "12_report"  # the notebook that is published as the report
 Name = str | None  # of a notebook, or its number

@@ -68,6 +68,6 @@ def agreed(pool: Sequence[Ranking], beside: Sequence[Ranking] = (), least: float
         for system in (*pool, *beside):
             for rank, document in enumerate(system[number], 1):
                 votes[int(document)] += 1 / (60 + rank)
-        found = {int(document) for system in pool for document in system[number]}
-        right.append({document for document in found if votes[document] >= least})
+        candidates = {int(document) for system in pool for document in system[number]}
+        right.append({document for document in candidates if votes[document] >= least})
     return right

@@ -1,5 +1,5 @@
-"""Answers of a language model that reads what a retriever found, as BERGEN measures them (pplx-embed, section
-3.1, table 4 and appendix E)."""
+"""Answers of a language model that reads what a retriever ranks first, as BERGEN measures them (pplx-embed,
+section 3.1, table 4 and appendix E)."""
 
 import re
 import string
@@ -33,13 +33,13 @@ def passages(texts: Iterable[str]) -> list[str]:
     return distinct([" ".join(one[part]) for one in words for part in parts(len(one), WORDS)])[0]
 
 
-def messages(question: str, found: Sequence[str]) -> list[dict[str, str]]:
-    """What the reader is asked, with the passages found, the best one first, each cut to `WORDS` words; or
+def messages(question: str, texts: Sequence[str]) -> list[dict[str, str]]:
+    """What the reader is asked: with retrieved passages, the best one first, each cut to `WORDS` words; or
     without any."""
-    cut = (" ".join(text.split()[:WORDS]) for text in found)
+    cut = (" ".join(text.split()[:WORDS]) for text in texts)
     background = "".join(f"Document {number}: {text}\n" for number, text in enumerate(cut, 1))
-    content = f"Background:\n{background}\n\nQuestion: {question}" if found else f"Question: {question}"
-    system = {"role": "system", "content": SYSTEM if found else WITHOUT}
+    content = f"Background:\n{background}\n\nQuestion: {question}" if texts else f"Question: {question}"
+    system = {"role": "system", "content": SYSTEM if texts else WITHOUT}
     return [system, {"role": "user", "content": content}]
 
 

@@ -156,6 +156,6 @@ class Run:
         return next(filter(None, saved), {})
 
     def figure(self, figure: Any, name: str, text: str = "") -> None:
-        """Lets a figure of `unmask_study.figures` save and show itself: as
-        results/<run>/figures/<notebook>-<name>.png and, for dark pages, <notebook>-<name>-dark.png."""
+        """Lets a figure of `unmask_study.figures` save and show itself, as
+        results/<run>/figures/<notebook>-<name>.png."""
         figure.keep(self.results / "figures" / f"{self.notebook}-{name}.png", text)

@@ -5,7 +5,6 @@ were compiled and texts read without padding, and as preset cpu computes them. M
 """
 
 import argparse
-from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
 
@@ -20,8 +19,8 @@ from unmask.data.sources import open_corpus
 from unmask.models import backbone
 from unmask.store import artifacts_root
 from unmask.training import Diffusion, Pair
-from unmask.training.distributed import Processes
-from unmask.training.loop import _equipped
+from unmask.training.distributed import Distributed
+from unmask.training.loop import equip
 
 BEFORE = {"compile": False, "token_budget": 2048}
 
@@ -42,27 +41,26 @@ def ratios(kind: type, steps: int, layers: int) -> tuple[float, float]:
     start = backbone.cut_short(
         preset.backbone.checkpoint, range(layers), artifacts_root() / "benchmarks" / "cut"
     )
-    tokenizer, processes = backbone.load_tokenizer(start), Processes.alone("bf16")
-    with ExitStack() as stack:
-        ways = {}
-        for name, values in {"before": BEFORE, "now": {}}.items():
-            stage = kind(preset, corpus, tokenizer, bidirectional=True, **values)
-            stage.config = replace(stage.config, keep_tokens=65536) if kind is Pair else stage.config
-            model = stage.model(start)
-            ways[name] = stage, model, *stack.enter_context(_equipped(stage, model, processes))[1:]
-            if name == "before":
-                as_before(model)
-        for step in range(steps + 3):  # the first ones compile, and fill memory
-            for name, (stage, model, module, optimizer) in ways.items():
-                batch, began = stage.batch(step), perf_counter()
-                row = stage.backward(module, batch, processes)
-                processes.sum_gradients(model)
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-                optimizer.step()
-                optimizer.zero_grad()
-                if step >= 3:
-                    seconds.setdefault(name, []).append(perf_counter() - began)
-                    tokens += row["tokens"] * (name == "now")
+    tokenizer, processes = backbone.load_tokenizer(start), Distributed.alone("bf16")
+    ways = {}
+    for name, values in {"before": BEFORE, "now": {}}.items():
+        stage = kind(preset, corpus, tokenizer, bidirectional=True, **values)
+        stage.config = replace(stage.config, keep_tokens=65536) if kind is Pair else stage.config
+        model = stage.model(start)
+        ways[name] = stage, model, *equip(stage, model, processes)
+        if name == "before":
+            as_before(model)
+    for step in range(steps + 3):  # the first ones compile, and fill memory
+        for name, (stage, model, module, optimizer) in ways.items():
+            batch, began = stage.batch(step), perf_counter()
+            row = stage.backward(module, batch, processes)
+            processes.sum_gradients(model)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= 3:
+                seconds.setdefault(name, []).append(perf_counter() - began)
+                tokens += row["tokens"] * (name == "now")
     each = {name: np.array(row) for name, row in seconds.items()}
     return float(np.median(each["before"] / each["now"])), tokens / each["now"].sum()
 

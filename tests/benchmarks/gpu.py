@@ -35,7 +35,7 @@ from unmask.config import ParallelConfig, Preset, load_preset
 from unmask.data.hub import PACKAGED
 from unmask.data.tokenize import TokenDocument, TokenPairs
 from unmask.training import Contextual, Diffusion, Pair, Stage
-from unmask.training.distributed import Processes
+from unmask.training.distributed import Distributed
 from unmask.training.loop import steps as run_steps
 from unmask_study.plan import PEAK, forward, parameters
 
@@ -45,13 +45,6 @@ BATCH = {
     "pair": 512,
     "contextual": 16,
 }  # of the 0.6B model's steps; the paper's are too long
-
-
-class InStep(Processes):
-    """This process, which waits for each step: where few are measured, the last must not begin while the one
-    before still computes."""
-
-    ahead = 0
 
 
 def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
@@ -85,14 +78,14 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
 
 
 def model_of(preset: Preset) -> PreTrainedModel:
-    """A language model in a preset's shape, with weights that are drawn where it will be trained."""
+    """A language model in a preset's shape; on a GPU its weights are drawn there."""
     shape = preset.backbone
     kind, config = (
         (LlamaForCausalLM, LlamaConfig) if shape.checkpoint == PACKAGED else (Qwen3ForCausalLM, Qwen3Config)
     )
     sizes = tiny.sizes(shape, shape.layers, preset.data.vocab_size)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return kind(config(**sizes, tie_word_embeddings=True, is_causal=False))
+        return kind(config(**sizes, tie_word_embeddings=True, is_causal=False)).cpu()
 
 
 def measure(
@@ -101,23 +94,23 @@ def measure(
     *,
     steps: int = STEPS,
     warm_up: int = WARM_UP,
-    processes: Processes | None = None,
+    processes: Distributed | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Trains for a few steps and returns the median rate, the MFU and the setting; the budgets that memory
-    was found to hold, its peak, how often a step waited for the GPU, and graphs that were
-    compiled late."""
+    was found to hold, its peak, how often a step waited for the GPU (once, for its loss), and graphs that
+    were compiled late."""
     changes |= {"steps": warm_up + steps, "warmup": 1, "decay": 0, "lr": 1e-5, "checkpoint_seconds": 3600}
     config = replace(getattr(preset, name), **changes)
-    peers = processes or Processes.alone(config.precision)
+    peers = processes or Distributed.alone(config.precision)
     parallel = ParallelConfig(num_processes=peers.count, strategy=peers.strategy)
     preset = replace(preset, parallel=parallel, **{name: config})
     (stage, texts), model = work_of(preset, name), model_of(preset)
     graphs, cuda = [], torch.cuda.is_available()
 
-    def report(row: dict[str, Any]) -> None:  # before the first step, then of each, on a GPU one step late
+    def report(row: dict[str, Any]) -> None:  # before the first step, then of each
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if cuda and row.get("step", -1) == warm_up - 1 - peers.ahead:
+        if cuda and row.get("step", -1) == warm_up - 1:
             torch.cuda.set_sync_debug_mode("warn")  # a warning for each wait
 
     gc.collect()  # compiled layers lie in cycles
@@ -128,9 +121,8 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trained = model if name == "diffusion" else model.model
-        options = {"report": report, "processes": peers}
         try:
-            run_steps(stage, trained, Path(folder), **options)
+            run_steps(stage, trained, Path(folder), peers, report, [])
         finally:
             if cuda:
                 torch.cuda.set_sync_debug_mode("default")
@@ -151,7 +143,7 @@ def measure(
         **{"keep_tokens": 0, **found.memory(kind)},
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "waits_per_step": waits / steps if cuda else None,
-        "graphs_after_warm_up": graphs[-1] - graphs[warm_up - peers.ahead],
+        "graphs_after_warm_up": graphs[-1] - graphs[warm_up],
         "setting": f"{device} × {peers.count}, {peers.strategy}; {config.batch} rows per step, "
         f"compile {config.compile}, {config.precision}",
     }
@@ -159,7 +151,7 @@ def measure(
 
 if __name__ == "__main__":
     name, preset, strategy, options = sys.argv[1:]
-    every = Processes.join("bf16", strategy)
+    every = Distributed.join("bf16", strategy)
     found = measure(name, load_preset(preset), processes=every, **json.loads(options))
     if every.main:
         print(json.dumps(found), flush=True)

@@ -32,7 +32,7 @@ SHORT = {"warm_up": 2, "steps": 4}
 def steps(small: bool, large: bool = False) -> Iterator[Row]:
     """A row for each model, stage and variant; with `large` one of a batch of the paper's size, once."""
     if large:
-        once = {"batch": 16_384, "steps": 1, "warm_up": 1, "processes": gpu.InStep.alone("bf16")}
+        once = {"batch": 16_384, "steps": 1, "warm_up": 1, "processes": gpu.Distributed.alone("bf16")}
         yield row("0.6B", "pair", "compiled, found out", "paper-0.6b", once)
         return
     for model, preset in ({"toy": "smoke"} if small else MODELS).items():

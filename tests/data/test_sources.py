@@ -2,21 +2,24 @@
 source's tables hold."""
 
 import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from test_environment import make_config, make_packages
 
 import tiny
 from tiny_sources import PAIR_COLUMNS, own, write_as
 from unmask.config import load_preset
-from unmask.data import reading, sources
-from unmask.data.corpus import SCHEMAS, SPLITS, Corpus
-from unmask.data.registry import Source, split_of
+from unmask.data import rows as source_rows
+from unmask.data import sources
+from unmask.data.corpus import SCHEMAS, read_table
+from unmask.data.registry import SPLITS, Source, split_of
 from unmask.data.sources import collect, identity, open_corpus
 from unmask.data.spelling import held_texts
-from unmask.training.stages import Pair
+from unmask.training import Pair
 
 REGISTRY = """
 about: a few rows of one's own
@@ -40,7 +43,8 @@ def config(tmp_path):
     write_as(folder / "questions.jsonl", questions)
     manual = {"asked": ["open it?"], "golds": [1]}
     write_as(folder / "manuals.jsonl", [manual | {"chunks": [f"{i}", "open it"]} for i in range(40)])
-    return make_config(source=str(folder / "own.yaml"), folder=folder)
+    values = {"seed": 0, "dev_packages": (), "test_packages": (), "max_packages": 0, "max_text_mb": 1}
+    return SimpleNamespace(source=str(folder / "own.yaml"), folder=folder, families=(), **values)
 
 
 def change(config, old, new):
@@ -138,42 +142,113 @@ def test_max_rows_takes_the_first_training_rows_of_pieces_that_are_drawn(config,
     assert corpus.datasets("pairs", "test") == ["questions"]
     rows = [{"q": f"Was ist {i}?", "a": f"{i} ist"} for i in range(600)]
     path = write_as(config.folder / "questions.parquet", rows)
-    monkeypatch.setattr(reading, "UNIT_BYTES", path.stat().st_size // 30)
+    monkeypatch.setattr(source_rows, "UNIT_BYTES", path.stat().st_size // 30)
     change(config, "questions.jsonl", "questions.parquet, max_rows: 90")
     found = [int(q.split()[2][:-1]) for q in open_corpus(config).pairs("train", "questions")["query"]]
     assert len(found) == len(set(found)) == 90 and max(found) > 300 and found != sorted(found)
 
 
-def test_the_installed_packages_can_be_the_text_that_every_run_needs(config, tmp_path, monkeypatch):
+SCRIPTED = """
+script: made/make.py
+defaults: {kind: files, files: rows.jsonl, language: mul, licence: own}
+sources:
+  docstrings: {role: text, columns: {text: text, package: text, kind: text, language: language, split: split}}
+  docs:
+    {role: pairs, group: english,
+     columns: {query: text, document: d, key: k, language: language, package: d, split: split}}
+"""
+SCRIPT = """
+import json, pathlib, sys
+
+if len(sys.argv) == 1:
+    print(json.dumps({"inputs": pathlib.Path(__file__).with_name("inputs").read_text(), "departures": ""}))
+elif '"delta"' in sys.argv[2]:
+    sys.exit(print("data.test_packages: delta is not installed") or 2)
+else:
+    print("made", file=open(pathlib.Path(__file__).parents[1] / "log", "a"))
+    (folder := pathlib.Path(sys.argv[1])).mkdir()
+    splits = ("train", "dev", "test") * 40
+    rows = [{"text": f"q {i}", "d": f"d {i}", "k": f"k {i}", "split": s} for i, s in enumerate(splits)]
+    text = "".join(json.dumps(row | {"language": "de"}) + chr(10) for row in rows)
+    (folder / "rows.jsonl").write_text(text)
+    card = {"settings": json.loads(sys.argv[2]), "origins": ["p 1.0"], "dropped": {"packages": {"bad": 3}}}
+    (folder / "card.json").write_text(json.dumps(card))
+"""
+
+
+@pytest.fixture
+def scripted(config):
+    """A registry whose files a script makes, of inputs that may change."""
+    for name, text in {"make.py": SCRIPT, "inputs": "alpha 1.0", "../scripted.yaml": SCRIPTED}.items():
+        (config.folder / "made").mkdir(exist_ok=True)
+        (config.folder / "made" / name).write_text(text)
+    config.source = str(config.folder / "scripted.yaml")
+    sources._describe.cache_clear()
+    return config
+
+
+def edit(config, name, text):
+    """Writes a file of the script's folder, and lets it be asked again."""
+    (config.folder / "made" / name).write_text(text)
+    sources._describe.cache_clear()
+
+
+def test_a_script_makes_files_once_whose_rows_bring_their_split_and_labels(scripted, monkeypatch):
+    monkeypatch.setattr(sources, "SAMPLE_BYTES", 9)  # of text that is whole nowhere else
+    with ThreadPoolExecutor(2) as both:  # the second one waits
+        corpus, again = both.map(open_corpus, [scripted] * 2)
+    assert corpus.hash == again.hash and (scripted.folder / "log").read_text() == "made\n"
+    assert [len(corpus.texts(split)) for split in SPLITS] == [40, 40, 40]
+    expected = {"query": "q 1", "key": "k 1", "package": "d 1", "language": "de", "dataset": "docs"}
+    assert expected.items() <= corpus.pairs("dev")[0].items() and corpus.languages == ["de"]
+    assert corpus.card["origins"] == ["p 1.0"] and corpus.card["dropped"]["packages"] == {"bad": 3}
+    (text,) = corpus.text_sources()
+    rows = [row for unit in source_rows.units(text) for row in source_rows.read(text, unit, {})]
+    assert [row["text"] for row in rows] == list(corpus.texts("train")["text"])
+    known = {identity(scripted)}
+    for name, change in {"inputs": "alpha 2.0", "make.py": SCRIPT.replace("40", "41")}.items():
+        edit(scripted, name, change)
+        known.add(identity(scripted))
+    assert len(known) == 3 and len(open_corpus(scripted).texts("test")) == 41
+
+
+def test_a_script_refuses_settings_or_breaks_and_leaves_nothing(scripted, tmp_path):
+    scripted.test_packages = ("delta",)
+    with pytest.raises(ValueError, match=r"^data\.test_packages: delta is not installed$"):
+        open_corpus(scripted)
+    assert not [*(tmp_path / "data" / "made").iterdir()]
+    edit(scripted, "make.py", "import no_such_package")
+    with pytest.raises(ValueError, match=r"made/make\.py ended with status 1"):
+        identity(scripted)
+
+
+def test_a_machine_with_other_packages_reads_the_same_where_it_is_named(scripted, tmp_path, monkeypatch):
+    corpus = open_corpus(scripted)
+    (made,) = (tmp_path / "data" / "made").iterdir()
+    elsewhere = shutil.copytree(made, tmp_path / "elsewhere" / made.name, copy_function=shutil.copy)
+    edit(scripted, "inputs", "alpha 2.0")
+    monkeypatch.setenv("UNMASK_CORPUS", str(elsewhere))
+    monkeypatch.setattr(sources.store, "locked", None)  # its place may allow no lock
+    assert (identity(scripted), open_corpus(scripted)) == (corpus.path.name, corpus)
+    scripted.test_packages = ("delta",)
+    with pytest.raises(ValueError, match=r"UNMASK_CORPUS=.* is no corpus of .*'delta'"):
+        open_corpus(scripted)
+
+
+def test_a_registry_includes_sources_of_another(scripted):
+    """As the text that every run needs."""
+    whole, scripted.source = open_corpus(scripted), str(scripted.folder / "own.yaml")
     notes = next(line for line in REGISTRY.splitlines() if line.startswith("  notes:"))
-    change(config, notes, "")
-    with pytest.raises(ValueError, match=r"own\.yaml has no source of text.*kind: environment"):
-        open_corpus(config)
-    config.max_packages = 3  # with it, of few languages
-    installed, packages = make_config(max_packages=3), make_packages(tmp_path / "site")
-    monkeypatch.setattr(sources.environment, "installed_packages", lambda: packages)
-    monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "1.0"})
-    change(config, notes, "  docstrings: {kind: environment, role: text, language: mul}")
-    corpus, environment = open_corpus(config), open_corpus(installed)
-    (source,) = corpus.text_sources()
-    assert source.name == "docstrings"
-    assert os.path.samefile(source.files[0], environment.text_sources()[0].files[0])
-    assert corpus.texts("dev")["text"] == environment.texts("dev")["text"]
+    change(scripted, notes, "")
+    with pytest.raises(ValueError, match=r"own\.yaml has no source of text.*`include: .environment: "):
+        open_corpus(scripted)
+    include = f"include: {{{scripted.folder / 'scripted.yaml'}: [text]}}\nsources:"
+    (scripted.folder / "own.yaml").write_text(REGISTRY.replace(notes, "").replace("sources:", include))
+    corpus = open_corpus(scripted)
+    assert corpus.texts("dev")["text"] == whole.texts("dev")["text"]
     assert corpus.datasets("pairs", "train") == ["questions"]
-    # A machine with other packages reads the same where it is named.
-    monkeypatch.setattr(sources.environment, "installed_versions", lambda: {"alpha": "2.0"})
-    monkeypatch.setenv("UNMASK_CORPUS", str(environment.path))
-    monkeypatch.setattr(sources, "locked", None)  # its place may allow no lock
-    assert (identity(installed), open_corpus(installed)) == (environment.path.name, environment)
-    with pytest.raises(ValueError, match=r"is no environment-… corpus of .*'delta'"):
-        open_corpus(make_config(test_packages=("delta",)))
-    (text,) = environment.text_sources()
-    known = reading.identity(text)
-    os.utime(text.files[0], (0, 0))  # as a copy may have it
-    assert known == reading.identity(*open_corpus(installed).text_sources())
-    monkeypatch.setenv("UNMASK_CORPUS", str(environment.path.rename(tmp_path / "corpus")))
-    with pytest.raises(ValueError, match="is no environment-… corpus"):
-        open_corpus(installed)
+    assert corpus.text_sources()[0].known_as == whole.text_sources()[0].known_as
+    assert {*sources.texts_of_files(scripted)} == {"questions", "manuals"}
 
 
 def test_bad_rows_stop_with_their_place_or_their_reasons_and_leave_nothing(config):
@@ -199,8 +274,9 @@ JOINED = {"chunk_id": "chunk_id", "chunk": "chunk", "query": "query", "query_chu
 def tables(source, folder):
     """What `collect` wrote: the card, and the rows by split."""
     collect(source, folder)
-    corpus, kind = Corpus(folder), sources.KIND[source.role]
-    return corpus.card, {split: getattr(corpus, kind)(split) for split in SPLITS}
+    return sources.store.read_json(folder / "card.json"), {
+        split: read_table(folder, split) for split in SPLITS
+    }
 
 
 def test_pairs_are_stored_by_split(tmp_path):
@@ -211,7 +287,6 @@ def test_pairs_are_stored_by_split(tmp_path):
     assert card["dropped"] == {"mine": {}} and sum(map(len, stored.values())) == 400
     for split, found in stored.items():
         assert len(found) and all(split_of(source, row["document"]) == split for row in found)
-        assert card["sizes"]["pairs"]["mine"][split] == {"rows": len(found)}
     row = stored["train"][0]
     expected = {"dataset": "mine", "task": "numbers", "group": "english", "language": "eng_Latn"}
     assert row.keys() == {*SCHEMAS["pairs"].names} and expected.items() <= row.items()

@@ -9,9 +9,9 @@ from datasets import Dataset
 
 import tiny
 from tiny_sources import PAIR_COLUMNS, own, write_as
-from unmask.data import reading
 from unmask.data.batches import BatchPlan
 from unmask.data.registry import split_of
+from unmask.data.rows import read, units
 from unmask.data.spelling import canonical, distinct
 from unmask.data.tokenize import Table, token_pairs
 from unmask.data.tokens import PlainTokenizer, Truncation
@@ -41,7 +41,7 @@ def test_one_topic_of_two_files_is_in_one_split(tmp_path, suffix):
         rows = [{"query": "q", "document": f"{kind} {i}", "topic": kind(i)} for i in range(100)]
         files.append(write_as(tmp_path / f"{kind.__name__}{suffix}", rows))
     source = own(*files, columns=PAIR_COLUMNS | {"key": "topic"}, hold_out=0.3)
-    for row in (row for unit in reading.units(source) for row in reading.read(source, unit, {})):
+    for row in (row for unit in units(source) for row in read(source, unit, {})):
         splits.setdefault(row["key"], set()).add(row["split"])
     assert len(splits) == 100 and all(len(found) == 1 for found in splits.values())
 

@@ -24,7 +24,6 @@ import tiny
 import tiny_corpus
 from unmask import Embedder
 from unmask.data.sources import open_corpus
-from unmask.evaluation.tasks import assess, build_tasks, task_means
 from unmask.models import jobs
 from unmask.models.backbone import load_tokenizer
 from unmask.models.merge import slerp
@@ -32,6 +31,7 @@ from unmask.store import write_json
 from unmask.training import Pair, train
 from unmask_study.run import Run
 from unmask_study.settings import load_preset
+from unmask_study.tasks import assess, build_tasks, task_means
 from waiting import live_in, wait_for
 
 linux = {"condition": sys.platform != "linux", "reason": "only Linux tells a child that its parent died"}
@@ -110,6 +110,7 @@ def victim(work: str, given: Path, folder: Path) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.environ["UNMASK_ARTIFACTS"] = str(folder)
+    tiny_corpus.install(pytest.MonkeyPatch())
     WORKS[work](given, folder)
 
 

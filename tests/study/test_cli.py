@@ -156,7 +156,7 @@ def test_weights_come_before_anything_else(two: Checkout, capsys) -> None:
         assert said.startswith("unmask: the weights of smollm2-135m (93 MB) cannot be fetched: ")
         assert said.count("\n") == 1 and "UNMASK_MIRROR=DIR, " in said and "`make smoke`" in said
     assert not [
-        *two.root.glob("artifacts/data/environment*"),
+        *two.root.glob("artifacts/data/made/*"),
         *two.root.glob("papermill_runs/smollm2/*.ipynb"),
     ]
     assert main(["run", "--preset", "smollm2", "--dry-run"]) == 0

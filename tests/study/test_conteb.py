@@ -19,7 +19,7 @@ from unmask.data.registry import CONTEB
 from unmask.evaluation.tasks import Task, evaluate_bm25, ndcg
 from unmask.models.embedder import Embedder
 from unmask_study import conteb
-from unmask_study.conteb import articles, as_task, load, maxsim, squad, xquad
+from unmask_study.conteb import articles, as_task, load, squad, token_scores, xquad
 from unmask_study.report import PAPER
 from unmask_study.settings import ContextsConfig, load_preset
 from unmask_study.synthesis import replies
@@ -169,7 +169,7 @@ def test_what_is_not_there_is_named():
 
 
 @pytest.mark.parametrize("tile", [1, 10**6])
-def test_maxsim_is_its_formula_however_it_is_tiled(monkeypatch, tile):
+def test_token_scores_are_their_formula_however_they_are_tiled(monkeypatch, tile):
     monkeypatch.setattr(conteb, "TILE_ELEMENTS", tile)
     rng = np.random.default_rng(0)
     q, d = ([rng.normal(size=(n, 6)).astype(np.float32) for n in rng.integers(1, 8, k)] for k in (9, 23))
@@ -177,7 +177,7 @@ def test_maxsim_is_its_formula_however_it_is_tiled(monkeypatch, tile):
     d.append(-q[0][:1])
     units = [[unit(x_LD).astype(float) for x_LD in texts] for texts in (q, d)]
     expected = [[(q_LD @ d_LD.T).max(axis=1).sum() for d_LD in units[1]] for q_LD in units[0]]
-    assert_close(maxsim(q, d), expected)
+    assert_close(token_scores(q, d), expected)
 
 
 def test_notebook_08_reads_public_chunks_as_far_by_token_as_by_chunk():
@@ -197,7 +197,7 @@ def test_notebook_08_reads_public_chunks_as_far_by_token_as_by_chunk():
     exec(defined + "\n" + loop, names | {"public_scores": scores})
     queries = reader.encode_tokens(task.queries, max_length=lengths.query_length)
     whole, cut = (
-        ndcg(task, maxsim(queries, reader.encode_tokens(task.chunks, max_length=one.chunk_length)))
+        ndcg(task, token_scores(queries, reader.encode_tokens(task.chunks, max_length=one.chunk_length)))
         for one in (lengths, config.evaluation)
     )
     found = scores["alone, token vectors"]["public"]

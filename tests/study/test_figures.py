@@ -26,11 +26,10 @@ SEEDS = {
 }
 CURVES = {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES}
 TWICE = {(n, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for n in NAMES[:5] for how in ("on", "off")}
-POINTS = {n: [(4096, 0.5 - i / 50, "1024-d"), (128, 0.4, "32-d")] for i, n in enumerate(NAMES[:5])}
+POINTS = {n: ([128, 4096], [0.4, 0.5 - i / 50], ["32-d", "1024-d"]) for i, n in enumerate(NAMES[:5])}
 SIZES = {name: 10.0**i for i, name in enumerate(NAMES)}
 ROWS = {name: {f"task {row}": 10.0 * row + i for row in range(6)} for i, name in enumerate(NAMES[:6])}
 PANELS = {"the paper": ROWS, "ours": dict(list(ROWS.items())[2:])}
-CHANGE = {"change": ("pair, chunks alone", "merged"), "xlabel": "nDCG@10 in %", "title": TITLE}
 GAIN = {"xlabel": "points of nDCG@10", "title": TITLE}
 LOSS = {"ylabel": "loss (nats)", "title": TITLE}
 DRAWINGS = {
@@ -39,16 +38,16 @@ DRAWINGS = {
     "bars": lambda: figures.grouped_bars(BARS, **TEXT),
     "bars with seeds": lambda: figures.grouped_bars(BARS, seeds=SEEDS, **TEXT),
     "bars with a gap": lambda: figures.grouped_bars({"a": {"x": 1}, "b": {"y": 2}}, **TEXT),
-    "effects": lambda: figures.effects({n: {"code": (0.02, -0.01, 0.05)} for n in NAMES[2:]}, **TEXT),
+    "effects": lambda: figures.effects({n: {"code": (0.02, -0.01, 0.05)} for n in NAMES[2:]}, **GAIN),
+    "effects of one": lambda: figures.effects({"": dict.fromkeys(NAMES, (0.1, -0.02, 0.3))}, **GAIN),
     "lines": lambda: figures.lines(CURVES, reference={"paper": 0.2}, log_x=True, **AXES),
     "bands": lambda: figures.lines(CURVES, intervals=dict.fromkeys(NAMES, [(0.0, 0.2)] * 3), **AXES),
     "lines with labels": lambda: figures.lines(TWICE, reference={"before": 0.1}, **AXES),
     "histograms": lambda: figures.histograms({name: np.arange(50.0) for name in NAMES}, **AXES),
-    "pareto": lambda: figures.pareto(POINTS, **AXES),
-    "differences": lambda: figures.differences(dict.fromkeys(NAMES, (0.1, -0.02, 0.3)), **GAIN),
+    "frontier": lambda: figures.lines(POINTS, frontier=True, log_x=True, **AXES),
     "horizontal_bars": lambda: figures.horizontal_bars(SIZES, xlabel="text (MB)", title=TITLE),
-    "beside": lambda: figures.beside(PANELS, **CHANGE),
-    "beside, as differences": lambda: figures.beside(PANELS, relative=True, **CHANGE),
+    "beside": lambda: figures.beside(PANELS, highlight=NAMES[:3], **GAIN),
+    "beside, as differences": lambda: figures.beside(PANELS, baselines=["merged"], **GAIN),
     "claims": lambda: figures.claims({"cpu": [CLAIM, CLAIM | {"short": "bits", "bar": -0.1}]}, title=TITLE),
     "claims of two runs": lambda: figures.claims({"cpu": [CLAIM], "gpu": [CLAIM]}, title=TITLE),
 }
@@ -81,59 +80,44 @@ def test_every_figure_is_labelled_readable_within_its_edges_and_of_known_colours
     for artist in figure.findobj(lambda artist: artist.get_visible()):
         for part in ("color", "facecolor", "edgecolor"):
             for rgba in to_rgba_array(getattr(artist, f"get_{part}", lambda: "none")()):
-                assert not rgba[3] or to_hex(rgba[:3]) in figures.COLORS, (artist, part)
+                assert not rgba[3] or to_hex(rgba[:3]) in figures.COLORS.values(), (artist, part)
 
 
-def test_a_figure_is_saved_for_light_and_for_dark_pages(tmp_path, monkeypatch):
+def test_a_figure_is_saved_small_and_in_its_colours(tmp_path, monkeypatch):
     monkeypatch.setattr(workspace, "repository", lambda: tmp_path)
     run = workspace.Run("02_pair", "r", load_preset("smoke"))
-    figure = figures.grouped_bars(BARS | {"CDE": {"english": 0.4, "code": 0.3}}, **TEXT)
-    run.figure(figure, "one")
-    path = run.results / "figures" / "02_pair-one.png"
-    dark = path.with_name("02_pair-one-dark.png")
-    assert sorted(path.parent.iterdir()) == sorted((path, dark))
-    wanted = (figures.PAPER, figures.INK, figures.RECIPE[4], figures.MAGENTA)
-    wanted = np.array([_rgb(color) for color in wanted])
-    for file, (paper, *rest) in ((path, wanted), (dark, figures.night(wanted))):
-        assert file.stat().st_size <= 100_000
-        image = Image.open(file).convert("RGB")
-        found = {color: count for count, color in image.getcolors(image.width * image.height)}
-        # The page is what there is most of, and the colours are as they should be, a small bar's, too.
-        assert max(found, key=found.get) == tuple(paper)
-        for color in rest:
-            assert min(np.abs(np.subtract(color, other)).max() for other in found) <= 3
+    run.figure(figures.grouped_bars(BARS | {"CDE": {"english": 0.4, "code": 0.3}}, **TEXT), "one")
+    (path,) = (run.results / "figures").iterdir()
+    assert path.name == "02_pair-one.png" and path.stat().st_size <= 100_000
+    image = Image.open(path).convert("RGB")
+    counts = {color: count for count, color in image.getcolors(image.width * image.height)}
+    # The page is what there is most of, and the colours are as they should be, a small bar's, too.
+    assert max(counts, key=counts.get) == (255, 255, 255)
+    for name in ("ink", "merged", "magenta"):
+        color = [255 * part for part in to_rgb(figures.COLORS[name])]
+        assert min(np.abs(np.subtract(color, other)).max() for other in counts) <= 3
 
 
 def test_the_style_is_ours_whatever_a_matplotlibrc_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")  # no LaTeX
     with plt.rc_context({"text.usetex": True, "font.size": 40}):
-        figures.differences({"pair": (0.1, 0.0, 0.2)}, title="a", xlabel="b").keep(tmp_path / "one.png")
-    figures.differences({"pair": (0.1, 0.0, 0.2)}, title="a", xlabel="b").keep(tmp_path / "other.png")
+        figures.effects({"": {"pair": (0.1, 0.0, 0.2)}}, title="a", xlabel="b").keep(tmp_path / "one.png")
+    figures.effects({"": {"pair": (0.1, 0.0, 0.2)}}, title="a", xlabel="b").keep(tmp_path / "other.png")
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "other.png").read_bytes()
 
 
-def test_every_colour_is_another_on_dark_pages_where_paper_is_darkest():
-    dark = figures.night(np.array([_rgb(color) for color in figures.COLORS]))
-    assert len(np.unique(dark, axis=0)) == len(figures.COLORS)
-    ends = dark.sum(axis=1).argmin(), dark.sum(axis=1).argmax()
-    assert [figures.COLORS[i] for i in ends] == [figures.PAPER, figures.INK]
-    looks = [*figures.SYSTEMS.values(), *figures.FREE, *figures.VERDICTS.values()]
-    assert {look.color for look in looks} <= set(figures.COLORS)
-
-
-def _rgb(color):
-    return tuple(round(255 * c) for c in to_rgb(color))
-
-
 def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
-    int8, binary = [(100, 0.5, "256"), (400, 0.4, "64")], [(800, 0.45, "256"), (50, 0.5, "2048")]
-    figure = figures.pareto({"int8": int8, "binary": binary}, **AXES)
+    points = {
+        "int8": ([100, 400], [0.5, 0.4], ["256", "64"]),
+        "binary": ([50, 800], [0.5, 0.45], ["2048", "256"]),
+    }
+    figure = figures.lines(points, frontier=True, log_x=True, **AXES)
     (axes,) = figure.axes
     (frontier,) = [line for line in axes.lines if line.get_label() == "frontier"]
     assert list(zip(frontier.get_xdata(), frontier.get_ydata())) == [(100, 0.5), (800, 0.45)]
     shown = [text for text in axes.texts if text.get_visible()]
-    assert [text.get_text() for text in shown] == ["256", "64", "256", "2048"]
-    assert [text.get_text() for text in figure.legends[0].texts] == ["frontier", "int8", "binary"]
+    assert [text.get_text() for text in shown] == ["256", "64", "2048", "256"]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["int8", "binary", "frontier"]
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in shown]
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))

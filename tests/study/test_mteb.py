@@ -1,6 +1,5 @@
 """Our models under mteb: scores equal to ours, the Hub's layout from a mirror, appendix C, every type."""
 
-import itertools
 from dataclasses import replace
 from statistics import fmean
 
@@ -15,7 +14,6 @@ from mteb.mocks.mock_tasks.reranking import MockAggregatedTask
 from scipy.stats import spearmanr
 
 import tiny
-from by_hand import cells
 from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import embed_task, score_task
@@ -32,7 +30,7 @@ from unmask_study.mteb import (
     tool_kinds,
     type_means,
 )
-from unmask_study.report import markdown_table, paper_table
+from unmask_study.report import paper_table
 from unmask_study.settings import load_preset
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
@@ -158,21 +156,6 @@ def test_the_benchmarks_are_the_papers():
     assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
 
 
-def test_notebook_09_puts_the_requests_with_instructions_beside_table_5():
-    """As the table's baselines were run; those without follow, and say so."""
-    (cell,) = (source for source in cells("09_retrieval") if "tool_kinds" in source)
-    tasks = benchmark_tasks("ToolRet")
-    subsets = dict.fromkeys(tasks[0].hf_subsets, dict.fromkeys(in_mteb.MEASURES, 0.0))
-    row = {"precision": "INT8", "benchmark": "ToolRet", "subsets": subsets}
-    names = {"public": [row | {"task": task.metadata.name} for task in tasks]}
-    names |= {"mteb": in_mteb, "paper_table": paper_table, "percent": dict, "itertools": itertools}
-    names |= {"display": print, "Markdown": str, "markdown_table": markdown_table}
-    exec(cell, names)
-    systems = [row["system"] for row in names["rows"]]
-    assert systems[2:] == ["ours (INT8)", "ours (INT8), without instructions"]
-    assert all(system.startswith("paper: ") for system in systems[:2])
-
-
 def encode(encoder, name, kind, *texts):
     about = {"task_metadata": mteb.get_task(name).metadata, "prompt_type": mteb.types.PromptType(kind)}
     return encoder.encode([{"text": [text]} for text in texts], **about)
@@ -284,17 +267,14 @@ def test_tasks_of_every_type_are_run(made_up, embedder, contextual, tmp_path, ki
     assert scores["Forums"] == pytest.approx(fmean(parts))
 
 
-def test_a_benchmarks_mean_is_over_tasks_and_over_types():
+def test_a_benchmarks_mean_is_over_tasks_and_over_types_and_systems_stand_side_by_side():
     found = [("STS", 0.2), ("STS", 0.4), ("Retrieval", 0.9)]
     rows = [{"type": kind, "score": score} for kind, score in found]
     means = {"mean (task)": 0.5, "mean (type)": 0.6, "STS": 0.3, "Retrieval": 0.9}
     assert type_means(rows) == pytest.approx(means)
-    assert type_means([*rows, {"type": "STS", "score": None}]) == {"Retrieval": 0.9}
-
-
-def test_systems_stand_side_by_side_in_a_row_a_task():
+    assert type_means([*rows, {"type": "STS", "score": None}]) == {"Retrieval": 0.9} and type_means([]) == {}
     one = {"benchmark": "B", "task": "T", "score": 0.5, "why": ""}
-    other = one | {"task": "U", "score": None, "why": "no data"}
+    other = {"benchmark": "B", "task": "U", "score": None, "why": "no data"}
     first, second = side_by_side({"a": [one, other], "b": [one | {"score": 0.7}], "none": []})
     assert first == {"benchmark": "B", "task": "T", "a": 0.5, "why": "", "b": 0.7}
     assert second == {"benchmark": "B", "task": "U", "a": None, "why": "no data"}

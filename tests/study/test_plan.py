@@ -21,7 +21,7 @@ from unmask.models.encoding import TokenSequence, after_context
 from unmask.store import repository
 from unmask.training import STAGES
 from unmask.training.cache import cached_backward, cached_rows
-from unmask.training.distributed import twin
+from unmask.training.distributed import low_precision_copy
 from unmask_study import plan
 from unmask_study.settings import load_preset
 
@@ -112,7 +112,7 @@ def test_activations_are_what_autograd_keeps(compiled):
     shape = replace(load_preset("smoke").backbone, hidden_size=128, heads=4, kv_heads=2, mlp_size=192)
     kept = []
     for layers in (1, 2):
-        model = twin(Qwen3Model(Qwen3Config(**tiny.sizes(shape, layers, 300), is_causal=False)))
+        model = low_precision_copy(Qwen3Model(Qwen3Config(**tiny.sizes(shape, layers, 300), is_causal=False)))
         if compiled:
             torch._dynamo.reset()
             compile_layers(model, same_length=True)

@@ -13,9 +13,9 @@ import tiny_foreign
 from fake_hub import fake_hub
 from unmask import Embedder
 from unmask.config import ConfigError
-from unmask.data import mirror
 from unmask.evaluation.search import top_k
 from unmask.store import visible
+from unmask_study import mirror
 from unmask_study.pool import PROMPTS, agreed, nearest
 from unmask_study.settings import load_preset
 

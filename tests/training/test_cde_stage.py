@@ -22,12 +22,12 @@ def test_two_stage_caching_equals_plain_backpropagation(context, dropout, quanti
     stage = tiny_stages.stage("cde", {"one": tiny_stages.pairs(12)}, batch=9, token_budget=30, **changes)
     model = ContextualEncoder(tiny.model(seed=1), tiny.model(seed=2), context)
     config, [batch] = stage.config, stage.batch(0)
-    assert (len(batch.kept) < len(batch.context)) == (dropout > 0)
+    assert (len(batch.visible) < len(batch.context)) == (dropout > 0)
     for sequences in (batch.context, batch.sequences):
         assert len(micro_batches([len(s) for s in sequences], config.token_budget)) >= 3
     found_loss, found = step(stage, model, [batch])
     # Through both stages at once: no micro-batch, no cache.
-    context_KD = encode_rows(model.first, batch.context)[batch.kept]
+    context_KD = encode_rows(model.first, batch.context)[batch.visible]
     rows_RD = encode_rows(model.second, batch.sequences, context_KD=context_KD)
     rows_RD = int8(rows_RD) if quantize else rows_RD
     loss = pair_loss(rows_RD[:9], rows_RD[9:], temperature=config.temperature, margin=config.margin)
@@ -45,7 +45,7 @@ def test_the_context_are_documents_of_the_batch_each_once(context, expected):
         [batch] = stage.batch(number)
         documents = [s.tokens_L[context:].tolist() for s in batch.sequences[9:]]
         where = [documents.index(c.tokens_L.tolist()) for c in batch.context]
-        assert len(set(where)) == expected and batch.kept.tolist() == list(range(expected))
+        assert len(set(where)) == expected and batch.visible.tolist() == list(range(expected))
         drawn.append(tuple(sorted(where)))
     assert len(set(drawn)) > 4 or expected == 9
 

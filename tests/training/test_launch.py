@@ -21,7 +21,7 @@ from closeness import assert_close
 from toy_checkout import write_script
 from unmask.config import ParallelConfig
 from unmask.training import Pair, TrainingStopped, history, train
-from unmask.training.identity import own_code
+from unmask.training.identity import outside_code
 from unmask.training.watch import Watch
 from unmask.training.worker import stage_of
 from waiting import live_in, wait_for
@@ -172,10 +172,11 @@ def test_where_nothing_can_be_said_the_disk_is_told(start, tmp_path):
 
 def test_code_of_a_notebook_needs_one_process(start, tmp_path):
     """A class of a cell, and a loss that a cell has put into one."""
-    stage = made(start)
-    job, own = stage.begun(stage.model(start), tmp_path), own_code(stage)
-    assert stage_of(job, own).job == job
-    for other in ((replace(job, stage="__main__:OfACell"), own), (job, {"__main__.loss": "of a cell"})):
+    stage = made(start, kind=Cramped)
+    stage.begin(str(start), tmp_path)
+    job, code = stage.job, outside_code(stage)
+    assert stage_of(job, code).job == job
+    for other in ((replace(job, stage="__main__:OfACell"), code), (job, code | {"loss": "of a cell"})):
         with pytest.raises(ValueError, match="other processes cannot import the code of a notebook"):
             stage_of(*other)
 

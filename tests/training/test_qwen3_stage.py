@@ -17,7 +17,7 @@ from unmask.models.embedder import INSTRUCTIONS, instructed
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
 from unmask.training import data_report, milestones, train
-from unmask.training.stages import numbered
+from unmask.training.contrastive import text_ids
 
 
 @pytest.mark.parametrize("changes", [{}, {"negatives": 0}, {"quantize": True}])
@@ -42,7 +42,7 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
     stage = tiny_stages.stage("qwen3", {"one": data}, batch=3)
     [batch] = stage.batch(0)
     texts = [s.tokens_L.tolist() for s in batch.sequences]
-    numbers = numbered(batch.sequences, batch.key_R)[3:].tolist()
+    numbers = text_ids(batch.sequences, batch.key_R)[3:].tolist()
     assert len(set(zip(numbers, map(str, texts[3:])))) == len(set(numbers)) == 3
     for place, row in enumerate(stage.plan(0)[1]):
         assert texts[6 + 2 * place : 8 + 2 * place] == [text.tolist() for text in data.negatives[row]]

@@ -2,14 +2,10 @@
 
 import copy
 import gc
-import importlib
-import os
+import logging
 import re
 import signal
-import subprocess
-import sys
 from functools import partial
-from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import psutil
@@ -18,6 +14,7 @@ import tiny_stages
 import torch
 from sentence_transformers import SentenceTransformer
 from tiny_stages import Reported, Told
+from transformers import BertConfig, BertModel
 
 import tiny
 import tiny_corpus
@@ -27,9 +24,9 @@ from unmask.data.mining import negative_similarity
 from unmask.models import backbone
 from unmask.models.embedder import Embedder
 from unmask.store import write_atomic
-from unmask.training import Pair, TrainingStopped, Watch, data_report, history, train
+from unmask.training import Pair, TrainingStopped, data_report, history, train
 from unmask.training import identity as same
-from unmask.training.identity import identity, own_code
+from unmask.training.identity import identity, outside_code
 
 OWN = {
     "diffusion": {"length": 16},
@@ -181,110 +178,32 @@ class Mine(Pair):
     scale = 2
 
     def loss(self, rows_RD, batch, **shared):
-        return halved(super().loss(rows_RD, batch, **shared))
+        return self.scale * super().loss(rows_RD, batch, **shared)
 
 
-def halved(loss):
-    return loss / 2
+def halved(*rows, **shared):
+    return losses.contrastive.pair_loss(*rows, **shared) / 2
 
 
-def scaled(rows_RD, batch, by=1, **shared):
-    return sum(by * WEIGHTS["rows"][i] * rows_RD.sum() for i in range(1))
+def test_code_outside_of_the_library_is_named_with_its_source(start, monkeypatch):
+    def code(**more):
+        return outside_code(made("pair", start, **more))
 
-
-def enclosed(number):
-    return lambda rows_RD, batch, **shared: number * rows_RD.sum()
-
-
-class Called:
-    def __init__(self, by):
-        self.by = by
-
-    def __call__(self, rows_RD, batch, **shared):
-        return scaled(rows_RD, batch, self.by)
-
-
-WEIGHTS, loss = {"rows": torch.ones(2)}, 0.0
-
-
-def test_code_of_ones_own_is_named(start, monkeypatch):
-    def names(**more):
-        return {name.rpartition(".")[2] for name in own_code(made("pair", start, **more))}
-
-    assert names() == set() and names(kind=Mine) == {"Mine", "loss", "halved"}
-    monkeypatch.setattr(losses, "pair_loss", halved)
-    assert names() == {"halved", "values"}
-
-
-CHANGED = {
-    "a closure's number": enclosed,
-    "an argument": lambda by: partial(scaled, by=by),
-    "an argument of the library's": lambda by: partial(losses.pair_loss, temperature=by),
-    "a default": lambda by: FunctionType(scaled.__code__, globals(), argdefs=(by,)),
-    "an object": Called,
-    "an object's number": lambda by: partial(scaled, by=SimpleNamespace(by=by)),
-    "a number of numpy's": lambda by: partial(scaled, by=np.float32(by)),
-    "an attribute": lambda by: {by},
-}
-
-
-@pytest.mark.parametrize("case", CHANGED)
-def test_a_changed_value_of_ones_own_counts(start, case):
-    def own(by):
-        stage = made("pair", start)
-        stage.loss = CHANGED[case](by)
-        return own_code(stage)
-
-    assert own(2) == own(2) != own(3)
-
-
-def test_what_is_around_code_counts(start, monkeypatch):
-    stage = made("pair", start, kind=Mine)
-    first = own_code(stage)
-    monkeypatch.setitem(globals(), "loss", 3.0)  # no variable that it reads
-    _ = stage.plan
-    assert own_code(stage) == first
+    assert code() == {}
+    first = code(kind=Mine)
+    assert first["Mine.scale"] == "2" and "return self.scale * super().loss" in first["Mine.loss"]
     monkeypatch.setattr(Mine, "scale", 3)
-    assert own_code(stage) != first
-    stage.loss = scaled
-    second = own_code(stage)
-    monkeypatch.setitem(WEIGHTS, "rows", torch.zeros(2))
-    assert own_code(stage) != second
-
-
-def test_what_is_read_of_ones_own_module_counts(start, monkeypatch, tmp_path):
-    (tmp_path / "own_helpers.py").write_text(
-        "def weighed(x):\n    return 2 * x\n\ndef unread(x):\n    return x\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    helpers = importlib.import_module("own_helpers")
-    monkeypatch.setitem(globals(), "helpers", helpers)
+    assert code(kind=Mine) | {"Mine.scale": "2"} == first
+    monkeypatch.setattr(losses, "pair_loss", halved)
+    assert "pair_loss(*rows, **shared) / 2" in code()["pair_loss"]
+    monkeypatch.setattr(losses, "pair_loss", partial(losses.contrastive.pair_loss, margin=0.3))
+    assert "margin: float" in code()["pair_loss"] and "{'margin': 0.3}" in code()["pair_loss"]
     stage = made("pair", start)
-    stage.loss = eval("lambda rows_RD, batch, **shared: helpers.weighed(rows_RD)", globals())
-    first = own_code(stage)
-    monkeypatch.setattr(helpers, "unread", lambda x: 3 * x)
-    assert own_code(stage) == first
-    monkeypatch.setattr(helpers, "weighed", lambda x: 3 * x)
-    assert own_code(stage) != first
-
-
-OF_A_SET = """
-from unmask.training.identity import own_code
-from unmask.training.stages import Pair
-class Mine(Pair):
-    def loss(self, rows, batch):
-        return rows if batch.dataset in {"alpha", "beta", "gamma", "delta"} else 0
-print(own_code(Mine.__new__(Mine)))
-"""
-
-
-def test_a_set_in_code_counts_alike_in_every_process():
-    def told(seed):
-        environment = os.environ | {"PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", OF_A_SET]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-
-    assert "Mine" in told("1") == told("2")
+    stage.loss = halved
+    assert outside_code(stage)["loss"] == outside_code(stage)["loss"] != ""
+    stage.loss = eval("lambda rows_RD, batch: 0")
+    with pytest.raises(ValueError, match="<lambda> has no source: define it in a cell or in a file"):
+        outside_code(stage)
 
 
 def test_another_value_trains_beside_and_the_first_is_found_again(start, tmp_path, capsys):
@@ -304,30 +223,28 @@ def test_a_changed_file_of_the_library_asks_for_a_new_kernel(start, tmp_path, mo
     file = write_atomic(tmp_path / "unmask" / "losses" / "mine.py", "rate = 1\n")
     monkeypatch.setattr(same, "LIBRARY", tmp_path / "unmask")
     monkeypatch.setattr(same, "IMPORTED", {file: file.read_bytes()})
-    file.write_text("rate = 1  # a remark is no code\n")
-    same.library_code()
     file.write_text("rate = 2\n")
     with pytest.raises(RuntimeError, match=r"unmask/losses/mine.py has changed .*: restart the kernel"):
         trained(made("pair", start), start, tmp_path / "pair")
 
 
-def test_a_run_asks_before_it_pays_again_for_other_code(start, tmp_path, monkeypatch):
-    def again():
+def test_what_another_library_has_made_is_taken_by_hand_and_made_anew_in_a_run(
+    start, tmp_path, monkeypatch, capsys
+):
+    def again(mode):
+        if mode:
+            monkeypatch.setenv("UNMASK_CODE", mode)
         return trained(made("pair", start), start, tmp_path / "pair")
 
-    first = again()
-    monkeypatch.setattr(same, "library_code", lambda: "other")
-    monkeypatch.setenv("UNMASK_CODE", "ask")
-    with pytest.raises(RuntimeError, match=r"made by other code \(\w+ → other\)\. .*--accept-code.*--force"):
-        again()
-    monkeypatch.setenv("UNMASK_CODE", "accept")
-    assert again() == first
-    monkeypatch.setenv("UNMASK_CODE", "ask")
-    assert again() == first  # once is enough
-    for number, mode in enumerate(("anew", "")):  # --force; by hand
-        monkeypatch.setattr(same, "library_code", lambda number=number: f"newer {number}")
-        monkeypatch.setenv("UNMASK_CODE", mode)
-        assert again() != first and first.is_dir()
+    first = again("")
+    monkeypatch.setattr(same, "library_hash", lambda: "other")
+    assert again("") == first
+    assert re.search(r"made by another library \(\w+\); delete it to train anew", capsys.readouterr().out)
+    assert again("accept") == first
+    other = again("ask")
+    assert other != first and first.is_dir() and again("accept") == other
+    monkeypatch.setattr(same, "library_hash", lambda: "newer")
+    assert again("accept") == other  # the last one
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -341,13 +258,6 @@ def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, number):
     whole = trained(stage, start, tmp_path / "whole")
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert not (parts.parent / "checkpoints").exists()
-
-
-def test_a_new_curve_is_drawn_over_that_of_the_last_training(start, tmp_path):
-    before = history(trained(made("pair", start), start, tmp_path / "pair"))
-    watch = Watch(curve=False)
-    trained(made("pair", start, lr=0.5), start, tmp_path / "pair", watch=watch)
-    assert watch.before == [row["loss"] for row in before] and watch.before[1:] != watch.loss[1:]
 
 
 def test_a_stopped_training_gives_a_gpus_memory_back(start, tmp_path, monkeypatch):
@@ -395,3 +305,26 @@ def test_memory_is_flat_over_ten_trainings(start, tmp_path):
         trained(made("pair", start, seed=number), start, tmp_path / "pair")
         sizes.append(memory())
     assert sizes[-1] - sizes[2] < 20e6, sizes
+
+
+EMBEDDERS = ("pair", "contextual", "triplet", "qwen3")
+
+
+@pytest.mark.parametrize("family", ["decoder", "BERT"])
+@pytest.mark.parametrize("section", EMBEDDERS)
+def test_what_a_stage_trains_is_a_model_of_sentence_transformers(start, tmp_path, section, family, caplog):
+    """It says nothing at a load, of a BERT's unread pooler neither, and gives the vectors that we give."""
+    if family == "BERT":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+        model = BertModel(BertConfig(vocab_size=len(tiny.tokenizer()), max_position_embeddings=128, **sizes))
+        start = backbone.save(model, tiny.tokenizer(), tmp_path / "bert")
+    last = {"query_length": 60, "document_length": 60, "negatives": 2, "dimensions": [32]}
+    own = OWN.get(section, last)
+    mined = {"mined": tiny_stages.mined(tmp_path)} if "negatives" in own else {}
+    path = trained(tiny_stages.on_the_corpus(section, start, **own | mined), start, tmp_path / section)
+    logging.getLogger("transformers").addHandler(caplog.handler)  # which hands nothing on
+    theirs = SentenceTransformer(str(path), device="cpu").encode(tiny.TEXTS[:5])
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert not caplog.messages
+    ours = Embedder.from_pretrained(path, device="cpu").encode(tiny.TEXTS[:5], "float32")
+    np.testing.assert_allclose(theirs, ours, atol=1e-5)

@@ -141,8 +141,8 @@ def stop_at(step):
 class Reported(Watch):
     """Keeps what is reported; ends a training once a step is reported, if it is told to."""
 
-    def __init__(self, stop=None):
-        super().__init__(curve=False)
+    def __init__(self, stop=None, **options):
+        super().__init__(curve=False, **options)
         self.rows, self.stop = [], stop
 
     def __call__(self, row):

@@ -1,7 +1,7 @@
 """What two processes compute, for test_distributed.py: python worker.py OUT
 
-Each of them writes OUT/<strategy>/<case>-<rank>.safetensors (whole gradients) and .json. Then they begin a
-training in OUT/<strategy> and leave it after its last checkpoint.
+Each of them writes OUT/<strategy>/<case>-<rank>.safetensors (whole gradients) and .json. Then they begin
+trainings in OUT/<strategy>/<case> and leave each after its last checkpoint.
 """
 
 import json
@@ -23,12 +23,13 @@ import tiny_stages  # noqa: E402
 from tiny_stages import Interrupted  # noqa: E402
 
 from unmask.training import loop  # noqa: E402
-from unmask.training.distributed import ALONE, Processes  # noqa: E402
+from unmask.training.distributed import ALONE, Distributed  # noqa: E402
 
 # Odd numbers, so that nothing divides evenly; budgets that give every process more than two micro-batches.
 CASES = {
     "ar": {"batch": 11, "token_budget": 16},
     "diffusion": {"batch": 11, "token_budget": 16, "cut_fraction": 0.3},
+    "frozen": {"stage": "diffusion", "batch": 11, "token_budget": 16, "freeze_embeddings": True},
     "pair": {"batch": 9, "token_budget": 20},
     "kept": {
         "stage": "pair",
@@ -48,7 +49,8 @@ CASES = {
     "one micro-batch": {"stage": "pair", "batch": 9, "token_budget": 10_000},
     "too few": {"stage": "pair", "batch": 2, "token_budget": 10_000},
 }
-BEGUN = {"ddp": "pair", "fsdp2": "cde"}  # by two processes
+STRATEGIES = ("ddp", "fsdp2")
+BEGUN = [("ddp", "pair"), ("fsdp2", "cde"), ("ddp", "frozen"), ("fsdp2", "frozen")]  # trainings
 
 
 def compute(case, processes=ALONE):
@@ -56,20 +58,22 @@ def compute(case, processes=ALONE):
     settings = dict(CASES[case])
     name = settings.pop("stage", case)
     stage, model = tiny_stages.stage(name, **settings), tiny_stages.model(name)
-    how = {"compiled": stage.config.compile, "same_length": stage.same_length}
-    module = processes.parallel(stage.module(model), **how)
-    row = stage.backward(module, stage.batch(3), processes)
+    forward, _ = loop.equip(stage, model, processes)
+    row = stage.backward(forward, stage.batch(3), processes)
     processes.sum_gradients(model)
     gradients = {}
     for key, parameter in model.named_parameters():
-        gradient = parameter.grad
-        gradients[key] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).cpu()
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            gradients[key] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).cpu()
     return {"loss": float(row["loss"]), "tokens": row["tokens"]}, gradients
 
 
 def train_stage(name, folder, processes=ALONE, stop_at=None):
     """A training of eight steps; the model and what was reported first."""
-    seen, stage, model = [], tiny_stages.stage(name, **CASES[name]), tiny_stages.model(name)
+    settings = dict(CASES[name])
+    name = settings.pop("stage", name)
+    seen, stage, model = [], tiny_stages.stage(name, **settings), tiny_stages.model(name)
     whole, done = stage.backward, count()
 
     def backward(*arguments):
@@ -78,7 +82,7 @@ def train_stage(name, folder, processes=ALONE, stop_at=None):
         return whole(*arguments)
 
     stage.backward = backward
-    loop.steps(stage, model, folder, report=seen.append, processes=processes)
+    loop.steps(stage, model, folder, processes, seen.append, [])
     return model, seen[0]
 
 
@@ -86,15 +90,16 @@ def main(rank, out, port):
     place = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
     os.environ |= place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
     loop.monotonic, loop.RARE = count().__next__, 0  # as in conftest.py
-    for strategy, begun in BEGUN.items():
-        processes, folder = Processes.join("fp32", strategy), Path(out, strategy)
+    for strategy in STRATEGIES:
+        processes, folder = Distributed.join("fp32", strategy), Path(out, strategy)
         folder.mkdir(exist_ok=True)
         for case in CASES:
             facts, gradients = compute(case, processes)
             save_file(gradients, folder / f"{case}-{rank}.safetensors")
             (folder / f"{case}-{rank}.json").write_text(json.dumps(facts))
-        with suppress(Interrupted):
-            train_stage(begun, folder, processes, stop_at=5)
+        for case in [case for how, case in BEGUN if how == strategy]:
+            with suppress(Interrupted):
+                train_stage(case, folder / case, processes, stop_at=5)
 
 
 if __name__ == "__main__":  # forked, as loading the library takes longer than what they compute

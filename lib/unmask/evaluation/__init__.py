@@ -2,4 +2,3 @@
 
 from unmask.evaluation.metrics import Bm25, ranking_metrics, retrieval_metrics
 from unmask.evaluation.search import similarity
-from unmask.evaluation.tasks import REFERENCE, evaluate_reference, load_reference, missing_reference

@@ -40,8 +40,8 @@ def retrieval_metrics(
         relevant: for each query the set of columns of its relevant documents (binary relevance).
         ks: cut-offs.
         document_ids: id of each column, for ties only; None: the column number as a string ("9" before "10").
-        per_query: return one value per query (float64 array) instead of the mean, for instance for
-            `unmask_study.evidence.effect`.
+        per_query: return one value per query (float64 array) instead of the mean, for instance to compare
+            two systems query by query.
 
     Returns:
         {"ndcg@10": …, "recall@10": …, "map@10": …, "mrr@10": …, "precision@10": …} for each k. trec_eval's
@@ -118,12 +118,7 @@ def ranking_metrics(
     twice_N = ((sorted_NK[:, 1:] == sorted_NK[:, :-1]) & (sorted_NK[:, 1:] >= 0)).any(axis=1)
     if twice_N.any():
         raise ValueError(f"The ranking of query {twice_N.argmax()} holds a document twice.")
-    count_N = np.array([len(columns) for columns in relevant])
-    size = 1 + max(int(ids_NK.max(initial=0)), int(max(map(max, relevant))))
-    if size * len(relevant) >= 2**63:
-        raise ValueError(f"There is no room for document {size - 1}: number the documents from 0.")
-    pairs = [query * size + int(column) for query, columns in enumerate(relevant) for column in columns]
-    hit_NK = np.isin(np.arange(len(relevant))[:, None] * size + ids_NK, pairs) & (ids_NK >= 0)
+    count_N, hit_NK = np.array([len(columns) for columns in relevant]), _hits(ids_NK, relevant)
     rank_K = np.arange(1, hit_NK.shape[1] + 1)
     discount_K = 1 / np.log2(rank_K + 1)
     ideal = np.cumsum(1 / np.log2(np.arange(max(ks)) + 2))  # DCG of relevant documents at all ranks so far
@@ -139,6 +134,15 @@ def ranking_metrics(
             f"precision@{k}": hit_Nk.sum(axis=1) / k,
         }
     return metrics if per_query else {name: float(values.mean()) for name, values in metrics.items()}
+
+
+def _hits(ids_NK: np.ndarray, relevant: Sequence[Set[int]]) -> np.ndarray:
+    """Which documents of the rankings are relevant (N, K)."""
+    size = 1 + max(int(ids_NK.max(initial=0)), int(max(map(max, relevant))))
+    if size * len(relevant) >= 2**63:
+        raise ValueError(f"There is no room for document {size - 1}: number the documents from 0.")
+    pairs = [query * size + int(column) for query, columns in enumerate(relevant) for column in columns]
+    return np.isin(np.arange(len(relevant))[:, None] * size + ids_NK, pairs) & (ids_NK >= 0)
 
 
 class Bm25:

@@ -177,7 +177,7 @@ def _nearest(d_MD: np.ndarray, inverse_M: Tensor | None, q_ND: np.ndarray, k: in
             else:
                 scores_TQ = _cosines(d_TD, q_QD, inverse_M[part, None].to(device))
             scores_QK, ids_QK = best_of(scores_TQ.T.contiguous(), k)
-            both = [found for found in (best[tile], (scores_QK, ids_QK + part.start)) if found]
+            both = [one for one in (best[tile], (scores_QK, ids_QK + part.start)) if one]
             best[tile] = _first(*(torch.cat(rows, dim=1) for rows in zip(*both, strict=True)), k)
     return tuple(torch.cat(rows).cpu().numpy() for rows in zip(*best, strict=True))
 

@@ -253,8 +253,11 @@ def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: A
             f"{source}: the weights are not those of its configuration; {len(lacking)} are missing or have "
             f"another shape, the first is {lacking[0]}: copy them again"
         )
-    if getattr(model, "pooler", None) is not None:
-        model.pooler = None  # a training would find it without a gradient
+    if pooler := getattr(model, "pooler", None):  # stays, since other readers miss it, but nobody trains it
+        pooler.requires_grad_(False)
+        if report["missing_keys"]:
+            for parameter in pooler.parameters():
+                parameter.zero_()
     return model
 
 

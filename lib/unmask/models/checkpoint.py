@@ -4,12 +4,13 @@ pplx-embed. Nothing here runs code from a checkpoint: every model is a stock cla
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from unmask.data.hub import MODEL_FILES, unreachable
 from unmask.data.tokens import end_token
@@ -23,6 +24,7 @@ HONOURED = {"max_seq_length", "prompts", "embedding_dimension", "word_embedding_
 HONOURED |= {"__version__", "requirements", "unpad_inputs"}  # which change none
 OFF = [None, False, "", [], {}]
 PLAIN = (None, "base", "ar", "diffusion")  # stages that leave a language model
+UNLIMITED = 10_000  # tokens of a text, where a model has no limit
 READ_BACK = 2**28  # parameters of a model that is read in less than two seconds, a gigabyte
 KNOWN = {
     "model_type": ["SentenceTransformer"],
@@ -74,7 +76,7 @@ class Settings:
         return plain and self.pooling == "mean"
 
 
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Settings]
+Loaded = tuple[PreTrainedModel, Tokenizer, Settings]
 
 
 def load(path: str | Path) -> Loaded:
@@ -94,7 +96,7 @@ def load(path: str | Path) -> Loaded:
     return backbone.load(folder), tokenizer, settings_of(folder, tokenizer)
 
 
-def settings_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Settings:
+def settings_of(folder: Path, tokenizer: Tokenizer) -> Settings:
     """How the embedder in a directory reads: all of it but model and tokenizer.
 
     Raises: ValueError as `load`.
@@ -124,7 +126,7 @@ def folder_of(path: str | Path, revision: str = "main") -> Path:
     return Path(backbone.require_checkpoint(Path(found)))
 
 
-def _settings_of_sentence_transformers(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Settings:
+def _settings_of_sentence_transformers(folder: Path, tokenizer: Tokenizer) -> Settings:
     modules = read_json(folder / "modules.json")
     kinds = [module["type"] for module in modules]
     names = [kind.rpartition(".")[2] for kind in kinds if kind.startswith("sentence_transformers.")]
@@ -158,8 +160,24 @@ def _settings_of_sentence_transformers(folder: Path, tokenizer: PreTrainedTokeni
 
 
 def save(
-    path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Settings
+    path: str | Path, model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings, **more: Any
 ) -> Path:
+    """Writes an embedder into a folder as `write` does, under a temporary name, then renames it; an older one
+    stays until then. Before, `load` reads it, if the model is small: a large one would take minutes, and its
+    memory twice. sentence-transformers reads the same through transformers, and takes longer to import.
+
+    Raises: ValueError as `write` and `load`.
+    """
+    with new_directory(path := Path(path)) as folder:
+        write(folder, model, tokenizer, settings, path.name, **more)
+        if model.num_parameters() <= READ_BACK:
+            load(folder)
+    return path
+
+
+def write(
+    folder: Path, model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings, name: str, **more: Any
+) -> None:
     """Writes an embedder so that `SentenceTransformer(path)` returns its float vectors, without remote code.
 
     Beside the weights (safetensors), configuration and tokenizer, which AutoModel and AutoTokenizer load, lie
@@ -167,26 +185,20 @@ def save(
     gets everything back; and a model card. sentence-transformers takes special
     tokens from the tokenizer, so for an embedder without them a tokenizer is saved that adds none.
 
-    A directory is written under a temporary name and renamed; an older one stays until then. Before, `load`
-    reads it, if the model is small: a large one would take minutes, and its memory twice.
-    sentence-transformers reads the same through transformers, and takes longer to import.
-
-    Raises: ValueError for a tokenizer that has nothing to pad with, see `end_token`, and as `backbone.write`
-        and `load`.
+    Args:
+        name: of the model, in its card.
+        more: `weights` as for `backbone.write`, and other facts.
+    Raises: ValueError for a tokenizer that has nothing to pad with, see `end_token`, and as `backbone.write`.
     """
-    path, facts = Path(path), {"stage": "embedder"} | settings.facts
-    files = _sentence_transformers_files(settings, model.config.hidden_size)
-    with new_directory(path) as folder:
-        backbone.write(model, portable(tokenizer, settings), folder, **facts)
-        for name, content in files.items():
-            write_json(folder / name, content)
-        (folder / "README.md").write_text(CARD.format(name=path.name, facts=facts), encoding="utf8")
-        if model.num_parameters() <= READ_BACK:
-            load(folder)
-    return path
+    facts = {"stage": "embedder"} | settings.facts
+    settings = replace(settings, max_length=settings.max_length or backbone.positions(model) or UNLIMITED)
+    backbone.write(model, portable(tokenizer, settings), folder, **facts, **more)
+    for file, content in _sentence_transformers_files(settings, model.config.hidden_size).items():
+        write_json(folder / file, content)
+    (folder / "README.md").write_text(CARD.format(name=name, facts=facts), encoding="utf8")
 
 
-def portable(tokenizer: PreTrainedTokenizerBase, settings: Settings) -> PreTrainedTokenizerBase:
+def portable(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
     """The tokenizer for use without us: it pads at the end and adds the special tokens of the embedder.
 
     The classes of some tokenizers add special tokens whatever their files say; the general class does not.

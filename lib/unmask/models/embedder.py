@@ -44,7 +44,10 @@ from unmask.models.encoding import (
 )
 from unmask.models.quantize import binary, check_precision, int8, numbers, pack_binary
 
-WINDOW, OVERLAP = 10_000, 35  # tokens of a window, chunks that two share: pplx-embed, appendix D
+WINDOW, OVERLAP = (
+    checkpoint.UNLIMITED,
+    35,
+)  # tokens of a window, chunks that two share: pplx-embed, appendix D
 Name = Callable[[int], str]  # what an error calls the text or chunk of a number
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 SORTED = 32  # micro-batches' worth of tokens that are held and sorted by length at a time

@@ -31,7 +31,7 @@ def encode_file(
 
     Args:
         model: what `Embedder.from_pretrained` loads.
-        texts: a file in one of `reading.FORMATS`; in .txt each line is a text.
+        texts: a file in one of `rows.FORMATS`; in .txt each line is a text.
         output: an .npy file, (N, D), as `Embedder.encode` returns it; it appears when all of it is written.
         column: the texts in their file; "text" for .txt.
         precision, dimensions: as for `Embedder.encode`.
@@ -74,17 +74,17 @@ def encode_file(
 
 def _texts(path: Path, column: str) -> Iterator[str]:
     """The texts of a file, read as those of a source are."""
-    # With datasets and babel, which a `Worker` has no use for.
-    from unmask.data import reading  # noqa: PLC0415
+    # With datasets, which a `Worker` has no use for.
+    from unmask.data import rows  # noqa: PLC0415
     from unmask.data.registry import Source  # noqa: PLC0415
 
     if not path.is_file():
         raise ValueError(f"{path} is no file")
-    columns = {"text": "text" if reading.suffix_of(path.name) == ".txt" else column}
+    columns = {"text": "text" if rows.suffix_of(path.name) == ".txt" else column}
     place = {"files": (glob.escape(str(path)),), "columns": columns, "bad_rows": "stop"}
     source = Source("", "files", "text", "mul", "", **place)
-    for unit in reading.units(source):
-        yield from (row["text"] for row in reading.read(source, unit, Counter()))
+    for unit in rows.units(source):
+        yield from (row["text"] for row in rows.read(source, unit, Counter()))
 
 
 class Worker:

@@ -17,6 +17,7 @@ from unmask.data.tokens import PlainTokenizer, special_tokens_around
 from unmask.extras import extra
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, settings_of
+from unmask.models.checkpoint import write as write_embedder
 from unmask.store import new_directory
 
 with extra("study"):
@@ -115,7 +116,8 @@ def _merge(
         merged = backbone.load(folder / "merged")  # refuses what is not whole
         if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
             raise ValueError(f"the merge of {parents[0]} has NaN or infinity in {bad[0]}")
-        backbone.write(merged, tokenizers[0], folder, **reads | {"stage": "merge"} | facts)
+        settings = Settings.of(reads | {"stage": "merge"} | facts)
+        write_embedder(folder, merged, tokenizers[0], settings, path.name)
         del merged  # its weights may be mapped from what goes now
         for rest in [folder / "merged", *folder.glob("parent-*")]:
             shutil.rmtree(rest)

@@ -14,6 +14,7 @@ first.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from unmask.models.attention import unpadded
 from unmask.models.encoding import TokenSequence, encode_rows, micro_batches, row_offsets
-from unmask.training.distributed import ALONE, Processes
+from unmask.training.distributed import ALONE, Distributed
 
 
 def cached_backward(
@@ -51,7 +52,7 @@ def cached_rows(
     token_budget: int,
     keep_tokens: int = 0,
     pooling: str = "mean",
-    processes: Processes = ALONE,
+    processes: Distributed = ALONE,
     last: bool = True,
     **inputs: Tensor,
 ) -> tuple[Tensor, Callable[[Tensor], None]]:
@@ -77,47 +78,54 @@ def cached_rows(
     """
     with processes.autocast():
         packed = unpadded(model)
-    groups = micro_batches([len(s) for s in sequences], token_budget, processes.count, packed=packed)[::-1]
-    own, offsets = processes.share(groups), row_offsets(sequences)
+    embed = partial(_embed, model, sequences, processes, pooling=pooling, packed=packed, **inputs)
+    lengths, offsets = [*map(len, sequences)], row_offsets(sequences)
+    groups = micro_batches(lengths, token_budget, processes.count, packed=packed)[::-1]
+    mine, graphs = processes.share(groups), _count_graphs(groups, lengths, keep_tokens, processes.count)
+    row_R = np.split(np.arange(offsets[-1]), offsets[1:-1])  # of each sequence
+    passes = []
+    for number, group in enumerate(mine):
+        places = np.concatenate([np.arange(0), *(row_R[i] for i in group)])
+        place_R, state = processes.to_device(torch.from_numpy(places)), processes.random.get_rng_state()
+        with torch.set_grad_enabled(number >= len(mine) - graphs):
+            passes.append((group, place_R, state, embed(group)))
+    part_RD = passes[0][-1]
+    rows_RD = part_RD.new_zeros(offsets[-1], part_RD.shape[1])
+    for _, place_R, _, part_RD in passes:
+        rows_RD[place_R] = part_RD.detach()
+    push = partial(_push, passes, embed, model, processes, last)
+    return processes.sum(rows_RD), push  # each row comes from one process
 
-    def embed(group: np.ndarray) -> Tensor:
-        # A process without a sequence embeds one all the same, since the others wait for it in FSDP2.
-        texts = [sequences[i] for i in (group if len(group) else [0])]
-        with processes.autocast():
-            rows_RD = encode_rows(model, texts, pooling=pooling, packed=packed, **inputs)
-        return rows_RD if len(group) else rows_RD[:0]
 
-    def places(group: np.ndarray) -> Tensor:
-        rows = [np.arange(offsets[i], offsets[i + 1]) for i in group]  # of each sequence
-        return processes.ship(torch.from_numpy(np.concatenate([np.arange(0), *rows])))
+def _count_graphs(groups: list[np.ndarray], lengths: list[int], keep_tokens: int, processes: int) -> int:
+    """How many micro-batches keep their graph: as many on every process as on the one that has room for the
+    fewest, since FSDP2's must go forward and back together."""
+    tokens = [sum(lengths[i] for i in group) for group in groups[::-1]]
+    shares = [np.cumsum(tokens[rank::processes]) for rank in range(processes)]
+    return max(1, min(int(np.searchsorted(sizes, keep_tokens, side="right")) for sizes in shares))
 
-    # As many on every process as on the one that holds the fewest: FSDP2's must go forward and back together.
-    tokens = [sum(len(sequences[i]) for i in group) for group in groups[::-1]]
-    shares = [np.cumsum(tokens[rank :: processes.count]) for rank in range(processes.count)]
-    kept = max(1, min(int(np.searchsorted(sizes, keep_tokens, side="right")) for sizes in shares))
-    again = own[:-kept]  # embedded twice
-    parts, random_states = [], []
-    random = torch.cuda if processes.device.type == "cuda" else torch  # where dropout draws from
-    with torch.no_grad():
-        for group in again:
-            random_states.append(random.get_rng_state())
-            parts.append(embed(group))
-    graphs = [embed(group) for group in own[-kept:]]
-    own_RD = torch.cat([*parts, *(part_RD.detach() for part_RD in graphs)])
-    rows_RD = own_RD.new_zeros(offsets[-1], own_RD.shape[1])
-    rows_RD[places(np.concatenate(own))] = own_RD
-    rows_RD = processes.sum(rows_RD)  # each row comes from one process
 
-    def push(gradient_RD: Tensor) -> None:
-        gradient_RD = processes.sum(gradient_RD)
-        while graphs:  # the longest first; each is freed as it goes
-            processes.reducing(model, last=last and not again and len(graphs) == 1)
-            graphs.pop().backward(gradient_RD[places(own[len(again) + len(graphs)])])
-        after = random.get_rng_state()
-        for number, (group, state) in enumerate(zip(again, random_states, strict=True), 1):
-            random.set_rng_state(state)
-            processes.reducing(model, last=last and number == len(again))
-            embed(group).backward(gradient_RD[places(group)])
-        random.set_rng_state(after)
+def _embed(
+    model: nn.Module, sequences: Sequence[TokenSequence], processes: Distributed, group: np.ndarray, **options
+) -> Tensor:
+    """The rows of a micro-batch. A process without a sequence embeds one all the same, since the others wait
+    for it in FSDP2."""
+    with processes.autocast():
+        rows_RD = encode_rows(model, [sequences[i] for i in (group if len(group) else [0])], **options)
+    return rows_RD if len(group) else rows_RD[:0]
 
-    return rows_RD, push
+
+def _push(
+    passes: list, embed: Callable, model: nn.Module, processes: Distributed, last: bool, gradient_RD: Tensor
+) -> None:
+    """Takes the gradient of all rows, of which each process gives its part, back through every pass, the
+    longest sequences first. Each graph is freed as it goes; what has none is embedded again."""
+    gradient_RD, after = processes.sum(gradient_RD), processes.random.get_rng_state()
+    while passes:
+        group, place_R, state, rows_RD = passes.pop()
+        processes.reducing(model, last=last and not passes)
+        if not rows_RD.requires_grad:
+            processes.random.set_rng_state(state)
+            rows_RD = embed(group)
+        rows_RD.backward(gradient_RD[place_R])
+    processes.random.set_rng_state(after)

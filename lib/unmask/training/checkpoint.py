@@ -15,26 +15,27 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unmask.training.distributed import Processes, trainable
+from unmask.training.distributed import Distributed, trainable
 
+CHECKPOINTS = "checkpoints"  # in a training's folder, while it runs
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Those of a training, the oldest first."""
-    return sorted(folder.glob("step-*"))
+    return sorted((folder / CHECKPOINTS).glob("step-*"))
 
 
 def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Optimizer, step: int, processes: Processes, *, keep: int = 1
+    folder: Path, model: nn.Module, optimizer: Optimizer, step: int, processes: Distributed, *, keep: int = 1
 ) -> Path:
-    """Writes step-N under a temporary name and renames it; all but the `keep` newest go.
+    """Writes CHECKPOINTS/step-N under a temporary name and renames it; all but the `keep` newest go.
 
     A full disk or a kill in between leaves the previous checkpoint as it was.
 
     Raises: torch's CheckpointException with the cause, on every process if one of them fails.
     """
-    path, temporary = folder / f"step-{step:07d}", folder / ".new.tmp"
+    path, temporary = (folder / CHECKPOINTS / name for name in (f"step-{step:07d}", ".new.tmp"))
     if processes.main:
         shutil.rmtree(temporary, ignore_errors=True)  # of a kill
         temporary.mkdir(parents=True)

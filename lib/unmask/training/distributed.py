@@ -3,12 +3,12 @@
 All of them lay out the same global batch. Each works on its share of the micro-batches and of the queries,
 and the gradients are added up once a step. So a training computes the same on one process as on many.
 
-On a GPU that computes in bfloat16, what runs forward is a twin of the model: a copy with weights in bfloat16.
-Its gradients are added to the model's, in float32, which the optimiser steps. So a step rounds each weight
-once, where autocast would in every pass. FSDP2 does the same with the parts of a model that it gathers.
+On a GPU that computes in bfloat16, what runs forward is a low-precision copy of the model. Its gradients are
+added to the model's, in float32, which the optimiser steps. So a step rounds each weight once, where autocast
+would in every pass. FSDP2 does the same with the parts of a model that it gathers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ PATIENCE = timedelta(hours=1)  # of those who wait for one that compiles, or wri
 
 
 @dataclass(frozen=True)
-class Processes:
+class Distributed:
     """One process and its peers; by default it is alone, on the CPU, in float32.
 
     Args:
@@ -42,8 +42,7 @@ class Processes:
         half: whether a forward pass computes in bfloat16. accelerate's own precision cannot change between
             two trainings of one process.
         rank, count: which of how many processes this is.
-        device: where it computes. On a GPU this process runs ahead: it reads a step's loss after the next one
-            has begun.
+        device: where it computes.
     """
 
     accelerator: Accelerator | None = None
@@ -54,16 +53,16 @@ class Processes:
     device: torch.device = CPU
 
     @classmethod
-    def alone(cls, precision: str) -> "Processes":
+    def alone(cls, precision: str) -> "Distributed":
         """This process by itself, whatever others it was started with; on a GPU if there is one."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
         return cls(half=backbone.computes_in_bf16(precision), device=device)
 
     @classmethod
-    def join(cls, precision: str, strategy: str = "ddp") -> "Processes":
+    def join(cls, precision: str, strategy: str = "ddp") -> "Distributed":
         """Joins the other processes that torchrun started."""
         patience = InitProcessGroupKwargs(timeout=PATIENCE)
-        cpu = not torch.cuda.is_available()  # accelerate joins CPU processes only where the CPU was asked for
+        cpu = not torch.cuda.is_available()  # accelerate joins CPU processes only where the CPU is named
         peers = Accelerator(mixed_precision="no", cpu=cpu, kwargs_handlers=[patience])
         half = backbone.computes_in_bf16(precision)
         return cls(peers, strategy, half, peers.process_index, peers.num_processes, peers.device)
@@ -72,11 +71,16 @@ class Processes:
     def main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def random(self) -> Any:
+        """The module of random numbers that a forward pass draws, for instance for dropout."""
+        return torch.cuda if self.device.type == "cuda" else torch
+
     def autocast(self) -> AbstractContextManager:
         """The precision of a forward pass."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.half else nullcontext()
 
-    def ship(self, x: Tensor) -> Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
         """Copies a CPU tensor to this process's device without waiting for the copy."""
         return shipped(x, self.device)
 
@@ -101,24 +105,6 @@ class Processes:
         """The sum over all processes, on each of them."""
         return self.accelerator.reduce(x, "sum") if self.count > 1 else x
 
-    @property
-    def ahead(self) -> int:
-        """Steps that may be under way while their losses are not yet read."""
-        return int(self.device.type == "cuda")
-
-    def later(self, x: Tensor) -> Callable[[], list[float]]:
-        """Copies a tensor to the CPU; what is returned waits for that copy, not for what came after it."""
-        copy = x.to("cpu", non_blocking=True)
-        if not x.is_cuda:
-            return copy.tolist
-        done = torch.cuda.current_stream(x.device).record_event()
-
-        def read() -> list[float]:
-            done.synchronize()
-            return copy.tolist()
-
-        return read
-
     def parallel(self, module: nn.Module, *, compiled: bool = False, same_length: bool = False) -> nn.Module:
         """Puts a module on this process's device; returns what is run forward there, with layers that are
         compiled if so wished (`compile_layers`). FSDP2 divides it among the processes.
@@ -130,7 +116,8 @@ class Processes:
             torch.cuda.set_per_process_memory_fraction(0.95)
         module.to(self.device)
         sharded = self.strategy == "fsdp2" and torch.distributed.is_initialized()
-        forward = twin(module) if self.half and self.device.type == "cuda" and not sharded else module
+        copied = self.half and self.device.type == "cuda" and not sharded
+        forward = low_precision_copy(module) if copied else module
         if compiled:
             compile_layers(forward, same_length=same_length)
         if sharded:  # the modules of a list are run each on its own
@@ -155,28 +142,28 @@ class Processes:
     def sum_gradients(self, model: nn.Module) -> None:
         """Adds up the processes' gradients of a step, where FSDP2 has not done so. Those of embeddings, which
         are sparse on a CPU, become ordinary ones."""
-        for parameter in model.parameters():
+        parameters = trainable(model)
+        for parameter in parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         if self.count > 1 and self.strategy != "fsdp2":
-            for parameter in trainable(model):
+            for parameter in parameters:
                 if parameter.grad is None:  # nothing that this process read needs it
                     parameter.grad = torch.zeros_like(parameter)
-            gradients = [parameter.grad for parameter in trainable(model)]
-            under_way = [torch.distributed.all_reduce(one, async_op=True) for one in gradients]
-            for sent in under_way:
-                sent.wait()
+            under_way = [torch.distributed.all_reduce(p.grad, async_op=True) for p in parameters]
+            for reduction in under_way:
+                reduction.wait()
 
 
-ALONE = Processes()
+ALONE = Distributed()
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters that are not frozen."""
+    """The parameters that are not frozen."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def twin(module: nn.Module) -> nn.Module:
+def low_precision_copy(module: nn.Module) -> nn.Module:
     """A copy of a module whose weights are bfloat16.
 
     A backward pass through it adds to the float32 gradients of the module and leaves none in the copy. After
@@ -184,23 +171,24 @@ def twin(module: nn.Module) -> nn.Module:
     rotary positions want float32.
     """
     copy = deepcopy(module)
-    for own, parameter in zip(copy.parameters(), module.parameters(), strict=True):
-        own.data = own.data.bfloat16()
-        if own.requires_grad:
-            own.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+    for low, parameter in zip(copy.parameters(), module.parameters(), strict=True):
+        low.data = low.data.bfloat16()
+        if low.requires_grad:
+            low.register_post_accumulate_grad_hook(partial(_hand_over, parameter))
     return copy
 
 
-def _hand_over(parameter: nn.Parameter, own: nn.Parameter) -> None:
-    gradient, own.grad = own.grad, None
+def _hand_over(parameter: nn.Parameter, low: nn.Parameter) -> None:
+    gradient, low.grad = low.grad, None
     parameter.grad = gradient.float() if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 @torch.no_grad()
-def refresh(copy: nn.Module, module: nn.Module) -> None:
-    """Rounds the weights of a module into its twin."""
-    if copy is not module:
-        torch._foreach_copy_([*copy.parameters()], [*module.parameters()])
+def refresh(forward: nn.Module, model: nn.Module) -> None:
+    """Rounds the weights of a model into what is run forward of it, where that is a low-precision copy."""
+    low, whole = [*forward.parameters()], [*model.parameters()]
+    if low[0] is not whole[0]:
+        torch._foreach_copy_(low, whole)
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor] | None:

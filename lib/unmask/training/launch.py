@@ -49,32 +49,38 @@ def launch(job: Job, watch: Watch) -> None:
         TrainingStopped: it was told to stop, by SIGTERM or an interrupted cell; it is saved.
     """
     folder, parallel = Path(job.folder), job.parallel
-    for left in (folder / LOG, folder / ERROR):  # of an earlier try
-        left.unlink(missing_ok=True)
-    # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
-    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
-    environment = ENVIRONMENT | patience | os.environ
-    for name in [*filter(LAUNCHERS.fullmatch, environment)] * (not parallel.launcher):
-        del environment[name]  # another job's: one process would wait for others
-    if parallel.per_machine > 1:  # this machine's processes share its cores
-        cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
-        environment["OMP_NUM_THREADS"] = str(max(1, cores // parallel.per_machine))
+    for name in (LOG, ERROR):  # of an earlier try
+        (folder / name).unlink(missing_ok=True)
     stop = folder / f"stop-{os.getpid()}"  # srun and torchrun answer SIGTERM by killing: a file stands for it
     stop.unlink(missing_ok=True)
     with (folder / LOG).open("a", encoding="utf8") as log:
-        options = {"env": environment | {STOP: str(stop)}, "stdout": log, "stderr": log}
+        options = {"env": _environment(parallel) | {STOP: str(stop)}, "stdout": log, "stderr": log}
         child = subprocess.Popen(_command(job), **options)
-        with ended_together(child, grace_seconds(), stop.touch) as told_to_stop:
+        with ended_together(child, grace_seconds(), stop.touch) as signals:
             watch({"total": job.config.steps, "done": 0})
             while child.poll() is None:
                 watch.read()
                 time.sleep(0.2)
             watch.read()
     stop.unlink(missing_ok=True)
-    if told_to_stop or (child.returncode and "TrainingStopped" in _error(folder)):
-        raise TrainingStopped("told to stop; what the training did is kept: run it again")
-    if child.returncode:
-        raise RuntimeError(f"{_reason(folder, child.returncode)}\n(log: {folder / LOG})")
+    status = child.returncode
+    reason = _reason(folder, status) if status and not signals else ""
+    if signals or reason.startswith(TrainingStopped.__name__):
+        raise TrainingStopped("told to stop; what the training did is saved: run it again")
+    if status:
+        raise RuntimeError(f"{reason}\n(log: {folder / LOG})")
+
+
+def _environment(parallel: ParallelConfig) -> dict[str, str]:
+    # torchrun gives its workers so long to save themselves; before torch 2.13 always 30 s.
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{grace_seconds():.0f}"}
+    environment = ENVIRONMENT | patience | os.environ
+    if not parallel.launcher:  # another job's variables: one process would wait for others
+        environment = {name: one for name, one in environment.items() if not LAUNCHERS.fullmatch(name)}
+    if parallel.per_machine > 1:  # this machine's processes share its cores
+        cores = int(os.environ.get("OMP_NUM_THREADS", cpu_count()))
+        environment["OMP_NUM_THREADS"] = str(max(1, cores // parallel.per_machine))
+    return environment
 
 
 def _command(job: Job) -> list[str]:
@@ -88,17 +94,11 @@ def _command(job: Job) -> list[str]:
     return bound([*command, "-m", "unmask.training.worker", f"{job.folder}/{JOB}"])
 
 
-def _error(folder: Path) -> str:
-    path = folder / ERROR
-    return path.read_text(encoding="utf8") if path.is_file() else ""
-
-
 def _reason(folder: Path, status: int) -> str:
     """Why a training failed: a process of it was killed, or wrote why, or left the last line of the log."""
-    said = (folder / LOG).read_text(encoding="utf8", errors="replace")
-    if status == -signal.SIGKILL or "(SIGKILL)" in said:  # torchrun's word; the others' is that one is gone
+    text, error = (folder / LOG).read_text(encoding="utf8", errors="replace"), folder / ERROR
+    if status == -signal.SIGKILL or "(SIGKILL)" in text:  # torchrun's word; the others' is that one is gone
         return "killed: memory is full? A lower token_budget or keep_tokens, or --jobs 1, needs less"
-    last = next(filter(str.strip, reversed(said.splitlines())), "it left no message")
-    if not _error(folder):
-        write_atomic(folder / ERROR, last)  # as the process that failed could not, if this fails
-    return _error(folder)
+    if not error.is_file():  # as the process that failed could not write it, if this fails
+        write_atomic(error, next(filter(str.strip, reversed(text.splitlines())), "it left no message"))
+    return error.read_text(encoding="utf8")

@@ -5,7 +5,7 @@ Shape suffixes: N queries · K context documents, or hard negatives per query ·
 D dimensions · B prompts · L tokens · M documents · C chunks of a document.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,16 +25,10 @@ from unmask.models.embedder import INSTRUCTIONS, prompt
 from unmask.models.encoding import after_context, every_token, micro_batches
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
 from unmask.training.cache import cached_backward, cached_rows
-from unmask.training.distributed import Processes
-from unmask.training.stages import (
-    Batch,
-    Contextual,
-    ContextualBatch,
-    Pair,
-    Stage,
-    accumulate,
-    parted,
-)
+from unmask.training.contrastive import Batch, Contextual, ContextualBatch, Pair, with_negatives
+from unmask.training.distributed import Distributed
+from unmask.training.pretraining import accumulate
+from unmask.training.stages import TextStage
 
 
 class LateInteraction(Contextual):
@@ -50,8 +44,8 @@ class LateInteraction(Contextual):
         queries = [text.rows for text in batch.sequences[: batch.count]]
         texts = rows_RD.split(queries + batch.chunk_tokens_MC[batch.mask_MC].int().tolist())
         q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (texts[: batch.count], texts[batch.count :]))
-        shared |= batch.asked()
-        return insent_loss(q_NLD, batch.placed(chunks_XKD), lam=self.config.alpha, **shared)
+        shared |= batch.labels()
+        return insent_loss(q_NLD, batch.by_document(chunks_XKD), lam=self.config.alpha, **shared)
 
 
 class Cde(Pair):
@@ -67,7 +61,6 @@ class Cde(Pair):
     """
 
     section = "cde"
-    save = staticmethod(context_encoder.save)
 
     def model(self, start: str | Path = "") -> ContextualEncoder:
         """Both of its stages start from one checkpoint (CDE, section 5).
@@ -81,6 +74,9 @@ class Cde(Pair):
         model.start = str(start)
         return model
 
+    def save(self, model: ContextualEncoder, path: Path, **options: Any) -> None:
+        context_encoder.save(model, self.tokenizer, path, **self.facts(self.job.start), **options)
+
     def restore(self, model: ContextualEncoder, path: Path) -> None:
         saved = ContextEmbedder.from_pretrained(path, device="cpu", mixed_precision=False)
         model.load_state_dict(saved.encoder.state_dict())
@@ -90,25 +86,25 @@ class Cde(Pair):
         documents = pairs.sequences[pairs.count :]
         rng = np.random.default_rng([config.seed, 4, step])
         context = [documents[i] for i in rng.permutation(len(documents))[: config.context]]
-        kept = np.flatnonzero(rng.random(len(context)) >= config.sequence_dropout)
+        visible = np.flatnonzero(rng.random(len(context)) >= config.sequence_dropout)
         sequences = [after_context(sequence, config.context) for sequence in pairs.sequences]
-        return [replace(pairs, sequences=sequences, context=context, kept=kept)]
+        return [replace(pairs, sequences=sequences, context=context, visible=visible)]
 
     def module(self, model: ContextualEncoder) -> nn.ModuleList:
         return nn.ModuleList([model.first, model.second])
 
-    def backward(self, module: nn.ModuleList, parts: list[Batch], processes: Processes) -> dict[str, Any]:
+    def backward(self, module: nn.ModuleList, parts: list[Batch], processes: Distributed) -> dict[str, Any]:
         (first, second), [batch] = module, parts
         memory = self.config.memory(processes.device.type)
         options = {"token_budget": memory["token_budget"], "processes": processes}
         documents_KD, push = cached_rows(first, batch.context, **options)
         options |= memory
-        kept = processes.ship(torch.from_numpy(batch.kept))
-        context_KD = documents_KD[kept].requires_grad_()
+        visible = processes.to_device(torch.from_numpy(batch.visible))
+        context_KD = documents_KD[visible].requires_grad_()
         loss = partial(self.part_of_loss, batch, processes.slice(batch.count))
         loss = cached_backward(second, batch.sequences, loss, context_KD=context_KD, **options)
         gradient_KD = torch.zeros_like(documents_KD)
-        gradient_KD[kept] = context_KD.grad
+        gradient_KD[visible] = context_KD.grad
         push(gradient_KD)
         tokens = sum(map(len, [*batch.context, *batch.sequences]))  # slots are computed, so they count
         return {"loss": processes.sum(loss), "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
@@ -123,14 +119,10 @@ class Qwen3(Pair):
 
     section = "qwen3"
     ends = True  # whatever the pooling
-    data = cached_property(lambda self: self.triplets() if self.config.negatives else self.pairs())
 
     def reading(self, group: str) -> tuple[Truncation, Truncation]:
         query, document = super().reading(group)
         return query._replace(prefix=prompt(INSTRUCTIONS[group])), document
-
-    def allowed(self) -> Callable[[int], set[str]] | None:
-        return None if self.config.negatives else super().allowed()
 
     def facts(self, start: str) -> dict[str, Any]:
         """With prompts for sentence-transformers."""
@@ -139,7 +131,7 @@ class Qwen3(Pair):
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = self.served(rows_RD)
         shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
-        vectors, shared["number_R"] = parted(rows_RD, batch)
+        vectors, shared["number_R"] = with_negatives(rows_RD, batch)
         return matryoshka(partial(qwen3_loss, **shared), vectors, self.config.dimensions)
 
 
@@ -151,7 +143,7 @@ class Prompts(NamedTuple):
     answer_B: Tensor
 
 
-class Reranking(Stage):
+class Reranking(TextStage):
     """Supervised fine-tuning on prompts: each query with its document ("yes") and with its mined negatives
     ("no"), all of equal weight (Qwen3-Embedding, equation 2).
 
@@ -160,8 +152,10 @@ class Reranking(Stage):
 
     section = "reranker"
     head = True
-    data = cached_property(Stage.triplets)
-    answers = cached_property(lambda self: answers(self.tokenizer.backend_tokenizer))
+
+    @cached_property
+    def answers(self) -> tuple[int, int]:
+        return answers(self.tokenizer.backend_tokenizer)
 
     def model(self, start: str | Path = "") -> PreTrainedModel:
         model = super().model(start)
@@ -189,22 +183,22 @@ class Reranking(Stage):
     def batch(self, step: int) -> Prompts:
         name, rows = self.plan(step)
         pairs, (yes, no) = self.data[name], self.answers
-        prompts, said = [], []
+        prompts, replies = [], []
         for row in rows:
             documents = [pairs.documents[row], *pairs.negatives[row]]
             prompts += [np.concatenate([pairs.queries[row], document_L]) for document_L in documents]
-            said += [yes] + [no] * (len(documents) - 1)
-        return Prompts(name, prompts, torch.tensor(said))
+            replies += [yes] + [no] * (len(documents) - 1)
+        return Prompts(name, prompts, torch.tensor(replies))
 
     def facts(self, start: str) -> dict[str, Any]:
         return super().facts(start) | {"instruction": INSTRUCTIONS["english"]}  # until one is named
 
-    def backward(self, module: nn.Module, batch: Prompts, processes: Processes) -> dict[str, Any]:
+    def backward(self, module: nn.Module, batch: Prompts, processes: Distributed) -> dict[str, Any]:
         lengths = [len(prompt_L) for prompt_L in batch.prompts]
 
         def forward(group: np.ndarray) -> Tensor:
             inputs = (*padded([batch.prompts[i] for i in group]), batch.answer_B[group])
-            tokens_BL, last_B, answer_B = map(processes.ship, inputs)
+            tokens_BL, last_B, answer_B = map(processes.to_device, inputs)
             loss = partial(answer_loss, last_B=last_B, answer_B=answer_B, normalizer=len(lengths))
             return module(tokens_BL, None, loss)
 

@@ -22,6 +22,8 @@ METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
 PROBES = "probes.jsonl"  # and a line for each tenth of the steps, if something is measured meanwhile
 TENTHS = 10
 RARE = 30  # times what drawing takes: the least between two curves
+Probe = Callable[[nn.Module], dict[str, float]]
+Bars = Mapping[str, float]
 
 
 def draws() -> bool:
@@ -32,17 +34,18 @@ def draws() -> bool:
 
 def history(checkpoint: Path) -> list[dict[str, Any]]:
     """The logged metrics of the training that made a checkpoint."""
-    lines = (checkpoint.resolve().parent / METRICS).read_text(encoding="utf8").splitlines()
-    return [json.loads(line) for line in lines]
+    return _rows(checkpoint.resolve().with_name(METRICS))
 
 
 def probes(checkpoint: Path) -> list[dict[str, Any]]:
     """What was measured of a training on its way (`Watch.probe`): rows with "step", "seconds" of training so
     far, and the values; none where nothing was."""
-    file = checkpoint.resolve().parent / PROBES
-    return (
-        [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] if file.is_file() else []
-    )
+    file = checkpoint.resolve().with_name(PROBES)
+    return _rows(file) if file.is_file() else []
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()]
 
 
 def seconds_until(rows: Sequence[dict[str, Any]], bar: float) -> float | None:
@@ -70,37 +73,15 @@ class Watch:
     """
 
     def __init__(
-        self,
-        *,
-        curve: bool = True,
-        title: str = "",
-        probe: Callable[[nn.Module], dict[str, float]] | None = None,
-        bars: Mapping[str, float] | None = None,
+        self, *, curve: bool = True, title: str = "", probe: Probe | None = None, bars: Bars | None = None
     ):
         self.curve, self.title = curve and draws(), title
         self.probe, self.bars = probe, bars or {}
         self.bar = tqdm(disable=True)
 
-    def due(self, step: int) -> bool:
-        """Whether the model is to be measured after a step."""
-        if self.probe is None:
-            return False
-        return step + 1 in {round(self.total * part / TENTHS) for part in range(1, TENTHS + 1)}
-
-    def measure(self, model: nn.Module, step: int, seconds: float) -> None:
-        """Measures the model and keeps what is found."""
-        as_it_was = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
-        with as_it_was, torch.compiler.set_stance("force_eager"):
-            row = {"step": step + 1, "seconds": seconds} | self.probe(copy.deepcopy(model))
-        self.probed.append(row)
-        with (self.folder / PROBES).open("a", encoding="utf8") as lines:
-            lines.write(json.dumps(row) + "\n")
-
-    def open(self, title: str, folder: Path, before: Sequence[dict[str, Any]] = ()) -> None:
-        """Says what is trained, in which folder, and the steps of the last training of this name, whose curve
-        is drawn beneath."""
+    def open(self, title: str, folder: Path) -> None:
+        """Says what is trained, and in which folder."""
         self.title, self.folder = self.title or title, folder
-        self.before = [row["loss"] for row in before]
         self.loss, self.probed, self.handle, self.next, self.size = [], [], None, 0.0, 0
 
     def __enter__(self) -> "Watch":
@@ -111,89 +92,95 @@ class Watch:
             self.draw()
         self.bar.close()
 
-    def read(self) -> None:
-        """Shows what other processes have logged since the last look."""
-        log = self.folder / METRICS
-        size = log.stat().st_size if log.is_file() else 0
-        if size == self.size:  # nothing new
-            return
-        self.size, lines = size, log.read_bytes().splitlines(keepends=True)
-        for line in lines[len(self.loss) :]:
-            if line.endswith(b"\n"):  # else half of it is written
-                self(json.loads(line))
-
     def __call__(self, row: dict[str, Any]) -> None:
         if "total" in row:
-            log = self.folder / METRICS
-            lines = log.read_text(encoding="utf8").splitlines()[: row["done"]] if row["done"] else []
-            self.loss = [json.loads(line)["loss"] for line in lines]
-            self.probed = [one for one in probes(self.folder / METRICS) if one["step"] <= row["done"]]
-            write_atomic(self.folder / PROBES, "".join(json.dumps(one) + "\n" for one in self.probed))
-            self.bar.close()
-            self.total = row["total"]
-            if self.curve:
-                self.draw()  # first, so that the bar below it stays in one piece
-            about = {"total": self.total, "initial": row["done"], "unit": "step"}
-            self.bar = tqdm(desc=self.title, mininterval=1, file=sys.stdout, **about)
+            self._begin(row["total"], row["done"])
             return
         self.loss.append(row["loss"])
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
         self.bar.update()
-        if self.curve and monotonic() >= self.next:
-            began = monotonic()
+        if self.curve and (began := monotonic()) >= self.next:
             self.draw()
             self.next = monotonic() + max(1.0, RARE * (monotonic() - began))
+
+    def _begin(self, total: int, done: int) -> None:
+        """Shows what an interrupted training has done already."""
+        self.loss = [row["loss"] for row in history(self.folder / METRICS)[:done]] if done else []
+        self.probed = [row for row in probes(self.folder / METRICS) if row["step"] <= done]
+        write_atomic(self.folder / PROBES, "".join(json.dumps(row) + "\n" for row in self.probed))
+        self.bar.close()
+        self.total = total
+        if self.curve:
+            self.draw()  # first, so that the bar below it stays in one piece
+        options = {"total": total, "initial": done, "unit": "step", "mininterval": 1}
+        self.bar = tqdm(desc=self.title, file=sys.stdout, **options)
+
+    def read(self) -> None:
+        """Shows what other processes have logged since the last look."""
+        log = self.folder / METRICS
+        if log.is_file() and log.stat().st_size != self.size:
+            self.size = log.stat().st_size
+            for line in log.read_bytes().splitlines(keepends=True)[len(self.loss) :]:
+                if line.endswith(b"\n"):  # else half of it is written
+                    self(json.loads(line))
+
+    def due(self, step: int) -> bool:
+        """Whether the model is to be measured after a step."""
+        last = [round(self.total * part / TENTHS) for part in range(1, TENTHS + 1)] if self.probe else []
+        return step + 1 in last
+
+    def measure(self, model: nn.Module, step: int, seconds: float) -> None:
+        """Measures the model, and logs what comes out."""
+        as_it_was = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
+        with as_it_was, torch.compiler.set_stance("force_eager"):
+            row = {"step": step + 1, "seconds": seconds} | self.probe(copy.deepcopy(model))
+        self.probed.append(row)
+        with (self.folder / PROBES).open("a", encoding="utf8") as lines:
+            lines.write(json.dumps(row) + "\n")
 
     def draw(self) -> None:
         """Shows the curve, in the place of the one before. One that cannot be drawn is the last."""
         try:
             with extra("study"):  # a second to import
+                from IPython.display import Image, display  # noqa: PLC0415
                 from matplotlib import style  # noqa: PLC0415
             with style.context("default"):  # whatever the user's matplotlibrc says
-                self._draw()
+                picture = Image(self._picture(), alt=f"loss of {self.title}")
+            if self.handle:
+                self.handle.update(picture)
+            else:
+                self.handle = display(picture, display_id=True)
         except Exception as error:
             self.curve, why = False, " ".join(str(error).split())
             tqdm.write(f"no curve ({type(error).__name__}: {why:.200}); the training goes on")
 
-    def _draw(self) -> None:
+    def _picture(self) -> bytes:
         with extra("study"):
-            from IPython.display import Image, display  # noqa: PLC0415
             from matplotlib.figure import Figure  # noqa: PLC0415
-
         figure = Figure(figsize=(6, 4.0 if self.probe else 2.2), layout="constrained")
         axes, *beneath = figure.subplots(2 if self.probe else 1, squeeze=False, sharex=True).flat
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
-        for told, color, loss in (("the last training", "0.75", self.before), ("this one", "C0", self.loss)):
-            axes.plot(smoothed(loss), color=color, label=told)
-        steps = max(self.total, len(self.before), 2)
-        axes.set(ylabel="loss (nats)", xlim=(0, steps - 1))
-        if self.before:
-            axes.legend(frameon=False)
+        axes.plot(smoothed(self.loss), color="C0")
+        axes.set(ylabel="loss (nats)", xlim=(0, max(self.total, 2) - 1))
         for below in beneath:
             at = [row["step"] - 1 for row in self.probed]  # after this step, as the loss counts them
-            for name in {name for row in self.probed for name in row} - {"step", "seconds"}:
-                below.plot(at, [row[name] for row in self.probed], marker=".", color="0.75")
             below.plot(at, list(map(quality, self.probed)), marker="o", color="C0", label="this model")
             for number, (name, level) in enumerate(self.bars.items(), 1):
                 below.axhline(level, color=f"C{number}", linestyle="--", label=name)
             below.set(ylabel="nDCG@10", ylim=(0, None))
             below.legend(frameon=False, ncols=3)
-        (beneath or [axes])[-1].set_xlabel("step")
-        for each in (axes, *beneath):
+        figure.axes[-1].set_xlabel("step")
+        for each in figure.axes:
             each.spines[["top", "right"]].set_visible(False)
         file = io.BytesIO()
         figure.savefig(file, dpi=100)
-        picture = Image(file.getvalue(), alt=f"loss of {self.title}")
-        if self.handle:
-            self.handle.update(picture)
-        else:
-            self.handle = display(picture, display_id=True)
+        return file.getvalue()
 
 
 def smoothed(values: Sequence[float], share: float = 0.1) -> list[float]:
     """Exponential moving average, each value of which counts only what came before: no start is zero."""
-    found, total, weight = [], 0.0, 0.0
+    means, total, weight = [], 0.0, 0.0
     for value in values:
         total, weight = (1 - share) * total + value, (1 - share) * weight + 1
-        found.append(total / weight)
-    return found
+        means.append(total / weight)
+    return means

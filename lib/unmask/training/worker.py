@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
@@ -13,59 +14,60 @@ from unmask.children import PREEMPTED, die_with
 from unmask.data.corpus import Corpus
 from unmask.models import backbone
 from unmask.store import read_json, write_atomic
-from unmask.training.distributed import Processes
-from unmask.training.identity import own_code, weights_hash
-from unmask.training.job import Job
+from unmask.training.distributed import Distributed
+from unmask.training.identity import outside_code, weights_hash
+from unmask.training.job import OPTIONS, Job
 from unmask.training.launch import ERROR, TrainingStopped
 from unmask.training.loop import run
 from unmask.training.stages import Stage
 
 
-def stage_of(job: Job, own: dict[str, str]) -> Stage:
+def stage_of(job: Job, code: dict[str, str]) -> Stage:
     """The stage that a job describes.
 
     Args:
-        own: the code of one's own that it has in the notebook (`own_code`).
-    Raises: ValueError if it is another one here.
+        code: what it computes with in the notebook (`outside_code`).
+    Raises: ValueError if that is something else here.
     """
     module, _, name = job.stage.partition(":")
-    kind = getattr(importlib.import_module(module), name, None)
-    corpus, tokenizer = Corpus(Path(job.corpus), job.families), backbone.load_tokenizer(job.tokenizer)
-    stage = kind and kind(job, corpus, tokenizer)
-    if stage is None or own_code(stage) != own:
+    if kind := getattr(importlib.import_module(module), name, None):
+        corpus, tokenizer = Corpus(Path(job.corpus), job.families), backbone.load_tokenizer(job.tokenizer)
+        preset = SimpleNamespace(**vars(job) | {job.section: job.config})
+        options = {key: getattr(job, key) for key in OPTIONS}
+        stage = kind(preset, corpus, tokenizer, section=job.section, **options)
+        stage.begin(job.start, Path(job.folder))
+    if kind is None or outside_code(stage) != code:
         raise ValueError("other processes cannot import the code of a notebook: put it into a module")
     return stage
 
 
 def main(path: Path) -> None:
     """Reads the job, trains, saves; whatever goes wrong is written where the notebook looks."""
-    folder = path.parent
     if torch.distributed.is_torchelastic_launched():
         _die_with_torchrun()
     try:
         about = read_json(path)
-        job = Job.of(about["job"])
-        processes = Processes.join(job.config.precision, job.parallel.strategy)
-        stage = stage_of(job, about["made_of"]["own code"])
+        job, made_of = Job.of(about["job"]), about["made_of"]
+        processes = Distributed.join(job.config.precision, job.parallel.strategy)
+        stage = stage_of(job, made_of["code"])
         model = stage.model(job.start)
-        if weights_hash(model) != about["made_of"]["weights"]:
+        if weights_hash(model) != made_of["weights"]:
             raise ValueError("the notebook's model is not what its start gives: save it, and start from that")
-        run(job, stage, model, processes)
-    except TrainingStopped:
-        _say(folder, "TrainingStopped")
-        raise SystemExit(PREEMPTED) from None
+        run(stage, model, processes)
     except Exception as error:
-        _say(folder, f"{type(error).__name__}: {error}")  # first: the log may be what cannot be written
-        traceback.print_exc()
-        raise SystemExit(1) from None
+        stopped = isinstance(error, TrainingStopped)
+        _say(path.with_name(ERROR), f"{type(error).__name__}: {error}")  # first: the log may not be writable
+        if not stopped:
+            traceback.print_exc()
+        raise SystemExit(PREEMPTED if stopped else 1) from None
     if torch.distributed.is_initialized():  # not where a launcher starts one process without torchrun
         torch.distributed.destroy_process_group()
 
 
-def _say(folder: Path, text: str) -> None:
+def _say(path: Path, text: str) -> None:
     """The first process that fails says why: the others fail because it did."""
-    if not (folder / ERROR).exists():
-        write_atomic(folder / ERROR, text)
+    if not path.exists():
+        write_atomic(path, text)
 
 
 def _die_with_torchrun() -> None:

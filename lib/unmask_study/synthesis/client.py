@@ -4,14 +4,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
-from tqdm.auto import tqdm
+from tqdm.contrib.concurrent import thread_map
 
 from unmask.extras import extra
 from unmask.store import fingerprint, naming
@@ -105,24 +104,10 @@ def _send(config: EndpointConfig, journal: Path, requests: dict[str, Messages], 
         naming(journal),
         open(journal, "ab", buffering=0) as file,  # a line is one write, which survives the process
     ):
-        _reach(config, client)
         send = partial(_send_one, config, partial(client.chat.completions.create, **options), file)
-        pool = ThreadPoolExecutor(config.concurrency)
-        try:
-            reasons = tqdm(pool.map(send, *zip(*requests.items())), total=len(requests), leave=False)
-            return {key: reason for key, reason in zip(requests, reasons) if reason}
-        finally:  # after an error or an interrupt, only requests under way are waited for
-            pool.shutdown(cancel_futures=True)
-
-
-def _reach(config: EndpointConfig, client: openai.OpenAI) -> None:
-    """Sees that the endpoint can be reached: a wrong address is worth no retries."""
-    try:
-        client.with_options(max_retries=0).models.with_raw_response.list()
-    except openai.APIConnectionError as error:
-        raise EndpointError(config, f"cannot be reached ({type(error.__cause__).__name__})") from None
-    except openai.APIStatusError:
-        pass  # not every server lists its models
+        # After an error or an interrupt, only requests under way are waited for.
+        reasons = thread_map(send, *zip(*requests.items()), max_workers=config.concurrency, leave=False)
+    return {key: reason for key, reason in zip(requests, reasons) if reason}
 
 
 def _send_one(config: EndpointConfig, create: Callable, file: BinaryIO, key: str, messages: Messages) -> str:
@@ -134,8 +119,9 @@ def _send_one(config: EndpointConfig, create: Callable, file: BinaryIO, key: str
     except openai.APIError as error:
         code = getattr(error, "code", None)  # for instance "unsupported_parameter"
         reason = f"{type(error).__name__} ({code})" if code else type(error).__name__
-        gone = type(error) is openai.APIConnectionError  # and no time-out, which is one as well
-        if gone or getattr(error, "status_code", 0) in HOPELESS:
+        if type(error) is openai.APIConnectionError:  # and no time-out, which is one as well
+            raise EndpointError(config, f"cannot be reached ({type(error.__cause__).__name__})") from None
+        if getattr(error, "status_code", 0) in HOPELESS:
             raise EndpointError(config, reason) from None  # without the server's words: some echo the key
         return reason
     except (AttributeError, IndexError, TypeError, ValueError):  # a page with status 200, or an error

@@ -8,7 +8,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from string import Template
@@ -17,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import regex
 import yaml
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel
 
 from unmask.data.mining import Encoder, unit
 from unmask.store import fingerprint, write_atomic
@@ -34,19 +33,18 @@ PROMPTS, PERSONAS = (
 )
 
 
+class Choice(BaseModel, extra="forbid"):
+    """The form of the first reply: who asks, what kind of question, how hard."""
+
+    character: int  # from 1: the number of a persona
+    type: Literal[*PROMPTS["types"]]
+    difficulty: Literal[*PROMPTS["difficulties"]]
+
+
 class Query(BaseModel, extra="forbid"):
     """The form of the second reply."""
 
     query: str
-
-
-@cache
-def choice_form(personas: int) -> type[BaseModel]:
-    """Makes the form of the first reply; characters are chosen by their number."""
-    numbers, types, difficulties = range(1, personas + 1), PROMPTS["types"], PROMPTS["difficulties"]
-    options = {"character": numbers, "type": types, "difficulty": difficulties}
-    fields = {name: (Literal[*allowed], ...) for name, allowed in options.items()}
-    return create_model("Choice", __cls_kwargs__={"extra": "forbid"}, **fields)
 
 
 class Task(NamedTuple):
@@ -63,6 +61,10 @@ class Task(NamedTuple):
         """The chunk."""
         return self.chunks[self.gold]
 
+    def persona(self, choice: Choice) -> str:
+        """The character that was chosen."""
+        return self.personas[choice.character - 1]
+
     @property
     def shown(self) -> dict[str, str]:
         """All the text that the model sees: the chunk and its neighbours, by tag."""
@@ -72,14 +74,6 @@ class Task(NamedTuple):
         return {tag: "\n\n".join(part) for tag, part in parts.items() if part}
 
 
-class Choice(NamedTuple):
-    """Who asks, what kind of question, how hard: what the first request settles."""
-
-    persona: str
-    type: str
-    difficulty: str
-
-
 class Synthesis(NamedTuple):
     """What came of a synthesis.
 
@@ -87,13 +81,11 @@ class Synthesis(NamedTuple):
         rows: as written to `path`.
         outcomes: "accepted", "duplicate", "dissimilar", "unusable" (no reply, or a bad one) and
             "invalid: reason" → number of queries; the sum is the number that was wanted.
-        similarities: cosine of query and passage, of every query that is valid and no duplicate.
     """
 
     path: Path
     rows: list[dict[str, Any]]
     outcomes: dict[str, int]
-    similarities: np.ndarray
 
 
 def sample(items: Iterable, count: int, seed: int) -> list:
@@ -105,14 +97,14 @@ def sample(items: Iterable, count: int, seed: int) -> list:
     return [item for _, item in sorted(by_hash.items())[:count]]
 
 
-def plan_pairs(passages: Iterable[str], embedder: Encoder, config: SynthesisConfig) -> list[Task]:
+def draw_passages(passages: Iterable[str], embedder: Encoder, config: SynthesisConfig) -> list[Task]:
     """Draws passages of `SHORTEST` characters or more, and for each the personas, language and length of the
     query that is wanted."""
     drawn = sample((text for text in passages if len(text) >= SHORTEST), config.passages, config.seed)
     return _tasks([((text,), 0) for text in drawn], embedder, config)
 
 
-def plan_documents(
+def draw_documents(
     documents: Iterable[Sequence[str]], embedder: Encoder, config: SynthesisConfig, answered: Collection[str]
 ) -> list[Task]:
     """Draws documents of several chunks, and in each some chunks of `SHORTEST` characters that lack a query.
@@ -160,9 +152,10 @@ def configuration_messages(task: Task) -> Messages:
 
 def query_messages(task: Task, choice: Choice) -> Messages:
     """The second request: the query itself, as the chosen character would put it."""
-    values = {"persona": choice.persona, "language": task.language, "length": task.length}
-    values["type"] = f"{choice.type}, {PROMPTS['types'][choice.type]}"
-    values["difficulty"] = f"{choice.difficulty}, {PROMPTS['difficulties'][choice.difficulty]}"
+    kind, level = choice.type, choice.difficulty
+    values = {"persona": task.persona(choice), "language": task.language, "length": task.length}
+    values["type"] = f"{kind}, {PROMPTS['types'][kind]}"
+    values["difficulty"] = f"{level}, {PROMPTS['difficulties'][level]}"
     values["contextual"] = PROMPTS["contextual"] if len(task.shown) > 1 else ""
     return _messages("query", task, **values)
 
@@ -184,13 +177,14 @@ def synthesize_pairs(
 
     Raises: as `client.ask`; ValueError without a task.
     """
-    accepted, *counts = _accepted(tasks, embedder, config, folder / "pairs.journal")
+    accepted, outcomes = _accepted(tasks, embedder, config, folder / "pairs.journal")
     rows = [
         {"id": fingerprint(task.passage, task.language), "query": query, "document": task.passage}
-        | {"language": task.language, **choice._asdict(), "similarity": round(similarity, 4)}
+        | {"language": task.language, "persona": task.persona(choice), "type": choice.type}
+        | {"difficulty": choice.difficulty, "similarity": round(similarity, 4)}
         for task, choice, query, similarity in accepted
     ]
-    return Synthesis(_write(folder / "pairs.jsonl", rows), rows, *counts)
+    return Synthesis(_write(folder / "pairs.jsonl", rows), rows, outcomes)
 
 
 def synthesize_documents(
@@ -203,14 +197,14 @@ def synthesize_documents(
 
     Raises: as `synthesize_pairs`.
     """
-    accepted, *counts = _accepted(tasks, embedder, config, folder / "documents.journal")
+    accepted, outcomes = _accepted(tasks, embedder, config, folder / "documents.journal")
     rows = {}
     for task, _, query, _ in accepted:
         new = {"document_id": fingerprint(task.chunks), "chunks": task.chunks, "queries": [], "golds": []}
         row = rows.setdefault(task.chunks, new)
         row["queries"].append(query)
         row["golds"].append(task.gold)
-    return Synthesis(_write(folder / "documents.jsonl", rows.values()), [*rows.values()], *counts)
+    return Synthesis(_write(folder / "documents.jsonl", rows.values()), [*rows.values()], outcomes)
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -219,16 +213,19 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 def _accepted(
     tasks: Sequence[Task], embedder: Encoder, config: SynthesisConfig, journal: Path
-) -> tuple[list[tuple[Task, Choice, str, float]], dict[str, int], np.ndarray]:
+) -> tuple[list[tuple[Task, Choice, str, float]], dict[str, int]]:
     """Has a query written for each task; accepts those without a flaw that resemble what the model was shown.
 
-    Returns: the accepted queries; then outcomes and similarities as in `Synthesis`.
+    Returns: of each accepted query its task, the choice, itself and its cosine with what was shown; and the
+        outcomes as in `Synthesis`.
     """
     if not tasks:
         raise ValueError(f"no passage of {SHORTEST} characters lacks a query: nothing to ask about")
-    choices, distinct, outcomes = _choices(tasks, config, journal), {}, Counter()
-    replies = ask(config, journal, [query_messages(*one) for one in choices], Query)
-    for (task, choice), reply in zip(choices, replies, strict=True):
+    choices = zip(tasks, ask(config, journal, [*map(configuration_messages, tasks)], Choice), strict=True)
+    chosen = [(task, one) for task, one in choices if one and 0 < one.character <= len(task.personas)]
+    distinct, outcomes = {}, Counter()
+    replies = ask(config, journal, [query_messages(*one) for one in chosen], Query)
+    for (task, choice), reply in zip(chosen, replies, strict=True):
         if reply:
             query = " ".join(reply.query.split())
             if flaw := _flaw(query, task, distinct):
@@ -237,23 +234,11 @@ def _accepted(
                 distinct[normalized(query)] = task, choice, query
     q_ND = unit(embedder.encode([query for *_, query in distinct.values()]))
     d_ND = unit(embedder.encode(["\n\n".join(task.shown.values()) for task, *_ in distinct.values()]))
-    similarities = (q_ND * d_ND).sum(1)
-    rated = zip(distinct.values(), similarities.tolist(), strict=True)
-    accepted = [(*query, similarity) for query, similarity in rated if similarity >= config.min_similarity]
+    rated = zip(distinct.values(), (q_ND * d_ND).sum(1).tolist(), strict=True)
+    accepted = [(*query, cosine) for query, cosine in rated if cosine >= config.min_similarity]
     outcomes["unusable"] = len(tasks) - len(distinct) - outcomes.total()
     outcomes.update(accepted=len(accepted), dissimilar=len(distinct) - len(accepted))
-    return accepted, dict((+outcomes).most_common()), similarities
-
-
-def _choices(tasks: Sequence[Task], config: SynthesisConfig, journal: Path) -> list[tuple[Task, Choice]]:
-    """Has a character, a type of question and its difficulty chosen; leaves out what has no usable reply."""
-    requests, form = [configuration_messages(task) for task in tasks], choice_form(len(tasks[0].personas))
-    replies = zip(tasks, ask(config, journal, requests, form), strict=True)
-    return [
-        (task, Choice(task.personas[reply.character - 1], reply.type, reply.difficulty))
-        for task, reply in replies
-        if reply
-    ]
+    return accepted, dict((+outcomes).most_common())
 
 
 def _flaw(query: str, task: Task, others: Collection[str]) -> str:
