@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 import tiny
 from unmask.config import ParallelConfig, Preset, load_preset
 from unmask.data.hub import PACKAGED
-from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.data.tokenize import TokenDocument, TokenPairs
 from unmask.training import Contextual, Diffusion, Pair, Stage
 from unmask.training.distributed import Distributed
 from unmask.training.loop import steps as run_steps

@@ -6,7 +6,7 @@ import torch
 import tiny
 from closeness import assert_close
 from unmask import losses
-from unmask.data.tokenized import TokenDocument
+from unmask.data.tokenize import TokenDocument
 
 DOCUMENTS = [
     TokenDocument(tiny.sequences(chunks, seed=chunks), tiny.sequences(queries, seed=20 + chunks), golds)

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import Limit, TokenSequence, batches, end_token, join_chunks, special_tokens_around
+from unmask.data.tokens import (
+    TokenSequence,
+    Truncation,
+    batches,
+    end_token,
+    join_chunks,
+    special_tokens_around,
+)
 from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, checkpoint
 from unmask.models.arguments import Name, as_list, check_counts, check_texts
@@ -279,7 +286,7 @@ class Embedder:
         if len(self.tokenizer) > self.model.config.get_text_config().vocab_size:  # it was given more
             backbone.check_vocabulary(self.model.config, self.tokenizer)
         tokenizer = self.tokenizer.backend_tokenizer
-        for number, ids in enumerate(token_ids(tokenizer, texts, np.int32, Limit(limit))):
+        for number, ids in enumerate(token_ids(tokenizer, texts, np.int32, Truncation(limit))):
             if not len(ids):
                 raise ValueError(f"{name(number)} has no tokens: remove or fill it")
             yield ids

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from unmask.data.tokens import StoredTokenizer, special_tokens_around
+from unmask.data.tokens import PlainTokenizer, special_tokens_around
 from unmask.extras import extra
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, settings_of
@@ -180,4 +180,4 @@ def _meaning(parent: Path, tokenizer: PreTrainedTokenizerBase, settings: Setting
     values["prompts"] = {name: text for name, text in settings.prompts.items() if text}
     around = special_tokens_around(tokenizer) if settings.special_tokens else ()
     values["special_tokens"] = settings.special_tokens, [ids.tolist() for ids in around]
-    return values | {"tokenizer": StoredTokenizer.of(tokenizer)}
+    return values | {"tokenizer": PlainTokenizer(tokenizer).hash}

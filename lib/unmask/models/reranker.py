@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import Limit, encode
+from unmask.data.tokens import Truncation, encode
 from unmask.models import backbone, checkpoint
 from unmask.models.arguments import as_list, check_counts, check_texts
 from unmask.models.attention import fast_attention
@@ -131,7 +131,7 @@ class Reranker:
             instruction: instead of the reranker's own.
             query_length, document_length: tokens at most, if `max_length` leaves so many.
         Returns: float64, (M,).
-        Control tokens that query and documents spell out are broken up, in training, too: see `Limit`.
+        Control tokens that query and documents spell out are broken up, in training, too: see `Truncation`.
 
         Raises: TypeError for what is no string, ValueError for a lone surrogate (half a character) and if the
             model returns NaN or infinity, all of them naming the document. ValueError for an instruction
@@ -145,9 +145,15 @@ class Reranker:
         around = around_query(self.instruction if instruction is None else instruction)
         head, tail = self._taken(around)
         limit = min(head + (query_length or longest), longest - tail - 1)
-        (start_L,) = encode(backend, [query], np.int32, Limit(limit, around, harmless=True))
+        (start_L,) = encode(
+            backend, [query], np.int32, Truncation(limit, *around, escape_special_tokens=True)
+        )
         limit = min(tail + (document_length or longest), longest - len(start_L))
-        ends = list(encode(backend, documents, np.int32, Limit(limit, AROUND_DOCUMENT, harmless=True)))
+        ends = list(
+            encode(
+                backend, documents, np.int32, Truncation(limit, *AROUND_DOCUMENT, escape_special_tokens=True)
+            )
+        )
         yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double()
         odds_M = (self._last_vectors(start_L, ends).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
         if bad := np.flatnonzero(~np.isfinite(odds_M)).tolist():
@@ -192,7 +198,7 @@ def around_query(instruction: str) -> tuple[str, str]:
 
 def taken(tokenizer: Tokenizer, around: tuple[str, str]) -> int:
     """Tokens of what stands around a text."""
-    return len(next(encode(tokenizer, [""], np.int32, Limit(around=around))))
+    return len(next(encode(tokenizer, [""], np.int32, Truncation(None, *around))))
 
 
 def answers(tokenizer: Tokenizer) -> tuple[int, int]:
