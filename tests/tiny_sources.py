@@ -30,8 +30,8 @@ def write_as(path, rows):
             table = pa.Table.from_pylist(rows)
             with pa.ipc.new_stream(str(path), table.schema) as writer:
                 writer.write_table(table, max_chunksize=7)
-        case ".csv" | ".tsv":
-            Dataset.from_list(rows).to_csv(path, sep="," if path.suffix == ".csv" else "\t")
+        case ".csv":
+            Dataset.from_list(rows).to_csv(path)
         case suffix:
             data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
             path.write_bytes(gzip.compress(data, 1) if suffix == ".gz" else data)

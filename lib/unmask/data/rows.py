@@ -8,12 +8,9 @@ after an open quote, takes a cut Arrow stream for a whole one, reads no .zst and
 as the source says (`bad_rows`). Texts stay as they are.
 """
 
-import bz2
 import csv
-import gzip
 import io
 import json
-import lzma
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -37,10 +34,9 @@ from unmask.data.registry import SPLITS, Source, existing_files, halves, split_o
 from unmask.data.spelling import canonical, is_blank
 from unmask.store import fingerprint, nearest
 
-TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".jsonl", ".ndjson", ".json")
+TABLES = (".parquet", ".arrow", ".csv", ".jsonl", ".ndjson", ".json")
 FORMATS = (*TABLES, ".txt")  # on the Hub: licences and the like
-_DECOMPRESS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_DECOMPRESS[".zst"] = lambda stream: io.BufferedReader(pa.CompressedInputStream(stream, "zstd"))
+_CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream; pyarrow takes one that was cut short for a whole one
 # Of a definition: what decides no row.
 _NO_CONTENT = {"files", "share", "licence", "rows", "documented", "optional", "script", "known_as"}
@@ -74,7 +70,7 @@ class Unit(NamedTuple):
 def suffix_of(file: str) -> str:
     """The suffix that tells a file's format, the compression's left out."""
     path = PurePosixPath(file.lower())
-    return PurePosixPath(path.stem).suffix if path.suffix in _DECOMPRESS else path.suffix
+    return PurePosixPath(path.stem).suffix if path.suffix in _CODECS else path.suffix
 
 
 def tables(names: Iterable[str]) -> list[str]:
@@ -237,7 +233,7 @@ def _parts(file: DataFile) -> int:
 
 def _raw_rows(unit: Unit, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Reads a piece; whatever the libraries raise becomes one error."""
-    read_format = {".parquet": _parquet, ".arrow": _arrow, ".csv": _csv, ".tsv": _csv, ".txt": _lines}
+    read_format = {".parquet": _parquet, ".arrow": _arrow, ".csv": _csv, ".txt": _lines}
     try:
         yield from read_format.get(suffix_of(unit.file), _json)(unit, columns)
     except Exception as error:
@@ -249,8 +245,8 @@ def _open(file: str) -> BinaryIO:
     """Opens a file, compressed or not. What `datasets` and fsspec open takes "::" in a path for a chain."""
     remote = file.startswith("hf://")
     stream = HfFileSystem().open(file) if remote else Path(file).open("rb")  # noqa: SIM115 (callers close it)
-    decompress = _DECOMPRESS.get(PurePosixPath(file.lower()).suffix)
-    return decompress(stream) if decompress else stream
+    codec = _CODECS.get(PurePosixPath(file.lower()).suffix)
+    return io.BufferedReader(pa.CompressedInputStream(stream, codec)) if codec else stream
 
 
 def _parquet(unit: Unit, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -267,32 +263,23 @@ def _parquet(unit: Unit, columns: Collection[str]) -> Iterator[tuple[int, dict[s
 
 
 def _arrow(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Reads either of Arrow's formats: random access, or a stream."""
-    with pa.memory_map(unit.file) as source:
-        if source.read(6) == b"ARROW1":
-            table = pa.ipc.open_file(source).read_all()
-        else:
-            source.seek(0)
-            table = pa.ipc.open_stream(source).read_all()
-            if source.tell() != source.size() or source.read_at(8, source.tell() - 8) != _ARROW_END:
-                raise ValueError("its end is missing, or something follows it")
+    """Reads what `datasets` saves: Arrow's stream."""
+    with pa.memory_map(unit.file) as stream:
+        table = pa.ipc.open_stream(stream).read_all()
+        if stream.tell() != stream.size() or stream.read_at(8, stream.tell() - 8) != _ARROW_END:
+            raise ValueError("its end is missing, or something follows it")
     start, stop = (len(table) * part // unit.parts for part in (unit.part, unit.part + 1))
     batches = table.slice(start, stop - start).to_batches(BATCH)
     yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start + 1)
 
 
 def _csv(unit: Unit, _: Collection[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    delimiter = "\t" if suffix_of(unit.file) == ".tsv" else ","
     with _open(unit.file) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        rows = csv.DictReader(lines, strict=True)
         for number, row in enumerate(iter(partial(_next_row, rows), None), 1):
             if None in row or None in row.values():
                 raise ValueError(f"line {rows.line_num}: other than {len(rows.fieldnames)} fields")
-            # Not all who write TSV quote: a quote that is a sign like others would join what follows.
-            if delimiter == "\t" and any(("\t" if len(row) > 1 else "\n") in value for value in row.values()):
-                joined = f"to line {rows.line_num}, a quote that opens a field takes in others"
-                raise ValueError(f"{joined}; if they are one text, write it as .csv or .jsonl")
             yield number, row
 
 

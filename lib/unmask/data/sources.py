@@ -53,7 +53,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         jobs = min(cpu_count(), len(sources) // 8 + 1)  # a process takes longer to start than a few save
         tables = Parallel(jobs, **dying_together())(map(delayed(_table), bar))
         store.write_json(path / "card.json", _card(path, sources, tables, made))
-    return Corpus(path, config.families)
+    return Corpus(path)
 
 
 def identity(config: DataConfig) -> str:
@@ -139,9 +139,18 @@ def _scripts(sources: Iterable[Source]) -> list[str]:
 
 
 def _sources(config: DataConfig) -> Iterator[Source]:
-    """The sources of a registry without those whose files are not there (yet)."""
+    """The sources of a registry, of the families that are wanted, without those whose files are not there
+    (yet).
+
+    Raises: ValueError if the user's own rows are of another family.
+    """
     for source in load_registry(config.source):
-        if source.script:
+        family = "contextual" if source.role == "documents" else source.group
+        if config.families and family not in ("", *config.families):
+            if source.kind == "files" and source.group and not source.script:
+                remedy = "--set data.families=[] reads all"
+                raise ValueError(f"data.families leaves out {source.name}: {remedy}")
+        elif source.script:
             folder = _place(source.script, config)
             files = tuple(str(folder / file) for file in source.files)
             yield replace(source, files=files, known_as=folder.name)
@@ -155,9 +164,6 @@ def _registry(config: DataConfig) -> tuple[Path, list[Source]]:
     for role in {"text", "pairs"} - {source.role for source in sources}:
         remedy = "`include: {environment: [text]}` gives the installed packages'"
         raise ValueError(f"{config.source} has no source of {role}, which every run needs; {remedy}")
-    mine = [one for one in sources if one.kind == "files" and one.group and not one.script]
-    if lost := [one.name for one in mine if config.families and one.group not in config.families]:
-        raise ValueError(f"data.families leaves out {', '.join(lost)}: --set data.families=[] reads all")
     about = [(_folder(s).name, s.name, s.role, s.language, s.licence, s.share) for s in sources]
     key = store.fingerprint(about, _CODE)
     return store.artifacts_root() / "data" / f"{Path(config.source).stem}-{key}", sources

@@ -34,7 +34,6 @@ class Job(Section):
 
     # Known when it begins.
     corpus: str = ""  # folder
-    families: tuple[str, ...] = ()  # of the corpus that are read
     tokenizer: str = ""  # folder or Hub name
     start: str = ""  # checkpoint directory or Hub name; empty: the backbone is built
     folder: str = ""  # of its outputs

@@ -9,7 +9,7 @@ Shape suffixes: L tokens.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Stage:
     def begin(self, start: str, folder: Path) -> None:
         """Completes the job with what is known when it begins."""
         names = {"corpus": str(self.corpus.path), "tokenizer": self.tokenizer.name_or_path, "start": start}
-        self.job = replace(self.job, families=self.corpus.families, folder=str(folder), **names)
+        self.job = replace(self.job, folder=str(folder), **names)
 
     # --- what it reads
 
@@ -217,9 +217,10 @@ class TextStage(Stage):
 
     def tables(self, kind: str) -> dict[str, Table]:
         """The corpus's training rows of a kind ("pairs", "triplets", "documents"), by data set."""
-        read, identity = partial(getattr(self.corpus, kind), "train"), partial(self.corpus.identity, kind)
-        names = self.corpus.datasets(kind, "train")
-        return {name: self.table(name, read(name), identity(name)) for name in names}
+        read, names = getattr(self.corpus, kind), self.corpus.datasets(kind, "train")
+        return {
+            name: self.table(name, read("train", name), self.corpus.rows_hash(kind, name)) for name in names
+        }
 
     def pairs(self) -> dict[str, Table]:
         """The corpus's pairs, of the groups that are wanted; `config.max_pairs` of them, if that is set."""

@@ -31,7 +31,7 @@ def stage_of(job: Job, code: dict[str, str]) -> Stage:
     """
     module, _, name = job.stage.partition(":")
     if kind := getattr(importlib.import_module(module), name, None):
-        corpus, tokenizer = Corpus(Path(job.corpus), job.families), backbone.load_tokenizer(job.tokenizer)
+        corpus, tokenizer = Corpus(Path(job.corpus)), backbone.load_tokenizer(job.tokenizer)
         preset = SimpleNamespace(**vars(job) | {job.section: job.config})
         options = {key: getattr(job, key) for key in OPTIONS}
         stage = kind(preset, corpus, tokenizer, section=job.section, **options)
