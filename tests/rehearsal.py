@@ -37,10 +37,11 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fake_hub import fake_hub
-from unmask.data.registry import CONTEB, Source, conteb, load_registry, split_of
+from unmask.data.registry import Source, load_registry, split_of
 from unmask.store import repository
 from unmask_study import mirror as mirrors
-from unmask_study.settings import load_preset
+from unmask_study.mirror import conteb
+from unmask_study.settings import CONTEB, load_preset
 
 ROWS = {"train": 12, "dev": 2, "test": 4}  # of a source
 WORDS = [a + b + c for a in ("ka", "lo", "mi", "ter") for b in "bdgnrs" for c in ("an", "el", "is", "om")]

@@ -186,11 +186,12 @@ def prepare(options: argparse.Namespace) -> None:
     from unmask.data.sources import open_corpus
     from unmask.models.backbone import load_tokenizer, require_checkpoint
     from unmask.training import STAGES
+    from unmask_study import mirror
 
     if options.check:
         os.environ["UNMASK_PREPARED"] = "1"
     preset = load_preset(options.preset, _overrides(options.set))
-    _require(preset)
+    mirror.require(preset)
     _weights(preset)
     base = preset.backbone.checkpoint or Run("prepare", _run_name(options), preset).base()
     corpus = open_corpus(preset.data)
@@ -253,7 +254,7 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
     Args:
         sure: it is about to run, so its data must exist; otherwise the Hub is not asked.
     """
-    from unmask.data.sources import identity
+    from unmask.data.sources import corpus_key
     from unmask_study import mirror
 
     overrides = _overrides(options.set) | ({"training.seed": seed} if seed else {})
@@ -261,25 +262,14 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
         overrides["parallel.num_processes"] = options.gpus
     preset, folders = load_preset(options.preset, overrides), Folders(_run_name(options, seed))
     if sure:
-        _require(preset)
+        mirror.require(preset)
     if sure or not mirror.data_on_hub(preset):
-        data = identity(preset.data)
+        data = corpus_key(preset.data)
     else:
         print("note: the data are on the Hub, and assumed to be unchanged")
         known = (read_json(path)["depends_on"]["data"] for path in folders.artifacts.glob("*/done.json"))
         data = next(filter(None, known), "")
     return Pipeline(folders, preset, overrides, data)
-
-
-def _require(preset: Preset) -> None:
-    """Makes sure that there is what a run reads, and says where its corpus will be another than the committed
-    runs'."""
-    from unmask.data.sources import departures
-    from unmask_study import mirror
-
-    mirror.require(preset)
-    if note := departures(preset.data):
-        print(f"note: {note}", flush=True)
 
 
 def _weights(preset: Preset) -> None:

@@ -22,10 +22,10 @@ from torch.nn.functional import normalize
 from unmask.data import hub
 from unmask.data.corpus import Corpus, Rows
 from unmask.data.registry import Source, halves
-from unmask.data.registry import conteb as source
 from unmask.data.rows import data_files, document_of
 from unmask.evaluation.tasks import Task
 from unmask.extras import extra
+from unmask_study.mirror import conteb as source
 
 with extra("study"):
     from sentence_transformers import util
@@ -39,7 +39,7 @@ TILE_ELEMENTS = 2**24  # token vectors and their similarities in memory at once:
 
 
 def load(task: str) -> Task:
-    """A task of `registry.CONTEB`, from the mirror that UNMASK_MIRROR names or else from the Hub.
+    """A task of `settings.CONTEB`, from the mirror that UNMASK_MIRROR names or else from the Hub.
 
     Raises: ValueError for an unknown task, and as `rows.data_files`.
     """

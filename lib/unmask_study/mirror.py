@@ -20,11 +20,11 @@ from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from unmask.data import hub
-from unmask.data.registry import Source, conteb, halves, load_registry
+from unmask.data.registry import Source, halves, load_registry
 from unmask.data.rows import data_files, patterns, tables
 from unmask.extras import extra
-from unmask.store import alone, sha256
-from unmask_study.settings import Preset
+from unmask.store import alone, nearest, sha256
+from unmask_study.settings import CONTEB, Preset
 
 with extra("study"):
     from fsspec.utils import glob_translate
@@ -44,6 +44,14 @@ class Need(NamedTuple):
     revision: str = "main"
     source: Source | None = None  # of a data set: the source, with this configuration
     file_bytes: float = math.inf  # the first files that make up so much will do
+
+
+def conteb(name: str) -> Source:
+    """Where the data of a task of ConTEB are."""
+    if name not in CONTEB:
+        raise ValueError(f"conteb.tasks: no task {name!r}{nearest(name, CONTEB)}")
+    place = {"repo": f"illuin-conteb/{name}", "config": "documents", "queries_config": "queries"}
+    return Source(name, "hub", "documents", "eng", licence="", **place, split=CONTEB[name])
 
 
 def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] = PARTS) -> list[Need]:

@@ -80,7 +80,7 @@ class Pipeline:
     Args:
         folders: of the run.
         preset, overrides: with these values of it changed, as the notebooks will read it.
-        data: what the corpus is made of, see `unmask.data.sources.identity`; counts for those that read it.
+        data: what the corpus is made of, see `unmask.data.sources.corpus_key`; counts for those that read it.
     """
 
     def __init__(self, folders: Folders, preset: Preset, overrides: dict[str, Any], data: str = ""):

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from unmask.config import GROUPS, ConfigError
-from unmask.data.registry import CONTEB, FOLDER, Source, existing_files, halves, load_registry, split_of
+from unmask.data.registry import FOLDER, Source, existing_files, halves, load_registry, split_of
 from unmask_study.report import paper_table
+from unmask_study.settings import CONTEB
 
 NAMES = ("HuggingFaceFW/fineweb-edu", "epfml/FineWeb2-HQ", "HuggingFaceFW/fineweb-2")
 REPOSITORIES = dict(zip(("FineWeb-Edu", "FineWeb2-HQ", "FineWeb2"), NAMES, strict=True))

@@ -17,7 +17,7 @@ from unmask.data import rows as source_rows
 from unmask.data import sources
 from unmask.data.corpus import SCHEMAS, read_table
 from unmask.data.registry import SPLITS, Source, split_of
-from unmask.data.sources import collect, identity, open_corpus
+from unmask.data.sources import collect, corpus_key, open_corpus
 from unmask.data.spelling import held_texts
 from unmask.training import Pair
 
@@ -80,12 +80,12 @@ def test_families_that_are_not_asked_for_are_not_there(config):
 
 
 def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):
-    first, before = open_corpus(config), identity(config)
+    first, before = open_corpus(config), corpus_key(config)
     read = Mock(wraps=sources.collect)
     monkeypatch.setattr(sources, "collect", read)
     assert open_corpus(config).hash == first.hash and not read.called
     write_as(config.folder / "questions.jsonl", [{"q": f"Why {i}?", "a": f"{i} it is"} for i in range(50)])
-    assert identity(config) != before
+    assert corpus_key(config) != before
     second = open_corpus(config)
     assert [call.args[0].name for call in read.call_args_list] == ["questions"]
     assert second.hash != first.hash
@@ -98,14 +98,14 @@ def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):
     third = open_corpus(config)
     assert read.call_count == 3
     os.utime(config.folder / "manuals.jsonl", ns=(1, 1))
-    assert identity(config) != third.path.name
+    assert corpus_key(config) != third.path.name
 
 
 def test_an_optional_source_joins_once_it_is_there(config):
-    before = identity(config)
+    before = corpus_key(config)
     write_as(config.folder / "synthetic.jsonl", [{"q": f"Was ist {i}?", "a": f"{i} ist"} for i in range(9)])
     corpus = open_corpus(config)
-    assert identity(config) != before
+    assert corpus_key(config) != before
     assert corpus.datasets("pairs", "train") == ["questions", "synthetic"]
     assert corpus.pairs("train", "synthetic").unique("task") == ["questions"]
 
@@ -160,7 +160,7 @@ SCRIPT = """
 import json, pathlib, sys
 
 if len(sys.argv) == 1:
-    print(json.dumps({"inputs": pathlib.Path(__file__).with_name("inputs").read_text(), "departures": ""}))
+    print(pathlib.Path(__file__).with_name("inputs").read_text())
 elif '"delta"' in sys.argv[2]:
     sys.exit(print("data.test_packages: delta is not installed") or 2)
 else:
@@ -182,14 +182,14 @@ def scripted(config):
         (config.folder / "made").mkdir(exist_ok=True)
         (config.folder / "made" / name).write_text(text)
     config.source = str(config.folder / "scripted.yaml")
-    sources._describe.cache_clear()
+    sources._inputs.cache_clear()
     return config
 
 
 def edit(config, name, text):
     """Writes a file of the script's folder, and lets it be asked again."""
     (config.folder / "made" / name).write_text(text)
-    sources._describe.cache_clear()
+    sources._inputs.cache_clear()
 
 
 def test_a_script_makes_files_once_whose_rows_bring_their_split_and_labels(scripted, monkeypatch):
@@ -204,10 +204,10 @@ def test_a_script_makes_files_once_whose_rows_bring_their_split_and_labels(scrip
     (text,) = corpus.text_sources()
     rows = [row for unit in source_rows.units(text) for row in source_rows.read(text, unit, {})]
     assert [row["text"] for row in rows] == list(corpus.texts("train")["text"])
-    known = {identity(scripted)}
+    known = {corpus_key(scripted)}
     for name, change in {"inputs": "alpha 2.0", "make.py": SCRIPT.replace("40", "41")}.items():
         edit(scripted, name, change)
-        known.add(identity(scripted))
+        known.add(corpus_key(scripted))
     assert len(known) == 3 and len(open_corpus(scripted).texts("test")) == 41
 
 
@@ -218,7 +218,7 @@ def test_a_script_refuses_settings_or_breaks_and_leaves_nothing(scripted, tmp_pa
     assert not [*(tmp_path / "data" / "made").iterdir()]
     edit(scripted, "make.py", "import no_such_package")
     with pytest.raises(ValueError, match=r"made/make\.py ended with status 1"):
-        identity(scripted)
+        corpus_key(scripted)
 
 
 def test_a_machine_with_other_packages_reads_the_same_where_it_is_named(scripted, tmp_path, monkeypatch):
@@ -228,7 +228,7 @@ def test_a_machine_with_other_packages_reads_the_same_where_it_is_named(scripted
     edit(scripted, "inputs", "alpha 2.0")
     monkeypatch.setenv("UNMASK_CORPUS", str(elsewhere))
     monkeypatch.setattr(sources.store, "locked", None)  # its place may allow no lock
-    assert (identity(scripted), open_corpus(scripted)) == (corpus.path.name, corpus)
+    assert (corpus_key(scripted), open_corpus(scripted)) == (corpus.path.name, corpus)
     scripted.test_packages = ("delta",)
     with pytest.raises(ValueError, match=r"UNMASK_CORPUS=.* is no corpus of .*'delta'"):
         open_corpus(scripted)

@@ -15,13 +15,12 @@ from chat_servers import chat_server
 from closeness import assert_close
 from fake_hub import fake_hub
 from unmask.data.mining import unit
-from unmask.data.registry import CONTEB
 from unmask.evaluation.tasks import Task, evaluate_bm25, ndcg
 from unmask.models.embedder import Embedder
 from unmask_study import conteb
 from unmask_study.conteb import articles, as_task, load, squad, token_scores, xquad
 from unmask_study.report import PAPER
-from unmask_study.settings import ContextsConfig, load_preset
+from unmask_study.settings import CONTEB, ContextsConfig, load_preset
 from unmask_study.synthesis import replies
 
 MIRROR = os.environ.get("UNMASK_MIRROR", "")  # before a fixture takes it away

@@ -34,11 +34,6 @@ REQUIRED = {
 }
 # What else a row may have. One that has its split has its other labels, too, and they stay as they are.
 LABELS = {"id", "key", "held_by", "split", "language", "package", "kind", "document_id"}
-# ConTEB's data sets on the Hub → the split that is evaluated: "test" where there is one, otherwise
-# "validation", otherwise "train", as the authors say. In the order of the columns of the paper's table 3.
-CONTEB = {"covid-qa": "train", "esg-reports": "test", "football": "train", "geography": "train"}
-CONTEB |= {"insurance": "train", "mldr-conteb-eval": "test", "narrative-qa": "test"}
-CONTEB |= {"squad-conteb-eval": "validation"}
 CODE = "c|code|cpp|csharp|go|java|javascript|php|python|ruby|rust|sql"  # code: several of them
 _HUMAN = "[a-z]{3}(_[A-Z][a-z]{3})?"
 SPLITS = ("train", "dev", "test")
@@ -108,8 +103,8 @@ def load_registry(name_or_path: str) -> list[Source]:
         script = str(path.parent / registry.script) if registry.script else ""
         for name, entry in registry.sources.items():
             where = f"{path}: {name}: "
-            for one, values in _expanded(name, registry.defaults | entry):
-                sources.append(_source(one, values | {"script": script}, path.parent))
+            entries = _expanded(name, registry.defaults | entry)
+            sources += [_source(one, values | {"script": script}, path.parent) for one, values in entries]
         where = f"{path}: "
         for name, roles in registry.include.items():
             sources += [source for source in load_registry(name) if source.role in roles]
@@ -123,14 +118,6 @@ def load_registry(name_or_path: str) -> list[Source]:
         reason = explained(error, Source) if isinstance(error, ValidationError) else error
         raise ConfigError(f"{where}{reason}") from error
     return sources
-
-
-def conteb(name: str) -> Source:
-    """Where the data of a task of ConTEB are."""
-    if name not in CONTEB:
-        raise ConfigError(f"conteb.tasks: no task {name!r}{nearest(name, CONTEB)}")
-    place = {"repo": f"illuin-conteb/{name}", "config": "documents", "queries_config": "queries"}
-    return Source(name, "hub", "documents", "eng", licence="", **place, split=CONTEB[name])
 
 
 def halves(source: Source) -> list[Source]:
@@ -219,10 +206,7 @@ def _check(source: Source) -> None:
     if (source.max_rows if source.role == "text" else source.share) is not None:
         raise ValueError("share is for text, and max_rows for pairs, triplets and documents")
     if source.kind == "files" and not (source.optional or source.script or existing_files(source)):
-        named = " or ".join(source.files)
-        raise ValueError(f"files: there is no {named}; `optional: true` lets it be absent")
-    if source.script and source.kind != "files":
-        raise ValueError("kind: in a registry with a script all sources are files, which it makes")
+        raise ValueError(f"files: there is no {', '.join(source.files)}; `optional: true` lets it be absent")
     if source.kind != "files" and not source.repo:
         raise ValueError(f"repo: kind {source.kind} needs the name of a data set, organisation/name")
     if source.role in ("pairs", "triplets") and not source.group:

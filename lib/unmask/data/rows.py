@@ -93,8 +93,7 @@ def data_files(source: Source) -> list[DataFile]:
         return [_described(str(path)) for path in existing_files(source)]
     mirror, base = hub.root(), source.repo
     if source.kind == "mirror" and not mirror:
-        unset = f"Source {source.name} is read from a mirror: set UNMASK_MIRROR"
-        raise ValueError(f"{unset}; {hub.HOW_TO_MIRROR}")
+        raise ValueError(f"Source {source.name} is read from a mirror; {hub.HOW_TO_MIRROR}")
     try:
         if mirror:
             base = str(mirror / source.repo)

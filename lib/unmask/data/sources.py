@@ -7,13 +7,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 from joblib import Parallel, cpu_count, delayed
@@ -48,7 +47,7 @@ def open_corpus(config: DataConfig) -> Corpus:
     """
     path, sources = _registry(config)
     if not (path / "card.json").is_file():
-        made = [make(script, config) for script in _scripts(sources)]
+        made = [make(script, config) for script in sorted({source.script for source in sources} - {""})]
         bar = tqdm(sources, "reading sources", leave=False, delay=2, unit="source")
         jobs = min(cpu_count(), len(sources) // 8 + 1)  # a process takes longer to start than a few save
         tables = Parallel(jobs, **dying_together())(map(delayed(_table), bar))
@@ -56,21 +55,10 @@ def open_corpus(config: DataConfig) -> Corpus:
     return Corpus(path)
 
 
-def identity(config: DataConfig) -> str:
-    """What decides the corpus: the registry and its files (by name, size and date), and what its script
-    reads. Reads none of them, so it is cheap enough to ask before every run.
-    """
+def corpus_key(config: DataConfig) -> str:
+    """Names what decides the corpus: the registry and its files (by name, size and date), and what its script
+    reads. Reads none of them, so it is cheap enough to ask before every run."""
     return _registry(config)[0].name
-
-
-def departures(config: DataConfig) -> str:
-    """How the installed packages differ from those that the corpus is to be made of, in one line with the
-    remedy; empty if they do not, or if it is not made of them."""
-    scripts = [] if os.environ.get("UNMASK_CORPUS") else _scripts(load_registry(config.source))
-    lines = "; ".join(filter(None, (_describe(script)["departures"] for script in scripts)))
-    few = shorten(lines, 600, placeholder=" … (the rest: its card.json)")
-    remedy = "`make install` gets what is listed, UNMASK_CORPUS=DIR reads the corpus of another machine"
-    return f"another corpus than the committed runs', because of {few}; {remedy}" if few else ""
 
 
 def texts_of_files(config: DataConfig, rows: int = 200) -> dict[str, list[str]]:
@@ -78,8 +66,7 @@ def texts_of_files(config: DataConfig, rows: int = 200) -> dict[str, list[str]]:
     texts = {}
     for source in _sources(config):
         if source.kind == "files" and not source.script and source.role != "text":
-            table = read_table(_table(source), "train")
-            some = table.select(range(0, len(table), -(-len(table) // rows) or 1))
+            some = islice(read_table(_table(source), "train"), rows)
             texts[source.name] = list(chain.from_iterable(map(spelling.row_texts, some)))
     return texts
 
@@ -91,10 +78,9 @@ def make(script: str, config: DataConfig) -> Path:
     """The folder of the files that a script makes, made now if they are not there.
 
     Args:
-        script: is called with no argument and prints as JSON "inputs", which decide what it makes, and
-            "departures" of them in one line, if there are any; then with the folder to fill, also with a
-            card.json ("settings", "origins", "dropped"), and SETTINGS as JSON. What it prints before it ends
-            with another status than 0 is the error.
+        script: is called with no argument and prints what decides its files; then with the folder to fill,
+            also with a card.json ("settings", "origins", "dropped"), and SETTINGS as JSON. What it prints
+            before it ends with another status than 0 is the error.
     """
     settings = json.dumps({key: getattr(config, key) for key in SETTINGS})
     return _filled(_place(script, config), lambda folder: _run(script, str(folder), settings))
@@ -113,14 +99,14 @@ def _place(script: str, config: DataConfig) -> Path:
             raise ValueError(f"UNMASK_CORPUS={elsewhere} is no corpus of {settings}: name another, or none")
         return Path(elsewhere)
     code = store.code_fingerprint(*store.visible(Path(script).parent))
-    key = store.fingerprint(settings, _describe(script)["inputs"], code)
+    key = store.fingerprint(settings, _inputs(script), code)
     return store.artifacts_root() / "data" / "made" / f"{Path(script).parent.name}-{key}"
 
 
 @cache
-def _describe(script: str) -> dict[str, Any]:
+def _inputs(script: str) -> str:
     """What a script says of its inputs: asked once, so that a process reads one state of them."""
-    return json.loads(_run(script))
+    return _run(script)
 
 
 def _run(script: str, *arguments: str) -> str:
@@ -132,10 +118,6 @@ def _run(script: str, *arguments: str) -> str:
 
 
 # --- a corpus and its sources, each in its folder
-
-
-def _scripts(sources: Iterable[Source]) -> list[str]:
-    return sorted({source.script for source in sources} - {""})
 
 
 def _sources(config: DataConfig) -> Iterator[Source]:
@@ -192,9 +174,7 @@ def _filled(folder: Path, fill: Callable[[Path], Any]) -> Path:
     return folder
 
 
-def _card(
-    path: Path, sources: Sequence[Source], tables: Sequence[Path], made: Sequence[Path]
-) -> dict[str, Any]:
+def _card(path: Path, sources: list[Source], tables: list[Path], made: list[Path]) -> dict[str, Any]:
     """Describes a corpus that refers to its sources' own tables: only changed sources are read again."""
     cards = [store.read_json(folder / "card.json") for folder in (*tables, *made)]
     places, text = {kind: {} for kind in SCHEMAS}, []

@@ -152,8 +152,9 @@ def open_blocks(sources: Sequence[Source], tokenizer: PlainTokenizer, config: Pr
     for number, (source, done, size, count) in enumerate(zip(sources, shards, sizes, counts, strict=True)):
         if not size and (count or not shared):
             has = f"source {source.name!r} has {done.counters['tokens']} tokens of training text"
-            remedy = "give more text or a smaller length, or leave it out"
-            raise ValueError(f"{has}, not one block of {length}: {remedy}")
+            raise ValueError(
+                f"{has}, not one block of {length}: give more text or a smaller length, or leave it out"
+            )
         size = max(1, min(size, count))
         seeds = ([config.seed, number, epoch] for epoch in range(max(1, -(-count // size))))
         places += [np.concatenate([permuted(np.arange(size), size, seed) for seed in seeds])[:count]]
@@ -171,7 +172,7 @@ def largest_remainder(weights: Sequence[float], total: int) -> list[int]:
     return counts.tolist()
 
 
-def tokenise_text(source: Source, tokenizer: PlainTokenizer, wanted: float = math.inf) -> Shards:
+def tokenise_text(source: Source, tokenizer: PlainTokenizer, wanted: float) -> Shards:
     """The training texts of a source as one stream of tokens; `wanted` tokens of them, or all.
 
     Pieces of the source are taken in a random order, so that a part of a source is like the whole; a file
@@ -187,8 +188,9 @@ def _tokenise_piece(source: Source, tokenizer: PlainTokenizer, piece: source_row
 
     def texts() -> Iterator[str]:
         for row in source_rows.read(source, piece, dropped):
-            counters["texts" if row["split"] == "train" else "held out"] += 1
-            if row["split"] == "train":
+            training = row["split"] == "train"
+            counters["texts" if training else "held out"] += 1
+            if training:
                 yield row["text"]
 
     ids = joined(tokenizer, texts())
@@ -226,9 +228,8 @@ class Lists(Sequence):
     @property
     def values(self) -> pa.ChunkedArray:
         """What the lists of all rows hold, one after the other."""
-        return pa.chunked_array(
-            [chunk.flatten() for chunk in self.column.chunks], self.column.type.value_type
-        )
+        chunks = [chunk.flatten() for chunk in self.column.chunks]
+        return pa.chunked_array(chunks, self.column.type.value_type)
 
 
 @dataclass(frozen=True)
@@ -367,16 +368,13 @@ def _examples(
         row = {"chunks": [row["document"]], "queries": [row["query"]], "golds": [0]}
     counters["documents divided"] += len(row["chunks"]) > most
     for part in parts(len(row["chunks"]), most):
-        chunks, near = (
-            row["chunks"][part],
-            [i for i, gold in enumerate(row["golds"]) if part.start <= gold < part.stop],
-        )
-        if near:
-            queries, golds = [row["queries"][i] for i in near], [row["golds"][i] - part.start for i in near]
-            keys = {
-                "keys": [*map(text_id, [*labels, " ".join(chunks)])],
-                "negative_keys": [*map(text_id, hard)],
-            }
-            yield {"queries": queries, "chunks": chunks, "golds": golds, "negatives": hard} | keys
+        chunks = row["chunks"][part]
+        answered = [i for i, gold in enumerate(row["golds"]) if part.start <= gold < part.stop]
+        if answered:
+            queries = [row["queries"][i] for i in answered]
+            golds = [row["golds"][i] - part.start for i in answered]
+            keys = [*map(text_id, [*labels, " ".join(chunks)])]
+            example = {"queries": queries, "chunks": chunks, "golds": golds, "keys": keys}
+            yield example | {"negatives": hard, "negative_keys": [*map(text_id, hard)]}
         else:
             counters["chunks without a query near them"] += len(chunks)

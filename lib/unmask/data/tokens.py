@@ -4,6 +4,7 @@ sequences that a model reads."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +38,6 @@ class Truncation(NamedTuple):
     escape_special_tokens: bool = False
 
 
-WHOLE = Truncation()
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE with Qwen2's normaliser (NFC) and pre-tokenisation, and save it.
 
@@ -60,10 +58,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
     tokenizer.train_from_iterator(texts, trainer)
     if (size := tokenizer.get_vocab_size()) != vocab_size:
-        raise ValueError(
-            f"The texts yield {size} tokens, not data.vocab_size = {vocab_size}: give more text "
-            "(data.max_packages, data.max_text_mb) or another size, 260 (bytes and special tokens) or more"
-        )
+        remedy = "give more text (data.max_packages, data.max_text_mb) or another size, at least 260"
+        raise ValueError(f"The texts yield {size} tokens, not data.vocab_size = {vocab_size}: {remedy}")
     roles = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "mask_token": MASK}
     roles |= {"extra_special_tokens": ["<|im_start|>", "<|im_end|>"], "clean_up_tokenization_spaces": False}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
@@ -117,13 +113,9 @@ def unknown_languages(tokenizer: PreTrainedTokenizerBase, texts: Mapping[str, Se
         encodings = tokenizer.backend_tokenizer.encode_batch([*some], add_special_tokens=False)
         rates[name] = sum(len(text.encode()) for text in some) / max(1, sum(map(len, encodings)))
     few = ", ".join(f"{name} {rate:.1f}" for name, rate in rates.items() if 0 < rate < KNOWN)
-    if not few:
-        return ""
-    return (
-        f"bytes of text in a token: {few} (SmolLM2's English has 4.6, code 3.5), so the tokenizer hardly "
-        "knows this language: take another backbone.checkpoint, a multilingual decoder for instance, or "
-        "--preset scratch, which learns a vocabulary of its own"
-    )
+    note = f"bytes of text in a token: {few} (SmolLM2's English has 4.6, code 3.5), so the tokenizer hardly "
+    note += "knows this language: take another backbone.checkpoint, a multilingual one for instance, or "
+    return f"{note}--preset scratch, which learns a vocabulary of its own" if few else ""
 
 
 def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) -> np.ndarray:
@@ -200,8 +192,8 @@ def encode(
     tokenizer: Tokenizer,
     texts: Iterable[str],
     dtype: Any,
-    truncation: Truncation = WHOLE,
-    counters: Any = None,
+    truncation: Truncation = Truncation(),  # noqa: B008 (immutable)
+    counters: Counter[str] | None = None,
 ) -> Iterator[np.ndarray]:
     """Token ids of each text without special tokens, in bounded memory.
 

@@ -1,9 +1,10 @@
 """Writes the corpus that needs no download: the documentation and source of installed packages, of those that
 environment.txt lists, and CLDR; split, deduplicated, capped.
 
-    python make.py                   says as JSON what decides the content, and how it departs from the list
+    python make.py                   says as JSON what decides the content
     python make.py FOLDER SETTINGS   fills a folder: a Parquet file a data set, each row with its split, and
-                                     card.json; SETTINGS are those of a preset's `data`, as JSON
+                                     card.json, and says how the packages depart from the list;
+                                     SETTINGS are those of a preset's `data`, as JSON
 
 Files are read with `ast` only: nothing is imported or run. One pass over a file yields text for pretraining
 (docstrings, source), pairs (summary → rest of the docstring, summary → code) and *owners*, the classes and
@@ -44,9 +45,11 @@ SPLITS = ("train", "dev", "test")
 
 # Of the packages that are read: whatever else is installed changes no data.
 LIST = Path(__file__).with_name("environment.txt")
+# Where other packages are installed than those that are listed.
+NOTE = "another corpus than the committed runs', because of {}; `make install` or UNMASK_CORPUS=DIR is theirs"
 # Copies of other projects, which leak between packages; and tests and examples, which hold little prose.
 LEFT_OUT = {"_vendor", "_vendored", "vendored", "vendor", "_distutils", "extern", "externals", "_externals"}
-LEFT_OUT |= {"tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
+LEFT_OUT |= {"..", "tests", "test", "testing", "_tests", "examples", "benchmarks", "__pycache__"}
 NOT_STDLIB = {"site-packages", "idlelib", "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 GENERATED = re.compile(r"automatically generated|auto-?generated (by|from|file)|do not edit", re.IGNORECASE)
 
@@ -99,8 +102,7 @@ def digest(text: str) -> int:
 
 def listed() -> dict[str, str]:
     """Name → version of the packages that the corpus is made of, as the committed runs had them."""
-    lines = LIST.read_text(encoding="utf8").splitlines()
-    return dict(line.split("==") for line in lines if not line.startswith("#"))
+    return dict(re.findall("^([^#].*)==(.*)$", LIST.read_text(encoding="utf8"), re.MULTILINE))
 
 
 def installed_versions() -> dict[str, str]:
@@ -137,18 +139,16 @@ def _installed() -> dict[str, Distribution]:
 
 
 def _python_files(root: Path, files: Iterable[PurePosixPath]) -> tuple[str, ...]:
-    files = (file for file in files if file.suffix == ".py" and file.parts[0] != "..")
-    files = (file for file in files if not LEFT_OUT.intersection(file.parts))
+    files = (file for file in files if file.suffix == ".py" and not LEFT_OUT.intersection(file.parts))
     return tuple(sorted(str(one) for one in files if one.name[:5] != "test_" and (root / one).is_file()))
 
 
 def _licence(distribution: Distribution) -> str:
     """The licence that the metadata states: expression, else classifiers, else the field's first line."""
-    metadata = distribution.metadata
-    classifiers = [text for text in metadata.get_all("Classifier") or () if "License ::" in text]
-    named = ", ".join(text.split(" :: ")[-1] for text in classifiers)
-    stated = (metadata.get("License") or "").strip().partition("\n")[0]
-    return metadata.get("License-Expression") or named or stated or "not stated"
+    about = distribution.metadata
+    named = ", ".join(one.split(" :: ")[-1] for one in about.get_all("Classifier", ()) if "License ::" in one)
+    stated = (about.get("License") or "").strip().partition("\n")[0]
+    return about.get("License-Expression") or named or stated or "not stated"
 
 
 # ---- what a file yields
@@ -504,8 +504,10 @@ def _collect(
 def main(folder: str = "", settings: str = "") -> None:
     gc.disable()  # syntax trees have no cycles, and to look for some takes as long as to parse
     if not folder:
-        print(json.dumps({"inputs": installed_versions(), "departures": departures()}))
+        print(json.dumps(installed_versions()))
         return
+    if wrong := departures():
+        print("note:", NOTE.format(wrong[:600]), file=sys.stderr)
     try:
         build(SimpleNamespace(**json.loads(settings)), installed_packages(), Path(folder))
     except ValueError as error:
