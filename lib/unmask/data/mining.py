@@ -85,9 +85,8 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     known_NM = _known_positives(pairs["key"], (queries, documents), query_N, document_N)
     left = int((len(documents) - known_NM.getnnz(axis=1)).min())
     if left < config.negatives:
-        few = f"a query with {left} documents that are not its own"
-        remedy = "leave it out, or lower triplet.negatives"
-        raise ValueError(f"data set {pairs[0]['dataset']!r} has {few}: {remedy}")
+        few = f"data set {pairs[0]['dataset']!r} has a query with {left} documents that are not its own"
+        raise ValueError(f"{few}: leave it out, or lower triplet.negatives")
     q_UD = embedder.encode(queries, max_length=config.query_length)
     d_MD = embedder.encode(documents, max_length=config.document_length)
     window = min(max(config.rank_window, config.negatives), len(documents))
@@ -150,12 +149,7 @@ def _candidates(search: Search, q_RD: np.ndarray, known_RM: csr_matrix, depth: i
 
 
 def _choose(
-    search: Search,
-    q_RD: np.ndarray,
-    d_RD: np.ndarray,
-    known_RM: csr_matrix,
-    rng: Generator,
-    config: TripletConfig,
+    search: Search, q_RD: np.ndarray, d_RD: np.ndarray, known_RM: csr_matrix, rng: Generator, config: Any
 ) -> tuple[np.ndarray, ...]:
     """The documents (R, K) that `mine` chooses for some rows; similarities and ranks of positives and
     negatives."""
@@ -267,9 +261,8 @@ def neighbours(
     if not size:
         return near
     key += [size, config.iterations, config.attempts, seed]
-    return replace(
-        near, order=ClusterOrder.of(cached_array("clusters", key, lambda: clusters(near, size, config, seed)))
-    )
+    cluster_N = cached_array("clusters", key, lambda: clusters(near, size, config, seed))
+    return replace(near, order=ClusterOrder.of(cluster_N))
 
 
 def _embedded(name: str, data: TokenPairs, tokenizer: PlainTokenizer, encoder: Encoder) -> np.ndarray:

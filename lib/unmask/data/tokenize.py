@@ -152,9 +152,8 @@ def open_blocks(sources: Sequence[Source], tokenizer: PlainTokenizer, config: Pr
     for number, (source, done, size, count) in enumerate(zip(sources, shards, sizes, counts, strict=True)):
         if not size and (count or not shared):
             has = f"source {source.name!r} has {done.counters['tokens']} tokens of training text"
-            raise ValueError(
-                f"{has}, not one block of {length}: give more text or a smaller length, or leave it out"
-            )
+            remedy = "give more text or a smaller length, or leave it out"
+            raise ValueError(f"{has}, not one block of {length}: {remedy}")
         size = max(1, min(size, count))
         seeds = ([config.seed, number, epoch] for epoch in range(max(1, -(-count // size))))
         places += [np.concatenate([permuted(np.arange(size), size, seed) for seed in seeds])[:count]]
