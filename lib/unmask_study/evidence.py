@@ -1,6 +1,6 @@
 """What the runs say of the claims: effects with intervals, gates of trainings, verdicts.
 
-Every notebook saves the score of each query, results/<run>/scores/<notebook>.npz. claims.yaml says which two
+Every notebook saves the score of each query, results/<run>/scores/<notebook>.parquet. claims.yaml says which two
 systems a claim compares, on which tasks, and on which trainings it rests. Notebook 12 computes all claims
 from these files, over all seeds: a definition can be mended without training anew.
 
@@ -16,10 +16,10 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 import pandas as pd
+import pyarrow
 import yaml
 from scipy import stats
 
@@ -177,41 +177,34 @@ def failed(gates: Iterable[Gate]) -> str:
 
 
 def _scores_file(study: Run) -> Path:
-    return study.results / "scores" / f"{study.notebook}.npz"
+    return study.results / "scores" / f"{study.notebook}.parquet"
 
 
 def save_scores(study: Run, tasks: Sequence[Task], scores: Mapping[str, Scores]) -> Path:
-    """Writes the score of each query to results/<run>/scores/<notebook>.npz, in half precision: off by 0.0005
-    at most.
+    """Writes the score of each query to results/<run>/scores/<notebook>.parquet, to four digits.
 
     Args:
         scores: system → task → a metric per query, nDCG@10 where nothing else is said.
     """
-    scored = {task.name: task for task in tasks if any(task.name in row for row in scores.values())}
-    arrays = {f"documents::{name}": task.document_N.astype(np.int32) for name, task in scored.items()}
-    arrays["families"] = np.array([(name, task.family) for name, task in scored.items()])
-    for system, row in scores.items():
-        arrays |= {f"{system}::{name}": row[name].astype(np.float16) for name in row.keys() & scored.keys()}
-    with replacing(_scores_file(study)) as temporary, temporary.open("wb") as stream:
-        np.savez_compressed(stream, **arrays)
+    tables = []
+    for task in (task for task in tasks if any(task.name in row for row in scores.values())):
+        about = {"task": task.name, "family": task.family, "documents": task.document_N}
+        by_system = {name: row[task.name].round(4) for name, row in scores.items() if task.name in row}
+        tables.append(pd.DataFrame(about | by_system))
+    with replacing(_scores_file(study)) as unfinished:
+        pd.concat(tables).to_parquet(unfinished, index=False)
     return _scores_file(study)
 
 
 def load_scores(study: Run) -> pd.DataFrame:
     """What `save_scores` wrote, a row for each query: its "task", "family", and the number of the "documents"
     that answers it, then each system's score; NaN where a system has none. Empty where nothing was saved."""
-    if not (path := _scores_file(study)).is_file():
-        return pd.DataFrame(columns=["task", "family", "documents"])
     try:
-        arrays = dict(np.load(path))
-    except (BadZipFile, ValueError, EOFError) as error:
+        return pd.read_parquet(path := _scores_file(study))
+    except FileNotFoundError:
+        return pd.DataFrame(columns=["task", "family", "documents"])
+    except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is broken ({error}): copy or make it again") from None
-    tables = []
-    for task, family in arrays.pop("families"):
-        named = ((name.rpartition("::"), x_N.astype(float)) for name, x_N in arrays.items())
-        columns = {system: x_N for (system, _, of), x_N in named if of == task}
-        tables.append(pd.DataFrame({"task": task, "family": family} | columns))
-    return pd.concat(tables)
 
 
 # Claims
@@ -243,15 +236,15 @@ def claims(study: Run) -> list[Line]:
         notebook, before = about["notebook"], earlier.get(key, {"seeds": ()})
         ran = [seed for seed in saved if notebook in saved[seed]]
         tables = {seed: _of_claim(about, replace(every[seed], notebook=notebook)) for seed in ran}
-        tables = {seed: table for seed, table in tables.items() if len(table)}
-        queries = [table[["task", "documents"]] for table in tables.values()]
-        pooled = {s: t for (s, t), asks in zip(tables.items(), queries) if asks.equals(queries[0])}
+        queries = {seed: table[["task", "documents"]] for seed, table in tables.items() if len(table)}
+        first = next(iter(queries.values()), None)
+        pooled = {seed: tables[seed] for seed, asks in queries.items() if asks.equals(first)}
         line = {"value": None, "interval": None, "seeds": {}, "why": ""}
         if about["pretrained"] and not study.config.backbone.checkpoint:
             line |= {"verdict": "not asked", "why": "a small model from scratch can say nothing about it"}
         elif pooled and len(pooled) >= min(ENOUGH, len(before["seeds"])):
             line |= _measured(about, pooled, {seed: saved[seed] for seed in pooled})
-            if apart := [str(seed) for seed in tables if seed not in pooled]:
+            if apart := [str(seed) for seed in queries if seed not in pooled]:
                 why = f"left out, since they asked other queries: seeds {', '.join(apart)}"
                 line["why"] = "; ".join(filter(None, [line["why"], why]))
         elif before["seeds"]:

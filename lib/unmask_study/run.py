@@ -54,7 +54,7 @@ class Folders:
     def repetitions(self, notebooks: Iterable[str]) -> dict[str, str]:
         """For each run that repeats this one with another seed, a hash of its provenance and of what some
         notebooks saved, scores included."""
-        saved = [kind.format(name) for name in notebooks for kind in ("{}.json", "scores/{}.npz")]
+        saved = [kind.format(name) for name in notebooks for kind in ("{}.json", "scores/{}.parquet")]
         made = {}
         for folder in seed_runs(self.results).values():
             files = [folder / name for name in ("provenance.json", *saved)]

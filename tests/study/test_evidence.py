@@ -250,9 +250,9 @@ def test_what_was_run_and_kept_no_scores_is_told_and_what_is_broken_named(study)
     assert (
         claims(study)["chunks"]["why"] == "notebook 02 saved no scores of these systems on contextual tasks"
     )
-    path = study.results / "scores" / "02_pair.npz"
+    path = study.results / "scores" / "02_pair.parquet"
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ValueError, match=r"02_pair\.npz is broken .*: copy or make it again"):
+    with pytest.raises(ValueError, match=r"02_pair\.parquet is broken .*: copy or make it again"):
         evidence.claims(study)
 
 

@@ -229,7 +229,7 @@ def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):
         write_atomic(other / "01_left.json", json.dumps({"found": value}))
         assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
         finish(diamond)
-    write_atomic(other / "scores" / "01_left.npz", "copied later")
+    write_atomic(other / "scores" / "01_left.parquet", "copied later")
     assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
 
 
