@@ -1,7 +1,7 @@
 """What the runs say of the claims: effects with intervals, gates of trainings, verdicts.
 
-Every notebook saves the score of each query, results/<run>/scores/<notebook>.parquet. claims.yaml says which two
-systems a claim compares, on which tasks, and on which trainings it rests. Notebook 12 computes all claims
+Every notebook saves the score of each query, results/<run>/scores/<notebook>.parquet. claims.yaml says which
+two systems a claim compares, on which tasks, and on which trainings it rests. Notebook 12 computes all claims
 from these files, over all seeds: a definition can be mended without training anew.
 
 A training that fails its own purpose says nothing about the paper: a claim that rests on it is "invalid".

@@ -6,7 +6,7 @@ Shape suffixes: B texts · N queries · M documents · D dimensions.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -75,7 +75,10 @@ class MtebEncoder(AbsEncoder):
         self.model, self.config, self.precision, self.instruct = embedder, config, precision, instruct
         self.instruction_template = prompt("{instruction}")
         self.reader = lambda subset: embedder  # of a task's subset
-        self._corpus, self._corpus_codes = None, None  # the last one, which the subsets of a task may share
+        # The last corpus is embedded once: the subsets of a task may share it.
+        self._corpus_codes = lru_cache(1)(
+            lambda reader, *texts, **how: reader.encode(texts, precision, **how)
+        )
         tensors = [*getattr(embedder, "encoder", embedder.model).parameters()]
         tensors.append(getattr(embedder, "context_KD", torch.empty(0)))
         how = embedder.mixed_precision, config.query_length, config.document_length, instruct
@@ -93,12 +96,10 @@ class MtebEncoder(AbsEncoder):
         texts = [prefix + text or " " for batch in inputs for text in column(batch)]
         if kind == PromptType.query:
             return reader.encode(texts, self.precision, max_length=length)
-        if self._corpus != (reader, length, texts):
-            self._corpus = reader, length, texts
-            self._corpus_codes = reader.encode(texts, self.precision, max_length=length)
+        codes_BD = self._corpus_codes(reader, *texts, max_length=length)
         if kind is None:  # no search
-            return unit(_floats(self._corpus_codes))
-        return noisy(self._corpus_codes) if name in _YAML["repeating"] else self._corpus_codes
+            return unit(_floats(codes_BD))
+        return noisy(codes_BD) if name in _YAML["repeating"] else codes_BD
 
     def length(self, task: str, kind: PromptType) -> int:
         """Tokens that are read of a query or a document."""
@@ -188,11 +189,6 @@ def _text(row: Mapping[str, str]) -> str:
     return " ".join(filter(None, (row.get("title"), row["text"]))).strip() or " "
 
 
-def _informed(encoder: MtebEncoder, task: AbsTask, subset: str) -> Embedder:
-    texts = context_texts(task, subset, encoder.model.encoder.context)
-    return encoder.model.with_context(texts, max_length=encoder.config.document_length)
-
-
 def benchmark_tasks(name: str, every_type: bool = False) -> list[AbsTask]:
     """The tasks of a benchmark: a key of BENCHMARKS, or mteb's name of a benchmark or of a task.
 
@@ -212,24 +208,20 @@ def type_means(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """A benchmark's rows of `run_benchmark` as leaderboards show them: the mean over its tasks, that over its
     types of tasks, and each type's. A mean of what was not all run is left out."""
     table = pd.DataFrame(rows, columns=["type", "score"]).astype({"score": float})
-    types = {kind: score.mean(skipna=False) for kind, score in table.groupby("type", sort=False).score}
-    means = {
-        "mean (task)": table.score.mean(skipna=False),
-        "mean (type)": pd.Series(types).mean(skipna=False),
-    }
-    return {name: float(mean) for name, mean in (means | types).items() if mean == mean}
+    types = table.groupby("type", sort=False).score.agg(lambda scores: scores.mean(skipna=False))
+    means = {"mean (task)": table.score.mean(skipna=False), "mean (type)": types.mean(skipna=False), **types}
+    return {name: float(mean) for name, mean in means.items() if mean == mean}
 
 
 def side_by_side(public: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The rows of `run_benchmark` for several systems, as a row a task: each one's score, and why one was not
     run."""
-    tasks: dict[tuple[str, str], dict[str, Any]] = {}
-    for system, rows in public.items():
-        for row in rows:
-            key = row["benchmark"], row["task"]
-            line = tasks.setdefault(key, {"benchmark": key[0], "task": key[1], "why": ""})
-            line |= {system: row["score"], "why": line["why"] or row["why"]}
-    return [*tasks.values()]
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for system, row in ((system, row) for system, rows in public.items() for row in rows):
+        line = lines.setdefault((row["benchmark"], row["task"]), {})
+        line |= {key: row[key] for key in ("benchmark", "task")} | {"why": line.get("why") or row["why"]}
+        line[system] = row["score"]
+    return [*lines.values()]
 
 
 def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -337,8 +329,9 @@ def _run(encoder: MtebEncoder | MtebReranker, task: AbsTask, results: mteb.Resul
     if why := _absent(task):
         return {"score": None, "subsets": {}, "why": why}
     task.task_specific_scores = partial(_completeness, task)
-    if isinstance(encoder.model, ContextEmbedder) and not len(encoder.model.context_KD):
-        encoder.reader = cache(lambda subset: _informed(encoder, task, subset))
+    if isinstance(model := encoder.model, ContextEmbedder) and not len(model.context_KD):
+        texts, read = partial(context_texts, task, count=model.encoder.context), encoder.config
+        encoder.reader = cache(lambda name: model.with_context(texts(name), max_length=read.document_length))
     result = mteb.evaluate(encoder, task, cache=results, raise_error=False, co2_tracker=False)
     if result.exceptions:
         reason = str(result.exceptions[0].exception).strip() or "no reason given"
