@@ -7,11 +7,10 @@ Shape suffixes: B texts · N queries · M documents · D dimensions.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import chain, groupby
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import joblib
@@ -39,7 +38,7 @@ with extra("study"):
     import mteb
     from mteb import AbsTask, TaskMetadata
     from mteb.abstasks import AbsTaskRetrieval
-    from mteb.models import ModelMeta, SearchCrossEncoderWrapper, SearchEncoderWrapper
+    from mteb.models import ModelMeta, SearchEncoderWrapper
     from mteb.models.abs_encoder import AbsEncoder
     from mteb.types import PromptType
 
@@ -149,19 +148,17 @@ class MtebReranker(SearchEncoderWrapper):
 
     def search(self, queries: Dataset, *, top_k: int, **about: Any) -> dict[str, dict[str, float]]:
         """The score of each candidate, by the ids of queries and documents."""
-        second = SearchCrossEncoderWrapper(SimpleNamespace(predict=self._log_odds, mteb_model_meta=None))
-        second.task_corpus = self.task_corpus
-        first = super().search(queries, top_k=self.candidates, **about)
-        best = {query: sorted(row, key=row.get, reverse=True) for query, row in first.items()}
-        return second.search(queries, top_k=top_k, **about | {"top_ranked": best})
-
-    def _log_odds(self, *, task_metadata: TaskMetadata, **named: Any) -> np.ndarray:
-        instruction = self.model.get_instruction(task_metadata, PromptType.query)
-        sides = (chain.from_iterable(x["text"] for x in named[key]) for key in ("inputs1", "inputs2"))
-        pairs = groupby(zip(*sides, strict=True), key=itemgetter(0))  # of one query, side by side
-        limits = {f"{kind}_length": self.model.length(task_metadata.name, kind) for kind in PromptType}
-        rank = partial(self.reranker.log_odds, instruction=instruction, **limits)
-        return np.concatenate([rank(query, [text for _, text in row]) for query, row in pairs])
+        corpus, number = self.task_corpus, {name: i for i, name in enumerate(self.task_corpus["id"])}
+        first, task = super().search(queries, top_k=self.candidates, **about), about["task_metadata"]
+        options = {f"{kind}_length": self.model.length(task.name, kind) for kind in PromptType}
+        options["instruction"] = self.model.get_instruction(task, PromptType.query)
+        scores = {}
+        for row in queries:
+            best = sorted(first[row["id"]], key=first[row["id"]].get, reverse=True)
+            query = " ".join(filter(None, (row["text"], row.get("instruction"))))
+            odds = self.reranker.log_odds(query, [_text(corpus[number[name]]) for name in best], **options)
+            scores[row["id"]] = dict(zip(best, odds.tolist(), strict=True))
+        return scores
 
 
 def _meta(name: str, tensors: Iterable[Tensor], *how: Any) -> ModelMeta:

@@ -47,8 +47,8 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str
     if not rows:
         return "not run"
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    body = [[_cell(row.get(key), digits) for key in columns] for row in rows]
-    head, *lines = (f"| {' | '.join(cells)} |" for cells in ([_cell(key, digits) for key in columns], *body))
+    cells = [columns, *([row.get(key) for key in columns] for row in rows)]
+    head, *lines = (f"| {' | '.join(_cell(value, digits) for value in row)} |" for row in cells)
     return "\n".join([head, "|" + "---|" * len(columns), *lines])
 
 
@@ -123,15 +123,10 @@ def gates_table(gates: Mapping[str, Sequence[Gate]]) -> str:
     """Gates of some trainings as a Markdown table, each once; of many only those that failed."""
     once = {gate["name"]: gate for row in gates.values() for gate in row}.values()
     missed = [gate for gate in once if not gate["passed"]]
-    rows = [
-        {
-            "gate": gate["name"],
-            "value": gate["value"],
-            "bar": f"{gate['side']} {gate['bar']:.3f}",
-            "passed": "yes" if gate["passed"] else "**no**",
-        }
-        for gate in (once if len(once) <= 8 else missed)
-    ]
+    rows = []
+    for gate in once if len(once) <= 8 else missed:
+        bar, passed = f"{gate['side']} {gate['bar']:.3f}", "yes" if gate["passed"] else "**no**"
+        rows.append({"gate": gate["name"], "value": gate["value"], "bar": bar, "passed": passed})
     summary = f"Gates: {len(once) - len(missed)} of {len(once)} passed."
     return summary + f"\n\n{markdown_table(rows)}" * bool(rows)
 
@@ -142,8 +137,7 @@ class Answer:
 
     def __init__(self, study: Run):
         display(SVG(recipe(study.notebook)))
-        waiting = Markdown("*Not answered yet: run the cells below.*")
-        self._place = display(waiting, display_id=True)
+        self._place = display(Markdown("*Not answered yet: run the cells below.*"), display_id=True)
 
     def write(self, text: str) -> None:
         """Shows the answer, in Markdown."""
@@ -182,18 +176,15 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
     Args:
         claims: see `evidence.claims`; notebooks: folder of the executed notebooks, as seen from the table.
     """
-    rows = [
-        {
-            "claim": claim["claim"],
-            "paper": f"{claim['paper']}; {claim['source']}",
-            "ours": claim["effect"],
-            "seeds": "; ".join(f"{100 * value:+.1f}" for value in claim["seeds"].values()) or "–",
-            "verdict": f"**{MARKS.get(claim['verdict'], '')}{claim['verdict']}**"
-            + f" ({claim['why']})" * bool(claim["why"]),
-            "notebook": link(notebooks, claim["notebook"]),
-        }
-        for claim in claims
-    ]
+    rows = []
+    for one in claims:
+        seeds = "; ".join(f"{100 * value:+.1f}" for value in one["seeds"].values()) or "–"
+        verdict = f"**{MARKS.get(one['verdict'], '')}{one['verdict']}**" + f" ({one['why']})" * bool(
+            one["why"]
+        )
+        row = {"claim": one["claim"], "paper": f"{one['paper']}; {one['source']}", "ours": one["effect"]}
+        row |= {"seeds": seeds, "verdict": verdict, "notebook": link(notebooks, one["notebook"])}
+        rows.append(row)
     return markdown_table(rows)
 
 
@@ -201,8 +192,8 @@ def by_verdict(claims: Sequence[Mapping[str, Any]]) -> str:
     """The claims by verdict, each with its effect, in Markdown; of those without one how many there are."""
     text = ""
     for verdict in VERDICTS[:-2]:
-        rows = [f"- {one['claim']} {one['effect']} points" for one in claims if one["verdict"] == verdict]
-        text += f"**{verdict.capitalize()}**\n\n" + "\n".join(rows) + "\n\n" if rows else ""
+        rows = [f"- {one['claim']} {one['effect']} points\n" for one in claims if one["verdict"] == verdict]
+        text += f"**{verdict.capitalize()}**\n\n{''.join(rows)}\n" * bool(rows)
     rest = sum(one["verdict"] in VERDICTS[-2:] for one in claims)
     return text + f"Not asked, or not run: {rest} of {len(claims)} claims." * bool(rest)
 
