@@ -36,6 +36,7 @@ Gate = dict[str, Any]
 Claim = Mapping[str, Any]  # as claims.yaml states it
 Line = dict[str, Any]  # a claim with its effect and verdict, as in claims.json
 Scores = Mapping[str, np.ndarray]  # task → a metric per query
+Nats = Mapping[str, float]  # share of masks → nats per masked token
 
 
 # Effects
@@ -127,9 +128,7 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]]) -> Gate:
     return gate(f"{name}: loss at the end, below its start", end, "<=", start)
 
 
-def denoises(
-    trained: Mapping[str, float], untrained: Mapping[str, float], causal: float, slope: float, *, beats: bool
-) -> list[Gate]:
+def denoises(trained: Nats, untrained: Nats, causal: float, slope: float, *, beats: bool) -> list[Gate]:
     """Whether a diffusion backbone uses the unmasked text, and learnt to: nats per masked token must rise
     with the share of masks, and at the fewest masks lie below those of the base made bidirectional.
 
@@ -282,16 +281,10 @@ def _measured(about: Claim, scores: Mapping[int, pd.DataFrame], saved: Mapping[i
     table = next(iter(scores.values()))
     difference = effect([*gains.values()], _by_task(table, table.documents))
     why = _gates_missed(about["rests"], saved)
-    return {
-        "ours": ours,
-        "other": other,
-        "value": difference.value,
-        "interval": [difference.low, difference.high],
-        "seeds": {str(seed): float(np.mean([*map(np.mean, gain.values())])) for seed, gain in gains.items()},
-        "queries": len(table),
-        "verdict": "invalid" if why else judge(difference, about["bar"], len(scores)),
-        "why": why,
-    }
+    verdict = "invalid" if why else judge(difference, about["bar"], len(scores))
+    by_seed = {str(seed): float(np.mean([*map(np.mean, gain.values())])) for seed, gain in gains.items()}
+    line = {"ours": ours, "other": other, "value": difference.value, "interval": [*difference[1:]]}
+    return line | {"seeds": by_seed, "queries": len(table), "verdict": verdict, "why": why}
 
 
 def _gates_missed(rests: Mapping[str, Sequence[str]], saved: Mapping[int, Mapping[str, Any]]) -> str:

@@ -109,9 +109,7 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
     return _finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
 
 
-def grouped_bars(
-    table: Table, *, seeds: Mapping[str, Mapping[str, Sequence[float]]] | None = None, **about: Any
-) -> Figure:
+def grouped_bars(table: Table, *, seeds: Mapping | None = None, **about: Any) -> Figure:
     """A bar per (group, series): `table[series][group]`; single seeds, where given, as dots.
 
     Systems from outside (BM25, a pretrained embedder) are grey levels over their group instead. Values are
@@ -230,9 +228,7 @@ def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **abou
     return _finished(figure, **about)
 
 
-def beside(
-    panels: Mapping[str, Table], *, highlight: Sequence[str] = (), baselines: Sequence[str] = (), **about: Any
-) -> Figure:
+def beside(panels: Mapping, *, highlight: Sequence = (), baselines: Sequence = (), **about: Any) -> Figure:
     """Dots side by side, each panel on its own scale: panel → series → row → value.
 
     Rows stand in the order in which they first appear, the first on top, with a line through their dots.

@@ -226,11 +226,9 @@ def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     names = list(mteb.get_task("ToolRetrieval").hf_subsets)  # by kind
     custom, web = names.index("appbench"), names.index("apibank")
     kinds = {"Web": names[web:], "Code": names[:custom], "Custom": names[custom:web]}
-    means = {
-        f"{kind} {measure}": fmean(subsets[name][measure] for name in sets)
-        for kind, sets in kinds.items()
-        for measure in MEASURES
-    }
+    means = {}
+    for kind, sets in kinds.items():
+        means |= {f"{kind} {one}": fmean(subsets[name][one] for name in sets) for one in MEASURES}
     return means | {f"Avg {x}": fmean(means[f"{kind} {x}"] for kind in kinds) for x in ("nDCG", "C")}
 
 
@@ -264,12 +262,12 @@ def as_task(task: AbsTaskRetrieval) -> Task:
     task.convert_v1_dataset_format_to_v2(None)
     [[data]] = (splits.values() for splits in task.dataset.values())
     number = {name: i for i, name in enumerate(data["corpus"]["id"])}
-    answers = {
-        query: {number[name] for name, grade in grades.items() if grade}
-        for query, grades in data["relevant_docs"].items()
-    }
-    rows = [row for row in data["queries"] if answers.get(row["id"])]
-    queries, relevant = [row["text"] for row in rows], [answers[row["id"]] for row in rows]
+    queries, relevant = [], []
+    for row in data["queries"]:
+        grades = data["relevant_docs"].get(row["id"], {})
+        if right := {number[name] for name, grade in grades.items() if grade}:
+            queries.append(row["text"])
+            relevant.append(right)
     texts = [[_text(row)] for row in data["corpus"]]
     return Task(task.metadata.name, "english", queries, texts, relevant, list(number))
 

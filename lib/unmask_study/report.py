@@ -15,6 +15,8 @@ from unmask_study.evidence import VERDICTS, Gate, Scores, above_chance, learnt, 
 from unmask_study.recipe import recipe
 from unmask_study.run import Run
 
+Curve = Sequence[Mapping[str, Any]]  # the logged steps of a training
+Gates = Mapping[str, Sequence[Gate]]  # training → its gates
 MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
 _ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
@@ -71,7 +73,7 @@ def added_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return table.groupby(label, sort=False, as_index=False).agg(how).to_dict("records")
 
 
-def by_dataset(curve: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def by_dataset(curve: Curve) -> dict[str, Curve]:
     """The logged steps of a training by data set, all languages of one together."""
     names = [row["dataset"].partition("/")[0] for row in curve]
     return {one: [row for name, row in zip(names, curve) if name == one] for one in sorted(set(names))}
@@ -83,9 +85,7 @@ def quoted(text: str, width: int = 90) -> str:
     return f"`{line if len(line) <= width else line[: width - 1] + '…'}`"
 
 
-def measured(
-    rows: Mapping[str, Sequence[str]], metrics: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, float]]:
+def measured(rows: Mapping[str, Sequence[str]], metrics: Mapping) -> dict[str, dict[str, float]]:
     """The rows that a run measured, without those that it did not.
 
     Args:
@@ -105,9 +105,7 @@ def spread(values: Sequence[float]) -> str:
 # Gates, claims and the notebook's answer
 
 
-def checked(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], scores: Mapping[str, Scores], tasks: Sequence[Task]
-) -> dict[str, list[Gate]]:
+def checked(curves: Mapping[str, Curve], scores: Mapping[str, Scores], tasks: Sequence[Task]) -> Gates:
     """The gates of trainings: did the loss fall, and is the model better than chance?
 
     Args:
@@ -119,7 +117,7 @@ def checked(
     return {name: [learnt(name, curve), *chance.get(name, [])] for name, curve in curves.items()}
 
 
-def gates_table(gates: Mapping[str, Sequence[Gate]]) -> str:
+def gates_table(gates: Gates) -> str:
     """Gates of some trainings as a Markdown table, each once; of many only those that failed."""
     once = {gate["name"]: gate for row in gates.values() for gate in row}.values()
     missed = [gate for gate in once if not gate["passed"]]
@@ -149,7 +147,7 @@ def close(
     answer: Answer,
     text: str,
     *,
-    gates: Mapping[str, Sequence[Gate]] | None = None,
+    gates: Gates | None = None,
     tasks: Sequence[Task] = (),
     scores: Mapping[str, Scores] | None = None,
     **metrics: Any,
@@ -178,13 +176,11 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
     """
     rows = []
     for one in claims:
-        seeds = "; ".join(f"{100 * value:+.1f}" for value in one["seeds"].values()) or "–"
-        verdict = f"**{MARKS.get(one['verdict'], '')}{one['verdict']}**" + f" ({one['why']})" * bool(
-            one["why"]
-        )
+        why = f" ({one['why']})" if one["why"] else ""
         row = {"claim": one["claim"], "paper": f"{one['paper']}; {one['source']}", "ours": one["effect"]}
-        row |= {"seeds": seeds, "verdict": verdict, "notebook": link(notebooks, one["notebook"])}
-        rows.append(row)
+        row["seeds"] = "; ".join(f"{100 * value:+.1f}" for value in one["seeds"].values()) or "–"
+        row["verdict"] = f"**{MARKS.get(one['verdict'], '')}{one['verdict']}**{why}"
+        rows.append(row | {"notebook": link(notebooks, one["notebook"])})
     return markdown_table(rows)
 
 

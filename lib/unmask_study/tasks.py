@@ -34,6 +34,7 @@ from unmask.store import code_fingerprint, fingerprint
 from unmask.training.stages import content
 from unmask_study.settings import EvaluationConfig
 
+Scores = dict[str, np.ndarray]  # task → nDCG@10 of each query
 # What a pretrained public embedder scores on the same tasks; no competitor. 22 M parameters, distilled from a
 # pretrained language model and trained on a billion English pairs. The extra `reference` brings its weights.
 REFERENCE = "all-MiniLM-L6-v2"
@@ -117,15 +118,13 @@ def _scored_once(task: Task, compute: Callable[[Task], np.ndarray], *key: Any) -
     return cached_array("scores", [*key, task.content_hash, code_hash()], partial(compute, task))
 
 
-def assess(
-    path: str | Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
-) -> dict[str, np.ndarray]:
+def assess(path: Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False) -> Scores:
     """`evaluate` for a checkpoint, in the preset's precision of computing, computed once.
 
     A task without documents of chunks has the same scores with late chunking and without.
     """
     lengths = (config.query_length, config.document_length, config.chunk_length)
-    scores, embedder, weights = {}, cache(lambda: load(path, config)), content(Path(path))
+    scores, embedder, weights = {}, cache(lambda: load(path, config)), content(path)
 
     def compute(task: Task) -> np.ndarray:
         return evaluate(embedder(), [task], config, late_chunking=late_chunking)[task.name]
@@ -138,12 +137,12 @@ def assess(
     return scores
 
 
-def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, float]]:
+def task_means(scores: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
     """Per-query scores of several models as means: model → task → nDCG@10."""
     return {model: {task: float(x_N.mean()) for task, x_N in row.items()} for model, row in scores.items()}
 
 
-def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, float]:
+def family_means(scores: Scores, tasks: list[Task]) -> dict[str, float]:
     """Unweighted mean over the tasks of each family; and as "average" over those in English and code, which
     every system reads (without such, over all)."""
     means = [(task.family, float(scores[task.name].mean())) for task in tasks]
@@ -188,7 +187,7 @@ def load_reference(config: EvaluationConfig) -> Embedder | None:
     return load(Path(spec.origin).parent / "model", config) if spec else None
 
 
-def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, dict[str, np.ndarray]]:
+def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, Scores]:
     """{REFERENCE: nDCG@10 of each query of each task}, to be joined to other models' scores; {} without the
     extra.
 

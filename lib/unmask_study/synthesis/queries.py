@@ -27,10 +27,8 @@ SHORTEST = 80  # characters; of less text there is little to ask
 NEIGHBOURS = 2  # chunks that are shown on either side
 LENGTHS = (5, 10, 20, 40)  # words; one is drawn for each query
 LONGEST = 20  # characters for each word that a query should have
-PROMPTS, PERSONAS = (
-    yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf8"))
-    for name in ("prompts", "personas")
-)
+_FILES = (Path(__file__).with_name(f"{name}.yaml") for name in ("prompts", "personas"))
+PROMPTS, PERSONAS = (yaml.safe_load(file.read_text(encoding="utf8")) for file in _FILES)
 
 
 class Choice(BaseModel, extra="forbid"):
@@ -114,9 +112,9 @@ def draw_documents(
     """
 
     def lacking(chunks: Sequence[str]) -> list[int]:
-        once = Counter(chunks)  # of a chunk that is there twice, neither is the right one
-        fit = (len(chunk) >= SHORTEST and once[chunk] == 1 and chunk not in answered for chunk in chunks)
-        return [number for number, one in enumerate(fit) if one]
+        count = Counter(chunks)  # of a chunk that is there twice, neither is the right one
+        once = ((i, text) for i, text in enumerate(chunks) if count[text] == 1)
+        return [i for i, text in once if len(text) >= SHORTEST and text not in answered]
 
     fit, places = (list(chunks) for chunks in documents if len(chunks) > 1 and lacking(chunks)), []
     for chunks in sample(fit, config.documents, config.seed):
@@ -126,9 +124,7 @@ def draw_documents(
     return _tasks(places, embedder, config)
 
 
-def _tasks(
-    places: list[tuple[tuple[str, ...], int]], embedder: Encoder, config: SynthesisConfig
-) -> list[Task]:
+def _tasks(places: Sequence[tuple], embedder: Encoder, config: SynthesisConfig) -> list[Task]:
     """Makes a task of each chunk, with the personas that are most similar to it, the nearest first."""
     texts = [chunks[gold] for chunks, gold in places]
     scores_NP, tasks = unit(embedder.encode(texts)) @ unit(embedder.encode(PERSONAS)).T, []
@@ -142,22 +138,19 @@ def _tasks(
 
 def configuration_messages(task: Task) -> Messages:
     """The first request: which of the characters would look this passage up, and with what question?"""
-    numbered = "\n".join(f"{number}. {persona}" for number, persona in enumerate(task.personas, 1))
-    options = {
-        name: "\n".join(f"- {option}: {meaning}" for option, meaning in PROMPTS[name].items())
-        for name in ("types", "difficulties")
-    }
-    return _messages("choice", task, personas=numbered, **options)
+    values = {"personas": "\n".join(f"{i}. {persona}" for i, persona in enumerate(task.personas, 1))}
+    for name in ("types", "difficulties"):
+        values[name] = "\n".join(f"- {option}: {meaning}" for option, meaning in PROMPTS[name].items())
+    return _messages("choice", task, **values)
 
 
 def query_messages(task: Task, choice: Choice) -> Messages:
     """The second request: the query itself, as the chosen character would put it."""
-    kind, level = choice.type, choice.difficulty
     values = {"persona": task.persona(choice), "language": task.language, "length": task.length}
-    values["type"] = f"{kind}, {PROMPTS['types'][kind]}"
-    values["difficulty"] = f"{level}, {PROMPTS['difficulties'][level]}"
-    values["contextual"] = PROMPTS["contextual"] if len(task.shown) > 1 else ""
-    return _messages("query", task, **values)
+    values["type"] = f"{choice.type}, {PROMPTS['types'][choice.type]}"
+    values["difficulty"] = f"{choice.difficulty}, {PROMPTS['difficulties'][choice.difficulty]}"
+    contextual = PROMPTS["contextual"] if len(task.shown) > 1 else ""
+    return _messages("query", task, contextual=contextual, **values)
 
 
 def _messages(name: str, task: Task, **values: Any) -> Messages:
