@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import groupby, islice
-from operator import itemgetter
 from pathlib import Path
 from string import Template
 
@@ -63,7 +62,7 @@ def as_task(name: str, documents: Rows, queries: Rows) -> Task:
         if not golds or not number.keys() >= set(golds):
             raise ValueError(f"task {name}, queries, row {row_number}: no chunks {golds} in the documents")
         relevant.append({number[gold] for gold in golds})
-    by_document = groupby(sorted(chunks), key=itemgetter(0))
+    by_document = groupby(sorted(chunks), key=lambda place: place[0])
     parts = [[chunks[place]["chunk"] for place in places] for _, places in by_document]
     return Task(name, "contextual", [row["query"] for row in queries], parts, relevant, list(number))
 

@@ -13,7 +13,6 @@ Shape suffixes: N queries · C documents that they ask for · S seeds.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,9 +166,8 @@ def mean_gates(gates: Iterable[Gate]) -> list[Gate]:
 
 def failed(gates: Iterable[Gate]) -> str:
     """The gates that did not pass, with their numbers; empty if all did."""
-    missed = (one for one in gates if not one["passed"])
-    texts = (f"{one['name']}: {one['value']:.3g}, not {one['side']} {one['bar']:.3g}" for one in missed)
-    return "; ".join(texts)
+    text = "{name}: {value:.3g}, not {side} {bar:.3g}"
+    return "; ".join(text.format(**one) for one in gates if not one["passed"])
 
 
 # Scores of each query
@@ -293,7 +291,7 @@ def _gates_missed(rests: Mapping[str, Sequence[str]], saved: Mapping[int, Mappin
     gates, unseen = [], []
     for name, training in ((name, training) for name, row in rests.items() for training in row):
         by_seed = {seed: row.get(name, {}).get("gates", {}).get(training, []) for seed, row in saved.items()}
-        gates += chain(*by_seed.values())
+        gates += [gate for row in by_seed.values() for gate in row]
         if without := [str(seed) for seed, row in by_seed.items() if not row]:
             unseen.append(f"no gates of {training} ({name}) in seeds {', '.join(without)}")
     return "; ".join(filter(None, [failed(mean_gates(gates)), *unseen]))
@@ -344,8 +342,8 @@ def _differences(study: Run, run: Run, seed: int) -> str:
         return f"was trained with seed {trained}"
     made, now = comparable(preset), comparable(resolved(study.config))
     names = sorted(key for key in made.keys() & now.keys() if made[key] != now[key])
-    corpora = {one.load("00_backbone").get("corpus_hash") for one in (study, run)}
-    names += ["corpus"] * (len(corpora) > 1)
+    if len({one.load("00_backbone").get("corpus_hash") for one in (study, run)}) > 1:
+        names.append("corpus")
     return f"differs in {', '.join(names[:5])}" if names else ""
 
 
@@ -380,7 +378,7 @@ def first_seeds(by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
 def gathered(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
     """Tables of several seeds as one: row → column → the value of each seed that has one."""
     values: dict[str, dict[str, list[float]]] = {}
-    for name, row in ((name, row) for table in tables for name, row in table.items()):
+    for name, row in (item for table in tables for item in table.items()):
         for column, value in row.items():
             values.setdefault(name, {}).setdefault(column, []).append(value)
     return values

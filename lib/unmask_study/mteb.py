@@ -7,8 +7,6 @@ Shape suffixes: B texts · N queries · M documents · D dimensions.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -87,7 +85,7 @@ class MtebEncoder(AbsEncoder):
         """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space, for
         which the tokenizer must have a token."""
         name, kind, reader = task_metadata.name, about.get("prompt_type"), self.reader(about.get("hf_subset"))
-        prefix, column, length = "", itemgetter("text"), self.length(name, kind or PromptType.document)
+        prefix, column, length = "", lambda rows: rows["text"], self.length(name, kind or PromptType.document)
         if self.instruct and kind != PromptType.document:
             prefix = self.get_task_instruction(task_metadata, kind)
         elif kind == PromptType.query:
@@ -334,7 +332,7 @@ def _run(encoder: MtebEncoder | MtebReranker, task: AbsTask, results: mteb.Resul
     # What is kept may hold more than is asked for here, for instance more languages.
     scores = result.task_results[0].validate_and_filter_scores(task)
     names = {"main_score": "score"} | {key: name for name, key in MEASURES.items()}
-    table = pd.DataFrame(chain(*scores.scores.values())).rename(columns=names)  # a row for a split's subset
+    table = pd.concat(map(pd.DataFrame, scores.scores.values())).rename(columns=names)  # a row a subset
     measured = [name for name in names.values() if name in table]  # of what is no search the score alone
     subsets = table.groupby("hf_subset", sort=False)[measured].mean().to_dict("index")
     return {"score": float(scores.get_score()), "subsets": subsets, "why": ""}
