@@ -225,7 +225,7 @@ def claims(study: Run) -> list[Line]:
     """All claims, each over the seeds at hand that can answer it, as claims.json has them.
 
     Where saved scores are of too few seeds for a verdict, and results/<run>/earlier.json has more, what it
-    says is taken: numbers of an earlier version of this repository, by the definition that each names.
+    says is taken: value, interval, seeds, verdict and why, by an earlier version of this repository.
     """
     every, saved, earlier = runs(study), metrics(study), read_json(study.results / "earlier.json")
     lines = []
@@ -245,7 +245,7 @@ def claims(study: Run) -> list[Line]:
                 why = f"left out, since they asked other queries: seeds {', '.join(apart)}"
                 line["why"] = "; ".join(filter(None, [line["why"], why]))
         elif before["seeds"]:
-            line |= _measured_before(about, before)
+            line |= before
         else:
             kind = "contextual" if about["contextual"] else "plain"
             missing = f"saved no scores of these systems on {kind} tasks" if ran else "was not run"
@@ -295,13 +295,6 @@ def _gates_missed(rests: Mapping[str, Sequence[str]], saved: Mapping[int, Mappin
         if without := [str(seed) for seed, row in by_seed.items() if not row]:
             unseen.append(f"no gates of {training} ({name}) in seeds {', '.join(without)}")
     return "; ".join(filter(None, [failed(mean_gates(gates)), *unseen]))
-
-
-def _measured_before(about: Claim, before: Mapping[str, Any]) -> Line:
-    """What earlier.json says of a claim."""
-    verdict = judge(Effect(before["value"], *before["interval"]), about["bar"], len(before["seeds"]))
-    line = {name: before[name] for name in ("value", "interval", "seeds")}
-    return line | {"verdict": verdict, "why": f"by an earlier definition: {before['definition']}"}
 
 
 # The runs of several seeds

@@ -249,9 +249,8 @@ def beside(panels: Mapping, *, highlight: Sequence = (), baselines: Sequence = (
         y = np.arange(len(frame))
         ax.hlines(y, frame.min(axis=1), frame.max(axis=1), color=GRID, linewidth=1.2)
         others = frame.drop(columns=colored, errors="ignore")
-        ax.plot(
-            others, y, "o", color=GREY, markersize=3.5, label=[f"{others.shape[1]} others"] * len(others.T)
-        )
+        label = [f"{others.shape[1]} others"] * others.shape[1]
+        ax.plot(others, y, "o", color=GREY, markersize=3.5, label=label)
         for series in (series for series in colored[::-1] if series in frame):  # the first on top
             ax.plot(frame[series], y, **look[series] | {"linestyle": ""}, label=series)
         _name_rows(ax, list(frame.index), most)

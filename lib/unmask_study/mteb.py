@@ -73,9 +73,7 @@ class MtebEncoder(AbsEncoder):
         self.instruction_template = prompt("{instruction}")
         self.reader = lambda subset: embedder  # of a task's subset
         # The last corpus is embedded once: the subsets of a task may share it.
-        self._corpus_codes = lru_cache(1)(
-            lambda reader, *texts, **how: reader.encode(texts, precision, **how)
-        )
+        self._codes = lru_cache(1)(lambda reader, *texts, **how: reader.encode(texts, precision, **how))
         tensors = [*getattr(embedder, "encoder", embedder.model).parameters()]
         tensors.append(getattr(embedder, "context_KD", torch.empty(0)))
         how = embedder.mixed_precision, config.query_length, config.document_length, instruct
@@ -93,7 +91,7 @@ class MtebEncoder(AbsEncoder):
         texts = [prefix + text or " " for batch in inputs for text in column(batch)]
         if kind == PromptType.query:
             return reader.encode(texts, self.precision, max_length=length)
-        codes_BD = self._corpus_codes(reader, *texts, max_length=length)
+        codes_BD = self._codes(reader, *texts, max_length=length)
         if kind is None:  # no search
             return unit(_floats(codes_BD))
         return noisy(codes_BD) if name in _YAML["repeating"] else codes_BD
