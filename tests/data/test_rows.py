@@ -27,8 +27,8 @@ PAIRS += [{"query": f"what is {i}?", "document": f"{i} is a number, ünlike {'x'
 
 
 def rows_of(source, dropped=None):
-    counted = Counter() if dropped is None else dropped
-    return [row for unit in units(source) for row in read(source, unit, counted)]
+    dropped = Counter() if dropped is None else dropped
+    return [row for unit in units(source) for row in read(source, unit, dropped)]
 
 
 def refusal(source):

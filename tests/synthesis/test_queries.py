@@ -30,9 +30,9 @@ def test_pairs_from_passages(tmp_path):
     assert rows == result.rows
     assert {row["document"] for row in rows} == set(PASSAGES)
     assert len({row["id"] for row in rows}) == len(rows)
-    assert all(row["persona"] in queries.PERSONAS and row["similarity"] >= 0.1 for row in rows)
     columns = {"id", "query", "document", "language", "persona", "type", "difficulty", "similarity"}
-    assert all(row.keys() == columns for row in rows)
+    for row in rows:
+        assert row.keys() == columns and row["persona"] in queries.PERSONAS and row["similarity"] >= 0.1
     assert server.answered == 2 * len(PASSAGES)
     assert pairs(config(server), tmp_path).rows == rows  # the server is gone
     schemas = [body["response_format"]["json_schema"]["schema"] for body in server.bodies]
@@ -134,7 +134,6 @@ def test_plans_repeat_and_languages_are_drawn():
     documents = [*DOCUMENTS, ["one chunk only"], doubled, answered[:2]]
     settings = replace(settings, documents=9, queries_per_document=9)
     tasks = draw_documents(documents, Words(), settings, answered)
-    drawn = {task.chunks for task in tasks}
-    assert drawn == {*map(tuple, [*DOCUMENTS, doubled])}
-    every = {chunk for chunks in drawn for chunk in chunks}
+    assert {task.chunks for task in tasks} == {*map(tuple, [*DOCUMENTS, doubled])}
+    every = {chunk for chunks in [*DOCUMENTS, doubled] for chunk in chunks}
     assert {task.passage for task in tasks} == every - {passage(901), DOCUMENTS[0][1]}
