@@ -119,11 +119,9 @@ PLACES = ["riverbank", "mountain", "harbour", "orchard", "glacier", "meadow"]
 
 def passage(number: int) -> str:
     """Text that no other number has."""
-    animal, place = ANIMALS[number % 6], PLACES[number // 6 % 6]
-    return (
-        f"The {animal}{number} lives near the {place}{number} and rarely leaves it before dusk. "
-        f"Observers counted {number + 3} animals last year."
-    )
+    animal, place = f"{ANIMALS[number % 6]}{number}", f"{PLACES[number // 6 % 6]}{number}"
+    lives = f"The {animal} lives near the {place} and rarely leaves it before dusk."
+    return f"{lives} Observers counted {number + 3} animals last year."
 
 
 class Words:

@@ -21,12 +21,14 @@ from huggingface_hub import HfFileSystem, close_session, constants
 
 from unmask.data import rows
 
+Files = dict[str, bytes]
+
 
 @dataclass
 class FakeRepo:
     type: str  # "dataset" or "model"
     name: str
-    files: dict[str, bytes]
+    files: Files
     gated: bool = False
     revision: str = "main"
 
@@ -48,9 +50,7 @@ class FakeHub:
     requests: list[str] = field(default_factory=list)
     token: str = "hf_right"
 
-    def add(
-        self, type: str, name: str, files: dict[str, bytes], revision: str = "main", *, gated: bool = False
-    ) -> None:
+    def add(self, type: str, name: str, files: Files, revision: str = "main", gated: bool = False) -> None:
         key = name if revision == "main" else f"{name}@{revision}"
         self.repos[key] = FakeRepo(type, name, files, gated, revision)
 

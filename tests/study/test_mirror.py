@@ -14,6 +14,7 @@ from toy_checkout import unmask
 from unmask.data import hub
 from unmask.data.registry import load_registry
 from unmask.data.rows import read, units
+from unmask.store import visible
 from unmask_study import mirror
 from unmask_study.settings import load_preset
 
@@ -79,11 +80,10 @@ class Mirror:
 
     def whole(self, wanted):
         """Whether just these files are there, beside hidden ones, as the Hub has them."""
-        files = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
-        names = {file for file in files if "/." not in f"/{file}"}
+        stored = {str(path.relative_to(self.folder)): path.read_bytes() for path in visible(self.folder)}
         repos = self.fake.repos.items()
         contents = {f"{name}/{file}": data for name, repo in repos for file, data in repo.files.items()}
-        return names == wanted and all((self.folder / name).read_bytes() == contents[name] for name in names)
+        return stored == {name: contents[name] for name in wanted}
 
     def rows(self):
         """How many rows each source has."""
