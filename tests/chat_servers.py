@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,11 @@ class Chat(Handler):
             self.send_json({"choices": [choice], "usage": usage})
             with owner.lock:
                 owner.answered += 1
+
+
+def lines(path: Path) -> list[Any]:
+    """The values of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines() if line]
 
 
 def passage_of(prompt: str) -> str:

@@ -184,19 +184,21 @@ def test_docstrings_without_markup_in_summary_and_rest():
     assert words_of("HTTPServer_v2") == "http server v2"
 
 
+def touch(*files):
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """What is installed here are three packages, listed with one more that is not."""
     site = tmp_path / "site"
     for package in make_packages(site):
         others = [f"{package.name}/{place}/tools.py" for place in ("tests", "_vendor")]
-        for file in others:
-            (site / file).parent.mkdir()
-            (site / file).touch()
+        touch(*(site / file for file in others))
         install(site, package.name, package.version, [*others, *package.files, "../bin/tool.py", "read.me"])
-    (tmp_path / "stdlib" / "idlelib").mkdir(parents=True)
-    for file in ("abc.py", "idlelib/help.py"):
-        (tmp_path / "stdlib" / file).touch()
+    touch(tmp_path / "stdlib/abc.py", tmp_path / "stdlib/idlelib/help.py")
     (tmp_path / "list.txt").write_text("# read\nalpha==1.0\nbeta==1.0\ndelta==1.0\ngamma==2.0\n")
     monkeypatch.setattr(make, "LIST", tmp_path / "list.txt")
     paths = SimpleNamespace(get_path=lambda name: str(tmp_path / "stdlib" if name == "stdlib" else site))

@@ -62,10 +62,8 @@ def test_a_language_model_writes_each_chunks_context_from_its_whole_document(tmp
     with chat_server(write=write) as server:
         config = ContextsConfig(endpoint=server.url, model="test", retries=0, timeout=600.0)
         found = conteb.situated(task, replies(config, tmp_path / "journal", conteb.situating(task)))
-    assert found.chunks == [
-        *("Of “middle of a”: middle of a", "Of “middle of a”: last of a"),
-        *("Of “first of b”: first of b", "second of b"),  # no reply, no context
-    ]
+    a = ["Of “middle of a”: middle of a", "Of “middle of a”: last of a"]
+    assert found.documents == [a, ["Of “first of b”: first of b", "second of b"]]  # no reply, no context
     assert (found.relevant, found.chunk_ids, found.queries) == (task.relevant, task.chunk_ids, task.queries)
     assert all(body["temperature"] == 0 and body["max_tokens"] == 128 for body in server.bodies)
     whole = ["\n\n".join(chunks) for chunks in task.documents for _ in chunks]

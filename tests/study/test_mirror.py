@@ -147,9 +147,8 @@ def test_check_finds_what_is_missing_or_short_and_a_revision_can_be_pinned(fake,
     first, second = (to.folder / "org/web" / part for part in WEB[:2])
     first.write_bytes(first.read_bytes()[:-1])
     second.unlink()
-    lacking = to.check()
-    assert "org/base config.json not there or not whole: pull again" in lacking
-    assert f"org/web {WEB[0]} not there or not whole" in lacking
+    for lacking in ("org/base config.json", f"org/web {WEB[0]}"):
+        assert f"{lacking} not there or not whole: pull again" in to.check()
     os.utime(first, (2e9, 2e9))  # within the second of its arrival the library does not see a change
     pinned = REGISTRY.replace("config: eng", f"config: eng, revision: {fake.repos['org/web'].commit}")
     to.registry.write_text(pinned)

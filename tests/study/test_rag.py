@@ -44,17 +44,14 @@ def test_the_metric_is_that_of_a_naive_computation():
 
 
 def test_the_prompts_are_bergens():
-    system, user = messages("Where?", ["one", "two\n" * (WORDS + 1)])
-    assert system["content"] == (
-        "You are a helpful assistant. Your task is to extract relevant information from provided documents "
-        "and to answer to questions as briefly as possible."
-    )
+    system, user = (one["content"] for one in messages("Where?", ["one", "two\n" * (WORDS + 1)]))
+    task = "to extract relevant information from provided documents and to answer to questions as briefly as"
+    assert system == f"You are a helpful assistant. Your task is {task} possible."
     background = f"Background:\nDocument 1: one\nDocument 2:{' two' * WORDS}"
-    assert user["content"] == f"{background}\n\n\nQuestion: Where?"
-    assert [one["content"] for one in messages("Where?", [])] == [
-        "You are a helpful assistant. Answer the questions as briefly as possible.",
-        "Question: Where?",
-    ]
+    assert user == f"{background}\n\n\nQuestion: Where?"
+    system, user = (one["content"] for one in messages("Where?", []))
+    assert system == "You are a helpful assistant. Answer the questions as briefly as possible."
+    assert user == "Question: Where?"
 
 
 def test_squad_in_passages_of_a_hundred_words(tmp_path, monkeypatch):

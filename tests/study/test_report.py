@@ -42,14 +42,26 @@ def test_a_table_rounds_escapes_and_names_what_is_missing():
 
 
 def test_what_was_read_is_added_up_by_data_set():
-    read = [
-        {"source": "text/deu", "language": "deu", "share": 10.0, "blocks": 2, "epochs": 1.5, "held out": 3},
-        {"source": "text/fra", "language": "fra", "share": 20.0, "blocks": 4, "epochs": 1.0, "dropped": 1},
-        {"source": "web", "language": "eng", "share": 70.0, "blocks": 14, "epochs": 1.0},
-    ]
+    german = {
+        "source": "text/deu",
+        "language": "deu",
+        "share": 10.0,
+        "blocks": 2,
+        "epochs": 1.5,
+        "held out": 3,
+    }
+    french = {
+        "source": "text/fra",
+        "language": "fra",
+        "share": 20.0,
+        "blocks": 4,
+        "epochs": 1.0,
+        "dropped": 1,
+    }
+    web = {"source": "web", "share": 70.0, "blocks": 14, "epochs": 1.0}
     both = {"source": "text", "share": 30.0, "blocks": 6, "epochs": 1.5, "held out": 3, "dropped": 1}
-    web = {"source": "web", "share": 70.0, "blocks": 14, "epochs": 1.0, "held out": 0, "dropped": 0}
-    assert added_up(read) == [both, web]
+    rows = [row | {"language": "deu"} for row in (german, french, web)]
+    assert added_up(rows) == [both, web | {"held out": 0, "dropped": 0}]
 
 
 def test_seeds_become_a_mean_and_a_deviation_of_what_was_measured():
@@ -58,8 +70,8 @@ def test_seeds_become_a_mean_and_a_deviation_of_what_was_measured():
     assert systems["InSeNT"] == {"english": 0.4, "average": 0.41}
     several = gathered([{"a": {"x": 0.1}, "b": {"x": 1.0}}, {"a": {"x": 0.2}}, {"a": {"x": 0.3, "y": 0.5}}])
     assert several == {"a": {"x": [0.1, 0.2, 0.3], "y": [0.5]}, "b": {"x": [1.0]}}
-    assert spread(several["a"]["x"]) == "0.200 ± 0.100"  # n − 1 in the denominator
-    assert spread(several["a"]["y"]) == "0.500" == spread([0.5, 0.5, 0.5])
+    lists = (several["a"]["x"], several["a"]["y"], [0.5, 0.5, 0.5])
+    assert [*map(spread, lists)] == ["0.200 ± 0.100", "0.500", "0.500"]  # n − 1 in the denominator
 
 
 # Gates and claims

@@ -30,8 +30,8 @@ CONTEXTUAL = ["modules", "statistics"]
 
 def pair_rows(name):
     def pair(query, document, key):
-        row = {"dataset": name, "query": query, "document": document, "key": key}
-        return row | {"group": PLAIN[name], "task": name}
+        row = {"dataset": name, "task": name, "group": PLAIN[name]}
+        return row | {"query": query, "document": document, "key": key}
 
     return [
         *(pair(f"{name} query {i}", f"{name} answer {i}", f"k{i}") for i in range(12)),
@@ -91,14 +91,6 @@ def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     monkeypatch.setattr(tasks, "code_hash", lambda: "another")
     with pytest.raises(pytest.fail.Exception):
         assess(path, built, CONFIG)
-
-
-@pytest.mark.parametrize("has_bf16", [False, True])
-def test_a_checkpoint_computes_in_bf16_where_the_processor_has_it(has_bf16, tmp_path, monkeypatch):
-    monkeypatch.setattr(backbone, "has_bf16", lambda device: has_bf16)
-    path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m")
-    found = [tasks.load(path, replace(CONFIG, precision=one)).mixed_precision for one in ("bf16", "fp32")]
-    assert found == [has_bf16, False]
 
 
 def answers(task):
@@ -181,11 +173,10 @@ def test_only_contextual_tasks_are_chunked_late_and_each_has_its_lengths(built):
     embedder = Embedder(tiny.model(), tiny.tokenizer())
     config = replace(CONFIG, query_length=3, document_length=4, chunk_length=5)
     plain, contextual = built[0], built[-1]
-    alone = [
-        embedder.encode(task.chunks, "float32", max_length=n) for task, n in ((plain, 4), (contextual, 5))
-    ]
-    late = np.concatenate(embedder.encode_documents(contextual.documents, "float32", chunk_length=5))
-    cases = [(plain, True, alone[0]), (contextual, False, alone[1]), (contextual, True, late)]
+    plain_MD = embedder.encode(plain.chunks, "float32", max_length=4)
+    alone_MD = embedder.encode(contextual.chunks, "float32", max_length=5)
+    late_MD = np.concatenate(embedder.encode_documents(contextual.documents, "float32", chunk_length=5))
+    cases = [(plain, True, plain_MD), (contextual, False, alone_MD), (contextual, True, late_MD)]
     for task, late_chunking, expected_MD in cases:
         vectors = embed_task(embedder, task, config, late_chunking=late_chunking)
         np.testing.assert_array_equal(vectors.chunks_MD, expected_MD)

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from chat_servers import chat_server, config
+from chat_servers import chat_server, config, lines
 from unmask_study.settings import ReaderConfig
 from unmask_study.synthesis import EndpointError, replies
 from unmask_study.synthesis.client import ask
@@ -33,10 +33,6 @@ def echo(prompt):
 
 
 ECHOES = [echo(request["content"]) for (request,) in REQUESTS]
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines() if line]
 
 
 def test_every_request_is_sent_once_and_some_at_a_time(tmp_path, monkeypatch):

@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from chat_servers import Words, chat_server, config, good, passage, passage_of
+from chat_servers import Words, chat_server, config, good, lines, passage, passage_of
 from unmask_study.synthesis import queries, synthesize_documents, synthesize_pairs
 from unmask_study.synthesis.queries import draw_documents, draw_passages, sample
 
 PASSAGES = [passage(number) for number in range(24)]
 DOCUMENTS = [[passage(100 * d + c) for c in range(6)] for d in range(5)]
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
 
 
 def pairs(settings, folder):
@@ -53,10 +49,9 @@ def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
         assert len(row["queries"]) == len(row["golds"]) == len(set(row["golds"])) == 3
         for query, gold in zip(row["queries"], row["golds"]):
             prompts = [p for p in server.prompts if passage_of(p) == row["chunks"][gold]]
-            assert len(prompts) == 2
-            assert query in {json.loads(good(p)).get("query") for p in prompts}
-            for neighbour in row["chunks"][max(0, gold - 2) : gold + 3]:
-                assert all(neighbour in prompt for prompt in prompts)
+            assert len(prompts) == 2 and query in {json.loads(good(p)).get("query") for p in prompts}
+            near = row["chunks"][max(0, gold - 2) : gold + 3]
+            assert all(chunk in prompt for chunk in near for prompt in prompts)
             assert all(chunk not in p for chunk in row["chunks"][gold + 3 :] for p in prompts)
 
 
