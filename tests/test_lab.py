@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import threading
-from collections import Counter
 
 import pytest
 from filelock import FileLock
@@ -15,7 +14,7 @@ from by_hand import cells, kernel
 from unmask.models import backbone
 from unmask.store import repository
 from unmask.training import TrainingStopped
-from unmask_study import evidence, plan
+from unmask_study import evidence
 from unmask_study.run import Run
 from unmask_study.settings import load_preset
 from waiting import wait_for
@@ -113,7 +112,7 @@ OF_CPU = {  # the keys of preset cpu that say what is trained
 
 @pytest.mark.slow
 def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path, monkeypatch):
-    """The plan counts them; of a base cut short the bar is the base trained on."""
+    """Of a base cut short the bar is the base trained on."""
     monkeypatch.setattr(Run, "_sources", lambda self: [self.name])  # whatever `make smoke` has left
     backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
     values = FEW | {"backbone.checkpoint": str(tmp_path / "ready"), "backbone.keep_layers": [0]}
@@ -123,10 +122,7 @@ def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path, 
     for name in STAGES:
         told[name[:2]], _ = shell.run(*cells(name, values))
     preset, lab = load_preset("smoke", values), tmp_path / "lab" / "smoke"
-    made = Counter(path.relative_to(lab).parts[0] for path in lab.rglob("metrics.jsonl"))
-    planned = plan.trainings(preset, 1)
-    assert made == {name: sum(one.number for one in planned if one.notebook == name) for name in made}
-    assert sum(made.values()) == sum(one.number for one in planned) == 21
+    assert len([*lab.rglob("metrics.jsonl")]) == 21
     claims = evidence.claims(Run("12_report", "lab/smoke", preset))
     assert not {"not asked", "not run"} & {claim["verdict"] for claim in claims}
     assert not any("no gates of" in claim["why"] for claim in claims)

@@ -84,7 +84,7 @@ def test_a_cap_on_pairs_holds_with_and_without_context(start, monkeypatch):
 
     def drawn(**more):
         rows = made(start, **more).data["docs"]
-        return len(rows.queries), rows.identity
+        return len(rows.queries), rows.hash
 
     everything, capped = drawn(), drawn(max_pairs=20)
     assert (everything[0], capped[0]) == (60, 20) and everything[1] != capped[1]

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from unmask import losses
 from unmask.config import load_preset
 from unmask.data.tokens import TokenSequence
-from unmask.losses import diffusion_loss, insent_loss, next_token_loss, pair_loss, triplet_loss
+from unmask.losses import diffusion_loss, insent_loss, mean_maxsim, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
 from unmask.training import LateInteraction
@@ -205,7 +205,7 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
         n, rows = part.count, int8(torch.cat([encode_rows(model, [s]) for s in part.sequences]))
         texts = [s.tokens_L.tolist() for s in part.sequences]
         number_R, hard_NKD = torch.tensor([texts.index(t) for t in texts]), rows[2 * n :].reshape(n, 3, -1)
-        shared = {"temperature": stage.config.temperature, "number_R": number_R}
+        shared = {"temperature": stage.config.temperature, "text_ids_R": number_R}
         total = total + triplet_loss(rows[:n], rows[n : 2 * n], hard_NKD, **shared) * n / 6
     assert_same(step(stage, model, parts), backpropagated(total, model))
 
@@ -301,7 +301,7 @@ def test_late_interaction_trains_the_vectors_of_tokens(late_chunking):
     q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (found[: batch.count], chunks))
     chunks_MCKD = pad_sequence(chunks_XKD.split(counts), True)
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask_MC}
-    loss = insent_loss(q_NLD, chunks_MCKD, **where, lam=0.3, temperature=0.05)
+    loss = insent_loss(q_NLD, chunks_MCKD, **where, lam=0.3, temperature=0.05, similarity=mean_maxsim)
     assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 
