@@ -59,9 +59,6 @@ def chat_server(*faults: Callable[[str, int], str | None], **given: Any) -> Iter
 class Chat(Handler):
     owner: ChatServer
 
-    def do_GET(self) -> None:
-        self.send_json({"error": {"message": "models are not listed"}}, 404)
-
     def do_POST(self) -> None:
         owner = self.owner
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

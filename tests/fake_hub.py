@@ -59,10 +59,6 @@ class FakeHub:
         known = (one for one in self.repos.values() if one.name == name)
         return next((one for one in known if revision in (one.revision, one.commit)), None)
 
-    def fetched(self, file: str, since: int = 0) -> int:
-        """How often a file's content was sent, the first `since` of all left out."""
-        return self.requests[since:].count(file)
-
 
 @contextmanager
 def fake_hub() -> Iterator[FakeHub]:
@@ -132,10 +128,9 @@ class _Handler(Handler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
-        if path.startswith("/api/"):
-            path = path.removeprefix("/api")
-        elif not path.startswith("/datasets/"):
+        if not path.startswith(("/api/", "/datasets/")):
             path = f"/models{path}"
+        path = path.removeprefix("/api")
         if path.count("/") < 3:
             return self.send(200 if path == "/models/" else 404)
         kind, organisation, name, *rest = map(unquote, path.strip("/").split("/"))  # some hold a slash

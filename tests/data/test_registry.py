@@ -170,10 +170,9 @@ def test_files_that_are_no_registry(text, message, tmp_path):
 
 
 def test_a_split_is_a_function_of_key_and_hold_out():
-    one, other = (Source(name, "hub", "text", "eng", "", hold_out=0.1) for name in ("one", "other"))
-    keys = [f"key {k}" for k in range(3000)]
-    splits = [split_of(one, key) for key in keys]
-    assert splits == [split_of(other, key) for key in keys]
+    sources = [Source(name, "hub", "text", "eng", "", hold_out=0.1) for name in ("one", "other")]
+    splits, others = ([split_of(source, f"key {k}") for k in range(3000)] for source in sources)
+    assert splits == others
     counts = Counter(splits)
     assert counts["test"] / 3000 == pytest.approx(0.1, abs=0.02)
     assert counts["dev"] / 3000 == pytest.approx(0.1 / 3, abs=0.01)

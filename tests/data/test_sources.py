@@ -165,10 +165,9 @@ elif '"delta"' in sys.argv[2]:
 else:
     print("made", file=open(pathlib.Path(__file__).parents[1] / "log", "a"))
     (folder := pathlib.Path(sys.argv[1])).mkdir()
-    splits = ("train", "dev", "test") * 40
-    rows = [{"text": f"q {i}", "d": f"d {i}", "k": f"k {i}", "split": s} for i, s in enumerate(splits)]
-    text = "".join(json.dumps(row | {"language": "de"}) + chr(10) for row in rows)
-    (folder / "rows.jsonl").write_text(text)
+    splits = enumerate(("train", "dev", "test") * 40)
+    rows = [{"text": f"q {i}", "d": f"d {i}", "k": f"k {i}", "split": s, "language": "de"} for i, s in splits]
+    (folder / "rows.jsonl").write_text(chr(10).join(map(json.dumps, rows)))
     card = {"settings": json.loads(sys.argv[2]), "origins": ["p 1.0"], "dropped": {"packages": {"bad": 3}}}
     (folder / "card.json").write_text(json.dumps(card))
 """
@@ -202,11 +201,11 @@ def test_a_script_makes_files_once_whose_rows_bring_their_split_and_labels(scrip
     (text,) = corpus.text_sources()
     rows = [row for unit in source_rows.units(text) for row in source_rows.read(text, unit, {})]
     assert [row["text"] for row in rows] == list(corpus.texts("train")["text"])
-    known = {identity(scripted)}
+    identities = {identity(scripted)}
     for name, change in {"inputs": "alpha 2.0", "make.py": SCRIPT.replace("40", "41")}.items():
         edit(scripted, name, change)
-        known.add(identity(scripted))
-    assert len(known) == 3 and len(open_corpus(scripted).texts("test")) == 41
+        identities.add(identity(scripted))
+    assert len(identities) == 3 and len(open_corpus(scripted).texts("test")) == 41
 
 
 def test_a_script_refuses_settings_or_breaks_and_leaves_nothing(scripted, tmp_path):
@@ -280,8 +279,8 @@ def test_pairs_are_stored_by_split(tmp_path):
     source = own(path, hold_out=0.15, group="english", task="numbers")
     card, stored = tables(source, tmp_path / "out")
     assert card["dropped"] == {"mine": {}} and sum(map(len, stored.values())) == 400
-    for split, found in stored.items():
-        assert len(found) and all(split_of(source, row["document"]) == split for row in found)
+    for split, table in stored.items():
+        assert len(table) and all(split_of(source, row["document"]) == split for row in table)
     row = stored["train"][0]
     expected = {"dataset": "mine", "task": "numbers", "group": "english", "language": "eng_Latn"}
     assert row.keys() == {*SCHEMAS["pairs"].names} and expected.items() <= row.items()

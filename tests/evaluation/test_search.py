@@ -97,9 +97,9 @@ def test_a_pair_scores_the_same_in_any_search(tiling):
 
 
 def test_what_becomes_an_array_is_searched_as_one():
-    q_ND, d_MD = np.eye(5), np.tri(5)
+    both = (np.eye(5), np.tri(5))
     for make in (np.ndarray.tolist, torch.from_numpy):
-        same(top_k(make(q_ND), make(d_MD), 3), top_k(q_ND, d_MD, 3))
+        same(top_k(*map(make, both), 3), top_k(*both, 3))
 
 
 WRONG = [np.ones(2), np.ones((1, 3)), np.ones((1, 2), np.int64), np.ones((1, 2), bool)]

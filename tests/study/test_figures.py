@@ -130,8 +130,7 @@ def test_claims_show_signed_effects_seeds_and_bars_and_no_row_that_no_run_measur
     ends = [segment[:, 0].tolist() for drawn in ax.collections for segment in drawn.get_segments()]
     np.testing.assert_allclose(ends, [[1, 3], [-6, -4]])
     across = [line.get_xdata() for line in ax.lines if line.get_marker() == "None"]
-    bars = [x[0] for x in across if len(x)]
-    np.testing.assert_allclose(bars, [0, -4.4, 0])  # and the line at zero
-    (seeds, _) = [line.get_xdata() for line in ax.lines if line.get_marker() == "."]
+    np.testing.assert_allclose([x[0] for x in across if len(x)], [0, -4.4, 0])  # and the line at zero
+    seeds, _ = (line.get_xdata() for line in ax.lines if line.get_marker() == ".")
     np.testing.assert_allclose(seeds, [1.5, 2.5])
     assert ax.texts[0].get_text() == "+2.0 [+1.0, +3.0]"

@@ -104,7 +104,7 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(fake, to, monkeyp
     before = len(fake.requests)
     assert to.pull()[0] == 0
     for path in ("train.jsonl", "tokenizer.json", "model.safetensors", WEB[1]):
-        assert fake.fetched(path) and not fake.fetched(path, since=before), path
+        assert path in fake.requests[:before] and path not in fake.requests[before:], path
     preset = load_preset("smoke", to.settings)
     with known_hub("http://127.0.0.1:9", offline=True):
         assert to.check() == "" and to.rows() == [800, 100]
@@ -123,7 +123,7 @@ def test_after_a_failure_the_same_command_goes_on(fake, to, monkeypatch):
     assert "not there or not whole" in to.check() and "org/base" in to.check()
     done = len(fake.requests)
     assert to.pull()[0] == 0 and to.whole(ALL) and to.check() == "" and not any(fake.faults.values())
-    assert not fake.fetched("model.safetensors", since=done)
+    assert "model.safetensors" not in fake.requests[done:]
 
 
 def test_of_text_only_as_much_as_is_needed(fake, to):

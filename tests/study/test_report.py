@@ -42,22 +42,8 @@ def test_a_table_rounds_escapes_and_names_what_is_missing():
 
 
 def test_what_was_read_is_added_up_by_data_set():
-    german = {
-        "source": "text/deu",
-        "language": "deu",
-        "share": 10.0,
-        "blocks": 2,
-        "epochs": 1.5,
-        "held out": 3,
-    }
-    french = {
-        "source": "text/fra",
-        "language": "fra",
-        "share": 20.0,
-        "blocks": 4,
-        "epochs": 1.0,
-        "dropped": 1,
-    }
+    german = {"source": "text/deu", "share": 10.0, "blocks": 2, "epochs": 1.5, "held out": 3}
+    french = {"source": "text/fra", "share": 20.0, "blocks": 4, "epochs": 1.0, "dropped": 1}
     web = {"source": "web", "share": 70.0, "blocks": 14, "epochs": 1.0}
     both = {"source": "text", "share": 30.0, "blocks": 6, "epochs": 1.5, "held out": 3, "dropped": 1}
     rows = [row | {"language": "deu"} for row in (german, french, web)]

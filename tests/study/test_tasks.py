@@ -127,9 +127,8 @@ def test_a_query_is_not_asked_of_its_own_text():
 
 def test_golds_are_counted_over_all_documents(built):
     for task in built[len(PLAIN) :]:
-        document, golds = [f"{task.name} {number}" for number in range(8)], ((0, 1), (1, 0))
-        expected = {f"{d} query {q}": {f"{d} chunk {c}"} for d in document for q, c in golds}
-        assert answers(task) == expected
+        numbered = [(f"{task.name} {number}", query) for number in range(8) for query in range(2)]
+        assert answers(task) == {f"{d} query {q}": {f"{d} chunk {1 - q}"} for d, q in numbered}
 
 
 def test_a_query_of_several_rows_has_all_their_golds_however_it_is_spelt():
