@@ -82,7 +82,8 @@ class Stage:
 
     def prepare(self) -> list[dict[str, Any]]:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
-        self.batch(0)
+        if self.data:  # a corpus may hold no triplets
+            self.batch(0)
         return [{"data set": name, **rows.counters} for name, rows in self.data.items()]
 
     def keys(self) -> dict[str, np.ndarray]:
