@@ -84,7 +84,6 @@ class ComputeConfig(Section):
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
     compile: bool = False  # torch.compile of every layer; a minute or two on a GPU, before it pays
     checkpoint_seconds: Whole = 120  # between two: all that a kill costs; more where one takes over 4 s
-    keep_checkpoints: Count = 1  # the newest so many
 
     def memory(self, device: str) -> dict[str, int]:
         """Returns the keys that bound memory; by default what fits a core's cache, or keeps a GPU busy."""
@@ -345,9 +344,8 @@ def stage_config(preset: Any, stage: str, changes: Mapping[str, Any]) -> Any:
     Raises: ConfigError, as `load_preset`.
     """
     config = getattr(preset, stage)
-    kind = TRAINED.get(stage, type(config))
-    values = {key: getattr(config, key) for key in kind.__dataclass_fields__}
-    return checked(kind, values | changes, f"{stage}.")
+    values = {key: getattr(config, key) for key in TRAINED[stage].__dataclass_fields__}
+    return checked(TRAINED[stage], values | changes, f"{stage}.")
 
 
 def resolved(config: Any) -> Any:

@@ -38,8 +38,7 @@ from unmask.evaluation.tasks import (
 from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import INSTRUCTIONS, Embedder
 from unmask.models.reranker import Reranker
-from unmask.store import code_fingerprint, fingerprint
-from unmask.training.stages import content
+from unmask.store import code_fingerprint, content_hash, fingerprint
 from unmask_study.settings import EvaluationConfig
 
 # What a pretrained public embedder scores on the same tasks; no competitor. 22 M parameters, distilled from a
@@ -134,7 +133,7 @@ def assess(
     A task without documents of chunks has the same scores with late chunking and without.
     """
     lengths = (config.query_length, config.document_length, config.chunk_length)
-    scores, embedder, weights = {}, cache(lambda: load(path, config)), content(Path(path))
+    scores, embedder, weights = {}, cache(lambda: load(path, config)), content_hash(Path(path))
 
     def compute(task: Task) -> np.ndarray:
         return evaluate(embedder(), [task], config, late_chunking=late_chunking)[task.name]

@@ -260,11 +260,10 @@ class Progress:
 
     def checkpoint(self, done: int) -> None:
         """Writes a checkpoint; the longer it takes, the later the next one is due."""
-        began, config = monotonic(), self.stage.config
-        state, keep = (self.model, self.optimizer, done, self.processes), config.keep_checkpoints
-        self.last = save_checkpoint(self.folder, *state, keep=keep)
+        began, pause = monotonic(), self.stage.config.checkpoint_seconds
+        self.last = save_checkpoint(self.folder, self.model, self.optimizer, done, self.processes)
         self.saved = monotonic()
-        self.pause = config.checkpoint_seconds and max(config.checkpoint_seconds, RARE * (self.saved - began))
+        self.pause = pause and max(pause, RARE * (self.saved - began))
 
 
 def stop_requested(signals: Sequence[int], processes: Distributed) -> bool:
@@ -355,10 +354,8 @@ def run(stage: Stage, model: nn.Module, processes: Distributed, report: Report =
         save(stage, model, folder / "model", processes)
         if processes.main:
             finish(folder)
-        stop = torch.tensor(float(stop_requested(signals, processes)))
-        if processes.sum(
-            processes.to_device(stop)
-        ):  # too late to stop this training, but not what comes next
+        # Too late to stop this training, but not what comes next.
+        if processes.agreed(stop_requested(signals, processes)):
             raise TrainingStopped("told to stop; the training had just ended, and is saved")
 
 

@@ -107,14 +107,11 @@ class Diffusion(Pretraining):
 
     def shown(self, step: int) -> Iterator[list[str]]:
         """A block with ▒ for each masked token, and the share that is masked."""
-        batch = self.batch(step)
+        batch, mask = self.batch(step), self.job.backbone.mask_token
         for tokens_L, masked_L, valid_L in zip(batch.tokens_BL, batch.masked_BL, batch.valid_BL):
-            tokens_L, masked_L = tokens_L[valid_L], masked_L[valid_L]
-            borders = (masked_L.diff().nonzero().flatten() + 1).tolist()
-            runs = zip(tokens_L.tensor_split(borders), masked_L.tensor_split(borders))
-            pieces = ["▒" * len(run) if masked[0] else self.tokenizer.decode(run) for run, masked in runs]
-            text = " ".join("".join(pieces).split())
-            yield [f"{masked_L.double().mean():4.0%} masked  {text[: 3 * WIDTH]}"]
+            tokens_L = tokens_L.masked_fill(masked_L, self.mask_token_id)[valid_L]
+            text = " ".join(self.tokenizer.decode(tokens_L).replace(mask, "▒").split())
+            yield [f"{masked_L[valid_L].double().mean():4.0%} masked  {text[: 3 * WIDTH]}"]
 
     @cached_property
     def mask_token_id(self) -> int:

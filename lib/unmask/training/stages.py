@@ -27,7 +27,7 @@ from unmask.data.tokenize import Table, TokenPairs, token_pairs
 from unmask.data.tokens import PlainTokenizer, Truncation, end_token, special_tokens_around
 from unmask.models import backbone
 from unmask.models.encoding import TokenSequence
-from unmask.store import artifacts_root, fingerprint, sha256, visible
+from unmask.store import artifacts_root, content_hash, fingerprint
 from unmask.training.job import OPTIONS, Job
 
 WIDTH = 100  # characters of a text that `Stage.show` prints
@@ -99,7 +99,7 @@ class Stage:
 
     def inputs(self) -> dict[str, str]:
         """Hashes of files that the result depends on, beside the corpus."""
-        return {"mined": content(Path(self.job.mined))} if self.job.mined else {}
+        return {"mined": content_hash(Path(self.job.mined))} if self.job.mined else {}
 
     def show(self, step: int = 0, rows: int = 3) -> None:
         """Prints the first rows of a step's batch as text."""
@@ -237,16 +237,7 @@ class TextStage(Stage):
         tables = self.tables("triplets")
         if path := self.job.mined:
             rows = Dataset.from_parquet(path, cache_dir=str(artifacts_root() / "data" / "datasets"))
-            names, file = np.asarray(rows["dataset"][:]), content(Path(path))
+            names, file = np.asarray(rows["dataset"][:]), content_hash(Path(path))
             for name in map(str, np.unique(names)):
                 tables[name] = self.table(name, rows.select(np.flatnonzero(names == name)), file)
         return tables
-
-
-def content(path: Path) -> str:
-    """Hash of a file's or a folder's content: on another machine the same training gives other weights, and
-    other scores."""
-    if not path.exists():  # a name on the Hub
-        return str(path)
-    files = sorted(visible(path)) if path.is_dir() else [path]
-    return fingerprint([sha256(file) for file in files])
