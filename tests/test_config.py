@@ -75,7 +75,7 @@ def test_a_preset_says_of_all_stages_what_its_base_says_of_one(tmp_path, monkeyp
         ({"pair.curriculum": [1, 0]}, "missing pair.curriculum.2"),
         ({"quantization.shapes": [[32, 1]]}, "missing quantization.shapes.1"),
         ({"data.families": ["english", "codes"]}, "families.1 must be .*'code'.*, got 'codes'"),
-        ({"contextual.chunk_length": 900}, "tokens of a text exceed backbone.max_length"),
+        ({"contextual.chunk_length": 900}, "contextual.chunk_length is 900, the model has .* positions"),
         ({"parallel.num_processes": 3, "parallel.num_machines": 2}, "cannot be shared evenly"),
     ],
 )

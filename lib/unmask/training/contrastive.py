@@ -27,7 +27,6 @@ from unmask.data.tokens import ending, join_chunks
 from unmask.extras import extra
 from unmask.losses.tensors import to_device
 from unmask.models import backbone, checkpoint
-from unmask.models.checkpoint import Settings
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence, owners
 from unmask.models.quantize import int8
@@ -144,7 +143,8 @@ class Contrastive(TextStage):
     def save(self, model: nn.Module, path: Path, **options: Any) -> None:
         """Writes an embedder, in the layout of sentence-transformers; options as for `checkpoint.write`."""
         tokenizer = ending(self.tokenizer) if self.ends else self.tokenizer
-        checkpoint.save(path, model, tokenizer, Settings.of(self.facts(self.job.start)), **options)
+        settings = checkpoint.Settings.of(self.facts(self.job.start))
+        checkpoint.save(path, model, tokenizer, settings, **options)
 
 
 class Pair(Contrastive):

@@ -35,7 +35,7 @@ from unmask.training.identity import home_of, identity
 from unmask.training.job import JOB
 from unmask.training.launch import STOP, TrainingStopped, launch, several
 from unmask.training.stages import Stage
-from unmask.training.watch import METRICS, Watch, history
+from unmask.training.watch import METRICS, Watch
 
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
@@ -150,10 +150,8 @@ def equip(stage: Stage, model: nn.Module, processes: Distributed) -> tuple[nn.Mo
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, gains of norms do not. What is frozen is left out."""
-    return [
-        {"params": [p for p in trainable(model) if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable(model) if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    matrices, gains = ([p for p in trainable(model) if (p.ndim >= 2) == kind] for kind in (True, False))
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": gains, "weight_decay": 0.0}]
 
 
 def steps(
@@ -238,9 +236,8 @@ class Progress:
             with (self.folder / METRICS).open("a", encoding="utf8") as log:
                 log.write(json.dumps(row) + "\n")
             self.report(row)
-        if isinstance(self.report, Watch) and self.report.due(row["step"]):
-            seconds = sum(row["seconds"] for row in history(self.folder / METRICS))
-            self.report.measure(self.model, row["step"], seconds)
+        if isinstance(self.report, Watch):
+            self.report.measure(self.model, row["step"])
         if done in self.stage.job.milestones:
             save(self.stage, self.model, self.folder / MILESTONES / f"step-{done:07d}", self.processes)
         more = done < self.stage.config.steps

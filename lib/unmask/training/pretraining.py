@@ -161,11 +161,12 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     token has the same weight, one over the mean of t, and no single token can fill a step."""
     b, length = tokens_BL.shape
     share_B = (rng.permutation(b) + rng.random(b)) / b
-    if config.log_uniform:
-        t_B = config.t_min * (config.t_max / config.t_min) ** share_B
-        divisor_B = np.full(b, config.masked_share)
+    low, high = config.t_min, config.t_max
+    if config.log_uniform and low < high:
+        t_B = low * (high / low) ** share_B
+        divisor_B = np.full(b, (high - low) / math.log(high / low))  # the mean of t
     else:
-        t_B = divisor_B = config.t_min + (config.t_max - config.t_min) * share_B
+        t_B = divisor_B = low + (high - low) * share_B
     masked_BL = rng.random((b, length)) < t_B[:, None]
     cut_B = np.where(rng.random(b) < config.cut_fraction, rng.integers(2, length + 1, b), length)
     valid_BL = np.arange(length) < cut_B[:, None]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from unmask.config import GROUPS, ConfigError, TrainConfig, stage_config
+from unmask.config import GROUPS, TrainConfig, check_lengths, stage_config
 from unmask.data.batches import BatchPlan
 from unmask.data.corpus import Corpus
 from unmask.data.mining import cached_array, sample
@@ -124,11 +124,7 @@ class Stage:
         else:
             model = backbone.build(self.job.backbone, self.tokenizer, seed=self.config.seed)
         backbone.check_vocabulary(model.config, self.tokenizer)
-        positions = backbone.positions(model)
-        for key in ("length", "query_length", "document_length", "chunk_length"):
-            if 0 < positions < (length := getattr(self.config, key, 0)):
-                what = f"{self.job.section}.{key} is {length}, the model has {positions} positions"
-                raise ConfigError(f"{what}: set it to so many at most")
+        check_lengths(self.config, backbone.positions(model), self.job.section)
         if self.bidirectional or self.job.bidirectional:
             backbone.make_bidirectional(model, self.tokenizer, self.job.backbone.mask_token)
         model.start = str(start)

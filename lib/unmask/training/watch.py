@@ -125,13 +125,11 @@ class Watch:
                 if line.endswith(b"\n"):  # else half of it is written
                     self(json.loads(line))
 
-    def due(self, step: int) -> bool:
-        """Whether the model is to be measured after a step."""
-        tenths = (round(self.total * part / TENTHS) for part in range(1, TENTHS + 1))
-        return self.probe is not None and step + 1 in tenths
-
-    def measure(self, model: nn.Module, step: int, seconds: float) -> None:
-        """Measures the model, and logs what comes out."""
+    def measure(self, model: nn.Module, step: int) -> None:
+        """Measures the model after every tenth of the steps, and logs what comes out."""
+        if not self.probe or step + 1 not in [round(self.total * n / TENTHS) for n in range(1, TENTHS + 1)]:
+            return
+        seconds = sum(row["seconds"] for row in history(self.folder / METRICS))
         as_it_was = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
         with as_it_was, torch.compiler.set_stance("force_eager"):
             row = {"step": step + 1, "seconds": seconds} | self.probe(copy.deepcopy(model))
