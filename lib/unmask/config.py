@@ -391,4 +391,4 @@ def check_lengths(config: TrainConfig, positions: int, where: str) -> None:
     for key in ("length", "query_length", "chunk_length", "document_length"):
         if 0 < positions < (length := getattr(config, key, 0)):
             what = f"{where}.{key} is {length}, the model has {positions} positions"
-            raise ConfigError(f"{what} (backbone.max_length): set it to so many at most")
+            raise ConfigError(f"{what} (backbone.max_length): lower it, or chunks and chunk_length")

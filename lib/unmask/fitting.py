@@ -153,9 +153,8 @@ def _trained(
             raise
         raise TrainingStopped("told to stop; only with a folder is what it did kept: folder=…") from None
     embedder = Embedder.from_pretrained(checkpoint, mixed_precision=False)  # else it could not be saved
-    embedder.checkpoint, embedder.helped = checkpoint if stays else None, None
-    if exam:
-        embedder.helped = exam.report(before, embedder, checkpoint, watch)
+    embedder.checkpoint = checkpoint if stays else None
+    embedder.helped = exam.report(before, embedder, checkpoint, watch) if exam else None
     return embedder
 
 

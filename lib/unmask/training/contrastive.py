@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -323,13 +323,11 @@ def text_ids(sequences: Sequence[TokenSequence], key_R: Iterable[Any] | None = N
     Tokens are what the model reads: also of two texts that only begin alike and are cut, the vectors are
     equal.
     """
-    seen: dict[Any, int] = {}
-    numbers = []
-    for number, (text, key) in enumerate(zip_longest(sequences, [] if key_R is None else key_R)):
-        marks = [mark for mark in (key, text.tokens_L.tobytes()) if mark is not None]
-        first = min(seen.get(mark, number) for mark in marks)
-        numbers.append(first)
-        seen |= dict.fromkeys(marks, first)
+    tokens_R = [text.tokens_L.tobytes() for text in sequences]
+    seen, numbers = {}, []
+    for number, marks in enumerate(zip(tokens_R, tokens_R if key_R is None else key_R, strict=True)):
+        numbers.append(min(seen.get(mark, number) for mark in marks))
+        seen |= dict.fromkeys(marks, numbers[-1])
     return torch.tensor(numbers)
 
 

@@ -145,8 +145,10 @@ class Watch:
                 from matplotlib import style  # noqa: PLC0415
             with style.context("default"):  # whatever the user's matplotlibrc says
                 picture = Image(self._picture(), alt=f"loss of {self.title}")
-            self.handle = self.handle or display(display_id=True)
-            self.handle.update(picture)
+            if self.handle:
+                self.handle.update(picture)
+            else:
+                self.handle = display(picture, display_id=True)
         except Exception as error:
             self.curve, why = False, " ".join(str(error).split())
             tqdm.write(f"no curve ({type(error).__name__}: {why:.200}); the training goes on")
