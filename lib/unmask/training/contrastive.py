@@ -235,8 +235,8 @@ class Contextual(Contrastive):
         [batch], (name, rows) = self.batch(step), self.plan(step)
         for index, row in enumerate(rows):
             chunks = [f"chunk {i:2}  {self.text(x)}" for i, x in enumerate(self.data[name][row].chunks)]
-            asked = (batch.document_N == index).nonzero().flatten().tolist()
-            texts = [(batch.gold_N[i], self.text(batch.sequences[i].tokens_L)) for i in asked]
+            places = (batch.document_N == index).nonzero().flatten().tolist()
+            texts = [(batch.gold_N[i], self.text(batch.sequences[i].tokens_L)) for i in places]
             yield chunks + [f"query     {text} (chunk {gold})" for gold, text in texts]
 
     @cached_property
