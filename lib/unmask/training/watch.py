@@ -12,7 +12,6 @@ from statistics import mean
 from time import monotonic
 from typing import Any
 
-import pandas as pd
 import torch
 from torch import nn
 from tqdm import tqdm
@@ -155,6 +154,7 @@ class Watch:
 
     def _picture(self) -> bytes:
         with extra("study"):
+            import pandas as pd  # noqa: PLC0415
             from matplotlib.figure import Figure  # noqa: PLC0415
         figure = Figure(figsize=(6, 4.0 if self.probe else 2.2), layout="constrained")
         axes, *beneath = figure.subplots(2 if self.probe else 1, squeeze=False, sharex=True).flat
