@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+from operator import attrgetter
 
 import pytest
 from filelock import FileLock
@@ -13,7 +14,7 @@ import tiny_corpus
 from by_hand import cells, kernel
 from unmask.models import backbone
 from unmask.store import repository
-from unmask.training import TrainingStopped
+from unmask.training import TrainingStopped, identity
 from unmask_study import evidence
 from unmask_study.run import Run
 from unmask_study.settings import load_preset
@@ -40,12 +41,6 @@ SAME = """
 files = [(again(name) / "model.safetensors").read_bytes() for name in ("parts", "whole")]
 print("same:", files[0] == files[1])
 """
-EDITED = """
-from unmask.training import identity
-path = next(path for path in identity.IMPORTED if path.name == "contrastive.py")
-monkeypatch.setitem(identity.IMPORTED, path, b"as_it_was = 1")
-again("edited")
-"""
 
 
 @pytest.fixture
@@ -60,8 +55,7 @@ def shell(tmp_path, tmp_path_factory, monkeypatch):
 
 
 def status():
-    command = ["git", "-C", str(repository()), "status", "--porcelain"]
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    return subprocess.check_output(["git", "-C", repository(), "status", "--porcelain"])
 
 
 @pytest.mark.slow
@@ -74,12 +68,9 @@ def test_a_notebook_by_hand(shell, tmp_path, monkeypatch):
     assert "other: True" in shell.run(HAND)[0]
     shell.run(LONG)
 
-    def logged():
-        logs = tmp_path.glob("lab/**/parts/*/metrics.jsonl")
-        return any(log.read_text().count("\n") > 2 for log in logs)
-
     def interrupt():
-        wait_for(logged)
+        logs = "lab/**/parts/*/metrics.jsonl"
+        wait_for(lambda: any(log.read_text().count("\n") > 2 for log in tmp_path.glob(logs)))
         os.kill(os.getpid(), signal.SIGINT)
 
     user = threading.Thread(target=interrupt)
@@ -88,9 +79,10 @@ def test_a_notebook_by_hand(shell, tmp_path, monkeypatch):
         shell.run("again('parts')")
     user.join()
     assert "same: True" in shell.run(SAME)[0]
-    shell.shell.user_ns["monkeypatch"] = monkeypatch
+    path = next(path for path in identity.IMPORTED if path.name == "contrastive.py")
+    monkeypatch.setitem(identity.IMPORTED, path, b"as_it_was = 1")
     with pytest.raises(RuntimeError, match=r"contrastive\.py has changed"):
-        shell.run(EDITED)
+        shell.run("again('edited')")
     assert status() == before
 
 
@@ -101,13 +93,9 @@ def test_a_ready_checkpoint_takes_the_place_of_notebook_00s(shell, tmp_path):
         shell.run(*cells(name, FEW | {"backbone.checkpoint": str(tmp_path / "ready")}))
 
 
-OF_CPU = {  # the keys of preset cpu that say what is trained
-    "quantization": ["shapes"],
-    "ablation": ["arms", "anneal", "parts", "rates"],
-    "conteb": ["trainings"],
-    "cde": ["studies"],
-    "qwen3": ["start", "trainings"],
-}
+# The keys of preset cpu that say what is trained.
+OF_CPU = "quantization.shapes ablation.arms ablation.anneal ablation.parts ablation.rates conteb.trainings"
+OF_CPU += " cde.studies qwen3.start qwen3.trainings"
 
 
 @pytest.mark.slow
@@ -116,17 +104,16 @@ def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path, 
     monkeypatch.setattr(Run, "_sources", lambda self: [self.name])  # whatever `make smoke` has left
     backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
     values = FEW | {"backbone.checkpoint": str(tmp_path / "ready"), "backbone.keep_layers": [0]}
-    for section, keys in OF_CPU.items():
-        values |= {f"{section}.{key}": getattr(getattr(load_preset("cpu"), section), key) for key in keys}
-    told = {}
+    values |= {key: attrgetter(key)(load_preset("cpu")) for key in OF_CPU.split()}
+    said = {}
     for name in STAGES:
-        told[name[:2]], _ = shell.run(*cells(name, values))
+        said[name[:2]], _ = shell.run(*cells(name, values))
     preset, lab = load_preset("smoke", values), tmp_path / "lab" / "smoke"
     assert len([*lab.rglob("metrics.jsonl")]) == 21
     claims = evidence.claims(Run("12_report", "lab/smoke", preset))
     assert not {"not asked", "not run"} & {claim["verdict"] for claim in claims}
     assert not any("no gates of" in claim["why"] for claim in claims)
-    assert all("not run" in told[name] for name in ("08", "10", "11"))
+    assert all("not run" in said[name] for name in ("08", "10", "11"))
 
     imports, *rest = cells("11_qwen3_embedding", values | {"qwen3.trainings": ["reranker"]})
     where = next(number for number, cell in enumerate(rest) if "import compare, failed" in cell)

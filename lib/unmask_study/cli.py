@@ -21,7 +21,7 @@ from unmask.extras import extra
 from unmask.store import alone, artifacts_root, read_json
 from unmask_study import estimate
 from unmask_study.pipeline import Notebook, Pipeline, clock, hardware
-from unmask_study.run import PAGE, Folders, Run, seed_run
+from unmask_study.run import Folders, Run, seed_run
 from unmask_study.settings import Preset, load_preset
 
 
@@ -142,10 +142,9 @@ def run(options: argparse.Namespace) -> None:
             print(estimate.describe(pipeline.preset, pipeline.notebooks, due, hardware()))
         elif due:
             _execute(options, pipeline, seconds)
-        whole = PAGE in {one.name for one in selected}
-        name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
-        if shown.exists():
-            print(f"{name}: {os.path.relpath(shown)}")
+        for name, shown in (("notebooks", folders.executed), ("report", folders.results / "report.md")):
+            if shown.exists():
+                print(f"{name}: {os.path.relpath(shown)}")
 
 
 def _execute(options: argparse.Namespace, pipeline: Pipeline, due: dict[Notebook, float]) -> None:

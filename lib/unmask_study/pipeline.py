@@ -173,10 +173,10 @@ class Pipeline:
 
     def finish(self, notebook: Notebook) -> None:
         """Marks a notebook done, with its inputs as they were used: one that was out of date keeps it due."""
-        made = {name: self.done(name).get("depends_on") for name in notebook.needs}
-        used = {f"input {name}": fingerprint(parts) for name, parts in made.items() if parts}
-        done = {"depends_on": self.depends_on(notebook) | used, "saved": self._saved(notebook)}
-        write_json(self.folders.artifacts / notebook.name / "done.json", done | {"finished": utc()})
+        done = {name: self.done(name) for name in notebook.needs}
+        used = {f"input {name}": fingerprint(one["depends_on"]) for name, one in done.items() if one}
+        made = {"depends_on": self.depends_on(notebook) | used, "saved": self._saved(notebook)}
+        write_json(self.folders.artifacts / notebook.name / "done.json", made | {"finished": utc()})
 
     def describe(self, command: str) -> dict[str, Any]:
         """What all notebooks that run now are made with, for provenance.json: code, parameters, versions,
@@ -243,12 +243,12 @@ class Pipeline:
 
 def _files(section: str, values: Any) -> list[Any]:
     """What changes with the local files and directories that a section names. Of a large file, which is not
-    read, the time of its last change."""
+    read, size and time."""
     named = [values[key] for key in LOCAL.get(section, ())]
     paths = [Path(one) for value in named for one in (value if isinstance(value, list) else [value]) if one]
     files = sorted(file for path in paths for file in ([path] if path.is_file() else visible(path)))
-    small = {file: sha256(file) for file in files if file.stat().st_size < 2**20}
-    return [[f"{file}", small.get(file) or file.stat().st_mtime_ns] for file in files]
+    large = {file: [x.st_size, x.st_mtime_ns] for file in files if (x := file.stat()).st_size >= 2**20}
+    return [[f"{file}", large.get(file) or sha256(file)] for file in files]
 
 
 def hardware() -> dict[str, Any]:
