@@ -71,7 +71,7 @@ def test_seeds_are_runs_of_their_own_that_the_run_itself_ends(checkout: Checkout
         preset = json.loads((checkout.root / "results" / run / "provenance.json").read_text())["preset"]
         assert {preset[section]["seed"] for section in TRAINED} == {seed}
 
-    write_atomic(checkout.root / "results" / "smoke-seed1" / "scores" / "00_pair.npz", "copied later")
+    write_atomic(checkout.root / "results" / "smoke-seed1" / "scores" / "00_pair.parquet", "copied later")
     again = checkout.unmask(*command, "--dry-run").stdout
     assert "run 'smoke-seed1': nothing to do" in again and "run smoke-seed1 changed" in again
     assert "run 'smoke-seed2': 1 to do" in checkout.unmask(*command[:3], "--seed", "2", "--dry-run").stdout

@@ -214,8 +214,8 @@ def test_what_pools_the_seeds_comes_last_and_is_due_when_one_of_them_changes(dia
         write_atomic(other / "01_left.json", json.dumps({"ndcg": value}))
         assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
         finish(diamond)
-    write_atomic(other / "scores" / "01_left.npz", "copied later")
-    write_atomic(diamond.folders.results / "scores" / "01_left.npz", "new")
+    write_atomic(other / "scores" / "01_left.parquet", "copied later")
+    write_atomic(diamond.folders.results / "scores" / "01_left.parquet", "new")
     assert reasons(diamond) == {"05_report": "run smoke changed, run smoke-seed1 changed"}
 
 
