@@ -5,6 +5,8 @@ import signal
 import subprocess
 import threading
 from collections import Counter
+from functools import partial
+from operator import attrgetter
 
 import pytest
 from filelock import FileLock
@@ -61,8 +63,7 @@ def shell(tmp_path, tmp_path_factory, monkeypatch):
 
 
 def status():
-    command = ["git", "-C", str(repository()), "status", "--porcelain"]
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    return subprocess.check_output(["git", "status", "--porcelain"], cwd=repository())
 
 
 @pytest.mark.slow
@@ -75,12 +76,9 @@ def test_a_notebook_by_hand(shell, tmp_path, monkeypatch):
     assert "other: True" in shell.run(HAND)[0]
     shell.run(LONG)
 
-    def logged():
-        logs = tmp_path.glob("lab/**/parts/*/metrics.jsonl")
-        return any(log.read_text().count("\n") > 2 for log in logs)
-
     def interrupt():
-        wait_for(logged)
+        logs = partial(tmp_path.glob, "lab/**/parts/*/metrics.jsonl")
+        wait_for(lambda: any(log.read_text().count("\n") > 2 for log in logs()))
         os.kill(os.getpid(), signal.SIGINT)
 
     user = threading.Thread(target=interrupt)
@@ -102,13 +100,9 @@ def test_a_ready_checkpoint_takes_the_place_of_notebook_00s(shell, tmp_path):
         shell.run(*cells(name, FEW | {"backbone.checkpoint": str(tmp_path / "ready")}))
 
 
-OF_CPU = {  # the keys of preset cpu that say what is trained
-    "quantization": ["shapes"],
-    "ablation": ["arms", "anneal", "parts", "rates"],
-    "conteb": ["trainings"],
-    "cde": ["studies"],
-    "qwen3": ["start", "trainings"],
-}
+# The keys of preset cpu that say what is trained.
+OF_CPU = "quantization.shapes ablation.arms ablation.anneal ablation.parts ablation.rates conteb.trainings"
+OF_CPU += " cde.studies qwen3.start qwen3.trainings"
 
 
 @pytest.mark.slow
@@ -117,11 +111,8 @@ def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path, 
     monkeypatch.setattr(Run, "_sources", lambda self: [self.name])  # whatever `make smoke` has left
     backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
     values = FEW | {"backbone.checkpoint": str(tmp_path / "ready"), "backbone.keep_layers": [0]}
-    for section, keys in OF_CPU.items():
-        values |= {f"{section}.{key}": getattr(getattr(load_preset("cpu"), section), key) for key in keys}
-    told = {}
-    for name in STAGES:
-        told[name[:2]], _ = shell.run(*cells(name, values))
+    values |= {key: attrgetter(key)(load_preset("cpu")) for key in OF_CPU.split()}
+    told = {name[:2]: shell.run(*cells(name, values))[0] for name in STAGES}
     preset, lab = load_preset("smoke", values), tmp_path / "lab" / "smoke"
     made = Counter(path.relative_to(lab).parts[0] for path in lab.rglob("metrics.jsonl"))
     planned = plan.trainings(preset, 1)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3Model
 
 import tiny
+from closeness import assert_close
 from unmask.config import BackboneConfig, load_preset
 from unmask.data.sources import open_corpus
 from unmask.data.tokens import train_tokenizer
@@ -129,13 +130,10 @@ def sentence_transformers(
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
-    loss_of = CachedMultipleNegativesRankingLoss(
-        SentenceTransformer(modules=[Module(model)], device="cpu"),
-        scale=1 / TEMPERATURE,
-        mini_batch_size=mini_batch_size,
-        mini_batch_num_tokens=mini_batch_num_tokens,
-        directions=("query_to_doc", "query_to_query"),
-    )
+    options = {"mini_batch_size": mini_batch_size, "mini_batch_num_tokens": mini_batch_num_tokens}
+    options |= {"scale": 1 / TEMPERATURE, "directions": ("query_to_doc", "query_to_query")}
+    peer = SentenceTransformer(modules=[Module(model)], device="cpu")
+    loss_of = CachedMultipleNegativesRankingLoss(peer, **options)
     features = [padded(column) for column in columns]
     return lambda: backward(loss_of(features, labels=None))
 
@@ -173,41 +171,31 @@ def programs(model: nn.Module, columns: Columns, *, bf16: bool) -> tuple[Program
     sizes, tokens = (16, 32, 64), (2048, 4096, 8192)
     everything = total(columns)
     budgets = product((1024, 2048, 4096), (0, everything // 4, everything // 2, everything))
+    mine = {f"token_budget {n}, keep_tokens {k}": partial(ours, model, columns, n, k) for n, k in budgets}
     theirs = {f"mini_batch_size {n}": sentence_transformers(model, columns, n) for n in sizes}
     theirs |= {f"mini_batch_num_tokens {n}": sentence_transformers(model, columns, 64, n) for n in tokens}
-    found: Programs = {
-        "unmask": {
-            f"token_budget {n}, keep_tokens {kept}": partial(ours, model, columns, n, kept)
-            for n, kept in budgets
-        },
-        "sentence-transformers": theirs,
-        "uncached": {"one pass per column": uncached(model, columns)},
-    }
-    missing = {}
+    plain, missing = {"one pass per column": uncached(model, columns)}, {}
+    found: Programs = {"unmask": mine, "sentence-transformers": theirs, "uncached": plain}
     try:
         found["GradCache"] = {f"chunk {n}": gradcache(model, columns, n) for n in sizes}
     except ImportError as error:
         missing["GradCache"] = f"{error}; install it with `make bench`"
-    found = {
-        program: {
-            f"{name}, {how}": partial(attended, model, how, step, bf16)
-            for (name, step), how in product(steps.items(), ATTENTION)
+    for program, steps in found.items():
+        ways = product(steps.items(), ATTENTION)
+        found[program] = {
+            f"{name}, {how}": partial(attended, model, how, step, bf16) for (name, step), how in ways
         }
-        for program, steps in found.items()
-    }
     return found, missing
 
 
 def agree(model: nn.Module, steps: Programs) -> None:
     """Raises AssertionError unless all programs give the same loss and the same gradient (in float32)."""
     expected = None
-    for name, step in ((f"{p}, {v}", step) for p, variants in steps.items() for v, step in variants.items()):
+    for step in (step for variants in steps.values() for step in variants.values()):
         model.zero_grad()
-        loss, gradient = float(step()), torch.cat([p.grad.flatten() for p in model.parameters()])
-        first_loss, first_gradient = expected = expected or (loss, gradient)
-        difference = (gradient - first_gradient).norm() / first_gradient.norm()
-        assert abs(loss - first_loss) <= 1e-4 * abs(first_loss), f"{name}: loss {loss}, not {first_loss}"
-        assert difference <= 1e-3, f"{name}: gradient differs by {difference:.1e}"
+        found = step().reshape(1), torch.cat([p.grad.flatten() for p in model.parameters()])
+        expected = expected or found
+        assert_close(found, expected, 1e-3)
     model.zero_grad()
 
 
@@ -231,11 +219,10 @@ def scaling_case(pairs: int) -> Case:
     budget = config.memory("cpu")["token_budget"]
     # Eager, as trainings in bf16 on a CPU.
     step = partial(attended, model, "eager", partial(ours, model, columns, budget))
-    setting = described(
-        f"{shape.layers} layers, {shape.hidden_size}-d, {pairs} docstring pairs of up to "
-        f"{config.query_length} and {config.document_length} tokens, token_budget {budget}"
-    )
-    return Case(setting, "true tokens/s", total(columns), {"unmask": {"": step}}, lambda: None)
+    setting = f"{shape.layers} layers, {shape.hidden_size}-d, {pairs} docstring pairs of up to "
+    setting += f"{config.query_length} and {config.document_length} tokens, token_budget {budget}"
+    programs = {"unmask": {"": step}}
+    return Case(described(setting), "true tokens/s", total(columns), programs, lambda: None)
 
 
 def described(setting: str, precision: str = "bf16" if BF16 else "float32") -> str:

@@ -68,20 +68,16 @@ def encode_case(
     """Both programs on some hundred texts; whether they agree is checked on a few of them."""
     tokenizer, texts = texts_of()
     ours, peer = embedders(tokenizer, LAYERS, bf16=bf16)
-    programs = {
-        "unmask": {"": partial(ours.encode, texts, "float32")},
-        "sentence-transformers": {
-            f"batch_size {size}": partial(theirs, peer, texts, size, bf16=bf16) for size in (4, 8, 16, 32, 64)
-        },
-    }
+    sizes = {f"batch_size {n}": partial(theirs, peer, texts, n, bf16=bf16) for n in (4, 8, 16, 32, 64)}
+    programs = {"unmask": {"": partial(ours.encode, texts, "float32")}, "sentence-transformers": sizes}
     setting = f"{LAYERS} layers, {PRESET.backbone.hidden_size}-d, {len(texts)} docstrings {lengths}"
     check = partial(agree, ours, peer, texts[:: len(texts) // 64], bf16=bf16)
     return Case(described(setting, PRECISIONS[bf16]), "texts/s", len(texts), programs, check)
 
 
 CASES: dict[str, Callable[[], Case]] = {}
+UP_TO, EACH = f"of up to {MIXED_LENGTH} tokens", f"of {EQUAL_LENGTH} tokens each"
 for precision in PRECISIONS:
     half = precision == "bf16"
-    up_to, each = f"of up to {MIXED_LENGTH} tokens", f"of {EQUAL_LENGTH} tokens each"
-    CASES[f"encode-mixed-{precision}"] = partial(encode_case, mixed, up_to, bf16=half)
-    CASES[f"encode-equal-{precision}"] = partial(encode_case, equal, each, bf16=half)
+    CASES[f"encode-mixed-{precision}"] = partial(encode_case, mixed, UP_TO, bf16=half)
+    CASES[f"encode-equal-{precision}"] = partial(encode_case, equal, EACH, bf16=half)
