@@ -50,13 +50,13 @@ SCHEMAS = yaml.safe_load((Path(__file__).parent / "data" / "documented_schemas.y
 BASES = {"qwen3": transformers.Qwen3ForCausalLM, "smollm2": transformers.LlamaForCausalLM}
 
 
-def text(rng: random.Random, words: int = 14) -> str:
-    return " ".join(rng.choices(WORDS, k=words))
+def text(rng: random.Random, words: int = 14, space: str = " ") -> str:
+    return space.join(rng.choices(WORDS, k=words))
 
 
-def held(source: Source, split: str, rng: random.Random, words: int = 14, space: str = " ") -> str:
+def held(source: Source, split: str, base: str, space: str = " ") -> str:
     """A text that a source holds in this split; without a hold-out, any."""
-    base, split = text(rng, words).replace(" ", space), split if source.hold_out else "train"
+    split = split if source.hold_out else "train"
     return next(one for i in itertools.count() if split_of(source, one := f"{base}{space}{i}") == split)
 
 
@@ -92,43 +92,41 @@ def rows_of(source: Source, rng: random.Random) -> Iterator[tuple[str, dict[str,
     """Rows with the configuration in which each is."""
     for split in itertools.chain.from_iterable([split] * count for split, count in ROWS.items()):
         if source.queries_config:
-            name = held(source, split, rng, 2, "-")
+            name = held(source, split, text(rng, 2, "-"), "-")
             for chunk in range(4):  # nobody asks for the last one
                 for config in (source.config, source.queries_config)[: 2 if chunk < 3 else 1]:
                     yield config, blank_row(source, config, rng) | {"chunk_id": f"{name}_{chunk}"}
         else:
             decides = next(one for one in ("held_by", "text", "document") if one in source.columns)
-            value = held(source, split, rng, 60 if decides == "text" else 14)
-            yield row_with(source, decides, value, rng)
+            base = text(rng, 60 if decides == "text" else 14)
+            yield row_with(source, decides, held(source, split, base), rng)
     if source.role in ("pairs", "triplets"):  # the cards warn of empty texts
         yield row_with(source, "query", "", rng)
 
 
 def write_mirror(folder: Path, registries: Sequence[str], tasks: Sequence[str]) -> None:
     """A repository for every source of some registries, and for ConTEB's tasks."""
-    found: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+    found: dict[str, dict[tuple[str, str], list]] = {}
     named = [one for name in registries for one in load_registry(name) if one.kind == "hub"]
     places = {(one.repo, one.config, one.queries_config): one for one in named}  # one for all that read it
     for number, source in enumerate([*places.values(), *map(conteb, tasks)]):
         for config, row in rows_of(source, random.Random(number)):
             found.setdefault(source.repo, {}).setdefault((config, source.split), []).append(row)
     for repo, parts in found.items():
-        splits: dict[str, list[dict[str, str]]] = {}
+        configs: dict[str, list[dict[str, str]]] = {}
         for (config, split), rows in parts.items():
-            place = Path(config or "data")
+            place = folder / repo / (config or "data")
+            place.mkdir(parents=True, exist_ok=True)
+            if "HQ" in repo:  # their files hold a vector of each text beside it
+                rows = [row | {"embeddings": [0.1] * 8} for row in rows]
             for part in range(2):
                 table = pa.Table.from_pylist(rows[part::2])
-                if "HQ" in repo:  # their files hold a vector of each text beside it
-                    vectors = pa.array([[0.1] * 8] * len(table), pa.list_(pa.float32()))
-                    table = table.append_column("embeddings", vectors)
-                file = folder / repo / place / f"{split}-{part:05d}-of-00002.parquet"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                pq.write_table(table, file)
-            splits.setdefault(config or "default", []).append({"split": split, "path": f"{place}/{split}-*"})
-        for name, files in splits.items():  # as of some: a split that nothing here reads, and no mirror holds
-            files.append({"split": "unread", "path": f"{name}/unread-*"})
-        configs = [{"config_name": name, "data_files": files} for name, files in splits.items()]
-        (folder / repo / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+                pq.write_table(table, place / f"{split}-{part:05d}-of-00002.parquet")
+            # As of some: beside it a split that nothing here reads, and no mirror holds.
+            files = [{"split": one, "path": f"{place.name}/{one}-*"} for one in (split, f"{split}_unread")]
+            configs.setdefault(config or "default", []).extend(files)
+        card = [{"config_name": name, "data_files": files} for name, files in configs.items()]
+        (folder / repo / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': card})}---\n")
 
 
 @cache

@@ -50,11 +50,8 @@ def test_the_floors_that_are_checked_are_those_declared() -> None:
 
 def test_lock_is_complete() -> None:
     """What is declared is pinned, and every dependency's own dependencies, in versions that satisfy it."""
-    listed = [
-        ("this project", DECLARED),
-        *((name, importlib.metadata.requires(name) or ()) for name in LOCKED),
-    ]
-    for name, requirement in ((name, Requirement(text)) for name, texts in listed for text in texts):
+    listed = {name: importlib.metadata.requires(name) or [] for name in LOCKED} | {"this project": DECLARED}
+    for name, requirement in ((name, Requirement(text)) for name, texts in listed.items() for text in texts):
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
         needed = canonicalize_name(requirement.name)
@@ -86,10 +83,9 @@ def imported(node: ast.AST, extra: str = "") -> Iterator[tuple[str, str]]:
 def test_every_import_is_declared_for_its_use() -> None:
     """By the dependencies, or by the extra of a room (study, synthesis) or of the import itself."""
     providers = importlib.metadata.packages_distributions()
-    declared = {
-        name: {canonicalize_name(Requirement(text).name) for text in listed}
-        for name, listed in {"": PROJECT["dependencies"], **EXTRAS}.items()
-    }
+    declared = {}
+    for name, listed in {"": PROJECT["dependencies"], **EXTRAS}.items():
+        declared[name] = {canonicalize_name(Requirement(text).name) for text in listed}
     scripts = ROOT / "papermill_runs" / "sources"
     for path in chain((ROOT / "lib").rglob("*.py"), scripts.rglob("*.py")):
         parts = path.relative_to(ROOT).parts

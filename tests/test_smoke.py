@@ -23,10 +23,8 @@ STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipyn
 def smoke(tmp_path_factory):
     artifacts = tmp_path_factory.mktemp("artifacts")
     environment = os.environ | {"UNMASK_ARTIFACTS": str(artifacts)}
-    command = [
-        sys.executable,
-        *["-m", "unmask_study", "run", "--preset", "smoke", "--jobs", "2"],
-    ]  # as `make smoke`
+    # As `make smoke`.
+    command = [sys.executable, "-m", "unmask_study", "run", "--preset", "smoke", "--jobs", "2"]
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 900}
     return subprocess.run(command, cwd=repository(), **options), artifacts
 

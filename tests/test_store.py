@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -128,7 +128,7 @@ def test_a_folder_that_exists_stays_and_gets_the_files(model, tmp_path, monkeypa
     facts = operator.attrgetter("st_ino", "st_mode", "st_gid")
     before = facts(path.stat())
 
-    def seen(*arguments: Any, **options: Any) -> int:
+    def seen(*arguments: object, **options: object) -> int:
         names.update(os.listdir(tmp_path))
         return opened(*arguments, **options)
 
@@ -183,20 +183,18 @@ def test_files_have_the_mode_that_the_umask_says(model, tmp_path, umask):
 
 @pytest.mark.parametrize("writer", ["save", "pull", "encode"])
 def test_a_file_system_without_locks_is_told_with_place_and_remedy(model, tmp_path, monkeypatch, writer):
-    def refused(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", refused)  # as NFS and FUSE do
+    refused = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=refused))  # as NFS and FUSE do
     with pytest.raises(OSError, match=r"No locks available; name a folder .*UNMASK_ARTIFACTS.*out") as caught:
         WRITERS[writer](model, tmp_path / "out.npy")
     assert caught.value.errno == errno.ENOLCK and not list(tmp_path.rglob("*lock"))
 
 
 def test_a_link_changes_at_once(tmp_path):
-    for target in ("one", "two"):
-        (tmp_path / target).mkdir()
-        link(tmp_path / "model", tmp_path / target)
-        assert (tmp_path / "model").resolve().name == target
+    for target in (tmp_path / "one", tmp_path / "two"):
+        target.mkdir()
+        link(tmp_path / "model", target)
+        assert (tmp_path / "model").resolve() == target
     assert len(list(tmp_path.iterdir())) == 3
 
 

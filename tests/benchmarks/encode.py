@@ -7,6 +7,7 @@ Transformer and mean Pooling loaded from what `Embedder.save_pretrained` wrote.
 from collections.abc import Callable, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,9 +63,7 @@ def equal() -> tuple[PreTrainedTokenizerBase, list[str]]:
     return tokenizer, [text for text, length in zip(texts, lengths) if length == EQUAL_LENGTH][:TEXTS]
 
 
-def encode_case(
-    texts_of: Callable[[], tuple[PreTrainedTokenizerBase, list[str]]], lengths: str, *, bf16: bool
-) -> Case:
+def encode_case(texts_of: Callable[[], tuple[Any, list[str]]], lengths: str, *, bf16: bool) -> Case:
     """Both programs on some hundred texts; whether they agree is checked on a few of them."""
     tokenizer, texts = texts_of()
     ours, peer = embedders(tokenizer, LAYERS, bf16=bf16)

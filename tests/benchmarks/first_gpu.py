@@ -44,14 +44,13 @@ from unmask.training import history
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 Row = dict[str, Any]
+Compute = Callable[..., Tensor]
 
 
-def compared(
-    name: str, work: float, ours: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor
-) -> Row:
+def compared(name: str, work: float, ours: Compute, exact: Compute, *inputs: Tensor) -> Row:
     """Forward and backward in bfloat16: TFLOP/s, and relative errors of result and gradients (float32)."""
 
-    def run(compute: Callable[..., Tensor], *values: Tensor) -> list[Tensor]:
+    def run(compute: Compute, *values: Tensor) -> list[Tensor]:
         values = [value.detach().requires_grad_() for value in values]
         result = compute(*values)
         return [result.detach(), *torch.autograd.grad(result.float().square().sum(), values)]
@@ -175,9 +174,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--seed", type=int, metavar="N", help="decide, recipe: of their trainings")
     options = parser.parse_args(arguments)
     named = {key: value for key in ("seed", "large") if (value := getattr(options, key))}
-    if named.keys() - {"steps": {"large"}, "decide": {"seed"}, "recipe": {"seed"}}.get(
-        options.command, set()
-    ):
+    allowed = {"steps": {"large"}, "decide": {"seed"}, "recipe": {"seed"}}.get(options.command, set())
+    if named.keys() - allowed:
         parser.error("--large is for steps, --seed for decide and recipe")
     if not (GPU or options.small):
         parser.error("this machine has no GPU: --small runs the same code at toy size")

@@ -129,9 +129,8 @@ def draw(by_subject: dict[str, list[dict]]) -> None:
             panels[what].setdefault(PEERS.get(peer, peer), {})[case] = row["ratio"]
             spreads[what] += [(case, row["spread"])] if row["spread"] else []
     for what, table in panels.items():
-        title = "Against peers, on one machine" + " (lines: least and most of five rounds)" * any(
-            spreads[what]
-        )
+        rounds = " (lines: least and most of five rounds)" if spreads[what] else ""
+        title = f"Against peers, on one machine{rounds}"
         figure = figures.beside({what: table}, xlabel=AXES[what], title=title)
         ax = figure.axes[0]
         place = {label.get_text(): y for y, label in zip(ax.get_yticks(), ax.get_yticklabels())}

@@ -29,7 +29,9 @@ def test_all_programs_compute_the_same_loss_and_gradient():
     programs, missing = contrastive.programs(model, columns(), bf16=False)
     assert set(programs) | set(missing) == {"unmask", "sentence-transformers", "GradCache", "uncached"}
     programs["unmask"]["small"] = lambda: contrastive.ours(model, columns(), 20)
-    programs["sentence-transformers"]["small"] = contrastive.sentence_transformers(model, columns(), 2)
+    programs["sentence-transformers"]["small"] = contrastive.sentence_transformers(
+        model, columns(), mini_batch_size=2
+    )
     contrastive.agree(model, programs)
 
 

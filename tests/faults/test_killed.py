@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -150,9 +151,7 @@ def test_what_is_hit_ends_as_if_uninterrupted(tmp_path, monkeypatch, work):
         """What the work has left, which then goes."""
         process.join(900)
         assert process.exitcode == 0, (tmp_path / "processes.log").read_text(encoding="utf8")
-        assert not [
-            one for pattern in ("checkpoints", ".*.tmp/", ".*.partial") for one in folder.rglob(pattern)
-        ]
+        assert not [*chain.from_iterable(map(folder.rglob, ("checkpoints", ".*.tmp/", ".*.partial")))]
         left = whole(folder)
         shutil.rmtree(folder)
         return left

@@ -96,10 +96,8 @@ def test_what_is_measured_on_the_way_changes_nothing_and_is_kept(tmp_path):
     with pytest.raises(Interrupted):
         watched(tmp_path / "again", 5)
     _, rows_parts = watched(tmp_path / "again")
-    whole, parts, kept = (
-        [(row["step"], row["docs"]) for row in found]
-        for found in (rows_whole, rows_parts, probes(tmp_path / "again" / "model"))
-    )
+    measured = rows_whole, rows_parts, probes(tmp_path / "again" / "model")
+    whole, parts, kept = ([(row["step"], row["docs"]) for row in found] for found in measured)
     assert whole == parts == kept and [step for step, _ in kept] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 

@@ -11,16 +11,9 @@ import torch
 from tiny_stages import assert_same, backpropagated, step
 from torch.nn.utils.rnn import pad_sequence
 
+from unmask import losses
 from unmask.config import load_preset
 from unmask.data.tokens import TokenSequence
-from unmask.losses import (
-    contextual_loss,
-    diffusion_loss,
-    insent_loss,
-    next_token_loss,
-    pair_loss,
-    triplet_loss,
-)
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
 from unmask.training import LateInteraction
@@ -61,7 +54,7 @@ def test_budgets_change_memory_not_the_gradient(name):
 def loss_of(model, batch, attention_mask):
     noisy = batch.tokens_BL.masked_fill(batch.masked_BL, tiny_stages.MASK_ID)
     hidden = model.model(noisy, attention_mask=attention_mask).last_hidden_state
-    return diffusion_loss(hidden, model.lm_head.weight, *batch[:4])
+    return losses.diffusion_loss(hidden, model.lm_head.weight, *batch[:4])
 
 
 def test_pretraining_stages_compute_the_loss_of_the_whole_batch():
@@ -73,7 +66,7 @@ def test_pretraining_stages_compute_the_loss_of_the_whole_batch():
 
     stage, model = tiny_stages.stage("ar"), tiny_stages.model("ar")
     tokens = stage.batch(0)
-    loss = next_token_loss(model.model(tokens).last_hidden_state, model.lm_head.weight, tokens)
+    loss = losses.next_token_loss(model.model(tokens).last_hidden_state, model.lm_head.weight, tokens)
     assert_same(step(stage, model, tokens), backpropagated(loss, model))
 
 
@@ -109,8 +102,7 @@ def test_every_token_is_masked_with_probability_t():
     t, length = noised.divisor_B.double(), noised.tokens_BL.shape[1]
     z = (noised.masked_BL.sum(1) - length * t) / (length * t * (1 - t)).sqrt()
     # Counts of a binomial distribution of this very t: standardised, mean 0 and variance 1.
-    assert abs(z.mean()) < 4 / len(z) ** 0.5
-    assert z.square().mean() == pytest.approx(1, abs=0.15)
+    assert abs(z.mean()) < 4 / len(z) ** 0.5 and z.square().mean() == pytest.approx(1, abs=0.15)
     # Positions are alike; the first token may be masked too.
     share_L = noised.masked_BL.double().mean(0)
     assert (share_L - t.mean()).abs().max() < 4.5 * (0.25 / len(t)) ** 0.5
@@ -154,12 +146,14 @@ def test_the_papers_preset_reads_the_shares_that_the_paper_states():
 def test_a_job_reads_the_groups_that_it_names():
     stage, rows = tiny_stages.stage("pair"), {"one": [{"group": "english"}], "two": [{"group": "code"}]}
     stage.corpus = SimpleNamespace(datasets=lambda *_: [*rows], pairs=lambda split, name: rows[name])
-    for wanted, names in (((), ["one", "two"]), (("code",), ["two"]), (("one",), ["one"])):
-        stage.job = replace(stage.job, only=wanted)
-        assert [*stage.groups()] == names
-    stage.job = replace(stage.job, only=("three",))
+
+    def groups(*only):
+        stage.job = replace(stage.job, only=only)
+        return [*stage.groups()]
+
+    assert (groups(), groups("code"), groups("one")) == (["one", "two"], ["two"], ["one"])
     with pytest.raises(ValueError, match=r"no training pairs are of \['three'\]: the corpus has {'one': "):
-        stage.groups()
+        groups("three")
 
 
 def test_one_t_is_drawn_from_each_part_of_its_interval():
@@ -188,7 +182,7 @@ def test_a_pair_step_computes_what_is_configured(quantize, query_query):
     [batch] = stage.batch(0)
     rows_RD = encode_rows(model, batch.sequences)
     rows_RD = int8(rows_RD) if quantize else rows_RD
-    loss = pair_loss(rows_RD[:4], rows_RD[4:], **options)
+    loss = losses.pair_loss(rows_RD[:4], rows_RD[4:], **options)
     assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 
@@ -207,7 +201,7 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
         texts = [s.tokens_L.tolist() for s in part.sequences]
         number_R, hard_NKD = torch.tensor([texts.index(t) for t in texts]), rows[2 * n :].reshape(n, 3, -1)
         shared = {"temperature": stage.config.temperature, "number_R": number_R}
-        total = total + triplet_loss(rows[:n], rows[n : 2 * n], hard_NKD, **shared) * n / 6
+        total = total + losses.triplet_loss(rows[:n], rows[n : 2 * n], hard_NKD, **shared) * n / 6
     assert_same(step(stage, model, parts), backpropagated(total, model))
 
 
@@ -238,17 +232,17 @@ def test_each_query_has_the_negatives_it_has_and_its_own_text_is_none(monkeypatc
 @pytest.mark.parametrize("name", ["pair", "cde", "qwen3"])
 def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
     """Without either, batches and losses are those of before; the filter takes terms from the loss."""
-    rows, losses = {}, {}
+    rows, nats = {}, {}
     for case in ((0, -1.0), (4, -1.0), (0, 0.0), (4, 0.0), (0, 9.0)):
         stage = tiny_stages.stage(name, cluster_size=case[0], filter_margin=case[1], steps=4)
         model = tiny_stages.model(name)
-        losses[case] = np.array([step(stage, model, stage.batch(number))[0] for number in range(4)])
+        nats[case] = np.array([step(stage, model, stage.batch(number))[0] for number in range(4)])
         rows[case] = [(name, drawn.tolist()) for name, drawn in map(stage.plan, range(4))]
     assert rows[0, 0.0] == rows[0, 9.0] == rows[0, -1.0] != rows[4, -1.0] == rows[4, 0.0]
-    assert (losses[0, 9.0] == losses[0, -1.0]).all()  # a margin that nothing exceeds
+    assert (nats[0, 9.0] == nats[0, -1.0]).all()  # a margin that nothing exceeds
     for size in (0, 4):
-        assert (losses[size, 0.0] <= losses[size, -1.0]).all()
-        assert (losses[size, 0.0] < losses[size, -1.0]).any()
+        assert (nats[size, 0.0] <= nats[size, -1.0]).all()
+        assert (nats[size, 0.0] < nats[size, -1.0]).any()
 
 
 @pytest.mark.parametrize("late_chunking", [True, False])
@@ -264,9 +258,9 @@ def test_a_contextual_step_computes_the_objective_that_is_configured(objective, 
     texts = batch.sequences if late_chunking else batch.sequences[: len(batch.document_N)] + alone
     parts = batch.split(torch.cat([encode_rows(model, [s]) for s in texts]))
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": batch.mask_MC}
-    loss_of, options = contextual_loss, options | {"beta": stage.config.beta_start}
+    loss_of, options = losses.contextual_loss, options | {"beta": stage.config.beta_start}
     if objective == "insent":
-        parts, loss_of, options = parts[:2], insent_loss, {"lam": 0.6, "temperature": 0.05}
+        parts, loss_of, options = parts[:2], losses.insent_loss, {"lam": 0.6, "temperature": 0.05}
     prefixes = [[int8(x)[..., :d] for x in parts] for d in stage.config.dimensions]
     loss = sum(loss_of(*vectors, **where, **options) for vectors in prefixes) / len(prefixes)
     assert_same(step(stage, model, [batch]), backpropagated(loss, model))
@@ -287,7 +281,7 @@ def test_late_interaction_trains_the_vectors_of_tokens(late_chunking):
     q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (found[: batch.count], chunks))
     chunks_MCKD = pad_sequence(chunks_XKD.split(counts), True)
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask_MC}
-    loss = insent_loss(q_NLD, chunks_MCKD, **where, lam=0.3, temperature=0.05)
+    loss = losses.insent_loss(q_NLD, chunks_MCKD, **where, lam=0.3, temperature=0.05)
     assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 

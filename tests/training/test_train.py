@@ -17,6 +17,7 @@ from transformers import BertConfig, BertModel
 
 import tiny
 import tiny_corpus
+import tiny_families
 from unmask import losses
 from unmask.config import ConfigError
 from unmask.data.mining import negative_similarity
@@ -83,28 +84,24 @@ def test_a_stage_shows_its_batch(start, tmp_path, capsys, section):
 
 
 def test_look_alikes_are_prepared_before_the_training(start, tmp_path):
-    alike = {"cluster_size": 8, "filter_margin": 0.0}
+    alike = partial(made, "pair", start, cluster_size=8, filter_margin=0.0)
     with pytest.raises(ValueError, match=r"set clusters\.surrogate"):
-        made("pair", start, **alike).prepare()
-    stage = made("pair", start, surrogate=start, **alike)
-    report = stage.prepare()
+        alike().prepare()
+    report = (stage := alike(surrogate=start)).prepare()
     assert data_report(trained(stage, start, tmp_path / "pair")) == report
 
 
 def test_any_embedder_of_sentence_transformers_is_a_surrogate(start, tmp_path):
-    path = tmp_path / "embedder"
-    Embedder.from_pretrained(start).save_pretrained(path)
+    path = Embedder.from_pretrained(start).save_pretrained(tmp_path / "embedder")
     (path / "unmask.json").unlink()  # no longer one of ours
     peer = SentenceTransformer(str(path))
     whole = {"query_length": 99, "document_length": 200, "cluster_size": 8}
     stage = made("pair", start, surrogate=path, **whole)
     for name, drawn in map(stage.plan, range(2)):
-        rows = [tiny_corpus.PAIRS[row] for row in drawn]
-        sides = ([row[side] for row in rows] for side in ("query", "document"))
+        sides = ([tiny_corpus.PAIRS[row][side] for row in drawn] for side in ("query", "document"))
         q_ND, d_ND = (peer.encode(texts, normalize_embeddings=True) for texts in sides)
-        others = (q_ND @ d_ND.T)[~np.eye(len(rows), dtype=bool)]
-        found = negative_similarity(stage.neighbours[name], drawn)
-        assert found == pytest.approx(others.mean(), abs=1e-3)
+        others = (q_ND @ d_ND.T)[~np.eye(len(drawn), dtype=bool)].mean()
+        assert negative_similarity(stage.neighbours[name], drawn) == pytest.approx(others, abs=1e-3)
 
 
 def test_a_last_token_is_the_same_for_all_texts(start, tmp_path):
@@ -201,10 +198,9 @@ def test_another_value_trains_beside_and_the_first_is_found_again(start, tmp_pat
 
 
 def test_a_changed_file_of_the_library_asks_for_a_new_kernel(start, tmp_path, monkeypatch):
-    file = write_atomic(tmp_path / "unmask" / "losses" / "mine.py", "rate = 1\n")
+    file = write_atomic(tmp_path / "unmask" / "losses" / "mine.py", "rate = 2\n")
     monkeypatch.setattr(same, "LIBRARY", tmp_path / "unmask")
-    monkeypatch.setattr(same, "IMPORTED", {file: file.read_bytes()})
-    file.write_text("rate = 2\n")
+    monkeypatch.setattr(same, "IMPORTED", {file: b"rate = 1\n"})
     with pytest.raises(RuntimeError, match=r"unmask/losses/mine.py has changed .*: restart the kernel"):
         trained(made("pair", start), start, tmp_path / "pair")
 
@@ -243,14 +239,12 @@ def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, monkeypatch, 
 
 
 def test_two_processes_never_train_in_one_folder(start, tmp_path):
-    stage = made("pair", start)
-
     class Meanwhile(Reported):
         def __call__(self, row):
             with pytest.raises(RuntimeError, match="another process works on"):
                 trained(made("pair", start), start, tmp_path / "pair")
 
-    trained(stage, start, tmp_path / "pair", watch=Meanwhile())
+    trained(made("pair", start), start, tmp_path / "pair", watch=Meanwhile())
 
 
 def test_a_training_leaves_no_trace_in_its_process(start, tmp_path):
@@ -274,9 +268,8 @@ EMBEDDERS = ("pair", "contextual", "triplet", "qwen3")
 def test_what_a_stage_trains_is_a_model_of_sentence_transformers(start, tmp_path, section, family, caplog):
     """It says nothing at a load, of a BERT's unread pooler neither, and gives the vectors that we give."""
     if family == "BERT":
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-        model = BertModel(BertConfig(vocab_size=len(tiny.tokenizer()), max_position_embeddings=128, **sizes))
-        start = backbone.save(model, tiny.tokenizer(), tmp_path / "bert")
+        bert = BertModel(BertConfig(vocab_size=len(tiny.tokenizer()), **tiny_families.SHAPE))
+        start = backbone.save(bert, tiny.tokenizer(), tmp_path / "bert")
     last = {"query_length": 60, "document_length": 60, "negatives": 2, "dimensions": [32]}
     own = OWN.get(section, last) | {"mined": tiny_stages.mined(tmp_path)}
     path = trained(tiny_stages.on_the_corpus(section, start, **own), start, tmp_path / section)

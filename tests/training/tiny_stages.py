@@ -52,8 +52,8 @@ def model(name):
 
 def pairs(count, *, keys=None, negatives=0, seed=0):
     texts = tiny.sequences(count, seed=seed, longest=8), tiny.sequences(count, seed=seed + 1, longest=12)
-    hard = tiny.sequences(count * negatives, seed=seed + 2, longest=12)
-    hard = [hard[i * negatives : (i + 1) * negatives] for i in range(count)] if negatives else None
+    hard = iter(tiny.sequences(count * negatives, seed=seed + 2, longest=12))
+    hard = [[next(hard) for _ in range(negatives)] for _ in range(count)] if negatives else None
     numbers = np.arange(count * (3 + negatives))  # all texts differ
     own = numbers[: 3 * count].reshape(3, count).T.copy()
     own[:, 0] = -1 - (np.arange(count) if keys is None else np.unique(keys, return_inverse=True)[1])
@@ -151,6 +151,5 @@ def mined(folder, count=3):
 def on_the_corpus(section: str, start, *, kind: type[Stage] | None = None, **more) -> Stage:
     """A stage of a few steps of four rows, which reads the corpus of a few sentences."""
     short = {"steps": 2, "batch": 4, "warmup": 0, "decay": 0, "precision": "fp32", "checkpoint_seconds": 10}
-    tokenizer = backbone.load_tokenizer(start)
-    make = kind or KINDS[section]
-    return make(_PRESET, open_corpus(_PRESET.data), tokenizer, section=section, **short | more)
+    corpus, tokenizer = open_corpus(_PRESET.data), backbone.load_tokenizer(start)
+    return (kind or KINDS[section])(_PRESET, corpus, tokenizer, section=section, **short | more)
