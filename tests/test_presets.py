@@ -41,9 +41,9 @@ def test_every_value_has_a_source(name):
     place = r"(paper|ConTEB|CDE|Qwen3-Embedding), (section|appendix|figure|table) [0-9A-C]"
     source, comments = re.compile(place + r"|choice: \w|Qwen3-\S+-Base|unused"), _comments(name)
     values = yaml.safe_load((PRESETS / f"{name}.yaml").read_text(encoding="utf8"))
-    sections = {key: part for key, part in (values.pop("study") | values).items() if isinstance(part, dict)}
-    del sections["ar"]
-    assert set(comments) == {(name, key) for name, section in sections.items() for key in section}
+    blocks = [*values.pop("study").items(), *values.items()]
+    sections = [(key, section) for key, section in blocks if isinstance(section, dict) and key != "ar"]
+    assert set(comments) == {(name, key) for name, section in sections for key in section}
     assert not [place for place, comment in comments.items() if not source.match(comment)]
 
 
