@@ -62,7 +62,6 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
         shutil.copytree(ROOT / "papermill_runs" / name, tmp_path / "papermill_runs" / name)
     (tmp_path / "notebooks").mkdir()
     monkeypatch.setattr("unmask_study.run.repository", lambda: tmp_path)
-    monkeypatch.setattr("unmask_study.kernels.IMPORTED", ["colorsys"])  # toy notebooks need no more
     monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.chdir(tmp_path)
     return Checkout(tmp_path)

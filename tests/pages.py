@@ -6,6 +6,7 @@ the prose of pages must keep to. `python tests/pages.py` writes the blocks and t
     <!-- end -->
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -24,7 +25,8 @@ from unmask_study.tasks import REFERENCE
 
 ROOT = repository()
 RESULTS = ROOT / "results"
-PAGES = tuple(folder / "README.md" for folder in (ROOT, RESULTS, RESULTS / "benchmarks", RESULTS / "gpu"))
+PLACES = (ROOT, RESULTS, RESULTS / "benchmarks", RESULTS / "gpu", ROOT / "lib")
+PAGES = tuple(folder / "README.md" for folder in PLACES)
 LINK = re.compile(r'\]\(([^)#]+)[^)]*\)|(?:src|srcset|href)="([^"#][^"]*)"')
 BLOCK = re.compile(r"(<!-- (?!end)([a-z-]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
 RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
@@ -145,6 +147,31 @@ def speed() -> str:
     return report.markdown_table(rows)
 
 
+# A pair's way to its gradient: module and function of `unmask`, what comes out of it.
+FLOW = (
+    ("data.rows", "read", "a row of a file, checked: query, document, key, split"),
+    ("data.tokenize", "token_pairs", "token ids of each query and document, tokens_L, memory-mapped"),
+    ("data.batches", "BatchPlan", "a data set, and the numbers of N of its rows"),
+    ("training.contrastive", "Pair", "a batch: N queries, then their N documents, R = 2N texts"),
+    ("training.cache", "cached_backward", "micro-batches of like lengths; later their gradients"),
+    ("models.encoding", "encode_rows", "hidden_TD of all their tokens, then their means, rows_RD"),
+    ("models.quantize", "int8", "codes_RD, whole numbers from −127 to 127"),
+    ("losses.contrastive", "pair_loss", "the loss, a scalar in nats; its gradient on rows_RD goes back up"),
+    ("training.loop", "optimize", "the weights, a step further"),
+)
+
+
+def flow() -> str:
+    """`FLOW`, with the line at which each function or class begins."""
+    rows = []
+    for module, name, outcome in FLOW:
+        path = Path("unmask", *module.split(".")).with_suffix(".py")
+        tree = ast.parse((ROOT / "lib" / path).read_text("utf8"))
+        line = next(node.lineno for node in tree.body if getattr(node, "name", "") == name)
+        rows.append({"": "↓", "where": f"[{module}.{name}]({path}#L{line})", "what comes out": outcome})
+    return report.markdown_table(rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "quality": lambda: quality("smollm2"),
     "quality-cpu": lambda: quality("cpu"),
@@ -152,6 +179,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "example": example,
     "time-to-bm": time_to_bm25,
     "speed": speed,
+    "flow": flow,
 }
 
 

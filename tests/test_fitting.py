@@ -26,7 +26,7 @@ import tiny_foreign
 from unmask import Embedder, fit, fitting, losses
 from unmask.config import ConfigError
 from unmask.data.tokens import END_OF_TEXT
-from unmask.evaluation import retrieval_metrics
+from unmask.evaluation import exam, retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.models import backbone
 from unmask.models.embedder import quantized
@@ -158,8 +158,6 @@ def test_a_plain_language_model_is_measured_as_it_is_trained(model):
     assert not backbone.sees_both_sides(fit(model, PAIRS, bidirectional=False, **NOTHING).model)
     with pytest.raises(ConfigError, match="bidirectional=False: stage 'diffusion' reads both sides"):
         fit(model, tiny.TEXTS, stage="diffusion", bidirectional=False)
-    with pytest.raises(ConfigError, match="bidirectional must be True, False or None, got 'no'"):
-        fit(model, PAIRS, bidirectional="no")
 
 
 @pytest.mark.parametrize("stage", LETTERS)
@@ -200,7 +198,7 @@ def test_lengths_beyond_the_positions_are_cut_and_said(foreign, tmp_path, capsys
     assert "chunk_length: 30 instead of 500" in capsys.readouterr().out
     given = Embedder.from_pretrained(foreign, max_length=40)  # what `encode` cuts, training cuts
     fit(given, long, **SHORT)
-    assert "document_length: 40 instead of 64" in capsys.readouterr().out
+    assert "document_length: 40 instead of 256" in capsys.readouterr().out
     roberta = backbone.save(tiny_families.xlm_roberta(), tiny.tokenizer(), tmp_path / "roberta")
     fit(roberta, PAIRS, document_length=256, **SHORT)  # 255: its positions begin behind the padding token
     assert "document_length: 255 instead of 256" in capsys.readouterr().out
@@ -221,7 +219,7 @@ def test_only_diffusion_needs_a_mask_token(tmp_path):
     lm = backbone.save(tiny.model(bidirectional=False, head=True), sparse(), tmp_path / "lm")
     assert fit(lm, PAIRS, **SHORT).helped
     fill = {"stage": "diffusion", "length": 8, "batch": 2, "lr": 1e-3} | SHORT
-    with pytest.raises(ConfigError, match=r"diffusion\.mask_token: name a rare token"):
+    with pytest.raises(ConfigError, match="mask_token: the tokenizer has none to spare, name"):
         fit(lm, tiny.TEXTS, **fill)
     for token, why in ((END_OF_TEXT, "ends texts"), ("<mask>", "is not in the vocabulary")):
         with pytest.raises(ValueError, match=rf"mask_token: .* {why}"):
@@ -262,7 +260,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
 
 
 def test_a_model_that_reads_both_sides_cannot_be_made_causal(foreign):
-    with pytest.raises(ConfigError, match="bidirectional=False: this model reads both sides already"):
+    with pytest.raises(ConfigError, match="bidirectional=False: this model reads both sides, leave"):
         fit(foreign, WORDS, bidirectional=False, **SHORT)
 
 
@@ -275,42 +273,39 @@ def test_a_tokenizer_without_an_end_is_refused_at_once(tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-def test_one_block_of_text_is_enough(tmp_path):
-    start = backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "model")
+@pytest.fixture
+def lm(tmp_path):
+    """With its output matrix."""
+    return backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "lm")
+
+
+def test_one_block_of_text_is_enough(lm):
     texts = [f"{i} is a number" for i in range(30)]
-    assert fit(start, texts, stage="diffusion", precision="fp32", steps=3).model.config.is_causal is False
+    embedder = fit(lm, texts, stage="diffusion", precision="fp32", steps=3)
+    assert embedder.helped is None and embedder.model.config.is_causal is False
 
 
 def test_the_measure_counts_copies_and_asks_among_negatives(capsys):
     copied = [{"chunks": [f"{i} a", "x", f"{i}  a"], "queries": [f"{i}"], "golds": [2]} for i in range(30)]
     rows, held_N = fitting._rows(copied, "contextual"), np.arange(30) < 3
-    assert [len(relevant) for relevant in fitting._task(rows, held_N).relevant] == [2, 2, 2]
+    assert [len(relevant) for relevant in exam.task_of(rows, held_N).relevant] == [2, 2, 2]
     triplets = fitting._rows([(f"q {i}", f"d {i}", [f"n {i}", f"m {i}"]) for i in range(30)], "triplet")
-    assert len(fitting._task(triplets, held_N).chunks) == 90
+    assert len(exam.task_of(triplets, held_N).chunks) == 90
 
 
 def test_texts_without_a_word_are_fitted(model):
     assert fit(model, SIGNS, steps=np.int64(2), precision="fp32").helped.bm25 == 0
 
 
-def test_diffusion_reads_texts(tmp_path):
-    start = backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "model")
-    embedder = fit(start, [text for _, text in PAIRS], stage="diffusion", length=16, **SHORT)
-    assert embedder.helped is None and embedder.encode(["7"]).shape == (1, 32)
-
-
-def test_an_embedder_is_no_language_model(tmp_path):
-    network = tiny.model(bidirectional=False, head=True)
-    path = backbone.save(network, tiny.tokenizer(), tmp_path / "model")
-    rows = [text for _, text in PAIRS]
+def test_an_embedder_is_no_language_model(lm):
     with pytest.raises(ValueError, match="has no output matrix, an embedder: name the language model itself"):
-        fit(Embedder.from_pretrained(path), rows, stage="diffusion", length=16, **SHORT)
+        fit(Embedder.from_pretrained(lm), tiny.TEXTS, stage="diffusion", length=16, **SHORT)
 
 
 @pytest.mark.parametrize("batch", [16, 1000])
 def test_three_epochs_whatever_the_batch(batch):
-    rows, shape = ROWS["pair"], tiny.model().config
-    config = fitting._config("pair", rows, len(rows), shape, "mean", {"batch": batch})
+    rows, reads = ROWS["pair"], Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
+    config = fitting._config("pair", exam.divided(rows, 0, "pair"), reads, {"batch": batch})
     assert config.steps == np.ceil(3 * len(rows) / min(batch, len(rows)))
 
 
@@ -329,7 +324,7 @@ def test_a_data_set_is_read_and_the_result_loads_elsewhere(model, tmp_path):
 
 
 def held_out(pairs, share=0.1, stage="pair"):
-    return fitting._held_out(fitting._rows(pairs, stage), share, stage)
+    return exam.held_out(fitting._rows(pairs, stage), share)
 
 
 def test_rows_that_share_a_text_are_held_out_together_whatever_its_column_and_spelling(capsys):
@@ -348,13 +343,13 @@ def test_rows_that_share_a_text_are_held_out_together_whatever_its_column_and_sp
     assert "nothing is held out or measured: hold_out=0.1 needs 20 rows" in capsys.readouterr().out
 
 
-def test_a_text_of_many_rows_ties_no_rows_together_and_is_never_held_out(capsys):
+def test_a_text_of_many_rows_ties_no_rows_together_and_is_never_held_out():
     common = [(f"asked {i}", "Return self.") for i in range(30)]
     held_N = held_out([*common, *PAIRS])
     assert held_N.sum() == 4 and not held_N[:30].any()
     bound = [(f"how is {i} written?", "Return self.") for i in range(40)]  # each row has a neighbour in it
-    assert not held_out([*PAIRS, *bound]).any()
-    assert "texts in at most 8 of them; there are 40, and 40" in capsys.readouterr().out
+    held_N = held_out([*PAIRS, *bound])
+    assert held_N.sum() == 4 and not held_N[40:].any()
 
 
 MIRRORED = [
@@ -370,8 +365,8 @@ SHARED |= {"triplets": ("triplet", HARD)}
 @pytest.mark.parametrize("case", SHARED)
 def test_what_is_held_out_is_seen_nowhere_in_training(case, model, batches, monkeypatch, capsys):
     """Nor does a query meet its own text, as a negative or among the candidates."""
-    (stage, rows), tasks, made = SHARED[case], [], fitting._task
-    monkeypatch.setattr(fitting, "_task", lambda *given: tasks.append(made(*given)) or tasks[-1])
+    (stage, rows), tasks, made = SHARED[case], [], exam.task_of
+    monkeypatch.setattr(exam, "task_of", lambda *given: tasks.append(made(*given)) or tasks[-1])
     assert fit(model, rows, stage=stage, steps=4, batch=64, precision="fp32", progress=False).helped
     read, ids = set(), lambda text: tiny.tokenize(tiny.tokenizer(), [text], None)[0].tobytes()
     for part in chain(*batches):
@@ -379,7 +374,7 @@ def test_what_is_held_out_is_seen_nowhere_in_training(case, model, batches, monk
         read.update(texts)
         queries, others = texts[: part.count], texts[part.count : 2 * part.count]
         assert not {*queries} & {*others} and len({*queries}) == len({*others}) == part.count
-    (task,) = tasks
+    task = tasks[0]
     held = {text for row in rows for text in row[:2] if row[0] in task.queries}
     assert held and not {ids(text) for text in held} & read
     for query, answers in zip(task.queries, task.relevant):
@@ -408,32 +403,29 @@ def test_a_row_that_has_no_tokens_is_named(foreign):
 
 def contextual(sizes, positions=256, others=(), **values):
     """The section for documents of chunks with so many tokens; `others` are the sizes of one more."""
-    shape = tiny.model(length=positions).config
+    reads = Embedder(tiny.model(length=positions), tiny.tokenizer(), device="cpu")
     every = [sizes] * 8 + [others] * bool(others)
-    rows = [{"chunks": ["x"] * len(one), "queries": ["q"], "golds": [0]} for one in every]
-    return fitting._config("contextual", rows, len(rows), shape, "mean", values, [*map(max, every)])
+    rows = [{"chunks": ["x"] * len(one), "queries": [f"{i}"], "golds": [0]} for i, one in enumerate(every)]
+    division = exam.Division(rows, np.zeros(len(rows), bool), rows, len(rows))
+    return fitting._config("contextual", division, reads, values, [*map(max, every)])
 
 
 def test_room_is_shared_by_the_chunks_that_there_are():
     """Where they do not fit, a document is divided, no chunk is cut."""
     assert (contextual([122, 74]).chunks, contextual([122, 74]).chunk_length) == (2, 122)
     many = contextual([60] * 20)
-    assert (many.chunks, many.chunk_length) == (4, 60) and many.document_length <= 254
-    assert contextual([900]).chunk_length == 253 and contextual([900], 2048).chunk_length == 256
-    assert contextual([60] * 20, chunks=8).chunk_length == 30
+    assert (many.chunks, many.chunk_length) == (4, 60) and many.document_length <= 256
+    assert contextual([900]).chunk_length == 256 and contextual([900], 2048).chunk_length == 256
+    assert contextual([60] * 20, chunks=8).chunk_length == 31
     assert contextual([60] * 20, chunk_length=100).chunks == 4
 
 
 def test_one_long_chunk_takes_the_context_from_no_other_document():
     one = contextual([10] * 8, others=[250, 10])
-    assert (one.chunks, one.chunk_length) == (8, 30)  # room for 8 chunks of 30 and what is between them
+    assert (one.chunks, one.chunk_length) == (8, 31)  # room for 8 chunks of 31 and what is between them
     assert contextual([10] * 8, 4096, [250]).chunk_length == 250  # where all have room
     many = contextual([250] * 8, others=[10] * 8)  # most are long
     assert (many.chunks, many.chunk_length) == (1, 250)
-
-
-def test_the_papers_prefixes_are_trained():
-    assert contextual([3, 4]).dimensions == (128, 256, 512, 1024, 2048, 2560)
 
 
 def test_what_is_cut_is_printed_with_its_share(model, capsys):
@@ -484,53 +476,45 @@ def test_before_is_the_given_embedders_own(tmp_path, model):
     assert embedder.pooling == "last"
 
 
-def test_what_holds_too_many_rows_is_never_held_out(capsys):
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_what_holds_too_many_rows_is_never_held_out(share, capsys):
     """Nor is a text of two rows, where a hundredth of fifty rows is none."""
     assert not held_out([(f"q {i // 2}", f"d {i}") for i in range(50)], 0.01).any()
     assert "texts in at most 1 of them; there are 25, and 0" in capsys.readouterr().out
     rows = [("common", f"d {i}") for i in range(70)] + [(f"q {i}", f"e {i}") for i in range(30)]
-    for share in (0.1, 0.3, 0.5):
-        held_N = held_out(rows, share)
-        assert 1 <= held_N.sum() <= 16 and not held_N[:70].any()
+    held_N = held_out(rows, share)
+    assert 1 <= held_N.sum() <= 16 and not held_N[:70].any()
 
 
 def test_few_held_out_rows_are_asked_of_many():
     held_N = np.zeros(1_000, bool)
-    held_N[[7, 900]] = True
-    task = fitting._task([{"query": f"q{i}", "document": str(i)} for i in range(1_000)], held_N, among=50)
-    assert len(task.documents) == 50 and sorted(task.queries) == ["q7", "q900"]
+    held_N[[7, 500, 900]] = True
+    rows = [{"query": f"q{i}", "document": str(i)} for i in range(1_000)]
+    task, fewer = (exam.task_of(rows, held_N, queries, texts=50) for queries in (3, 2))
+    assert len(task.documents) == 50 and sorted(task.queries) == ["q500", "q7", "q900"]
+    assert len(fewer.queries) == 2 and {*fewer.queries} < {*task.queries}
     assert [task.chunks[i] for (i,) in task.relevant] == [query[1:] for query in task.queries]
 
 
 def test_only_what_stands_beside_a_query_answers_it():
     chain = [("a", "one"), ("b", "one"), ("b", "two"), *PAIRS]
-    task = fitting._task(fitting._rows(chain, "pair"), np.arange(len(chain)) < 3)
+    task = exam.task_of(fitting._rows(chain, "pair"), np.arange(len(chain)) < 3)
     answers = {q: {task.chunks[i] for i in found} for q, found in zip(task.queries, task.relevant)}
     assert answers == {"a": {"one"}, "b": {"one", "two"}} and len(task.chunks) == 42
-    task = fitting._task(DOCUMENTS, np.arange(30) == 7)
+    task = exam.task_of(DOCUMENTS, np.arange(30) == 7)
     assert [task.chunks[i] for i in task.relevant[0]] == ["Then comes 8."] and task.queries == ["after 7?"]
 
 
 def test_other_shapes_of_rows_are_read():
     frame = pd.DataFrame(PAIRS, columns=["query", "document"])
     table = pa.Table.from_pandas(frame)
-    stream = SimpleNamespace(
-        __arrow_c_stream__=table.__arrow_c_stream__
-    )  # all that Arrow's interface asks for
-    for rows in (
-        table,
-        stream,
-        frame,
-        frame.itertuples(index=False),
-        frame.to_numpy(),
-        iter(PAIRS),
-        [*map(list, PAIRS)],
-    ):
+    stream = SimpleNamespace(__arrow_c_stream__=table.__arrow_c_stream__)  # all that Arrow asks for
+    lists = (iter(PAIRS), [*map(list, PAIRS)], frame.to_numpy(), frame.itertuples(index=False))
+    for rows in (table, stream, frame, *lists):
         assert fitting._rows(rows, "pair") == ROWS["pair"]
     texts = [text for text, _ in PAIRS]
     for series in (pd.Series(texts), pl.Series(texts), pa.chunked_array([texts])):
         assert [row["text"] for row in fitting._rows(series, "diffusion")] == texts
-    assert fitting._rows(pd.Series(PAIRS), "pair") == fitting._rows(pl.Series(ROWS["pair"]), "pair")
 
 
 def test_stopped_without_a_folder_it_says_so(model, monkeypatch):
@@ -576,13 +560,10 @@ def test_an_embedder_that_is_cut_short_keeps_its_settings(foreign):
     assert np.array_equal(embedder.encode(["a b"]), expected.encode(["a b"]))
 
 
-def test_a_language_model_that_is_cut_short_keeps_its_output_matrix(tmp_path):
-    network = tiny.model(bidirectional=False, head=True)
-    start = backbone.save(network, tiny.tokenizer(), tmp_path / "model")
-    rows = [text for _, text in PAIRS]
+def test_a_language_model_that_is_cut_short_keeps_its_output_matrix(lm, tmp_path):
     options = {"keep_layers": [0], "folder": tmp_path / "kept"} | SHORT
-    fit(start, PAIRS, **options)
-    embedder = fit(start, rows, stage="diffusion", length=16, **options)
+    fit(lm, PAIRS, **options)
+    embedder = fit(lm, tiny.TEXTS, stage="diffusion", length=8, batch=2, **options)
     assert embedder.model.config.num_hidden_layers == 1 and backbone.sees_both_sides(embedder.model)
 
 
@@ -648,22 +629,18 @@ def test_progress_changes_no_weight(model):
     assert np.array_equal(one, two)
 
 
-def test_few_queries_are_asked_meanwhile_with_what_answers_them():
-    rows = fitting._rows([(f"q {i // 2}", f"d {i}") for i in range(4_000)], "pair")
-    task = fitting._task(rows, held_out(rows), fitting.FEW_ASKED, fitting.FEW_AMONG)
-    assert len(task.queries) == 100 and len(task.chunks) == 300
-    for query, golds in zip(task.queries, task.relevant):
-        assert golds and {int(task.chunks[i][2:]) // 2 for i in golds} == {int(query[2:])}
-
-
 REFUSED = {
-    "no rows": ([], {}, "0 rows leave 0 of different texts to train on, which needs 2"),
+    "no rows": ([], {}, "0 rows leave 0 of different texts, and stage 'pair' needs 2: give more"),
     "one group": (
         [(f"q {i}", "a") for i in range(30)],
         {},
-        "rows leave 1 of different texts to train on, which needs 2",
+        "rows leave 1 of different texts, and stage 'pair' needs 2",
     ),
-    "all held out": (PAIRS, {"hold_out": 0.99}, "40 rows leave 0 of different texts to train on"),
+    "all held out": (
+        PAIRS,
+        {"hold_out": 0.99},
+        "40 rows leave 0 of different texts, .* or a smaller hold_out",
+    ),
     "a dict of columns": ({"query": ["a"], "document": ["b"]}, {}, "expected a list, got one dict"),
     "no negatives": (
         [("a", "b", [])],

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import threading
-from collections import Counter
 from functools import partial
 from operator import attrgetter
 
@@ -17,7 +16,7 @@ from by_hand import cells, kernel
 from unmask.models import backbone
 from unmask.store import repository
 from unmask.training import TrainingStopped
-from unmask_study import evidence, plan
+from unmask_study import evidence
 from unmask_study.run import Run
 from unmask_study.settings import load_preset
 from waiting import wait_for
@@ -97,18 +96,14 @@ OF_CPU += " cde.studies qwen3.start qwen3.trainings"
 
 @pytest.mark.slow
 def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path, monkeypatch):
-    """The plan counts them; of a base cut short the bar is the base trained on."""
+    """Of a base cut short the bar is the base trained on."""
     monkeypatch.setattr(Run, "_sources", lambda self: [self.name])  # whatever `make smoke` has left
     backbone.save(tiny.model(bidirectional=False, head=True), tiny.tokenizer(), tmp_path / "ready")
     values = FEW | {"backbone.checkpoint": str(tmp_path / "ready"), "backbone.keep_layers": [0]}
     values |= {key: attrgetter(key)(load_preset("cpu")) for key in OF_CPU.split()}
     told = {name[:2]: shell.run(*cells(name, values))[0] for name in STAGES}
     preset, lab = load_preset("smoke", values), tmp_path / "lab" / "smoke"
-    planned = Counter()
-    for one in plan.trainings(preset, 1):
-        planned[one.notebook] += one.number
-    made = Counter(path.relative_to(lab).parts[0] for path in lab.rglob("metrics.jsonl"))
-    assert made == planned and made.total() == 21
+    assert len([*lab.rglob("metrics.jsonl")]) == 21
     for claim in evidence.claims(Run("12_report", "lab/smoke", preset)):
         assert claim["verdict"] not in ("not asked", "not run") and "no gates of" not in claim["why"]
     assert all("not run" in told[name] for name in ("08", "10", "11"))

@@ -8,7 +8,7 @@ from joblib.externals.loky import get_reusable_executor
 
 import rehearsal
 from toy_checkout import unmask
-from unmask.data import rows, tokenized
+from unmask.data import rows, tokenize
 from unmask.data.sources import open_corpus
 from unmask.models.backbone import load_tokenizer
 from unmask.training import STAGES
@@ -52,7 +52,7 @@ def test_stages_and_tasks_find_what_they_read_and_trainings_read_what_was_prepar
         stage("cde", only=["code"])
     if name == "hub-135m":  # it wants more text than there is, so that the files are listed again
         stage("diffusion")
-    monkeypatch.setattr(tokenized, "encode", None)  # nothing is tokenised any more
+    monkeypatch.setattr(tokenize, "encode", None)  # nothing is tokenised any more
     monkeypatch.setattr(rows, "data_files", None)  # and no process asks the Hub what there is
     stage("pair"), stage("contextual"), stage("qwen3", negatives=0)
     if name == "hub-0.6b":

@@ -14,13 +14,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import tiny
 from limits import full_disk
 from unmask import Embedder
-from unmask.data.mining import kept
-from unmask.data.tokenized import Prepared
+from unmask.data.mining import cached_array
+from unmask.data.tokenize import build
 from unmask.models.jobs import encode_file
 from unmask.models.merge import slerp
 from unmask.models.onnx import export_onnx
@@ -207,8 +208,11 @@ def drawn(model: Path, path: Path) -> None:
 TOO_LARGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "json": (lambda model, path: write_json(path, "x" * 9999), "out"),
     "figure": (drawn, "out"),
-    "mined": (lambda model, path: kept("mined", ["a"], lambda: np.ones(9999)), ".npy"),
-    "tokens": (lambda model, path: Prepared(path.parent).extended(({"a": np.ones(9999)}, {})), "a.bin"),
+    "mined": (lambda model, path: cached_array("mined", ["a"], lambda: np.ones(9999)), ".npy"),
+    "tokens": (
+        lambda model, path: build(path.parent, lambda: [9999], lambda n: pa.table({"a": np.ones(n)}), ""),
+        "00000.arrow",
+    ),
     "save": (WRITERS["save"], "out"),
     "merge": (WRITERS["merge"], "out"),
     "encode": (lambda model, path: encoded(model, path.with_suffix(".npy")), "out.npy"),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from unmask.config import BackboneConfig
-from unmask.data.tokens import Limit, encode, train_tokenizer
+from unmask.data.tokens import Truncation, encode, train_tokenizer
 from unmask.models import backbone
 
 TEXTS = [
@@ -29,7 +29,7 @@ def write_card(folder, configs):
 
 def tokenize(tokenizer, texts, max_length):
     """Token ids of each text, without special tokens, cut to `max_length`."""
-    return list(encode(tokenizer.backend_tokenizer, texts, np.int32, Limit(max_length)))
+    return list(encode(tokenizer.backend_tokenizer, texts, np.int32, Truncation(max_length)))
 
 
 @cache

@@ -55,6 +55,7 @@ class Checkout:
         code = [cell("code", PARAMETERS, "parameters"), *(cell("code", source) for source in cells)]
         document = {"cells": [cell("markdown", prose), *code], "nbformat": 4, "nbformat_minor": 4}
         document["metadata"] = {"unmask": {"needs": [], "reads": ["data"]} | about}
+        document["metadata"]["kernelspec"] = {"name": "python3", "language": "python", "display_name": ""}
         path = self.root / "notebooks" / f"{name}.ipynb"
         path.write_text(json.dumps(document), encoding="utf8")
         return path

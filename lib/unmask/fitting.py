@@ -2,43 +2,39 @@
 
 It is the notebooks' training (`unmask.training`) on the rows that are given, with values that suit small
 data, and with an answer to the question whether it helped.
+
+Shape suffix: N rows.
 """
 
 import copy
 import math
 import tempfile
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import chain
 from operator import index
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
-from pydantic import AfterValidator, Field, ValidationError
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from pydantic import AfterValidator, Field, ValidationError, create_model
+from transformers import PreTrainedTokenizerBase
 
-from unmask.config import TRAINED, BackboneConfig, ClustersConfig, EvaluationConfig, ParallelConfig
-from unmask.data.batches import apart, permuted
+from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig
 from unmask.data.corpus import Corpus, write_table
 from unmask.data.registry import Source
-from unmask.data.spelling import distinct, held_texts, row_texts, text_id, without_held
-from unmask.data.tokens import Limit, encode, end_token, ending
-from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25, probe
+from unmask.data.tokens import encode, end_token
+from unmask.evaluation.exam import Division, Exam, Row, divided
 from unmask.models import backbone
+from unmask.models.arguments import as_list
 from unmask.models.checkpoint import Settings, folder_of
-from unmask.models.embedder import Embedder, as_list
-from unmask.schema import ConfigError, Section, checked, explained
+from unmask.models.embedder import Embedder
+from unmask.schema import ConfigError, checked, explained
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
-from unmask.training import STAGES, TrainingStopped, Watch, probes, seconds_until, train
-from unmask.training.launch import several
+from unmask.training import STAGES, TrainingStopped, Watch, train
 from unmask.training.stages import Stage
-from unmask.training.watch import TENTHS
 
 
 def _filled(text: str) -> str:
@@ -49,68 +45,25 @@ def _filled(text: str) -> str:
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_filled)]
 Texts = Annotated[list[Text], Field(min_length=1)]
-
-
-class PairRow(Section):
-    query: Text
-    document: Text
-
-
-class TripletRow(PairRow):
-    negatives: Texts
-
-
-class DocumentRow(Section):
-    chunks: Texts
-    queries: Texts
-    golds: list[int]
-
-    def __post_init__(self):
-        last = len(self.chunks) - 1
-        if len(self.golds) != len(self.queries) or not all(0 <= gold <= last for gold in self.golds):
-            each = f"the number of a chunk, 0 to {last}, for each query"
-            raise ValueError(f"golds must be {each}, got {self.golds}")
-
-
-class TextRow(Section):
-    text: Text
-
-
-ROWS = {"pair": PairRow, "triplet": TripletRow, "contextual": DocumentRow, "diffusion": TextRow}
-KIND = {"pair": "pairs", "triplet": "triplets", "contextual": "documents", "diffusion": "texts"}
+PAIR = {"query": Text, "document": Text}
+COLUMNS = {
+    "pair": PAIR,
+    "triplet": PAIR | {"negatives": Texts},
+    "contextual": {"chunks": Texts, "queries": Texts, "golds": list[int]},
+    "diffusion": {"text": Text},
+}
+TABLES = {"pair": "pairs", "triplet": "triplets", "contextual": "documents", "diffusion": "texts"}
 SMALL: dict[str, dict[str, Any]] = {  # values for small data
     "pair": {"batch": 128, "lr": 2e-4, "query_length": 64, "document_length": 256, "curriculum": (1, 0, 0)},
     "triplet": {"batch": 128, "lr": 5e-5, "query_length": 64, "document_length": 256, "accumulation": 1}
     | {"groups": ("english",), "max_pairs": 1},  # of mining, which is done
-    "contextual": {"batch": 32, "lr": 1e-4, "query_length": 64, "chunk_length": 256, "chunks": 16},
+    # The paper's prefixes; those that fit are trained beside the whole.
+    "contextual": {"batch": 32, "lr": 1e-4, "query_length": 64, "chunk_length": 256, "chunks": 16}
+    | {"dimensions": (128, 256, 512, 1024, 2048, 2560)},
     "diffusion": {"batch": 16, "lr": 4e-4, "length": 256, "log_uniform": True, "t_min": 0.05},
 }
 MASKS = "<|fim_pad|>", "<empty_output>"  # rare tokens of Qwen3's and of SmolLM2's vocabulary
-PREFIXES = (128, 256, 512, 1024, 2048, 2560)  # the paper's; those that fit are trained beside the whole
 EPOCHS = 3
-FEWEST = 20  # rows of different texts, of which a part can be held out
-ASKED, AMONG = 1_000, 10_000  # held-out queries, and texts that they are asked of, at most
-FEW_ASKED, FEW_AMONG = 100, 300  # while the training runs
-PROGRESS_SHARE = 0.1  # of the training's time that measuring meanwhile may take, unless it is asked for
-
-
-@dataclass(frozen=True)
-class Helped:
-    """nDCG@10 of held-out queries before the training, after it, and of BM25. They are asked of the held-out
-    and of the training texts together, negatives included, in INT8. While it trains, few of them are asked of
-    few texts: `seconds_to_bm25` of training, and from there on it stays above BM25. None: it does not, or
-    nobody looked."""
-
-    before: float
-    after: float
-    bm25: float
-    queries: int
-    texts: int
-    seconds_to_bm25: float | None = None
-
-    def __str__(self) -> str:
-        numbers = f"{self.before:.3f} before, {self.after:.3f} after, BM25 {self.bm25:.3f}"
-        return f"nDCG@10 of {self.queries:,} held-out queries among {self.texts:,} texts: {numbers}"
 
 
 def fit(
@@ -173,241 +126,135 @@ def fit(
     """
     rows = _rows(data, stage)
     mask_token = values.pop("mask_token", "") if stage == "diffusion" else ""
-    values = _given(stage, values)
-    if not isinstance(bidirectional, bool | None):
-        raise ConfigError(f"bidirectional must be True, False or None, got {bidirectional!r}")
-    if bidirectional is False and STAGES[stage].bidirectional:
-        raise ConfigError(f"bidirectional=False: stage {stage!r} reads both sides, leave it out")
-    if not 0 <= hold_out < 1:
-        raise ValueError(f"hold_out must be a share below 1, got {hold_out!r}")
-    held_N = _held_out(rows, hold_out, stage)
-    held = {text_id(text) for i in np.flatnonzero(held_N) for text in held_texts(rows[i])}
-    every, dropped = (row for row, out in zip(rows, held_N) if not out), Counter()
-    kept = [left for row in every if (left := without_held(row, held, dropped))]
-    groups = _different(kept)
-    if groups < (least := 1 if stage == "diffusion" else 2):
-        left = f"{len(rows)} rows leave {groups} of different texts to train on"
-        raise ValueError(f"{left}, which needs {least}: give more rows, or hold out fewer")
+    checked = _checked(stage, {"steps": 10**6, "warmup": 0} | SMALL[stage] | values)
+    values = {key: getattr(checked, key) for key in values}
+    division = divided(rows, hold_out, stage)
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
         place.mkdir(parents=True, exist_ok=True)
         stack.enter_context(alone(place))
-        given = isinstance(model, Embedder)
-        rounded = given and model.mixed_precision and (whole := Path(model.model.name_or_path)).is_dir()
-        if rounded:
-            asked = {"device": model.devices, **vars(model.settings)}
-            model = Embedder.from_pretrained(whole, mixed_precision=False, **asked)
-        source = model if given else folder_of(model)
-        own = model if given else Embedder.from_pretrained(source, mixed_precision=False)
-        settings, causal = own.settings, not backbone.sees_both_sides(own.model)
-        if bidirectional is False and not causal:
-            raise ConfigError("bidirectional=False: this model reads both sides already, leave it out")
-        turned = causal and (settings.plain if bidirectional is None else bidirectional)
-        if given and (turned or keep_layers is not None):  # the one that is given stays as it is
-            options = {"mixed_precision": False, "device": own.devices, **vars(settings)}
-            own = Embedder(copy.deepcopy(own.model), own.tokenizer, **options)
-        if keep_layers is not None:
-            backbone.keep_layers(own.model, keep_layers)
-        if keep_layers is not None and stage == "diffusion" and not given:  # with its output matrix
-            start = str(backbone.cut_short(source, keep_layers, place / "cut"))
-        elif given or keep_layers is not None:
-            start = str(own.save_pretrained(place / "start"))
-        else:
-            start = str(source)
-        if turned:
-            backbone.make_bidirectional(own.model, own.tokenizer, "")
-        if own.pooling != "mean" and stage != "pair":
-            raise ValueError(f"stage {stage!r} trains the mean of tokens, this model pools {own.pooling!r}")
-        tokenizer, width = backbone.load_tokenizer(start), own.model.config.get_text_config().hidden_size
-        most = own.window if stage == "contextual" else own.positions
-        shape = SimpleNamespace(hidden_size=width, max_position_embeddings=most)
-        ready = _backbone(start, tokenizer, mask_token, stage)
-        longest = _longest(rows, tokenizer)
-        config = _config(stage, kept, groups, shape, own.pooling, values, longest)
-        config = _cut(own, config, kept if "chunk_length" in values else [])
-        print(
-            f"{stage}: {len(kept):,} rows, {config.steps:,} steps of "
-            f"{config.batch if stage == 'diffusion' else min(config.batch, groups):,}; "
-            f"{held_N.sum():,} rows are held out"
-            + "".join(f"; taken out: {count:,} {what}" for what, count in dropped.items() if count)
-        )
-        lengths = ("query_length", "document_length", "chunk_length")
-        own_lengths = {key: getattr(config, key, 1) for key in lengths}
-        own_lengths |= {"precision": config.precision, "max_queries": ASKED, "max_documents": AMONG}
-        limits = EvaluationConfig(**own_lengths)
-        task = _task(rows, held_N) if held_N.any() else None
+        start = _start(model, stage, place, bidirectional, keep_layers)
+        training = _training(stage, start, division, values, mask_token, place)
+        return _trained(training, start, division, place / stage, bool(folder), progress)
 
-        def ndcg(embedder: Embedder) -> float:
-            return float(evaluate(embedder, [task], limits, late_chunking=True)[task.name].mean())
 
-        before = ndcg(own) if task else 0.0
-        bm25 = _bm25(task) if task else 0.0
-        if own is not model or rounded:
-            own.close()
-        recipe = SimpleNamespace(
-            backbone=ready,
-            clusters=ClustersConfig(surrogate=start),
-            parallel=ParallelConfig(num_processes=max(1, torch.cuda.device_count())),
-            **{stage: config},
-        )
-        corpus = _corpus(place, stage, kept)
-        training = STAGES[stage](recipe, corpus, tokenizer, bidirectional=turned, settings=settings)
-        network = training.model(start)
-        meanwhile = task and progress is not False and not several(recipe.parallel)
-        few = _task(rows, held_N, FEW_ASKED, FEW_AMONG) if meanwhile else None
-        if few and progress is None and _cost(few, training, limits) > PROGRESS_SHARE:
-            few = None
-        watch = _watch(few, training, start, limits) if few else Watch(title=stage)
-        try:
-            checkpoint = train(training, network, place / stage, watch=watch)
-        except TrainingStopped:
-            if folder:
-                raise
-            raise TrainingStopped("told to stop; only with a folder is what it did kept: folder=…") from None
-        embedder = Embedder.from_pretrained(checkpoint, mixed_precision=False)  # else it could not be saved
-        embedder.checkpoint, embedder.helped = checkpoint if folder else None, None
-        if task:
-            measured = probes(checkpoint) if few else []
-            seconds = seconds_until(measured, watch.bars["BM25"]) if measured else None
-            sizes = len(task.queries), len(task.chunks)
-            embedder.helped = Helped(before, ndcg(embedder), bm25, *sizes, seconds)
-            print(embedder.helped)
-            if measured:
-                after = "" if seconds is None else f" after {seconds:.0f} s of training"
-                when = f"above BM25{after}" if after else "not above BM25"
-                print(f"{when} ({len(few.queries)} of these queries among {len(few.chunks)} texts)")
+def _trained(
+    training: Stage, start: "Start", division: Division, place: Path, stays: bool, progress: bool | None
+) -> Embedder:
+    """Trains, and measures before, meanwhile and afterwards."""
+    exam = Exam(division, training.config) if division.held_N.any() else None
+    before = exam.ndcg(start.embedder) if exam else 0.0
+    start.embedder.close()
+    network = training.model(start.path)
+    watch = exam.watch(training, start.path, progress) if exam else None
+    try:
+        checkpoint = train(training, network, place, watch=watch or Watch(title=training.job.section))
+    except TrainingStopped:
+        if stays:
+            raise
+        raise TrainingStopped("told to stop; only with a folder is what it did kept: folder=…") from None
+    embedder = Embedder.from_pretrained(checkpoint, mixed_precision=False)  # else it could not be saved
+    embedder.checkpoint, embedder.helped = checkpoint if stays else None, None
+    if exam:
+        embedder.helped = exam.report(before, embedder, checkpoint, watch)
     return embedder
 
 
 # --- rows
 
 
-def _rows(data: Iterable[Any], stage: str) -> list[dict[str, Any]]:
+def _rows(data: Iterable[Any], stage: str) -> list[Row]:
     """The rows as dicts of the stage's columns, each checked."""
-    if stage not in ROWS:
-        raise ConfigError(f"unknown stage {stage!r}{nearest(stage, ROWS)}")
-    kind, wanted, rows = ROWS[stage], [*ROWS[stage].__dataclass_fields__], []
-    if hasattr(data, "itertuples"):  # of pandas, whose columns may hold values of several types
-        data = data.to_dict("records")
-    elif hasattr(data, "__arrow_c_stream__"):
+    if stage not in COLUMNS:
+        raise ConfigError(f"unknown stage {stage!r}{nearest(stage, COLUMNS)}")
+    columns, model, rows = [*COLUMNS[stage]], create_model(stage, **COLUMNS[stage]), []
+    if hasattr(data, "__arrow_c_stream__"):
         data = pa.chunked_array(data).to_pylist()
     for number, row in enumerate(as_list(data, "[row, row]")):
         try:
             if not isinstance(row, Mapping):
-                row = dict(zip(wanted, [row] if isinstance(row, str) else row, strict=True))
-            rows.append(vars(kind(**{name: row[name] for name in wanted if name in row})))
+                row = dict(zip(columns, [row] if isinstance(row, str) else row, strict=True))
+            rows.append(vars(model(**{name: row[name] for name in columns if name in row})))
         except ValidationError as error:
-            raise ValueError(f"row {number}: {explained(error, kind).lstrip()}") from None
+            raise ValueError(f"row {number}: {explained(error, model).lstrip()}") from None
         except (TypeError, ValueError):
-            columns = f"({', '.join(wanted)})"
-            raise ValueError(f"row {number} is {str(row)[:80]}: give {columns}, or a dict of these") from None
+            each = f"({', '.join(columns)})"
+            raise ValueError(f"row {number} is {str(row)[:80]}: give {each}, or a dict of these") from None
+        if stage == "contextual":
+            _check_golds(number, **rows[-1])
     return rows
 
 
-def _different(rows: list[dict[str, Any]]) -> int:
-    """Rows of which no two share what a batch tells apart: query and document, or a document of chunks."""
-    texts = (row_texts(row)[: 1 if "chunks" in row else 2] for row in rows)
-    return len(apart(([*map(text_id, own)] for own in texts), len(rows)))
+def _check_golds(number: int, chunks: list[str], queries: list[str], golds: list[int]) -> None:
+    if len(golds) != len(queries) or not {*golds} <= {*range(len(chunks))}:
+        each = f"the number of a chunk, 0 to {len(chunks) - 1}, for each query"
+        raise ValueError(f"row {number}: golds must be {each}, got {golds}")
 
 
-def _held_out(rows: list[dict[str, Any]], share: float, stage: str) -> np.ndarray:
-    """Which rows are held out: some at random, each with those that share a text with it. A text that stands
-    in more rows than the share is never held out: too few would be left to train on."""
-    held_N, groups = np.zeros(len(rows), bool), _different(rows)
-    if not share or stage == "diffusion":
-        return held_N
-    ids_N, rows_of = [{*map(text_id, row_texts(row))} for row in rows], defaultdict(list)
-    for number, ids in enumerate(ids_N):
-        for text in ids:
-            rows_of[text].append(number)
-    common_N = np.array([max(len(rows_of[text]) for text in ids) for ids in ids_N])
-    most, left = max(1, int(share * len(rows))), max(1, round(share * groups)) if groups >= FEWEST else 0
-    order_N = permuted(np.arange(len(rows)), len(rows), 0)
-    for number in order_N[common_N[order_N] <= most]:
-        near = [*{other for text in ids_N[number] for other in rows_of[text]}]
-        if left and not held_N[number] and common_N[near].max() <= most:
-            held_N[near] = True
-            left -= 1
-    if not held_N.any():
-        needs = (
-            f"hold_out={share} needs {FEWEST} rows of different texts, and texts in at most {most} of them"
-        )
-        print(f"nothing is held out or measured: {needs}; there are {groups}, and {(common_N <= most).sum()}")
-    return held_N
+# --- the model
 
 
-def _longest(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of each row's longest chunk, 0 without chunks.
+class Start(NamedTuple):
+    """What a training starts from."""
 
-    Raises: ValueError that names row and column of a text without tokens.
-    """
-    places, texts, longest = [], [], [0] * len(rows)
-    for number, row in enumerate(rows):
-        for column, value in row.items():
-            own = [] if column == "golds" else [value] if isinstance(value, str) else value
-            places += [(number, column)] * len(own)
-            texts += own
-    tokens = encode(tokenizer.backend_tokenizer, texts, np.int32)
-    for (number, column), text, ids in zip(places, texts, tokens):
-        if not len(ids):
-            raise ValueError(f"row {number}, column {column}: {text!r} has no tokens: remove or fill it")
-        longest[number] = max(longest[number], len(ids) * (column == "chunks"))
-    return longest
+    embedder: Embedder  # as it is measured before
+    path: str
+    settings: Settings
+    turned: bool  # whether it is made to read both sides
+
+
+def _start(
+    model: Embedder | str | Path, stage: str, place: Path, bidirectional: bool | None, layers: Any
+) -> Start:
+    """The model as it is trained and measured; a given embedder stays as it is."""
+    given = isinstance(model, Embedder)
+    source = "" if given else folder_of(model)
+    embedder = _copied(model) if given else Embedder.from_pretrained(source, mixed_precision=False)
+    settings, causal = embedder.settings, not backbone.sees_both_sides(embedder.model)
+    if bidirectional is False and (STAGES[stage].bidirectional or not causal):
+        what = "this model" if not causal else f"stage {stage!r}"
+        raise ConfigError(f"bidirectional=False: {what} reads both sides, leave it out")
+    if settings.pooling != "mean" and stage != "pair":
+        raise ValueError(f"stage {stage!r} trains the mean of tokens, this model pools {settings.pooling!r}")
+    if layers is not None:
+        backbone.keep_layers(embedder.model, layers)
+    if layers is not None and STAGES[stage].head and not given:
+        source = backbone.cut_short(source, layers, place / "cut")
+    elif given or layers is not None:
+        source = embedder.save_pretrained(place / "start")
+    turned = causal and (settings.plain if bidirectional is None else bidirectional)
+    if turned:
+        backbone.make_bidirectional(embedder.model, embedder.tokenizer, "")
+    return Start(embedder, str(source), settings, turned)
+
+
+def _copied(embedder: Embedder) -> Embedder:
+    """The same in float32: one whose weights are rounded is read from its directory."""
+    options = {"mixed_precision": False, "device": embedder.devices, **vars(embedder.settings)}
+    if embedder.mixed_precision and (folder := Path(embedder.model.name_or_path)).is_dir():
+        return Embedder.from_pretrained(folder, **options)
+    return Embedder(copy.deepcopy(embedder.model), embedder.tokenizer, **options)
+
+
+def _training(
+    stage: str, start: Start, division: Division, values: Row, mask_token: str, place: Path
+) -> Stage:
+    """The stage, on a corpus of the rows to train on; prints what it is going to do."""
+    tokenizer = backbone.load_tokenizer(start.path)
+    ready = _backbone(start.path, tokenizer, mask_token, stage)
+    longest = _longest(division.rows, tokenizer)
+    config = _config(stage, division, start.embedder, values, longest)
+    batch = config.batch if stage == "diffusion" else min(config.batch, division.groups)
+    done = f"{stage}: {len(division.training):,} rows, {config.steps:,} steps of {batch:,}"
+    print(f"{done}; {division.held_N.sum():,} rows are held out")
+    processes = ParallelConfig(num_processes=max(1, torch.cuda.device_count()))
+    clusters = ClustersConfig(surrogate=start.path)
+    recipe = SimpleNamespace(backbone=ready, clusters=clusters, parallel=processes, **{stage: config})
+    corpus = _corpus(place, stage, division.training)
+    return STAGES[stage](recipe, corpus, tokenizer, bidirectional=start.turned, settings=start.settings)
 
 
 # --- values
-
-
-def _given(stage: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are given, checked before a model is loaded."""
-    known = TRAINED[stage].__dataclass_fields__
-    later = {"steps": 10**6, "warmup": 0, "decay": 0, "dimensions": (1,)}  # which `_config` computes
-    later = {key: value for key, value in later.items() if key in known}
-    config = _checked(stage, later | SMALL[stage] | values)
-    return {key: getattr(config, key) for key in values}
-
-
-def _config(
-    stage: str,
-    rows: list[dict[str, Any]],
-    groups: int,
-    shape: PretrainedConfig,
-    pooling: str,
-    values: Mapping[str, Any],
-    longest: Sequence[int] = (0,),
-) -> Any:
-    """The stage's section: what is given, and what suits small data.
-
-    Args:
-        groups: rows that can be in one batch.
-        values: of `_given`.
-        longest: tokens of each document's longest chunk.
-    """
-    section = SMALL[stage] | ({"pooling": pooling} if stage == "pair" else {}) | values
-    positions = getattr(shape, "max_position_embeddings", None) or section.get("document_length", 512)
-    lengths = [key for key in section if key.endswith("length") and key not in values]
-    section |= {key: min(section[key], positions) for key in lengths}
-    count: float = len(rows)
-    if stage == "diffusion":  # so many blocks, about
-        count = max(1, sum(len(row["text"]) for row in rows) // (4 * section["length"]))
-        groups = count
-    if stage == "triplet":
-        section = {"negatives": max(len(row["negatives"]) for row in rows)} | section
-    if stage == "contextual":
-        section = {"dimensions": PREFIXES} | section
-        room, there = positions - 2, max(len(row["chunks"]) for row in rows)  # 2: special tokens around it
-        # Rather parts of a document than parts of chunks, but for the quarter of the documents with the
-        # longest ones: a few of these would take the context from all others.
-        usual = min(int(np.quantile(longest, 0.75, method="lower")), section["chunk_length"])
-        if "chunks" not in values:
-            section["chunks"] = max(1, min(section["chunks"], there, room // (usual + 1)))
-        if "chunk_length" not in values:
-            most = room // min(section["chunks"], there) - 1
-            section["chunk_length"] = max(1, min(max(longest), section["chunk_length"], most))
-    # No two rows of a text are in one batch.
-    section["batch"] = values.get("batch", min(section["batch"], count, groups))
-    section = {"steps": math.ceil(EPOCHS * count / min(section["batch"], count, groups))} | section
-    return _checked(stage, {"warmup": section["steps"] // 10, "decay": section["steps"] // 5} | section)
 
 
 def _checked(stage: str, values: Mapping[str, Any]) -> Any:
@@ -419,17 +266,67 @@ def _checked(stage: str, values: Mapping[str, Any]) -> Any:
     return checked(TRAINED[stage], values | numbers, f"{stage}.")
 
 
-def _cut(embedder: Embedder, config: Any, documents: list[dict[str, Any]]) -> Any:
-    """The stage's section with texts, and these documents, as long as the embedder reads them."""
-    most = dict.fromkeys(("query_length", "document_length"), embedder.max_length)
-    most["length"] = embedder.positions
-    if documents:  # with a separator between two chunks
-        chunks = min(config.chunks, max(len(row["chunks"]) for row in documents))
-        most["chunk_length"] = max(1, (embedder.window - sum(map(len, embedder.around)) + 1) // chunks - 1)
-    cut = {key: limit for key, limit in most.items() if limit < vars(config).get(key, 0)}
+def _longest(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of each row's longest chunk, 0 without chunks.
+
+    Raises: ValueError that names row and column of a text without tokens.
+    """
+    texts, longest = [], [0] * len(rows)
+    for number, row in enumerate(rows):
+        for column in row.keys() - {"golds"}:
+            values = [row[column]] if isinstance(row[column], str) else row[column]
+            texts += [(number, column, text) for text in values]
+    tokens = encode(tokenizer.backend_tokenizer, (text for *_, text in texts), np.int32)
+    for (number, column, text), ids in zip(texts, tokens):
+        if not len(ids):
+            raise ValueError(f"row {number}, column {column}: {text!r} has no tokens: remove or fill it")
+        longest[number] = max(longest[number], len(ids) * (column == "chunks"))
+    return longest
+
+
+def _config(
+    stage: str, division: Division, embedder: Embedder, values: Row, longest: Sequence[int] = (0,)
+) -> Any:
+    """The stage's section: what is given, and what suits small data.
+
+    Args:
+        embedder: says how much it reads, and how it pools.
+        values: of the section.
+        longest: tokens of each document's longest chunk.
+    """
+    rows, count, groups = division.training, len(division.training), division.groups
+    suits = {"pair": {"pooling": embedder.pooling}, "contextual": {"chunk_length": min(256, max(longest))}}
+    section = _lengths(SMALL[stage] | suits.get(stage, {}) | values, values, embedder, rows, longest)
+    if stage == "diffusion":  # so many blocks, about
+        count = groups = max(1, sum(len(row["text"]) for row in rows) // (4 * section["length"]))
+    if stage == "triplet":
+        section = {"negatives": max(len(row["negatives"]) for row in rows)} | section
+    batch = values.get("batch", min(section["batch"], count, groups))  # no two rows of a text in one
+    section = {"steps": math.ceil(EPOCHS * count / min(batch, count, groups))} | section | {"batch": batch}
+    return _checked(stage, {"warmup": section["steps"] // 10, "decay": section["steps"] // 5} | section)
+
+
+def _lengths(
+    section: Row, values: Row, embedder: Embedder, rows: list[Row], longest: Sequence[int]
+) -> dict[str, Any]:
+    """The section with texts and documents as long as the embedder reads them; says what is cut.
+
+    Rather parts of a document are read than parts of chunks, but for the quarter of the documents with the
+    longest ones: a few of these would take the context from all others.
+    """
+    limits = dict.fromkeys(("query_length", "document_length"), embedder.max_length)
+    limits["length"] = embedder.positions
+    if "chunks" in section:
+        most, room = max(len(row["chunks"]) for row in rows), embedder.window - sum(map(len, embedder.around))
+        usual = min(int(np.quantile(longest, 0.75, method="lower")), section["chunk_length"])
+        # A separator stands between two chunks.
+        chunks = max(1, min(section["chunks"], most, (room + 1) // (usual + 1)))
+        section = section | {"chunks": values.get("chunks", chunks)}
+        limits["chunk_length"] = max(1, (room + 1) // min(section["chunks"], most) - 1)
+    cut = {key: limit for key, limit in limits.items() if limit < section.get(key, 0)}
     for key, limit in cut.items():
-        print(f"{key}: {limit} instead of {getattr(config, key)}, as many tokens as the model reads")
-    return replace(config, **cut)
+        print(f"{key}: {limit} instead of {section[key]}, as many tokens as the model reads")
+    return section | cut
 
 
 def _backbone(start: str, tokenizer: PreTrainedTokenizerBase, mask_token: str, stage: str) -> BackboneConfig:
@@ -438,92 +335,32 @@ def _backbone(start: str, tokenizer: PreTrainedTokenizerBase, mask_token: str, s
     Raises: ConfigError that names the key, where none can; ValueError for a tokenizer without an end token,
         and as `backbone.mask_id`.
     """
-    texts_end = {tokenizer.eos_token, end_token(tokenizer)}
+    ends = {tokenizer.eos_token, end_token(tokenizer)}
     if stage == "diffusion":
         spare = (tokenizer.mask_token, *MASKS, tokenizer.unk_token, tokenizer.pad_token)
-        known = (token for token in spare if token in tokenizer.get_vocab() and token not in texts_end)
-        if not (mask_token := mask_token or next(known, "")):
-            raise ConfigError("diffusion.mask_token: name a rare token of the vocabulary that plays [MASK]")
+        rare = (token for token in spare if token in tokenizer.get_vocab() and token not in ends)
+        if not (mask_token := mask_token or next(rare, "")):
+            raise ConfigError(
+                "mask_token: the tokenizer has none to spare, name a rare token that plays [MASK]"
+            )
         backbone.mask_id(tokenizer, mask_token)
     unread = ("hidden_size", "layers", "heads", "kv_heads", "head_size", "mlp_size", "max_length")
     return BackboneConfig(checkpoint=start, mask_token=mask_token, **dict.fromkeys(unread, 1))
 
 
-# --- the corpus, and the question whether it helped
-
-
-def _corpus(place: Path, stage: str, rows: list[dict[str, Any]]) -> Corpus:
+def _corpus(place: Path, stage: str, rows: list[Row]) -> Corpus:
     """The rows to train on as a corpus, in a folder that their hash names."""
     made_of = fingerprint(stage, rows)
     path = place / f"data-{made_of}"
     same = {"dataset": "rows", "task": stage, "group": "english", "language": "mul", "split": "train"}
     same |= {"package": "", "kind": "text"}
     if not path.exists():
-        own = (
-            {"key": row.get("document") or " ".join(row.get("chunks", ())), "document_id": str(i)}
-            for i, row in enumerate(rows)
-        )
+        keys = (row.get("document") or " ".join(row.get("chunks", ())) for row in rows)
+        facts = [{"key": key, "document_id": str(number)} for number, key in enumerate(keys)]
         file = {"files": ("rows/train.arrow",), "columns": {"text": "text"}, "known_as": path.name}
         source = vars(Source("rows", "files", "text", "mul", "", **file))
         with new_directory(path) as folder:
-            write_table(folder / "rows", KIND[stage], (same | row | facts for row, facts in zip(rows, own)))
-            card = {"hash": made_of, "tables": {KIND[stage]: {"rows": "rows"}}}
+            write_table(folder / "rows", TABLES[stage], (same | row | fact for row, fact in zip(rows, facts)))
+            card = {"hash": made_of, "tables": {TABLES[stage]: {"rows": "rows"}}}
             write_json(folder / "card.json", card | {"text_sources": [source] * (stage == "diffusion")})
     return Corpus(path)
-
-
-def _bm25(task: Task) -> float:
-    try:
-        return float(evaluate_bm25([task])[task.name].mean())
-    except ValueError:  # no text holds a word
-        return 0.0
-
-
-def _cost(few: Task, training: Stage, limits: EvaluationConfig) -> float:
-    """The share of a training's time that it takes to measure it every tenth of the steps: by the tokens that
-    both read, of which a training computes the backward pass, too, twice the work."""
-    read, backend = 0, training.tokenizer.backend_tokenizer
-    length = limits.chunk_length if few.contextual else limits.document_length
-    for texts, most in ((few.queries, limits.query_length), (few.chunks, length)):
-        read += sum(map(len, encode(backend, texts, np.int32, Limit(most))))
-    trained = sum(len(one) for part in training.batch(0) for one in part.sequences)
-    return TENTHS * read / (3 * trained * training.config.steps)
-
-
-def _watch(few: Task, training: Stage, start: str, limits: EvaluationConfig) -> Watch:
-    """Measures the model meanwhile, reading as its checkpoint will."""
-    tokenizer = ending(training.tokenizer) if training.ends else training.tokenizer
-    settings = vars(Settings.of(training.facts(start)))
-    measure = probe([few], tokenizer, limits, late_chunking=True, **settings)
-    return Watch(title=training.job.section, probe=measure, bars={"BM25": _bm25(few)})
-
-
-def _task(
-    rows: list[dict[str, Any]], held_N: np.ndarray, most_asked: int = ASKED, among: int = AMONG
-) -> Task:
-    """Held-out queries, and texts, so many at most, those of the held-out rows first. What answers a query is
-    what stands in a row with it."""
-    order_N = permuted(np.arange(len(rows)), len(rows), 0)
-    order_N = order_N[np.argsort(~held_N[order_N], kind="stable")]
-    texts = np.cumsum([len(rows[i].get("chunks") or ["", *rows[i].get("negatives", [])]) for i in order_N])
-    order_N = order_N[: max(1, np.searchsorted(texts, among, side="right"))]
-    own, held = [rows[i] for i in order_N], held_N[order_N].sum()
-    if "chunks" in own[0]:
-        family, documents = "contextual", [row["chunks"] for row in own]
-        firsts = np.cumsum([0, *map(len, documents)])
-        golds = (
-            [copies(row["chunks"], gold, int(at)) for gold in row["golds"]] for at, row in zip(firsts, own)
-        )
-    else:
-        family, given = "english", [row["document"] for row in own]
-        texts, number_N = distinct(given + [text for row in own for text in row.get("negatives", [])])
-        documents, golds = (
-            [[text] for text in texts],
-            ([{number}] for number in number_N[: len(own)].tolist()),
-        )
-    asked = [row.get("queries", [row.get("query")]) for row in own]
-    told = list(zip(chain(*asked), chain(*golds)))
-    relevant, own_told = answers(told), told[: sum(map(len, asked[:held]))]  # held-out ones come first
-    queries = [*relevant][: min(most_asked, len(answers(own_told)))]
-    answered = [relevant[query] for query in queries]
-    return Task("rows", family, queries, documents, answered, ignore_identical=True)

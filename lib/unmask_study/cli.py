@@ -8,27 +8,21 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import Timeout
 
 from unmask.children import PREEMPTED, on_signal
 from unmask.config import preset_names
 from unmask.extras import extra
-from unmask.store import artifacts_root, locked, read_json
-from unmask_study.kernels import Kernels
-from unmask_study.pipeline import PAGE, Notebook, Pipeline, check_machine, clock, kernel_environment, own_gpus
-from unmask_study.progress import until_done, whole_times
-from unmask_study.run import Folders, Run, seed_run
+from unmask.store import alone, artifacts_root, read_json
+from unmask_study import estimate
+from unmask_study.pipeline import Notebook, Pipeline, clock, hardware
+from unmask_study.run import PAGE, Folders, Run, seed_run
 from unmask_study.settings import Preset, load_preset
-
-# Keys of --set whose value may be a local path, and what it must be; kernels run in notebooks/.
-PATHS = {"backbone.checkpoint": Path.is_dir, "clusters.surrogate": Path.is_dir, "data.source": Path.is_file}
-PATHS |= {"retrieval.log": Path.is_file, "retrieval.pool": Path.is_dir}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,9 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = options.command(options) or 0
             sys.stdout.flush()  # here, where an error can be answered
             return status
-    except Timeout:
-        print("unmask: another process works in this run: wait, or use --run", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # who read this has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -71,11 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     about = "Diffusion-pretrained dense and contextual text embeddings, reproduced notebook by notebook."
     parser = argparse.ArgumentParser(prog="unmask", description=about)
     commands = parser.add_subparsers(required=True, metavar="command")
-    preset, values, named, seeded = (argparse.ArgumentParser(add_help=False) for _ in range(4))
+    preset, named, seeded = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     known = f"one of {', '.join(preset_names())}; default cpu"
     preset.add_argument("--preset", default="cpu", metavar="NAME", help=known)
-    add = values.add_argument
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="such as pair.steps=50; repeatable")
+    values = "such as pair.steps=50; repeatable"
+    preset.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=values)
     named.add_argument("--run", metavar="NAME", help="name of its folders; default: the preset's")
     add = seeded.add_mutually_exclusive_group().add_argument
     # Each gives the seeds of the repetitions that are meant, and None for the run itself.
@@ -89,19 +80,18 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=function)
         return added.add_argument
 
-    add = command(run, "execute the notebooks that are due", preset, values, named, seeded)
+    add = command(run, "execute the notebooks that are due", preset, named, seeded)
     add("--from", dest="start", metavar="NN", help="leave out the notebooks before this one")
     add("--to", dest="stop", metavar="NN", help="leave out the notebooks after this one")
     add("--only", metavar="NN,…", help="these notebooks only")
-    add("--force", action="store_true", help="run what is up to date, too; retrain what other code made")
-    add("--dry-run", action="store_true", help="say what would run, why, and what it takes, and run nothing")
-    add("--gpu-memory", type=_positive, default=80, metavar="GB", help="for --dry-run; default 80")
+    add("--force", action="store_true", help="run what is up to date, too")
+    add("--dry-run", action="store_true", help="say what would run, why, and how long, and run nothing")
     add("--gpus", type=int, metavar="N", help="over all machines; default: the preset's")
     add("--jobs", type=_positive, default=1, metavar="J", help="up to J independent notebooks side by side")
     add("--accept-code", action="store_true", help="go on from what earlier versions of the code trained")
 
-    command(status, "what is done, and what is due", preset, values, named, seeded)
-    add = command(prepare, "read and tokenise training data, without a GPU", preset, values, named)
+    command(status, "what is done, and what is due", preset, named, seeded)
+    add = command(prepare, "read and tokenise training data, without a GPU", preset, named)
     add("--check", action="store_true", help="make nothing, and say what is not there")
 
     add = command(encode, "embed a file of texts")
@@ -114,9 +104,9 @@ def _parser() -> argparse.ArgumentParser:
 
     mirrors = commands.add_parser("mirror", help="models and data for hosts without internet")
     actions = mirrors.add_subparsers(required=True, metavar="action")
-    add = command(pull, "fetch what a preset reads, or go on with that", preset, values, of=actions)
+    add = command(pull, "fetch what a preset reads, or go on with that", preset, of=actions)
     add("--to", type=Path, required=True, metavar="DIR", help="the mirror; created if need be")
-    command(check, "say what UNMASK_MIRROR lacks", preset, values, of=actions)
+    command(check, "say what UNMASK_MIRROR lacks", preset, of=actions)
     return parser
 
 
@@ -134,55 +124,56 @@ def run(options: argparse.Namespace) -> None:
     one repetition alone. SIGTERM and SIGINT let a training write a checkpoint before the run ends, with
     status 75 after SIGTERM; UNMASK_GRACE_SECONDS is the time that this may take, 120 by default.
     """
-    from unmask_study import mirror
-
     with extra("study"):
         version("papermill")  # for the notebooks
     for seed in options.seeds:
         pipeline = _open(options, seed, sure=not options.dry_run)
-        preset, folders = pipeline.preset, pipeline.folders
+        folders = pipeline.folders
         selected = pipeline.select(options.start, options.stop, options.only, again=seed)
         if not selected and None not in options.seeds:
             raise ValueError("repetitions leave these notebooks out: give the command without --seed")
-        due = pipeline.plan(selected, force=options.force)
-        print(f"run {folders.artifacts.name!r}: {len(due) or 'nothing'} to do")
+        due = pipeline.due(selected, force=options.force)
+        print(f"run {folders.run!r}: {len(due) or 'nothing'} to do")
         seconds = _print_states(pipeline, due)
         if due:
-            print(f"together {clock(until_done(seconds, options.jobs))} with --jobs {options.jobs}")
+            time = estimate.together(seconds, options.jobs)
+            print(f"together {clock(time)} with --jobs {options.jobs}")
         if due and options.dry_run:
-            from unmask_study.plan import describe
-
-            print(describe(preset, [one.name for one in due], gpu_memory=options.gpu_memory * 1e9))
+            names = {one.name for one in due}
+            print(estimate.describe(pipeline.preset, pipeline.notebooks, names, hardware()))
         elif due:
-            check_machine(preset, options.gpus, options.jobs)
-            _weights(preset)
-            for one in due:
-                try:
-                    mirror.require(preset, {*one.reads} & {*mirror.STUDIES})
-                except ValueError as error:
-                    print(f"note: {one.name} will fail: {error}")
-            # A run that has everything here must not wait for a Hub that may be out of reach.
-            environment = kernel_environment(folders)
-            environment |= {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
-            code = "anew" if options.force else "accept" if options.accept_code else "ask"
-            environment |= own_gpus(preset.parallel) | {"UNMASK_CODE": code}
-            with locked(folders.artifacts / ".lock", timeout=0), Kernels(environment) as kernels:
-                # To check web addresses: nbformat would load it for two seconds.
-                sys.modules.setdefault("rfc3987_syntax", None)
-                from unmask_study.execute import execute
-
-                execute(pipeline, seconds, options.said, kernels, options.jobs)
+            _execute(options, pipeline, seconds)
         whole = PAGE in {one.name for one in selected}
         name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
         if shown.exists():
             print(f"{name}: {os.path.relpath(shown)}")
 
 
+def _execute(options: argparse.Namespace, pipeline: Pipeline, due: dict[Notebook, float]) -> None:
+    from unmask_study import mirror
+    from unmask_study.runner import Runner, check_machine, variables
+
+    preset, folders = pipeline.preset, pipeline.folders
+    check_machine(preset.parallel, options.gpus, options.jobs)
+    _weights(preset)
+    for one in due:
+        try:
+            mirror.require(preset, {*one.reads} & {*mirror.STUDIES})
+        except ValueError as error:
+            print(f"note: {one.name} will fail: {error}")
+    environment = variables(folders) | {"UNMASK_CODE": "accept" if options.accept_code else "anew"}
+    # A run that has everything here must not wait for a Hub that may be out of reach.
+    environment |= {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
+    folders.artifacts.mkdir(parents=True, exist_ok=True)
+    with alone(folders.artifacts):
+        Runner(pipeline, due, options.said, environment, options.jobs).run()
+
+
 def status(options: argparse.Namespace) -> None:
     """The state of every notebook of a run, and of its repetitions with other seeds."""
     for seed in options.seeds:
         pipeline = _open(options, seed, sure=False)
-        print(f"run {pipeline.folders.artifacts.name!r}, preset {options.preset!r}")
+        print(f"run {pipeline.folders.run!r}, preset {options.preset!r}")
         _print_states(pipeline, {one: pipeline.why_due(one) or "done" for one in pipeline.select(again=seed)})
 
 
@@ -223,8 +214,8 @@ def encode(options: argparse.Namespace) -> None:
     """
     from unmask.models.jobs import encode_file
 
-    named = {key: getattr(options, key) for key in ("column", "precision", "dimensions")}
-    encode_file(options.model, options.input, options.output, **named)
+    keys = ("column", "precision", "dimensions")
+    encode_file(options.model, options.input, options.output, **{key: getattr(options, key) for key in keys})
 
 
 def pull(options: argparse.Namespace) -> None:
@@ -236,7 +227,7 @@ def pull(options: argparse.Namespace) -> None:
     """
     from unmask_study import mirror
 
-    mirror.pull(load_preset(options.preset, _overrides(options.set, here=True)), options.to)
+    mirror.pull(load_preset(options.preset, _overrides(options.set)), options.to)
 
 
 def check(options: argparse.Namespace) -> int | None:
@@ -248,7 +239,7 @@ def check(options: argparse.Namespace) -> int | None:
     from unmask.data import hub
     from unmask_study import mirror
 
-    preset = load_preset(options.preset, _overrides(options.set, here=True))
+    preset = load_preset(options.preset, _overrides(options.set))
     if wrong := mirror.check(preset):
         _print_table([("missing or wrong", "why"), *wrong])
         print(hub.HOW_TO_MIRROR)
@@ -310,19 +301,19 @@ def _weights(preset: Preset) -> None:
             print(f"note: {note}", flush=True)
 
 
-def _print_states(pipeline: Pipeline, states: dict[Notebook, str]) -> dict[Notebook, float]:
+def _print_states(pipeline: Pipeline, states: Mapping[Notebook, str]) -> dict[Notebook, float]:
     """Prints when some notebooks last finished, how long they take with all their trainings, and why they are
     due.
 
     Returns: their seconds.
     """
-    seconds, estimated = whole_times(pipeline, states)
+    times, estimated = pipeline.times()
     rows = [("notebook", "finished (UTC)", "whole time, ≈ by steps and tokens", "state")] * bool(states)
     for one, why in states.items():
-        when = pipeline.folders.done(one.name).get("finished", "")[:19].replace("T", " ")
-        rows.append((one.name, when, "≈ " * (one.name in estimated) + clock(seconds[one]), why))
+        when = pipeline.done(one.name).get("finished", "")[:19].replace("T", " ")
+        rows.append((one.name, when, "≈ " * (one.name in estimated) + clock(times[one.name]), why))
     _print_table(rows)
-    return seconds
+    return {one: times[one.name] for one in states}
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -331,8 +322,8 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
         print("  " + "  ".join(map(str.ljust, row, widths)).rstrip())
 
 
-def _overrides(settings: Sequence[str], *, here: bool = False) -> dict[str, Any]:
-    """Values by their keys; paths are made whole but for what is done from here."""
+def _overrides(settings: Sequence[str]) -> dict[str, Any]:
+    """Values by their keys."""
     overrides: dict[str, Any] = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
@@ -342,16 +333,7 @@ def _overrides(settings: Sequence[str], *, here: bool = False) -> dict[str, Any]
             overrides[key] = yaml.safe_load(value) if value else ""
         except yaml.YAMLError:
             raise ValueError(f"--set {setting}: the value is no YAML") from None
-        if key in PATHS and not here:
-            overrides[key] = _resolved(overrides[key], PATHS[key])
     return overrides
-
-
-def _resolved(value: Any, there: Callable[[Path], bool]) -> Any:
-    """A value, or each of several, as a whole path if there is such a one."""
-    if isinstance(value, list):
-        return [_resolved(one, there) for one in value]
-    return str(Path(value).resolve()) if value and isinstance(value, str) and there(Path(value)) else value
 
 
 def _run_name(options: argparse.Namespace, seed: int | None = None) -> str:

@@ -1,93 +1,77 @@
-"""The pipeline: which notebooks there are, which of them are due and why, and what numbers were made with.
+"""Which notebooks a run has, which of them are due and why, and what each was made with.
 
 A notebook says in its metadata what it depends on:
 
     "unmask": {"needs": ["00_backbone"], "reads": ["data", "pair"]}
 
-`needs` are the notebooks whose output it reads, `takes` those whose output it reads where they ran, `reads`
-the sections of the preset. Where a run is repeated with other seeds, notebooks with "seeds": "once" are left
-out, and so are those with "seeds": "pooled", which read what all of these runs saved.
+`needs` are the notebooks whose output it reads, `reads` the sections of the preset. Where a run is repeated
+with other seeds, notebooks with "seeds": "once" are left out, and so are those with "seeds": "pooled", which
+read what the notebooks before them saved, in all of these runs.
 
-A notebook is done when its done.json names what its outputs depend on now. `execute` runs those that are due.
+A notebook is done when its done.json names what its outputs depend on now.
 """
 
-import datetime
 import importlib.metadata
-import itertools
-import os
 import platform
 import re
 import subprocess
-import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
-from unmask.children import ENVIRONMENT
-from unmask.config import ParallelConfig, resolved
-from unmask.store import (
-    artifacts_root,
-    code_fingerprint,
-    fingerprint,
-    nearest,
-    read_json,
-    sha256,
-    visible,
-    write_json,
-)
-from unmask_study.run import Folders
+from unmask.config import resolved
+from unmask.store import code_fingerprint, fingerprint, nearest, read_json, sha256, visible, write_json
+from unmask_study import estimate
+from unmask_study.run import Folders, seed_runs
 from unmask_study.settings import Preset, comparable
 
 # Of the library: what computes nothing. Comments, docstrings and layout do not count either.
-ASIDE = tuple(
-    f"unmask_study/{name}.py"
-    for name in ("pipeline", "execute", "kernels", "plan", "progress", "cli", "mirror", "__main__")
-)
-ASIDE += ("unmask/children.py", "unmask/data/hub.py")
-PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
-PAGE = "12_report"  # the notebook that is published as the report
+ASIDE = {"unmask/children.py", "unmask/data/hub.py", "unmask_study/__main__.py"}
+ASIDE |= {
+    f"unmask_study/{name}.py" for name in ("cli", "estimate", "execute", "mirror", "pipeline", "runner")
+}
 Name = str | None  # of a notebook, or its number
+PACKAGES = ("torch", "transformers")  # another version of these computes other numbers
+LOCAL = {"backbone": ["checkpoint"], "clusters": ["surrogate"], "retrieval": ["log", "pool"]}  # may be paths
 
 
-class Notebook(NamedTuple):
+@dataclass(eq=False)
+class Notebook:
     """One notebook of the pipeline."""
 
-    name: str  # file name without its ending, for instance "02_pair"
     path: Path
-    needs: tuple[str, ...]
-    takes: tuple[str, ...]  # reads their output, too, where they ran
-    reads: tuple[str, ...]
-    seeds: str  # where a run has several seeds: "each", "once" or "pooled"
     code: str  # hash of the code cells' sources: outputs, execution counts and prose do not count
+    after: Sequence[str]  # the notebooks that come before it, where they are to run
+    needs: Sequence[str] = ()
+    reads: Sequence[str] = ()
+    seeds: str = "each"  # where a run has several seeds: "each", "once" or "pooled"
 
     @property
-    def number(self) -> str:
-        return self.name.partition("_")[0]
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (*self.needs, *self.takes)
+    def name(self) -> str:
+        """For instance "02_pair"."""
+        return self.path.stem
 
 
 def discover(folder: Path) -> list[Notebook]:
     """Every `NN_*.ipynb` of a folder that says what it depends on, in the order of their names, in which they
     can run; others, and JupyterLab's copies ("…-Copy1"), are the user's own."""
-    paths = sorted(folder.glob("[0-9][0-9]*_*.ipynb"))
-    documents = {path: read_json(path) for path in paths if "-Copy" not in path.stem}
-    return [_read(path, document) for path, document in documents.items() if "unmask" in document["metadata"]]
-
-
-def _read(path: Path, document: dict[str, Any]) -> Notebook:
-    about = document["metadata"]["unmask"]
-    code = [("".join(cell["source"]), cell) for cell in document["cells"] if cell["cell_type"] == "code"]
-    # The run gives the parameters, whatever was last tried by hand.
-    cells = [source for source, cell in code if "parameters" not in cell["metadata"].get("tags", [])]
-    needs, takes, reads = (tuple(about.get(key, ())) for key in ("needs", "takes", "reads"))
-    seeds = about.get("seeds", "each")
-    return Notebook(path.stem, path, needs, takes, reads, seeds, fingerprint(cells, about))
+    notebooks: list[Notebook] = []
+    for path in sorted(folder.glob("[0-9][0-9]*_*.ipynb")):
+        document = read_json(path) if "-Copy" not in path.stem else {"metadata": {}}
+        if about := document["metadata"].get("unmask"):
+            cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+            # The run gives the parameters, whatever was last tried by hand.
+            cells = [cell for cell in cells if "parameters" not in cell["metadata"].get("tags", [])]
+            code = fingerprint(["".join(cell["source"]) for cell in cells], about)
+            earlier = [one.name for one in notebooks]
+            after = earlier if about.get("seeds") == "pooled" else about["needs"]
+            notebooks.append(Notebook(path, code, after, **about))
+    return notebooks
 
 
 class Pipeline:
@@ -100,24 +84,37 @@ class Pipeline:
     """
 
     def __init__(self, folders: Folders, preset: Preset, overrides: dict[str, Any], data: str = ""):
-        self.folders, self.preset, self.overrides = folders, preset, overrides
+        self.folders, self.preset, self.overrides, self.data = folders, preset, overrides, data
         self.notebooks = discover(folders.notebooks)
-        sections = {name: fingerprint(*_content(section)) for name, section in resolved(preset).items()}
-        self.depends_on: dict[str, dict[str, str]] = {}  # notebook → all that counts
-        library = folders.library
-        code = (path for path in visible(library) if path.relative_to(library).as_posix() not in ASIDE)
-        shared = {"library": code_fingerprint(*code)}
+        library = {path.relative_to(folders.library).as_posix(): path for path in visible(folders.library)}
+        shared = {"library": code_fingerprint(*(library[name] for name in library.keys() - ASIDE))}
         shared |= {name: importlib.metadata.version(name) for name in PACKAGES}
+        sections = {name: [values, _files(name, values)] for name, values in resolved(preset).items()}
+        self._parts: dict[str, dict[str, str]] = {}
         for one in self.notebooks:
-            taken = [name for name in one.takes if name in self.depends_on and folders.done(name)]
-            pooled = folders.repetitions(one.inputs) if one.seeds == "pooled" else {}
-            self.depends_on[one.name] = (
+            self._parts[one.name] = (
                 shared
                 | {"notebook": one.code, "data": data if "data" in one.reads else ""}
-                | {f"preset section {name}": sections.get(name, "") for name in one.reads}
-                | {f"input {name}": fingerprint(self.depends_on[name]) for name in (*one.needs, *taken)}
-                | {f"run {name}": made for name, made in pooled.items()}
+                | {f"preset section {name}": fingerprint(sections.get(name)) for name in one.reads}
+                | {f"input {name}": fingerprint(self._parts.get(name)) for name in one.needs}
             )
+
+    def depends_on(self, notebook: Notebook) -> dict[str, str]:
+        """All that counts for a notebook, each part with its hash. Of one that pools the seeds that is also,
+        for each run, what notebooks saved, scores included."""
+        parts, results = {**self._parts[notebook.name]}, self.folders.results
+        for folder in [results, *seed_runs(results).values()] if notebook.seeds == "pooled" else ():
+            names = {*notebook.after} | ({"provenance"} if folder != results else set())
+            files = [
+                file for file in [*folder.glob("*.json"), *folder.glob("scores/*")] if file.stem in names
+            ]
+            hashes = sorted([file.name, sha256(file)] for file in files)
+            parts[f"run {folder.name}"] = fingerprint(hashes)
+        return parts
+
+    def done(self, name: str) -> dict[str, Any]:
+        """What was recorded when a notebook finished; nothing where it did not finish."""
+        return read_json(self.folders.artifacts / name / "done.json")
 
     def select(self, start: Name = None, stop: Name = None, only: Name = None, *, again: Any = None):
         """The notebooks from `start` to `stop`, or `only` some, given as numbers ("03") or names
@@ -125,62 +122,66 @@ class Pipeline:
 
         Raises: ValueError if there is no notebook of that name, or none between the two.
         """
-        first = 0 if start is None else self._find(start)
-        last = len(self.notebooks) - 1 if stop is None else self._find(stop)
+        first = self._position(start) if start else 0
+        last = self._position(stop) if stop else len(self.notebooks) - 1
         if last < first or (only is not None and (start or stop)):
             raise ValueError("no notebook is left: give --from before --to, or --only alone")
-        wanted = range(first, last + 1) if only is None else {*map(self._find, only.split(","))}
-        selected = [self.notebooks[index] for index in sorted(wanted)]
+        positions = range(first, last + 1) if only is None else {*map(self._position, only.split(","))}
+        selected = [self.notebooks[position] for position in sorted(positions)]
         return [one for one in selected if one.seeds == "each" or not again]
 
-    def _find(self, text: str) -> int:
-        for index, one in enumerate(self.notebooks):
-            if text in (one.name, one.number):
-                return index
-        raise ValueError(f"no notebook {text!r}{nearest(text, self.depends_on)}")
+    def _position(self, text: str) -> int:
+        for position, one in enumerate(self.notebooks):
+            if text in (one.name, one.name.partition("_")[0]):
+                return position
+        raise ValueError(f"no notebook {text!r}{nearest(text, self._parts)}")
 
     def why_due(self, notebook: Notebook) -> str:
         """Why a notebook has to run, in a few words; empty if it is done and nothing that counts changed."""
-        done = self.folders.done(notebook.name)
-        if not done:
+        if not (done := self.done(notebook.name)):
             return "not done yet"
         executed = self.folders.executed / notebook.path.name
         if not executed.is_file() or self._saved(notebook) != done.get("saved"):
             return "executed notebook or results are missing, or others'"
-        old, new = done["depends_on"], self.depends_on[notebook.name]
+        old, new = done["depends_on"], self.depends_on(notebook)
         return ", ".join(f"{key} changed" for key in sorted(old | new) if old.get(key) != new.get(key))
 
-    def plan(self, selected: Sequence[Notebook], *, force: bool = False) -> dict[Notebook, str]:
+    def due(self, selected: Sequence[Notebook], *, force: bool = False) -> dict[Notebook, str]:
         """The selected notebooks that have to run, in running order, and why.
 
         Raises:
             ValueError: one of them needs the output of a notebook that never ran and is not selected.
         """
         due: dict[Notebook, str] = {}
-        done = {one.name for one in self.notebooks if self.folders.done(one.name)}
         for one in selected:
-            new = [other.name for other in due if other.name in {*one.takes} - done]
-            why = "forced" if force else self.why_due(one)
-            if why := why or ", ".join(f"input {name} is new" for name in new):
+            pools = f"pools {', '.join(other.name for other in due)}" if due and one.seeds == "pooled" else ""
+            if why := "forced" if force else self.why_due(one) or pools:
                 due[one] = why
+        names = {one.name for one in selected}
         for one in due:
-            if missing := sorted({*one.needs} - done - {other.name for other in selected}):
+            if missing := [name for name in one.needs if name not in names and not self.done(name)]:
                 needs = f"{one.name} needs the output of {', '.join(missing)}, which is not done"
-                raise ValueError(f"{needs}: --to {one.number} runs all that is due before it, too")
+                raise ValueError(f"{needs}: --to {one.name[:2]} runs all that is due before it, too")
         return due
-
-    def finish(self, notebook: Notebook, seconds: float) -> None:
-        """Marks a notebook done, with its inputs as they were used: one that was out of date keeps it due."""
-        made = {name: self.folders.done(name).get("depends_on") for name in notebook.inputs}
-        used = {f"input {name}": fingerprint(depends_on) for name, depends_on in made.items() if depends_on}
-        done = {"depends_on": self.depends_on[notebook.name] | used, "finished": utc(time.time())}
-        done |= {"wall_seconds": seconds, "saved": self._saved(notebook)}
-        write_json(self.folders.artifacts / notebook.name / "done.json", done)
 
     def _saved(self, notebook: Notebook) -> str:
         """Checksum of what a notebook saved; empty if that is nothing."""
         path = self.folders.results / f"{notebook.name}.json"
         return sha256(path) if path.is_file() else ""
+
+    def begin(self, notebook: Notebook) -> None:
+        """Takes away what the last execution left: its outputs are neither the old nor the new ones now, and
+        what is drawn no more must not stay."""
+        (self.folders.artifacts / notebook.name / "done.json").unlink(missing_ok=True)
+        for figure in self.folders.results.glob(f"figures/{notebook.name}-*"):
+            figure.unlink()
+
+    def finish(self, notebook: Notebook) -> None:
+        """Marks a notebook done, with its inputs as they were used: one that was out of date keeps it due."""
+        made = {name: self.done(name).get("depends_on") for name in notebook.needs}
+        used = {f"input {name}": fingerprint(parts) for name, parts in made.items() if parts}
+        done = {"depends_on": self.depends_on(notebook) | used, "saved": self._saved(notebook)}
+        write_json(self.folders.artifacts / notebook.name / "done.json", done | {"finished": utc()})
 
     def describe(self, command: str) -> dict[str, Any]:
         """What all notebooks that run now are made with, for provenance.json: code, parameters, versions,
@@ -189,80 +190,79 @@ class Pipeline:
         Args:
             command: the command that was given.
         """
-        git = ("git", "-C", str(self.folders.root))
-        output = (":(exclude)results", ":(exclude,glob)papermill_runs/*/*.ipynb")  # of this run and of others
+        git, packages = ("git", "-C", str(self.folders.notebooks)), importlib.metadata.distributions()
+        output = (":(top,exclude)results", ":(top,exclude,glob)papermill_runs/*/*.ipynb")  # of all runs
         return {
-            "run": self.folders.artifacts.name,
+            "run": self.folders.run,
             "command": command,
-            "commit": _said(*git, "rev-parse", "HEAD"),
-            "dirty": bool(_said(*git, "status", "--porcelain", "--", ".", *output)),
+            "commit": _output(*git, "rev-parse", "HEAD"),
+            "dirty": bool(_output(*git, "status", "--porcelain", "--", ":(top)", *output)),
             "python": platform.python_version(),
-            "versions": dict(
-                sorted((str(one.name), one.version) for one in importlib.metadata.distributions())
-            ),
+            "versions": dict(sorted((str(one.name), one.version) for one in packages)),
             "hardware": hardware(),
             "overrides": self.overrides,
             "preset": resolved(self.preset),
         }
 
     def record(self, notebook: Notebook, ran: dict[str, Any], about: dict[str, Any]) -> None:
-        """Writes how one notebook ran beside what holds for the whole run, in provenance.json. Others'
-        records stay, and keep the preset values that differed when they ran. Where it used trainings that
-        were there, what was prepared for them was there, too: a longer whole time from before stays."""
-        path = self.folders.results / "provenance.json"
-        earlier, now = read_json(path), comparable(about["preset"])
-        before, others = comparable(earlier.get("preset", {})), earlier.get("stages", {})
-        for other in others.values():
-            made = before | other.get("otherwise", {})
-            other["otherwise"] = {key: made[key] for key in made.keys() & now.keys() if made[key] != now[key]}
-        last, here = others.get(notebook.name, {}), processor(about["hardware"])
-        same = not any(key.partition(".")[0] in notebook.reads for key in last.get("otherwise", ()))
-        if same and last.get("processor") == here and ran["whole_seconds"] > ran["wall_seconds"] + 1:
-            ran = ran | {"whole_seconds": max(ran["whole_seconds"], last["whole_seconds"])}
-        needed = [others[name] for name in notebook.needs if name in others]
-        inherited = {key for other in needed for key in other.get("reads", ())}
-        # What it needs may have been made with other values.
-        old = {key: value for other in needed for key, value in other["otherwise"].items()}
-        others[notebook.name] = {
-            **ran,
-            "commit": about["commit"],
-            "dirty": about["dirty"],
-            "processor": here,
-            "reads": sorted({*notebook.reads, *inherited}),  # what it needs included
-            "otherwise": {key: value for key, value in old.items() if key.partition(".")[0] in inherited},
-            "data": self.depends_on[notebook.name]["data"],
-            "corpus_hash": self._corpus_hash(notebook),
+        """Writes how a notebook ran beside what holds for the whole run, in provenance.json. Records that
+        hold no longer, since values or data changed, go; what was made from such is not recorded.
+
+        Args:
+            ran: with "wall_seconds" and "exit_status". "whole_seconds" is added: where trainings were there,
+                or begun, it counts what they had taken.
+            about: from `describe`.
+        """
+        path, here = self.folders.results / "provenance.json", _processor(about["hardware"])
+        stages = self._records(path)
+        stages = {name: one for name, one in stages.items() if one.get("data") in (None, "", self.data)}
+        last, whole = stages.pop(notebook.name, {}), ran["wall_seconds"]
+        if last.get("processor") == here:
+            before = last["whole_seconds"]
+            whole = whole + before if last["exit_status"] else max(whole, before)
+        if {*notebook.needs} <= stages.keys():
+            inherited = (stages[name]["reads"] for name in notebook.needs)
+            made = {
+                "whole_seconds": whole,
+                "commit": about["commit"],
+                "dirty": about["dirty"],
+                "processor": here,
+            }
+            made |= {"reads": sorted({*notebook.reads}.union(*inherited))}  # what it needs included
+            stages[notebook.name] = ran | made | {"data": self.data if "data" in notebook.reads else ""}
+        write_json(path, about | {"stages": dict(sorted(stages.items()))})
+
+    def _records(self, provenance: Path) -> dict[str, dict[str, Any]]:
+        """The records of a provenance.json that hold with the values of the preset as they are now."""
+        about = read_json(provenance)
+        made, now = comparable(about.get("preset", {})), comparable(resolved(self.preset))
+        changed = {key.partition(".")[0] for key in made.keys() & now.keys() if made[key] != now[key]}
+        return {
+            name: one for name, one in about.get("stages", {}).items() if changed.isdisjoint(one["reads"])
         }
-        write_json(path, about | {"stages": dict(sorted(others.items()))})
 
-    def _corpus_hash(self, notebook: Notebook) -> str | None:
-        """`Corpus.hash` of what a notebook has read; None if it read no corpus."""
-        from unmask.data.corpus import Corpus  # noqa: PLC0415 (with `datasets`, which takes a second)
+    def times(self) -> tuple[dict[str, float], set[str]]:
+        """Seconds of each notebook with its trainings, and the names of those that are estimated: no record
+        with these values, of a processor of this kind, tells, in this run or in the preset's own."""
+        machine, seconds = hardware(), {}
+        for results in (Folders(self.preset.name).results, self.folders.results):
+            for name, ran in self._records(results / "provenance.json").items():
+                if ran.get("processor") == _processor(machine) and not ran["exit_status"]:
+                    seconds[name] = ran["whole_seconds"]
+        guessed = estimate.seconds(self.preset, self.notebooks, machine)
+        return guessed | seconds, guessed.keys() - seconds.keys()
 
-        data, elsewhere = self.depends_on[notebook.name]["data"], Path(os.environ.get("UNMASK_CORPUS", ""))
-        folder = elsewhere if elsewhere.name == data else artifacts_root() / "data" / data
-        known = data and (folder / "card.json").is_file()
-        return Corpus(folder, self.preset.data.families).hash if known else None
 
-
-def _content(section: Any) -> list[Any]:
-    """A section, and the files that it names or that lie in directories that it names."""
-    values = section.values() if isinstance(section, dict) else ()
-    named = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
-    paths = [Path(one) for one in named if isinstance(one, str) and os.path.isabs(one)]
+def _files(section: str, values: Any) -> list[Any]:
+    """What changes with the local files and directories that a section names. Of a large file, which is not
+    read, size and time."""
+    named = [values[key] for key in LOCAL.get(section, ())]
+    paths = [Path(one) for value in named for one in (value if isinstance(value, list) else [value]) if one]
     files = [file for path in paths for file in ([path] if path.is_file() else visible(path))]
-    return [section, *([str(file), *_version(file)] for file in sorted(files))]
-
-
-def _version(file: Path) -> list[Any]:
-    """What changes with a file's content; of a large one, which is not read, size and time."""
-    about = file.stat()
-    return [sha256(file)] if about.st_size < 2**20 else [about.st_size, about.st_mtime_ns]
-
-
-def processor(about: dict[str, Any]) -> dict[str, Any]:
-    """Of `hardware` what decides how long a notebook takes."""
-    return {key: about[key] for key in ("cpu", "bf16", "cores", "gpus")}
+    stats = [(file, file.stat()) for file in sorted(files)]
+    return [
+        [f"{file}", sha256(file) if x.st_size < 2**20 else [x.st_size, x.st_mtime_ns]] for file, x in stats
+    ]
 
 
 def hardware() -> dict[str, Any]:
@@ -280,13 +280,18 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def _processor(about: dict[str, Any]) -> dict[str, Any]:
+    """Of `hardware` what decides how long a notebook takes."""
+    return {key: about[key] for key in ("cpu", "bf16", "cores", "gpus")}
+
+
 @cache
 def gpu_names() -> list[str]:
     """The GPUs of this machine, each with its memory."""
-    return _said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
+    return _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader").splitlines()
 
 
-def _said(*command: str) -> str:
+def _output(*command: str) -> str:
     """What a tool prints; nothing where it fails or does not exist."""
     try:
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
@@ -294,67 +299,11 @@ def _said(*command: str) -> str:
         return ""
 
 
-def utc(seconds: float) -> str:
-    """Seconds since the epoch as date and time."""
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
+def utc() -> str:
+    """Date and time."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def clock(seconds: float) -> str:
     """Seconds as hours, minutes and seconds: 0:02:10."""
-    return str(datetime.timedelta(seconds=round(seconds)))
-
-
-# ---- what trainings find on this machine
-
-
-def check_machine(preset: Preset, gpus: int | None, jobs: int) -> None:
-    """Makes sure that the trainings of a run can be started here.
-
-    Args:
-        gpus, jobs: what --gpus and --jobs said; None: not given.
-    Raises: ValueError if the machine has too few GPUs, trainings on several of them would run side by
-        side, or nothing starts the other machines' processes.
-    """
-    parallel = preset.parallel
-    machines, found = parallel.num_machines, min(len(gpu_names()), len(_visible()))
-    here = parallel.per_machine
-    if machines > 1 and not parallel.launcher:
-        need = f"trainings on {machines} machines need parallel.launcher, the command that starts them, see"
-        raise ValueError(f"{need} papermill_runs/slurm.sbatch; for one: --set parallel.num_machines=1")
-    if here > max(found, 1) and (found or gpus):
-        raise ValueError(
-            f"{here} GPUs are needed on this machine, and it has {found}: --gpus {max(found, 1) * machines} "
-            f"uses what is there; --set parallel.num_processes={here} without --gpus trains on CPUs"
-        )
-    if jobs > 1 and parallel.num_processes > 1 and (found or gpus or parallel.launcher):
-        raise ValueError("a training on several GPUs takes all of them: --jobs 1")
-
-
-def own_gpus(parallel: ParallelConfig) -> dict[str, str]:
-    """What hides the GPUs of this machine that a run was not given, for evaluation as for trainings."""
-    here, every = parallel.per_machine, _visible()
-    return {"CUDA_VISIBLE_DEVICES": ",".join(every[:here])} if len(every) > here else {}
-
-
-def _visible() -> list[str]:
-    """This machine's GPUs, or those of them that CUDA_VISIBLE_DEVICES leaves."""
-    every = ",".join(map(str, range(len(gpu_names()))))
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
-    return list(itertools.takewhile(lambda one: one and not one.startswith("-"), named))  # CUDA's own rule
-
-
-def kernel_environment(folders: Folders) -> dict[str, str]:
-    """Variables for the kernels of a run, beside this process's own."""
-    paths = [str(folders.library), os.environ.get("PYTHONPATH", "")]
-    own = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PYTHONHASHSEED": "0",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook
-        "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one for each model would bury the rest
-        "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
-    }
-    # Folders; notebooks run in another one than this process.
-    named = ("UNMASK_ARTIFACTS", "UNMASK_MIRROR", "UNMASK_CORPUS")
-    own |= {name: os.path.abspath(os.environ[name]) for name in named if os.environ.get(name)}
-    return ENVIRONMENT | os.environ | own
+    return str(timedelta(seconds=round(seconds)))

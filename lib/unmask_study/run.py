@@ -7,15 +7,15 @@ results/<run>/               metrics as JSON, figures, report
 
 import gc
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unmask.store import artifacts_root, fingerprint, read_json, repository, sha256, write_json
+from unmask.store import artifacts_root, read_json, repository, write_json
 from unmask_study.settings import Preset, load_preset
 
 LAB = "lab"  # the run of notebooks that are opened by hand; a folder for each preset
+PAGE = "12_report"  # the notebook that is published as the report
 
 
 def seed_run(run: str, seed: int) -> str:
@@ -39,28 +39,13 @@ class Folders:
     """Where the notebooks of a run come from and where its output goes."""
 
     def __init__(self, run: str):
-        self.root = root = repository()
+        self.run, root = run, repository()
         self.notebooks = root / "notebooks"
         self.library = root / "lib"  # both packages, whose code is an input of every notebook
         self.artifacts = artifacts_root() / run  # checkpoints and logs of this run
         self.logs = self.artifacts / "logs"
         self.executed = root / "papermill_runs" / run  # its executed notebooks
         self.results = root / "results" / run  # its metrics, figures and report
-
-    def done(self, notebook: str) -> dict[str, Any]:
-        """What was recorded when a notebook finished; nothing where it did not finish."""
-        return read_json(self.artifacts / notebook / "done.json")
-
-    def repetitions(self, notebooks: Iterable[str]) -> dict[str, str]:
-        """For each run that repeats this one with another seed, a hash of its provenance and of what some
-        notebooks saved, scores included."""
-        saved = [kind.format(name) for name in notebooks for kind in ("{}.json", "scores/{}.npz")]
-        made = {}
-        for folder in seed_runs(self.results).values():
-            files = [folder / name for name in ("provenance.json", *saved)]
-            if hashes := [sha256(path) for path in files if path.is_file()]:
-                made[folder.name] = fingerprint(hashes)
-        return made
 
 
 @dataclass(frozen=True)
@@ -82,14 +67,12 @@ class Run:
         """Opens a run for a notebook, for instance "02_pair", and says where its outputs go.
 
         Args:
-            run: its name; empty: the lab. In a run that has a name the notebook counts as due until
-                `unmask run` executes it.
+            run: its name; empty: the lab.
         """
         opened = cls(notebook, run or f"{LAB}/{preset}", load_preset(preset, overrides))
-        folder = opened.root / notebook
-        (folder / "done.json").unlink(missing_ok=True)
         changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
-        print(f"run {opened.name!r}{changed}\ncheckpoints: {folder}\nmetrics and figures: {opened.results}")
+        where = f"checkpoints: {opened.root / notebook}\nmetrics and figures: {opened.results}"
+        print(f"run {opened.name!r}{changed}\n{where}")
         gc.freeze()  # what was imported stays; to look through it whenever a model is freed takes the longest
         return opened
 

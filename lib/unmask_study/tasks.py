@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 import unmask
 from unmask.config import FAMILIES, RerankerConfig
 from unmask.data.corpus import Corpus
-from unmask.data.mining import kept
+from unmask.data.mining import cached_array
 from unmask.data.spelling import canonical, distinct
 from unmask.evaluation.metrics import best_columns
 from unmask.evaluation.tasks import (
@@ -123,7 +123,7 @@ def code_hash() -> str:
 def _scored_once(task: Task, compute: Callable[[Task], np.ndarray], *key: Any) -> np.ndarray:
     """The scores of a task, kept under artifacts/data/scores: notebooks compare with the models of earlier
     ones."""
-    return kept("scores", [*key, task.content_hash, code_hash()], partial(compute, task))
+    return cached_array("scores", [*key, task.content_hash, code_hash()], partial(compute, task))
 
 
 def assess(

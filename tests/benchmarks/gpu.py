@@ -33,11 +33,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 import tiny
 from unmask.config import ParallelConfig, Preset, load_preset
 from unmask.data.hub import PACKAGED
-from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.data.tokenize import TokenDocument, TokenPairs
 from unmask.training import Contextual, Diffusion, Pair, Stage
 from unmask.training.distributed import Distributed
 from unmask.training.loop import steps as run_steps
-from unmask_study.plan import PEAK, forward, parameters
+from unmask_study.estimate import PEAK, parameters
 
 WARM_UP, STEPS = 2, 4
 BATCH = {"diffusion": 16, "pair": 512, "contextual": 16}  # of the 0.6B model; the paper's take too long
@@ -119,7 +119,10 @@ def measure(
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
     tokens, (total, body) = sum(number * length for number, length in texts), parameters(preset)
     paid = tokens * preset.diffusion.masked_share if name == "diffusion" else 0
-    flops = 3 * forward(preset, texts) + 6 * paid * (total - body)  # the formula stands at the top
+    shape = preset.backbone
+    attention = 4 * shape.layers * shape.heads * shape.head_size
+    forward = sum(number * length * (2 * body + attention * length) for number, length in texts)
+    flops = 3 * forward + 6 * paid * (total - body)  # the formula stands at the top
     found, kind = stage.config, "cuda" if cuda else "cpu"
     setting = f"{torch.cuda.get_device_name() if cuda else 'CPU'} × {peers.count}, {peers.strategy}"
     waits = sum("synchronizing CUDA operation" in str(one.message) for one in said)

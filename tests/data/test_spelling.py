@@ -13,8 +13,8 @@ from unmask.data.batches import BatchPlan
 from unmask.data.registry import split_of
 from unmask.data.rows import read, units
 from unmask.data.spelling import canonical, distinct
-from unmask.data.tokenized import Table, token_pairs
-from unmask.data.tokens import Limit, StoredTokenizer
+from unmask.data.tokenize import Table, token_pairs
+from unmask.data.tokens import PlainTokenizer, Truncation
 
 ONES = [1, 1.0, "1", " 1", "1\n", "1.0", Decimal("1.00"), "\u00a01\u3000"]
 SAME = [ONES, ["caf\u00e9 noir", "cafe\u0301  noir", "caf\u00e9\u00a0noir\n"], [-7, "-7.0"]]
@@ -52,8 +52,8 @@ def test_rows_that_share_a_query_a_document_or_a_key_are_in_no_batch_together(sh
     rows = [{name: f"{name} {i}" for name in ("query", "document", "key")} for i in range(216)]
     spelt = ["it is {}", " it is {}", "it  is {}", "it\u00a0is {}\n"]
     rows = [row | {shared: spelt[i % 4].format(i // 4)} for i, row in enumerate(rows)]
-    table = Table(Dataset.from_list(rows), shared, "", StoredTokenizer.of(tiny.tokenizer()))
-    data = token_pairs(table, Limit(8), Limit(8))
+    table = Table(Dataset.from_list(rows), shared, "", PlainTokenizer(tiny.tokenizer()))
+    data = token_pairs(table, Truncation(8), Truncation(8))
     plan = BatchPlan({"x": data.keys}, SimpleNamespace(batch=48, steps=20, seed=0))
     for step in range(20):
         chosen = plan(step)[1] // 4

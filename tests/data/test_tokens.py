@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 import tiny
 from unmask.data import tokens
-from unmask.data.tokens import MASK, SPECIAL_TOKENS, Limit, encode
+from unmask.data.tokens import MASK, SPECIAL_TOKENS, Truncation, encode
 
 TEXTS = [
     "Returns the sum of two numbers, it's 1,234.5 or so.\n\n    def add(a, b):\n        return a + b",
@@ -55,10 +55,14 @@ def test_unusable_vocabulary_sizes(size, message, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_what_stands_around_a_text_is_tokenised_with_it_and_never_cut(tokenizer):
+def test_prefix_and_suffix_are_tokenised_with_the_text_and_never_cut(tokenizer):
     backend, after = tokenizer.backend_tokenizer, "?\n<|im_end|>"
     whole, end = ([*map(int, ids)] for ids in encode(backend, ["ask: Köln" + after, after], np.int32))
-    for length in (None, len(whole), len(whole) - 1, len(end) + 1):
-        (found,) = encode(backend, ["Köln"], np.int32, Limit(length, ("ask: ", after)))
-        kept = len(whole) if length is None else length
-        assert found.tolist() == (whole if kept == len(whole) else whole[: kept - len(end)] + end)
+    for length in (None, len(whole), len(whole) - 1, 9):
+        (ids,) = encode(backend, ["Köln"], np.int32, Truncation(length, "ask: ", after))
+        expected = whole if length in (None, len(whole)) else whole[: length - len(end)] + end
+        assert ids.tolist() == expected
+    with pytest.raises(
+        ValueError, match=r"8 tokens at most, of which prefix and suffix take 8: raise the length"
+    ):
+        next(encode(backend, ["Köln"], np.int32, Truncation(8, "ask: ", after)))

@@ -4,7 +4,15 @@ import naive_losses
 import pytest
 import torch
 
-from unmask.losses import batch_loss, contextual_loss, global_loss, insent_loss, local_loss, sequence_loss
+from unmask.losses import (
+    batch_loss,
+    contextual_loss,
+    global_loss,
+    insent_loss,
+    local_loss,
+    mean_maxsim,
+    sequence_loss,
+)
 
 
 def problem(n, m, c, d, seed, *, padded=True, dtype=torch.float64):
@@ -52,7 +60,7 @@ def test_what_answers_a_query_is_no_negative_where_it_is_asked_again(query):
     document[1], gold[1] = document[0], gold[0]
     where = [x.tolist() for x in (q, chunks, document, gold)]
     told = {"temperature": 0.1, "mask": mask.tolist(), "query": query}
-    options = {"temperature": 0.1, "chunk_mask_MC": mask, "query_N": torch.tensor(query)}
+    options = {"temperature": 0.1, "chunk_mask_MC": mask, "query_ids_N": torch.tensor(query)}
     local = 0.3 * naive_losses.sequence(*where, **told) + 0.7 * naive_losses.batch(*where, **told)
     wide = naive_losses.global_(q.tolist(), documents.tolist(), document.tolist(), 0.1, 0.1, query=query)
     found = contextual_loss(q, chunks, documents, document, gold, beta=0.35, alpha=0.3, **options)
@@ -74,7 +82,7 @@ def test_late_interaction_is_the_formula():
     held = [[text[:n].tolist() for text, n in zip(*both)] for both in zip(chunks, counts[1])]
     where = (document.tolist(), gold.tolist(), 0.3, 0.05, mask.tolist())
     expected = naive_losses.insent(texts, held, *where, cosine=naive_losses.maxsim)
-    options = {"lam": 0.3, "temperature": 0.05, "chunk_mask_MC": mask}
+    options = {"lam": 0.3, "temperature": 0.05, "chunk_mask_MC": mask, "similarity": mean_maxsim}
     inputs = [x.requires_grad_() for x in (q, chunks)]
     loss = insent_loss(*inputs, document, gold, **options)
     assert loss.item() == pytest.approx(expected, rel=1e-10)
@@ -92,23 +100,21 @@ def test_distinct_documents_do_what_the_papers_mask_does(document):
     assert ours.item() == pytest.approx(expected, rel=1e-10)
 
 
-def test_bad_arguments_are_refused():
-    q, chunks, _, document, gold, mask = problem(4, 3, 3, 4, 12, padded=False)
-    where = (q, chunks, document, gold)
-    with pytest.raises(ValueError, match=r"gold_N must hold int64 in 0\.\.2"):
-        sequence_loss(q, chunks, document, gold + 3)
-    with pytest.raises(ValueError, match=r"document_N must have the shape \(4\); got \(2,\)"):
-        batch_loss(q, chunks, document[:2], gold)
-    with pytest.raises(ValueError, match="gold chunk of query 0 is masked out"):
-        local_loss(*where, chunk_mask_MC=torch.zeros_like(mask))
-    for name, loss in {"alpha": local_loss, "lam": insent_loss}.items():
-        with pytest.raises(ValueError, match=f"{name} must lie in"):
-            loss(*where, **{name: 1.5})
-    of_none = {"document_N": document[:0], "gold_N": gold[:0]}
-    for loss in (sequence_loss, batch_loss, local_loss, insent_loss):
-        with pytest.raises(ValueError, match="q_ND has no rows"):
-            loss(q[:0], chunks, **of_none)
-    with pytest.raises(ValueError, match="q_ND has no rows"):
-        contextual_loss(q[:0], chunks, chunks.sum(1), **of_none, beta=0.2)
-    with pytest.raises(ValueError, match="q_ND has no rows"):
-        global_loss(q[:0], chunks.sum(1), document[:0])
+Q, CHUNKS, _, DOCUMENT, GOLD, MASK = problem(4, 3, 3, 4, 12, padded=False)
+WHERE, NONE = (Q, CHUNKS, DOCUMENT, GOLD), (Q[:0], CHUNKS, DOCUMENT[:0], GOLD[:0])
+REFUSED = {
+    r"gold_N must hold int64 in 0\.\.2": lambda: sequence_loss(Q, CHUNKS, DOCUMENT, GOLD + 3),
+    r"document_N must have the shape \(4\); got \(2,\)": lambda: batch_loss(Q, CHUNKS, DOCUMENT[:2], GOLD),
+    "gold chunk of query 0 is masked out": lambda: local_loss(*WHERE, chunk_mask_MC=torch.zeros_like(MASK)),
+    "alpha must lie in": lambda: local_loss(*WHERE, alpha=1.5),
+    "lam must lie in": lambda: insent_loss(*WHERE, lam=1.5),
+    "q_ND has no rows": lambda: local_loss(*NONE),
+    "q_ND has no rows: a loss": lambda: contextual_loss(Q[:0], CHUNKS, CHUNKS.sum(1), *NONE[2:], beta=0.2),
+    "q_ND has no rows: a loss is": lambda: global_loss(Q[:0], CHUNKS.sum(1), DOCUMENT[:0]),
+}
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED.items())
+def test_bad_arguments_are_refused(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()

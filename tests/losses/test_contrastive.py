@@ -48,10 +48,10 @@ def test_the_losses_are_the_formulas(shape, temperature, margin):
     number_R = texts(n, k, seed)
     numbers = *number_R[: 2 * n].view(2, n).tolist(), number_R[2 * n :].view(n, k).tolist()
     expected = naive_losses.qwen3(q, d, hard, temperature, margin, *numbers)
-    found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, number_R=number_R)
+    found = qwen3_loss(q_ND, d_ND, hard_NKD, **settings, text_ids_R=number_R)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
     expected = naive_losses.triplet(q, d, hard, temperature, *numbers)
-    found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature, number_R=number_R)
+    found = triplet_loss(q_ND, d_ND, hard_NKD, temperature=temperature, text_ids_R=number_R)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
@@ -63,7 +63,7 @@ def test_what_is_known_to_be_no_negative_is_left_out(share, diagonal):
     negatives_NN = torch.rand(9, 9, generator=torch.Generator().manual_seed(5)) >= share
     negatives_NN.fill_diagonal_(diagonal)
     q, d, negatives = (x.tolist() for x in (q_ND, d_ND, negatives_NN))
-    found = pair_loss(q_ND, d_ND, temperature=0.05, negatives_NN=negatives_NN)
+    found = pair_loss(q_ND, d_ND, temperature=0.05, negative_mask_NN=negatives_NN)
     expected = naive_losses.pair(q, d, 0.05, 0.1, negatives)
     assert found.item() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
@@ -115,7 +115,7 @@ REFUSED = {
     "a slice without a step": lambda: pair_loss(TWO, TWO, queries=slice(0, 2, 2)),
     "margin must be 0 or more": lambda: pair_loss(TWO, TWO, margin=-0.1),
     r"hard_NKD must have the shape \(2, K, 2\)": lambda: triplet_loss(TWO, TWO, torch.ones(3, 1, 2)),
-    r"number_R must have the shape \(6\)": lambda: triplet_loss(TWO, TWO, HARD, number_R=torch.arange(2)),
+    r"text_ids_R must have the shape \(6\)": lambda: triplet_loss(TWO, TWO, HARD, text_ids_R=torch.arange(2)),
 }
 
 

@@ -13,7 +13,7 @@ LIBRARY += [
     "evaluation.metrics",
     "evaluation.search",
 ]
-STUDY = ("evidence", "page", "report")
+STUDY = ("evidence", "report")
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ CQ, CHUNKS, DOCUMENTS, DOCUMENT, GOLD, MASK = test_contextual.problem(N, 4, 3, 4
 FILTER = torch.rand(N, N, generator=torch.Generator().manual_seed(29)) > 0.3
 NUMBER = test_contrastive.texts(N, 2, 11)
 WHERE = {"document_N": DOCUMENT, "gold_N": GOLD, "chunk_mask_MC": MASK}
-WHERE |= {"query_N": torch.tensor([0, 1, 1, 2, 0, 3, 4])}
+WHERE |= {"query_ids_N": torch.tensor([0, 1, 1, 2, 0, 3, 4])}
 LOSSES = {
     "pair": (losses.pair_loss, (Q, D)),
-    "filtered": (partial(losses.pair_loss, negatives_NN=FILTER), (Q, D)),
+    "filtered": (partial(losses.pair_loss, negative_mask_NN=FILTER), (Q, D)),
     "triplet": (losses.triplet_loss, (Q, D, HARD)),
-    "numbered": (partial(losses.triplet_loss, number_R=NUMBER), (Q, D, HARD)),
-    "qwen3": (partial(losses.qwen3_loss, negatives_NN=FILTER, number_R=NUMBER), (Q, D, HARD)),
+    "numbered": (partial(losses.triplet_loss, text_ids_R=NUMBER), (Q, D, HARD)),
+    "qwen3": (partial(losses.qwen3_loss, negative_mask_NN=FILTER, text_ids_R=NUMBER), (Q, D, HARD)),
     "global": (partial(losses.global_loss, document_N=DOCUMENT), (CQ, DOCUMENTS)),
     "local": (partial(losses.local_loss, **WHERE), (CQ, CHUNKS)),
     "contextual": (partial(losses.contextual_loss, **WHERE, beta=0.4), (CQ, CHUNKS, DOCUMENTS)),

@@ -77,40 +77,33 @@ def test_nothing_in_nothing_out_and_a_generator_is_a_list(embedder):
     np.testing.assert_array_equal(found, embedder.encode(TEXTS))
 
 
-def test_requests_that_cannot_work_are_refused(embedder):
-    for encode in (embedder.encode, embedder.encode_documents):
-        with pytest.raises(ValueError, match="got one string"):
-            encode("a text")
-        with pytest.raises(ValueError, match="unknown precision 'int4': choose one of float32, int8"):
-            encode([], "int4")
-        with pytest.raises(ValueError, match="there are 32 dimensions, not 33"):
-            encode([], "int8", 33)
-    with pytest.raises(ValueError, match="multiple of 8"):
-        embedder.encode(TEXTS, "ubinary", 12)
-    with pytest.raises(ValueError, match="document 1 has no chunks"):
-        embedder.encode_documents([["one"], []])
-    with pytest.raises(ValueError, match="got one string"):
-        embedder.encode_documents([["one"], "a text"])
-    for wrong in ({"one": 1}, {"one"}, pd.DataFrame({"texts": ["one"]})):
-        with pytest.raises(ValueError, match=f"expected a list, got one {type(wrong).__name__}"):
-            embedder.encode(wrong)
-        with pytest.raises(ValueError, match=f"expected a list, got one {type(wrong).__name__}"):
-            embedder.encode_documents([wrong])
-    for number in (0, 2.5, "2", float("nan")):
-        with pytest.raises(ValueError, match="max_length must be at least 1, and whole, got"):
-            embedder.encode(["one"], max_length=number)
-        with pytest.raises(ValueError, match="dimensions must be at least 1, and whole, got"):
-            embedder.encode(["one"], dimensions=number)
-    with pytest.raises(ValueError, match="chunk_length must be at least 1"):
-        embedder.encode_documents(DOCUMENTS, chunk_length=-1)
-    for option in ("window", "token_budget"):
-        with pytest.raises(ValueError, match=f"{option} must be at least 1, and whole, got 0"):
-            Embedder(tiny.model(), tiny.tokenizer(), device="cpu", **{option: 0})
-    with pytest.raises(ValueError, match="pooling must be 'mean' or 'last', got 'cls'"):
-        Embedder(tiny.model(), tiny.tokenizer(), pooling="cls", device="cpu")
-    causal = Embedder(tiny.model(bidirectional=False), tiny.tokenizer(), pooling="last", device="cpu")
-    with pytest.raises(ValueError, match="no late chunking"):
-        causal.encode_documents(DOCUMENTS)
+REFUSED = {
+    "got one string": [lambda one: one.encode("a"), lambda one: one.encode_documents("a")],
+    "got one string, 'a text'": [lambda one: one.encode_documents([["one"], "a text"])],
+    "unknown precision 'int4': choose one of float32, int8": [lambda one: one.encode([], "int4")],
+    "there are 32 dimensions, not 33": [lambda one: one.encode_documents([], "int8", 33)],
+    "multiple of 8": [lambda one: one.encode(TEXTS, "ubinary", 12)],
+    "document 1 has no chunks": [lambda one: one.encode_documents([["one"], []])],
+    "expected a list, got one dict": [lambda one: one.encode({"one": 1})],
+    "expected a list, got one set": [lambda one: one.encode_documents([{"one"}])],
+    "expected a list, got one DataFrame": [lambda one: one.encode(pd.DataFrame({"texts": ["one"]}))],
+    "max_length must be at least 1, and whole, got": [
+        lambda one, n=n: one.encode(["one"], max_length=n) for n in (0, 2.5, "2", float("nan"))
+    ],
+    "dimensions must be at least 1, and whole, got 0": [lambda one: one.encode(["one"], dimensions=0)],
+    "chunk_length must be at least 1": [lambda one: one.encode_documents(DOCUMENTS, chunk_length=-1)],
+    "window must be at least 1, and whole, got 0": [lambda one: make(window=0)],
+    "token_budget must be at least 1, and whole, got 0": [lambda one: make(token_budget=0)],
+    "pooling must be 'mean' or 'last', got 'cls'": [lambda one: make(pooling="cls")],
+    "no late chunking": [lambda one: make(pooling="last").encode_documents(DOCUMENTS)],
+}
+
+
+@pytest.mark.parametrize(("message", "calls"), REFUSED.items())
+def test_requests_that_cannot_work_are_refused(embedder, message, calls):
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call(embedder)
 
 
 BAD = {"": "has no tokens", "half \ud83d": "has a lone surrogate"}

@@ -1,21 +1,19 @@
-"""The graph of notebooks: selection, and what makes a notebook due."""
+"""The graph of notebooks: selection, what makes a notebook due, and its record."""
 
 import json
 import os
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from unmask.config import ParallelConfig
-from unmask.store import artifacts_root, read_json, write_atomic
-from unmask_study import pipeline
-from unmask_study.pipeline import Pipeline, discover, kernel_environment
+from unmask.store import read_json, write_atomic
+from unmask_study import pipeline, runner
+from unmask_study.pipeline import Pipeline, discover
 from unmask_study.run import Folders
 from unmask_study.settings import Preset, load_preset
 
-RAN = {"exit_status": 0, "wall_seconds": 40.0, "whole_seconds": 40.0}
+RAN = {"exit_status": 0, "wall_seconds": 40.0}
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ def finish(checkout, *names):
         if not names or one.name in names:
             write_atomic(checkout.folders.executed / f"{one.name}.ipynb", "")
             write_atomic(checkout.folders.results / f"{one.name}.json", "{}")
-            made.finish(one, 0.0)
+            made.finish(one)
 
 
 def recorded(checkout):
@@ -53,58 +51,42 @@ def reasons(checkout, overrides=None):
     return {one.name: why for one in made.notebooks if (why := made.why_due(one))}
 
 
-def planned(checkout, only=None, **options):
+def due(checkout, only=None, **options):
     made = opened(checkout)
-    return {one.name: why for one, why in made.plan(made.select(only=only), **options).items()}
+    return {one.name: why for one, why in made.due(made.select(only=only), **options).items()}
 
 
 def names(notebooks):
     return [one.name for one in notebooks]
 
 
+def parts(made):
+    return {one.name: made.depends_on(one) for one in made.notebooks}
+
+
+def changed(before, now):
+    return [name for name in now if now[name] != before[name]]
+
+
 def test_other_data_are_due_where_they_are_read(diamond):
-    one, two = (opened(diamond, data=data).depends_on for data in ("one", "another"))
-    changed = [name for name in one if one[name]["data"] != two[name]["data"]]
-    assert changed == ["00_backbone", "02_right", "03_join", "04_apart"]
+    one, two = (parts(opened(diamond, data=data)) for data in ("one", "another"))
+    read = [name for name in one if one[name]["data"] != two[name]["data"]]
+    assert read == ["00_backbone", "02_right", "03_join", "04_apart"]
 
 
 def test_a_model_that_is_replaced_at_its_path_counts(diamond):
     weights = diamond.root / "base" / "model.safetensors"
     write_atomic(weights, "old weights" * 10**5)
-    at = {"backbone.checkpoint": str(weights.parent), "retrieval.pool": ["bm25", str(weights.parent)]}
+    at = {"backbone.checkpoint": "base", "retrieval.pool": ["bm25", str(weights.parent)]}
     diamond.notebook("05_more", reads=["backbone"])
     diamond.notebook("06_search", reads=["retrieval"])
-    before = opened(diamond, at).depends_on
+    before = parts(opened(diamond, at))
     write_atomic(weights, "new weights" * 10**5)
-    now = opened(diamond, at).depends_on
-    assert [name for name in now if now[name] != before[name]] == ["05_more", "06_search"]
+    assert changed(before, parts(opened(diamond, at))) == ["05_more", "06_search"]
     write_atomic(weights.with_name("config.json"), "one")
-    before = opened(diamond, at).depends_on
+    before = parts(opened(diamond, at))
     os.utime(weights.with_name("config.json"))  # copied again
-    assert opened(diamond, at).depends_on == before
-
-
-def test_results_that_another_run_wrote_are_made_again(diamond):
-    finish(diamond)
-    write_atomic(diamond.folders.results / "04_apart.json", '{"by": "other artifacts"}')
-    assert reasons(diamond) == {"04_apart": "executed notebook or results are missing, or others'"}
-
-
-def test_what_is_taken_is_not_missed(diamond):
-    diamond.notebook("05_report", needs=["00_backbone"], takes=["03_join"])
-
-    def inputs():
-        return {key for key in opened(diamond).depends_on["05_report"] if key.startswith("input")}
-
-    finish(diamond, "00_backbone")
-    assert list(planned(diamond, only="05")) == ["05_report"]
-    assert inputs() == {"input 00_backbone"}
-    finish(diamond, "03_join")
-    assert inputs() == {"input 00_backbone", "input 03_join"}
-    # What the report could not have yet makes it due with what brings it.
-    (diamond.folders.artifacts / "03_join" / "done.json").unlink()
-    finish(diamond, "01_left", "02_right", "04_apart", "05_report")
-    assert planned(diamond) == {"03_join": "not done yet", "05_report": "input 03_join is new"}
+    assert parts(opened(diamond, at)) == before
 
 
 SELECTED = {
@@ -118,13 +100,13 @@ SELECTED = {
 }
 
 
-@pytest.mark.parametrize(("options", "found"), SELECTED.values(), ids=SELECTED)
-def test_selection(diamond, options, found):
+@pytest.mark.parametrize(("options", "expected"), SELECTED.values(), ids=SELECTED)
+def test_selection(diamond, options, expected):
     """Of notebooks that say what they depend on, without JupyterLab's copies."""
     (diamond.folders.notebooks / "01_left-Copy1.ipynb").touch()
     (diamond.folders.notebooks / "09_own.ipynb").write_text('{"cells": [], "metadata": {}}')
-    with pytest.raises(ValueError, match=found) if isinstance(found, str) else nullcontext():
-        assert names(opened(diamond).select(**options)) == found
+    with pytest.raises(ValueError, match=expected) if isinstance(expected, str) else nullcontext():
+        assert names(opened(diamond).select(**options)) == expected
 
 
 def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond):
@@ -132,12 +114,16 @@ def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond)
     finish(diamond)
     assert reasons(diamond) == {}
     after = {"03_join": "input 01_left changed"}
-    changed = {"pair.steps": 11, "merge.t": [0.4]}
-    assert reasons(diamond, changed) == {"01_left": "preset section pair changed"} | after
+    assert (
+        reasons(diamond, {"pair.steps": 11, "merge.t": [0.4]})
+        == {"01_left": "preset section pair changed"} | after
+    )
     diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
-    (diamond.folders.executed / "04_apart.ipynb").unlink()
+    (diamond.folders.executed / "00_backbone.ipynb").unlink()
     (diamond.folders.results / "02_right.json").unlink()
-    after |= dict.fromkeys(("02_right", "04_apart"), "executed notebook or results are missing, or others'")
+    write_atomic(diamond.folders.results / "04_apart.json", '{"by": "other artifacts"}')
+    others = "executed notebook or results are missing, or others'"
+    after |= dict.fromkeys(("00_backbone", "02_right", "04_apart"), others)
     assert reasons(diamond) == {"01_left": "notebook changed"} | after
 
 
@@ -153,8 +139,7 @@ def test_code_of_the_library_counts_and_comments_and_layout_do_not(diamond):
     module.write_text('"""Another docstring."""\n\n# and a comment' + code)
     assert reasons(diamond) == {}
     module.write_text(source + "\nx = 1\n")
-    found = reasons(diamond)
-    assert len(found) == 5 and all(why.endswith("library changed") for why in found.values())
+    assert [why.endswith("library changed") for why in reasons(diamond).values()] == [True] * 5
 
 
 def test_prose_and_what_a_reader_leaves_in_a_notebook_do_not_count(diamond):
@@ -175,71 +160,86 @@ def test_prose_and_what_a_reader_leaves_in_a_notebook_do_not_count(diamond):
 
 
 def test_a_notebook_made_from_an_old_input_stays_due(diamond):
-    """`--only 03` with 01 out of date: the record names the input as it was."""
+    """`--only 03` with 01 out of date: done.json names the input as it was."""
     finish(diamond)
-    changed = {"pair.steps": 11}
-    made = opened(diamond, changed)
-    made.finish(made.select(only="03")[0], 0.0)
-    assert reasons(diamond, changed)["03_join"] == "input 01_left changed"
+    made = opened(diamond, {"pair.steps": 11})
+    made.finish(made.select(only="03")[0])
+    assert reasons(diamond, {"pair.steps": 11})["03_join"] == "input 01_left changed"
 
 
-def test_a_record_keeps_what_of_the_preset_was_otherwise_when_its_notebook_ran(diamond):
-    notebooks = discover(diamond.folders.notebooks)
-    for notebook, steps in zip(notebooks[:4], (11, 12, 11, 11), strict=True):
-        made = opened(diamond, {f"pair.{key}": steps for key in ("steps", "seed", "keep_tokens")})
-        made.record(notebook, RAN, made.describe("unmask run"))
-    kept = {name: one["otherwise"] for name, one in recorded(diamond).items()}
-    old = {"pair.steps": 12}  # what is made from it, too
-    assert kept == {"00_backbone": {}, "01_left": old, "02_right": {}, "03_join": old}
+def test_records_hold_for_these_values_and_data_alone(diamond):
+    """What is made from another's record is none, either."""
+
+    def record(steps, data, *numbers):
+        made = opened(diamond, {f"pair.{key}": steps for key in ("steps", "seed", "keep_tokens")}, data)
+        for notebook in made.select(only=",".join(numbers)):
+            made.record(notebook, RAN, made.describe("unmask run"))
+        return [name[:2] for name in recorded(diamond)]
+
+    assert record(11, "one", "00", "01", "02", "03") == ["00", "01", "02", "03"]
+    assert recorded(diamond)["03_join"]["reads"] == ["data", "pair"]  # what it needs included
+    assert record(12, "one", "04") == ["00", "02", "04"]
+    assert record(12, "one", "03") == ["00", "02", "04"]
+    assert record(12, "one", "01", "03") == ["00", "01", "02", "03", "04"]
+    assert record(12, "another", "00") == ["00", "01"]  # which reads no data
 
 
 def test_a_whole_time_is_that_of_a_run_from_nothing(diamond):
-    """What a notebook had prepared for trainings that it finds is in no log."""
+    """Later runs find its trainings, or go on with them."""
     whole = []
-    for seed, took, before in ((1, 90, 0), (1, 11, 7), (5, 11, 7), (5, 9, 0)):
+    for seed, took, status in ((1, 90, 0), (1, 11, 0), (5, 20, 75), (5, 9, 1), (5, 11, 0)):
         made = opened(diamond, {"data.seed": seed})
-        ran = RAN | {"wall_seconds": took, "whole_seconds": took + before}
+        ran = RAN | {"wall_seconds": took, "exit_status": status}
         made.record(made.notebooks[0], ran, made.describe("unmask run"))
         whole.append(recorded(diamond)["00_backbone"]["whole_seconds"])
-    assert whole == [90, 90, 18, 9]
+    assert whole == [90, 90, 20, 29, 40]
 
 
-def test_a_record_tells_the_content_of_what_was_read(diamond, monkeypatch):
-    card = artifacts_root() / "data" / "environment-1" / "card.json"
-    elsewhere = diamond.root / "environment-2" / "card.json"
-    monkeypatch.setenv("UNMASK_CORPUS", str(elsewhere.parent))
-    for data, path, families in (("environment-1", card, ["code"]), ("environment-2", elsewhere, [])):
-        write_atomic(path, json.dumps({"hash": data}))
-        made = opened(diamond, {"data.families": families}, data=data)
-        for notebook in made.notebooks[:2]:
-            made.record(notebook, RAN, made.describe("unmask run"))
-        kept = recorded(diamond).values()
-        assert [one["corpus_hash"] for one in kept] == ["-".join([data, *families]), None]
+@pytest.mark.parametrize(
+    ("there", "changes", "known"),
+    [
+        ({}, {}, True),
+        ({}, {"pair.seed": 3, "diffusion.steps": 30}, True),  # of other notebooks, or as long
+        ({}, {"pair.steps": 3}, False),
+        ({"cpu": "another"}, {}, False),
+        ({"cores": 64}, {}, False),
+    ],
+)
+def test_a_time_is_that_of_such_a_processor_and_these_values(diamond, monkeypatch, there, changes, known):
+    here = {**pipeline.hardware(), "cpu": "a processor", "cores": 2, "gpus": []}
+    made = opened(diamond)
+    for one in made.notebooks[:2]:
+        made.record(one, RAN | {"wall_seconds": 341.0}, made.describe("") | {"hardware": here})
+    monkeypatch.setattr(pipeline, "hardware", lambda: here | there)
+    seconds, estimated = opened(diamond, changes).times()
+    assert (seconds["01_left"] == 341.0) is known is ("01_left" not in estimated)
 
 
-def test_what_pools_the_seeds_is_due_again_when_one_of_them_changes(diamond):
+def test_what_pools_the_seeds_comes_last_and_is_due_when_one_of_them_changes(diamond):
     diamond.notebook("05_report", needs=["01_left"], reads=[], seeds="pooled")
     diamond.notebook("06_aside", needs=["01_left"], reads=[], seeds="once")
-    assert [one.number for one in opened(diamond).select(again=1)] == ["00", "01", "02", "03", "04"]
+    assert [one.name[:2] for one in opened(diamond).select(again=1)] == ["00", "01", "02", "03", "04"]
+    finish(diamond)
+    (diamond.folders.artifacts / "03_join" / "done.json").unlink()
+    assert due(diamond) == {"03_join": "not done yet", "05_report": "pools 03_join"}
     finish(diamond)
     other = Folders("smoke-seed1").results
-    write_atomic(other / "02_right.json", '{"irrelevant": 1}')
-    assert reasons(diamond) == {}
     for value in (1, 2):
-        write_atomic(other / "01_left.json", json.dumps({"found": value}))
+        write_atomic(other / "01_left.json", json.dumps({"ndcg": value}))
         assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
         finish(diamond)
     write_atomic(other / "scores" / "01_left.npz", "copied later")
-    assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
+    write_atomic(diamond.folders.results / "scores" / "01_left.npz", "new")
+    assert reasons(diamond) == {"05_report": "run smoke changed, run smoke-seed1 changed"}
 
 
-def test_plan_keeps_the_order_and_refuses_missing_inputs(diamond):
-    assert list(planned(diamond)) == names(opened(diamond).notebooks)
+def test_due_notebooks_are_in_order_and_missing_inputs_refused(diamond):
+    assert list(due(diamond)) == names(opened(diamond).notebooks)
     with pytest.raises(ValueError, match="01_left needs the output of 00_backbone, which is not done"):
-        planned(diamond, only="01")
+        due(diamond, only="01")
     finish(diamond)
-    assert planned(diamond) == {}
-    assert planned(diamond, only="01", force=True) == {"01_left": "forced"}
+    assert due(diamond) == {}
+    assert due(diamond, only="01", force=True) == {"01_left": "forced"}
 
 
 MACHINES = {  # GPUs, processes, machines, --gpus, --jobs
@@ -257,45 +257,42 @@ MACHINES = {  # GPUs, processes, machines, --gpus, --jobs
 @pytest.mark.parametrize(("machine", "refused"), MACHINES.values(), ids=MACHINES)
 def test_a_machine_that_cannot_is_refused(monkeypatch, machine, refused):
     here, processes, machines, gpus, jobs = machine
-    monkeypatch.setenv(
-        "CUDA_VISIBLE_DEVICES", here if isinstance(here, str) else "0,1,2,3,4,5,6,7"[: 2 * here]
-    )
-    monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * 8)
+    visible = here if isinstance(here, str) else "0,1,2,3,4,5,6,7"[: 2 * here]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(runner, "gpu_names", lambda: ["GPU"] * 8)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
-    preset = replace(load_preset("smoke"), parallel=parallel)
     with pytest.raises(ValueError, match=refused) if refused else nullcontext():
-        pipeline.check_machine(preset, gpus, jobs)
+        runner.check_machine(parallel, gpus, jobs)
 
 
-SEEN = [
-    (None, 8, 2, 1, {"CUDA_VISIBLE_DEVICES": "0,1"}),
-    ("3,5,7", 8, 4, 2, {"CUDA_VISIBLE_DEVICES": "3,5"}),
-    (None, 2, 2, 1, {}),
-    (None, 0, 1, 1, {}),
-]
-
-
-@pytest.mark.parametrize(("known", "here", "processes", "machines", "seen"), SEEN)
-def test_evaluation_sees_the_gpus_that_the_run_was_given(monkeypatch, known, here, processes, machines, seen):
-    monkeypatch.setattr(pipeline, "gpu_names", lambda: ["GPU"] * here)
+@pytest.mark.parametrize(
+    ("known", "here", "processes", "place", "jobs", "seen"),
+    [
+        (None, 8, 2, 0, 1, "0,1"),
+        ("3,5,7", 8, 2, 0, 1, "3,5"),
+        (None, 2, 2, 0, 1, None),
+        (None, 0, 1, 0, 1, None),
+        ("3,5,7", 8, 1, 1, 2, "5"),  # side by side
+        (None, 1, 1, 1, 2, "0"),
+        (None, 0, 1, 1, 2, None),
+    ],
+)
+def test_notebooks_see_the_gpus_that_are_theirs(monkeypatch, known, here, processes, place, jobs, seen):
+    monkeypatch.setattr(runner, "gpu_names", lambda: ["GPU"] * here)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if known:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", known)
-    parallel = ParallelConfig(num_processes=processes, num_machines=machines)
-    assert pipeline.own_gpus(parallel) == seen
-
-
-def test_notebooks_find_folders_that_are_named_from_here(monkeypatch):
-    monkeypatch.setenv("UNMASK_MIRROR", "mirror")
-    assert kernel_environment(Folders("smoke"))["UNMASK_MIRROR"] == str(Path.cwd() / "mirror")
+    gpus = runner.gpus(ParallelConfig(num_processes=processes), place, jobs)
+    assert gpus == ({"CUDA_VISIBLE_DEVICES": seen} if seen else {})
 
 
 def test_our_notebooks_name_earlier_ones_and_sections_and_processes_make_none_due():
     folders = Folders("smoke")
     for index, one in enumerate(notebooks := discover(folders.notebooks)):
-        assert {*one.inputs} <= {*names(notebooks[:index])} and {*one.reads} <= {*Preset.__dataclass_fields__}
+        assert {*one.after, *one.needs} <= {*names(notebooks[:index])}
+        assert {*one.reads} <= {*Preset.__dataclass_fields__}
         assert one.seeds in ("each", "once", "pooled")
         assert one.path.read_text(encoding="utf8").count('"parameters"') == 1
     several = {"parallel.num_processes": 8, "parallel.num_machines": 2, "parallel.launcher": "srun torchrun"}
-    one, two = (Pipeline(folders, load_preset("smoke", changed), {}).depends_on for changed in ({}, several))
+    one, two = (parts(Pipeline(folders, load_preset("smoke", values), {})) for values in ({}, several))
     assert one == two

@@ -18,10 +18,10 @@ def test_artifacts_lie_where_the_environment_says(tmp_path, monkeypatch, unset):
     assert artifacts_root() == (repository() / "artifacts" if unset else tmp_path.resolve())
 
 
-def test_a_notebook_opened_in_a_run_is_due_again(tmp_path, capsys):
+def test_opening_a_run_changes_nothing_on_disk(tmp_path, capsys):
     done = write_atomic(tmp_path / "smoke" / "02_pair" / "done.json", "{}")
     Run.open("02_pair", "smoke", {"pair.steps": 7, "pair.lr": 0.5}, run="smoke")
-    assert not done.is_file()
+    assert [*tmp_path.rglob("*")] == [done.parents[1], done.parent, done]
     assert "run 'smoke', pair.steps = 7, pair.lr = 0.5\n" in capsys.readouterr().out
 
 

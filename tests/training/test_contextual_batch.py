@@ -6,7 +6,7 @@ import torch
 import tiny
 from closeness import assert_close
 from unmask import losses
-from unmask.data.tokenized import TokenDocument
+from unmask.data.tokenize import TokenDocument
 
 DOCUMENTS = [
     TokenDocument(tiny.sequences(chunks, seed=chunks), tiny.sequences(queries, seed=20 + chunks), golds)
@@ -48,7 +48,7 @@ def test_a_query_that_is_asked_twice_has_all_its_answers(monkeypatch):
     monkeypatch.setattr(losses, "contextual_loss", lambda *_, **given: seen.update(given) or torch.zeros(()))
     [found] = stage.batch(0)
     stage.loss(torch.zeros(found.count + 8, 4), found)
-    assert found.count == 5 and not seen["query_N"].any()
+    assert found.count == 5 and not seen["query_ids_N"].any()
 
 
 def test_rows_are_split_into_queries_chunks_and_documents():

@@ -9,7 +9,7 @@ from tiny_stages import Interrupted, Reported, assert_same, backpropagated, step
 import tiny
 import tiny_corpus
 from unmask import Embedder
-from unmask.data.tokenized import TokenPairs
+from unmask.data.tokenize import TokenPairs
 from unmask.data.tokens import END_OF_TEXT
 from unmask.losses import qwen3_loss
 from unmask.models import backbone

@@ -57,7 +57,7 @@ def test_a_bidirectional_start_is_refused(start, causal, tmp_path):
 def test_training_and_inference_read_the_same_tokens(causal, tmp_path):
     """Cut ones too: the loss of a batch follows from the reranker's own scores."""
     for section in ("reranker", "qwen3"):  # another group has another instruction
-        assert INSTRUCTIONS["code"] in made(causal, tmp_path, section).reading("code")[0].around[0]
+        assert INSTRUCTIONS["code"] in made(causal, tmp_path, section).reading("code")[0].prefix
     stage = made(causal, tmp_path)
     pairs = stage.data["docs"]
     assert pairs.counters["texts cut"] > 0

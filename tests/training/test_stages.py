@@ -200,7 +200,7 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
         n, rows = part.count, int8(torch.cat([encode_rows(model, [s]) for s in part.sequences]))
         texts = [s.tokens_L.tolist() for s in part.sequences]
         number_R, hard_NKD = torch.tensor([texts.index(t) for t in texts]), rows[2 * n :].reshape(n, 3, -1)
-        shared = {"temperature": stage.config.temperature, "number_R": number_R}
+        shared = {"temperature": stage.config.temperature, "text_ids_R": number_R}
         total = total + losses.triplet_loss(rows[:n], rows[n : 2 * n], hard_NKD, **shared) * n / 6
     assert_same(step(stage, model, parts), backpropagated(total, model))
 
@@ -281,7 +281,8 @@ def test_late_interaction_trains_the_vectors_of_tokens(late_chunking):
     q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (found[: batch.count], chunks))
     chunks_MCKD = pad_sequence(chunks_XKD.split(counts), True)
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask_MC}
-    loss = losses.insent_loss(q_NLD, chunks_MCKD, **where, lam=0.3, temperature=0.05)
+    options = {"lam": 0.3, "temperature": 0.05, "similarity": losses.mean_maxsim}
+    loss = losses.insent_loss(q_NLD, chunks_MCKD, **where, **options)
     assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 

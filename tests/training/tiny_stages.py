@@ -12,9 +12,10 @@ from datasets import Dataset
 import tiny
 import tiny_corpus
 from unmask.config import load_preset
-from unmask.data.mining import Neighbours, clusters, pack, unit
+from unmask.data.batches import ClusterOrder
+from unmask.data.mining import Neighbours, clusters, unit
 from unmask.data.sources import open_corpus
-from unmask.data.tokenized import TokenDocument, TokenPairs
+from unmask.data.tokenize import TokenDocument, TokenPairs
 from unmask.models import backbone
 from unmask.models.context_encoder import ContextualEncoder
 from unmask.training import STAGES as KINDS
@@ -68,11 +69,11 @@ def documents(count):
 
 def neighbours(rows, settings):
     """What a surrogate embedder finds whose vectors are random numbers."""
-    texts = np.arange(2 * len(rows.keys))
-    vectors_UD = unit(np.random.default_rng(8).normal(size=(len(texts), 6))).astype(np.float16)
-    own = Neighbours(vectors_UD, *np.split(texts, 2))
-    size = settings.cluster_size
-    return replace(own, packing=pack(clusters(own, size, _PRESET.clusters, settings.seed))) if size else own
+    vectors_XD = unit(np.random.default_rng(8).normal(size=(2 * len(rows.keys), 6))).astype(np.float16)
+    near, size = Neighbours(*np.split(vectors_XD, 2)), settings.cluster_size
+    if not size:
+        return near
+    return replace(near, order=ClusterOrder.of(clusters(near, size, _PRESET.clusters, settings.seed)))
 
 
 def stage(name, data=None, kind=None, **changes):

@@ -15,7 +15,7 @@ import numpy as np
 from unmask.config import TrainConfig
 
 ROUNDS = 6
-FILL = 8  # times a batch's rows that are looked through to fill one of look-alikes with different ones
+FILL = 8  # times a batch's rows that are looked through to fill one of similar rows with different ones
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio
 
 
@@ -65,11 +65,16 @@ def _feistel(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarra
     return left << half | right
 
 
-class Packing(NamedTuple):
-    """Rows that look alike next to each other: clusters, in the order in which they fill batches."""
+class ClusterOrder(NamedTuple):
+    """Rows in clusters of similar ones, in the order in which the clusters fill batches."""
 
     rows_N: np.ndarray  # row numbers, cluster after cluster
     ends_K: np.ndarray  # places in `rows_N` where each of the K clusters ends
+
+    @classmethod
+    def of(cls, cluster_N: np.ndarray) -> "ClusterOrder":
+        """The order that each row's cluster gives; clusters are numbered as they follow one another."""
+        return cls(np.argsort(cluster_N, kind="stable"), np.cumsum(np.bincount(cluster_N)))
 
     def __call__(self, places: np.ndarray, seed: Sequence[int]) -> np.ndarray:
         """The rows at some places of the epoch that `seed` names: it begins with a random cluster, and the
@@ -80,8 +85,8 @@ class Packing(NamedTuple):
         cluster_P = np.searchsorted(self.ends_K, places, side="right")
         for cluster in np.unique(cluster_P):
             start, size = starts_K[cluster], self.ends_K[cluster] - starts_K[cluster]
-            own_P = cluster_P == cluster
-            places[own_P] = start + permuted(places[own_P] - start, int(size), [*seed, int(cluster)])
+            here_P = cluster_P == cluster
+            places[here_P] = start + permuted(places[here_P] - start, int(size), [*seed, int(cluster)])
         return self.rows_N[places]
 
 
@@ -91,17 +96,17 @@ class BatchPlan:
     what is left of its share of the steps, then the next slice of that data set's current epoch (pplx-embed,
     appendix B).
 
-    No list of rows is permuted. With a packing, slices are cut from clusters of look-alikes, and an epoch's
+    No list of rows is permuted. In cluster order slices are cut from clusters of similar rows, and an epoch's
     slices come in random order (CDE, section 4.1).
 
     Args:
         keys: for each data set, one key per row or several (N, K), memory-mapped ones too: what it is, its
             query, its document. Rows that share one, in whatever places, must not be each other's negatives:
-            a batch keeps the first and drops the others. Look-alikes often are the same thing: a batch of a
-            packing is filled up with the next rows in order, which come again in the next slice.
+            a batch keeps the first and drops the others. Similar rows often are the same thing: a batch in
+            cluster order is filled up with the next rows, which come again in the next slice.
         config: `steps`, `seed`, and `batch`, the rows per step; a smaller data set gives smaller batches.
         allowed: names of the data sets that may be drawn at a step (a curriculum); default: all, always.
-        packings: data set -> clusters of look-alikes; one without has its rows in random order.
+        orders: data set -> cluster order; one without has its rows in random order.
         sizes: data set -> its size, where that is not its number of rows.
         shares: data set -> share of the steps, whatever its size; default: by size. A set whose share is used
             up is drawn only where no other is allowed.
@@ -111,25 +116,24 @@ class BatchPlan:
     keys: Mapping[str, Sequence | np.ndarray]
     config: TrainConfig
     allowed: Callable[[int], set[str]] | None = None
-    packings: Mapping[str, Packing] = field(default_factory=dict)
+    orders: Mapping[str, ClusterOrder] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         if not self.keys:
             raise ValueError("no training data: the corpus holds no data set for this stage")
-        self.keys = {name: np.atleast_2d(np.transpose(own)).T for name, own in self.keys.items()}
-        for name, own in self.keys.items():
-            if not len(own) or any((own == key).any(axis=1).all() for key in own[0]):
+        self.keys = {name: np.atleast_2d(np.transpose(keys)).T for name, keys in self.keys.items()}
+        for name, keys_NX in self.keys.items():
+            if not len(keys_NX) or any((keys_NX == key).any(axis=1).all() for key in keys_NX[0]):
                 raise ValueError(
-                    f"data set {name!r} has {len(own)} usable row(s): a batch needs at least 2 "
+                    f"data set {name!r} has {len(keys_NX)} usable row(s): a batch needs at least 2 "
                     "distinct ones; add data, ask for fewer negatives or leave the set out"
                 )
         self.names = sorted(self.keys)
-        sizes = {name: len(own) for name, own in self.keys.items()} | {**self.sizes}
-        weights_K = np.array([sizes[name] for name in self.names], np.float64)
+        weights = self.shares or {name: len(keys) for name, keys in self.keys.items()} | {**self.sizes}
+        weights_K = np.maximum([weights[name] for name in self.names], 1e-6)
         if self.shares:  # the steps that are due to each; 1e-6: none
-            weights_K = np.maximum([self.shares[name] for name in self.names], 1e-6)
             weights_K *= self.config.steps / weights_K.sum()
         rng, seen = np.random.default_rng([self.config.seed, 0]), Counter()
         self._draws: list[tuple[str, int]] = []  # for each step the data set, and how often it came before
@@ -145,17 +149,17 @@ class BatchPlan:
     def __call__(self, step: int) -> tuple[str, np.ndarray]:
         """The data set of a step and its row numbers."""
         name, drawn = self._draws[step]
-        keys, packing = self.keys[name], self.packings.get(name)
+        keys, order = self.keys[name], self.orders.get(name)
         count, size = len(keys), min(self.config.batch, len(keys))
         epoch, slot = divmod(drawn, count // size)
         seed = [self.config.seed, 1, self.names.index(name), epoch]
-        if packing:
+        if order:
             slot = int(permuted(np.array(slot), count // size, seed))
         # Where all are the same thing, go on in the epoch's order to other ones.
-        widths = chain([(0, FILL * size if packing else size)], ((start, count) for start in range(count)))
+        widths = chain([(0, FILL * size if order else size)], ((start, count) for start in range(count)))
         for start, width in widths:
             places = (slot * size + start + np.arange(min(width, count))) % count
-            rows = packing(places, seed) if packing else permuted(places, count, seed)
+            rows = order(places, seed) if order else permuted(places, count, seed)
             chosen = rows[apart(keys[rows].tolist(), size)]
             if len(chosen) > 1 or size == 1:
                 break
@@ -164,8 +168,7 @@ class BatchPlan:
 
 def apart(keys_N: Iterable[Sequence[Any]], most: int) -> list[int]:
     """The first `most` rows, each of which shares no key with one before it."""
-    taken: set[Any] = set()
-    chosen: list[int] = []
+    taken, chosen = set(), []
     for row, keys in enumerate(keys_N):
         if len(chosen) == most:
             break
@@ -188,7 +191,7 @@ def curriculum(groups: Mapping[str, str], shares: Sequence[float], steps: int) -
 
     def allowed(step: int) -> set[str]:
         stage = int(np.searchsorted(bounds[:2], step, side="right"))
-        found = ({name for name, group in groups.items() if group in wanted} for wanted in stages[stage:])
-        return next(filter(None, found), set())
+        names = ({name for name, group in groups.items() if group in wanted} for wanted in stages[stage:])
+        return next(filter(None, names), set())
 
     return allowed

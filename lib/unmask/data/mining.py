@@ -1,10 +1,10 @@
-"""What an embedder finds in training data: hard negatives, documents that look like answers but are not; and
-look-alikes, similar rows that share a batch, where likely unlabelled answers do not count as negatives (CDE,
+"""What an embedder says of training data: hard negatives, documents that look like answers but are not; and
+clusters of similar rows, which share a batch, where likely unlabelled answers do not count as negatives (CDE,
 section 4.1).
 
-Shape suffixes: N pairs, rows or queries · M documents · U distinct texts · D dimensions · P points ·
-K negatives per query, or clusters · R rows of a block · S rows whose window holds too few · X documents
-looked at · W ranks of the window.
+Shape suffixes: N pairs, rows or queries · M documents · U distinct texts · X texts, or documents looked at ·
+D dimensions · K negatives per query, or clusters · R rows of a block · S rows whose window holds too few ·
+W ranks of the window.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,21 +23,20 @@ from tqdm.auto import tqdm
 
 from unmask.config import ClustersConfig, PairConfig, TripletConfig
 from unmask.data import batches
-from unmask.data.batches import Packing, parts, permuted
+from unmask.data.batches import ClusterOrder, parts, permuted
 from unmask.data.corpus import Corpus
-from unmask.data.spelling import canonical, distinct
-from unmask.data.tokenized import TokenPairs
-from unmask.data.tokens import StoredTokenizer
+from unmask.data.spelling import distinct
+from unmask.data.tokenize import TokenPairs
+from unmask.data.tokens import PlainTokenizer
 from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, replacing
 
-Found = tuple[np.ndarray, np.ndarray]  # scores, and numbers of documents
-Search = Callable[[np.ndarray, int], Found]  # of queries, their k best
+Ranking = tuple[np.ndarray, np.ndarray]  # scores, and numbers of documents
+Search = Callable[[np.ndarray, int], Ranking]  # of queries, their k best
 Index = Callable[[np.ndarray], Search]  # documents → a search over them
 
 FEWEST = 64  # pairs drawn from a data set however small its share
 ROWS = 1024  # queries searched at once
 SCORES = 2**23  # scores beyond the window in memory at once
-
 TEXTS = 4096  # embedded at once
 
 
@@ -78,20 +77,15 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
             first in the data is to be the better.
         pairs: of one data set, with columns query, document, key and dataset.
         config: negatives, margin, rank_window, query_length, document_length and seed.
-    Returns: the pairs with a column `negatives` (a list of texts), and what was found.
+    Returns: the pairs with a column `negatives` (a list of texts), and statistics.
     Raises: ValueError if the data set is too small to hold that many negatives.
     Source: pplx-embed, section 2.5; window and margin are choices of ours, the paper gives none.
     """
     (queries, query_N), (documents, document_N) = (distinct(pairs[name]) for name in ("query", "document"))
-    groups = (distinct(pairs["key"])[1], query_N)  # the documents of all rows of a group are a row's own
-    own = sum(csr_matrix((np.ones(len(pairs), bool), (group_N, document_N)))[group_N] for group_N in groups)
-    place = {canonical(text): number for number, text in enumerate(documents)}
-    copies = [(number, place[text]) for number, text in enumerate(map(canonical, queries)) if text in place]
-    rows, columns = np.array(copies, np.int64).reshape(-1, 2).T
-    own += csr_matrix((np.ones(len(rows), bool), (rows, columns)), (len(queries), len(documents)))[query_N]
-    left_N = len(documents) - own.getnnz(axis=1)
-    if left_N.min() < config.negatives:
-        few = f"a query with {left_N.min()} documents that are not its own"
+    known_NM = _known_positives(pairs["key"], (queries, documents), query_N, document_N)
+    left = int((len(documents) - known_NM.getnnz(axis=1)).min())
+    if left < config.negatives:
+        few = f"a query with {left} documents that are not its own"
         remedy = "leave it out, or lower triplet.negatives"
         raise ValueError(f"data set {pairs[0]['dataset']!r} has {few}: {remedy}")
     q_UD = embedder.encode(queries, max_length=config.query_length)
@@ -101,7 +95,7 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     search, rng, blocks = index(d_MD), np.random.default_rng(config.seed), []
     for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False):
         q_RD, d_RD = q_UD[query_N[part]], d_MD[document_N[part]]
-        blocks.append(_choose(search, q_RD, d_RD, own[part], rng, config))
+        blocks.append(_choose(search, q_RD, d_RD, known_NM[part], rng, config))
     ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
     mined = pairs.add_column("negatives", [[documents[i] for i in row] for row in ids_NK])
     return mined, Mining(len(documents), window, *facts)
@@ -133,59 +127,69 @@ def sample(tables: Mapping[str, Dataset], count: int, seed: int) -> dict[str, Da
     return drawn
 
 
-def _window(search: Search, q_RD: np.ndarray, own: csr_matrix, size: int) -> Found:
-    """The best documents of each query that are not its own: scores (R, W) and numbers, −inf and −1 where
-    there are no more."""
-    depth = min(size + int(own.getnnz(axis=1).max()), own.shape[1])
-    score_RX, ids_RX = search(q_RD, depth)
-    own_RX = _marked(own, ids_RX)
-    score_RX, ids_RX = np.where(own_RX, -np.inf, score_RX), np.where(own_RX, -1, ids_RX)
-    order_RW = np.argsort(own_RX, axis=1, kind="stable")[:, :size]
-    return np.take_along_axis(score_RX, order_RW, 1), np.take_along_axis(ids_RX, order_RW, 1)
+def _known_positives(
+    keys: Sequence[str], texts: Sequence, query_N: np.ndarray, document_N: np.ndarray
+) -> csr_matrix:
+    """Documents that are no negatives of a pair: those of all pairs with its key or its query, and one with
+    its query's text. `texts` are the distinct queries and documents."""
+    queries, documents = texts
+    here_N, groups = np.ones(len(document_N), bool), (distinct(keys)[1], query_N)
+    known_NM = sum(csr_matrix((here_N, (group_N, document_N)))[group_N] for group_N in groups)
+    copy_N = distinct([*documents, *queries])[1][len(documents) :][query_N]
+    rows = np.flatnonzero(copy_N < len(documents))
+    return known_NM + csr_matrix((here_N[rows], (rows, copy_N[rows])), known_NM.shape)
+
+
+def _candidates(search: Search, q_RD: np.ndarray, known_RM: csr_matrix, depth: int) -> Ranking:
+    """The best documents (R, X) of each query but its known positives; last come −inf and −1 for these."""
+    score_RX, ids_RX = search(q_RD, min(depth, known_RM.shape[1]))
+    known_RX = known_RM[np.arange(len(ids_RX))[:, None], np.array(ids_RX)].toarray()
+    order_RX = np.argsort(known_RX, axis=1, kind="stable")
+    columns = np.where(known_RX, -np.inf, score_RX), np.where(known_RX, -1, ids_RX)
+    return tuple(np.take_along_axis(x_RX, order_RX, 1) for x_RX in columns)
 
 
 def _choose(
-    search: Search, q_RD: np.ndarray, d_RD: np.ndarray, own: csr_matrix, rng: Generator, config: TripletConfig
+    search: Search,
+    q_RD: np.ndarray,
+    d_RD: np.ndarray,
+    known_RM: csr_matrix,
+    rng: Generator,
+    config: TripletConfig,
 ) -> tuple[np.ndarray, ...]:
     """The documents (R, K) that `mine` chooses for some rows; similarities and ranks of positives and
     negatives."""
-    count, positive_R = config.negatives, _cosines(q_RD, d_RD)
-    score_RW, ids_RW = _window(search, q_RD, own, config.rank_window)
-    lottery_RW = rng.random(score_RW.shape)
-    ceiling_R = positive_R + np.float32(config.margin)
-    safe_RW = (ids_RW >= 0) & (score_RW <= ceiling_R[:, None])
-    drawn_RK = np.argsort(np.where(safe_RW, lottery_RW, np.inf), axis=1)[:, :count]
-    ids_RK, score_RK = (np.take_along_axis(rows, drawn_RK, 1) for rows in (ids_RW, score_RW))
-    short, depth = np.flatnonzero(safe_RW.sum(axis=1) < count), ids_RW.shape[1]
+    count, window, positive_R = config.negatives, config.rank_window, _cosines(q_RD, d_RD)
+    ceiling_R1 = (positive_R + np.float32(config.margin))[:, None]
+    score_RX, ids_RX = _candidates(search, q_RD, known_RM, window + int(known_RM.getnnz(axis=1).max()))
+    score_RW, ids_RW = score_RX[:, :window], ids_RX[:, :window]
+    safe_RW = (ids_RW >= 0) & (score_RW <= ceiling_R1)
+    order_RK = np.argsort(np.where(safe_RW, rng.random(safe_RW.shape), np.inf), axis=1)[:, :count]
+    score_RK, ids_RK = (np.take_along_axis(x_RW, order_RK, 1) for x_RW in (score_RW, ids_RW))
+    short, depth, last = np.flatnonzero(safe_RW.sum(axis=1) < count), window, known_RM.shape[1]
     while len(short):
-        depth, left = min(16 * depth, own.shape[1]), []  # what is safe mostly lies just below the window
-        for rows in (short[part] for part in parts(len(short), max(1, SCORES // depth))):
-            found = _below(*search(q_RD[rows], depth), ceiling_R[rows], own[rows], count)
-            score_RK[rows], ids_RK[rows], enough_S = found
-            left.append(rows[~enough_S])
-        short = np.concatenate(left) if depth < own.shape[1] else ()
+        depth, enough = min(16 * depth, last), []  # what is safe mostly lies just below the window
+        for rows in np.array_split(short, -(-len(short) * depth // SCORES)):
+            ranking = _candidates(search, q_RD[rows], known_RM[rows], depth)
+            score_RK[rows], ids_RK[rows], enough_S = _below(*ranking, ceiling_R1[rows], count)
+            enough.append(enough_S)
+        short = short[~np.concatenate(enough)] if depth < last else ()
     hit_RKW = ids_RK[..., None] == ids_RW[:, None]
-    rank_RK = 1 + np.where(hit_RKW.any(axis=2), hit_RKW.argmax(axis=2), ids_RW.shape[1])
+    rank_RK = 1 + np.where(hit_RKW.any(axis=2), hit_RKW.argmax(axis=2), window)
     rank_R = 1 + (score_RW > positive_R[:, None]).sum(axis=1)
     return ids_RK, positive_R, score_RK, rank_R, rank_RK
 
 
 def _below(
-    score_SX: np.ndarray, ids_SX: np.ndarray, ceiling_S: np.ndarray, own: csr_matrix, count: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    score_SX: np.ndarray, ids_SX: np.ndarray, ceiling_S1: np.ndarray, count: int
+) -> tuple[np.ndarray, ...]:
     """Rules 2 and 3 of `mine` from the beginning of a ranking, or all of it: scores and numbers (S, K), and
-    where rule 2 found enough (S,), so that no more of the ranking is needed."""
-    own_SX = _marked(own, ids_SX)
-    safe_SX = ~own_SX & (score_SX <= ceiling_S[:, None])
+    where rule 2 has enough (S,), so that no more of the ranking is needed."""
+    safe_SX = (ids_SX >= 0) & (score_SX <= ceiling_S1)
     enough_S = safe_SX.sum(axis=1) >= count
     best_first_SX = np.where(safe_SX & enough_S[:, None], -score_SX, score_SX)
-    order_SK = np.lexsort((ids_SX, best_first_SX, ~safe_SX, own_SX))[:, :count]
+    order_SK = np.lexsort((ids_SX, best_first_SX, ~safe_SX, ids_SX < 0))[:, :count]
     return *(np.take_along_axis(x_SX, order_SK, 1) for x_SX in (score_SX, ids_SX)), enough_S
-
-
-def _marked(own: csr_matrix, ids_RX: np.ndarray) -> np.ndarray:
-    """Which of these documents are a row's own."""
-    return own[np.arange(len(ids_RX))[:, None], np.array(ids_RX)].toarray()
 
 
 def _cosines(q_ND: np.ndarray, d_ND: np.ndarray) -> np.ndarray:
@@ -195,7 +199,7 @@ def _cosines(q_ND: np.ndarray, d_ND: np.ndarray) -> np.ndarray:
     return ((q_ND * d_ND).sum(axis=1) / np.sqrt(np.where(squares_N == 0, 1, squares_N))).astype(np.float32)
 
 
-# --- look-alikes
+# --- clusters of similar rows
 
 
 @dataclass(frozen=True)
@@ -206,12 +210,15 @@ class Neighbours:
     the same text has the same similarity on every machine.
     """
 
-    vectors_UD: np.ndarray  # of the distinct texts: float16, unit length, mapped into memory
-    query_N: np.ndarray  # for each row the number of its query's text
-    document_N: np.ndarray  # and of its document's
-    packing: Packing | None = None  # clusters of rows; None: random batches
+    q_ND: np.ndarray  # of each row's query: float16, unit length, mapped into memory
+    d_ND: np.ndarray  # of its document
+    order: ClusterOrder | None = None  # None: random batches
 
-    def negatives(self, rows: np.ndarray, margin: float) -> np.ndarray:
+    def similarity(self, rows: np.ndarray) -> np.ndarray:
+        """The cosines (N, N) of the rows' queries and documents."""
+        return self.q_ND[rows].astype(np.float64) @ self.d_ND[rows].astype(np.float64).T
+
+    def negative_mask(self, rows: np.ndarray, margin: float) -> np.ndarray:
         """Which documents of a batch may be negatives of its queries: those outside of CDE's
         S(q,d) = {d′ : f(q,d′) ≥ f(q,d) + ε}, with the cosine f of the surrogate's vectors.
 
@@ -220,36 +227,26 @@ class Neighbours:
             margin: ε, 0 or more.
         Returns: booleans (N, N); a query's own document counts as True.
         """
-        scores_NN = _dots(*self.points(rows))
-        negatives_NN = scores_NN < scores_NN.diagonal()[:, None] + margin
-        np.fill_diagonal(negatives_NN, True)
-        return negatives_NN
-
-    def points(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Vectors of the rows' queries and documents: float16, unit length."""
-        return self.vectors_UD[self.query_N[rows]], self.vectors_UD[self.document_N[rows]]
+        scores_NN = self.similarity(rows)
+        return (scores_NN < scores_NN.diagonal()[:, None] + margin) | np.eye(len(rows), dtype=bool)
 
 
-def negative_similarity(own: Neighbours, rows: Sequence[int]) -> float:
+def negative_similarity(near: Neighbours, rows: Sequence[int]) -> float:
     """How hard a batch is: the surrogate's mean cosine of a query to the other documents (CDE, figure 6)."""
-    scores_NN = _dots(*own.points(rows))
+    scores_NN = near.similarity(rows)
     return float((scores_NN.sum() - scores_NN.trace()) / (len(rows) * (len(rows) - 1)))
 
 
-def _dots(q_ND: np.ndarray, d_MD: np.ndarray) -> np.ndarray:
-    return q_ND.astype(np.float64) @ d_MD.astype(np.float64).T
-
-
 class Surrogate(NamedTuple):
-    """The embedder that says which texts are alike, and how they are put into clusters."""
+    """The embedder that says which texts are similar, and how they are put into clusters."""
 
-    identity: str
-    load: Callable[[], Encoder]
+    hash: str
+    open: Callable[[], Encoder]
     config: ClustersConfig
 
 
 def neighbours(
-    name: str, data: TokenPairs, stored: StoredTokenizer, surrogate: Surrogate, training: PairConfig
+    name: str, data: TokenPairs, tokenizer: PlainTokenizer, surrogate: Surrogate, training: PairConfig
 ) -> Neighbours:
     """A data set's neighbours; vectors and clusters are computed on first use and kept in files.
 
@@ -257,32 +254,39 @@ def neighbours(
 
     Args:
         name: of the data set, for messages.
-        stored: the tokenizer of the data.
+        tokenizer: that of the data.
         training: `cluster_size`, rows of a cluster on average (0: no clusters), and `seed`, of k-means and of
             the order of the clusters.
     Raises: ValueError if the embedder's answer is not finite.
     """
-    texts = ConcatDataset([data.queries, data.documents])
-    hash_X = np.fromiter((hash64(ids.tobytes()) for ids in texts), np.uint64)
-    _, first_U, number = np.unique(hash_X, return_index=True, return_inverse=True)  # of the distinct texts
     code = code_fingerprint(__file__, batches.__file__, Path(__file__).parents[1] / "models")
-    key = [data.identity, stored.identity, surrogate.identity, code]
-    vectors_UD = kept("vectors", key, lambda: _embedded(texts, first_U, name, stored, surrogate))
-    own = Neighbours(vectors_UD, *np.split(number, [len(data.queries)]))
-    size, config = training.cluster_size, surrogate.config
+    key = [data.hash, tokenizer.hash, surrogate.hash, code]
+    vectors_XD = cached_array("vectors", key, lambda: _embedded(name, data, tokenizer, surrogate.open()))
+    near = Neighbours(*np.split(vectors_XD, [len(data.queries)]))
+    size, seed, config = training.cluster_size, training.seed, surrogate.config
     if not size:
-        return own
-    key += [size, config.iterations, config.attempts, training.seed]
-    place_N = kept("clusters", key, lambda: clusters(own, size, config, training.seed))
-    return replace(own, packing=pack(place_N))
+        return near
+    key += [size, config.iterations, config.attempts, seed]
+    return replace(
+        near, order=ClusterOrder.of(cached_array("clusters", key, lambda: clusters(near, size, config, seed)))
+    )
 
 
-def pack(place_N: np.ndarray) -> Packing:
-    """Each row's cluster (N,) as clusters of rows."""
-    return Packing(np.argsort(place_N, kind="stable"), np.cumsum(np.bincount(place_N)))
+def _embedded(name: str, data: TokenPairs, tokenizer: PlainTokenizer, encoder: Encoder) -> np.ndarray:
+    """Vectors (X, D) of all queries, then of all documents: float16, unit length."""
+    texts, blocks = ConcatDataset([data.queries, data.documents]), []
+    hash_X = np.fromiter((hash64(ids.tobytes()) for ids in texts), np.uint64)
+    _, first_U, number_X = np.unique(hash_X, return_index=True, return_inverse=True)
+    for part in tqdm(parts(len(first_U), TEXTS), desc=f"embedding the texts of {name}", leave=False):
+        ids = [texts[int(i)].tolist() for i in first_U[part]]
+        x_UD = unit(encoder.encode(tokenizer.backend.decode_batch(ids)))
+        if not np.isfinite(x_UD).all():
+            raise ValueError(f"the surrogate's vectors of data set {name!r} are not finite: check the model")
+        blocks.append(x_UD.astype(np.float16))
+    return np.concatenate(blocks)[number_X]
 
 
-def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) -> np.ndarray:
+def clusters(near: Neighbours, cluster_size: int, config: ClustersConfig, seed: int) -> np.ndarray:
     """Each row's cluster (N,), numbered in the order in which clusters fill batches.
 
     Spherical k-means with k = ⌈N / cluster_size⌉ on two points per row, [q⊕d] and [d⊕q]; a row is in the
@@ -291,19 +295,18 @@ def clusters(own: Neighbours, cluster_size: int, config: ClustersConfig, seed: i
 
     Memory: all points in float32, 16 D bytes per row, and those that faiss samples, 256 per centroid.
     """
-    count = len(own.query_N)
-    q_ND, d_ND = own.points(np.arange(count))
-    points = np.block([[q_ND, d_ND], [d_ND, q_ND]]).astype(np.float32)
+    points = np.block([[near.q_ND, near.d_ND], [near.d_ND, near.q_ND]]).astype(np.float32)
+    count = len(near.q_ND)
     options = {"niter": config.iterations, "nredo": config.attempts, "seed": seed, "spherical": True}
     options["min_points_per_centroid"] = 1  # else it prints a warning
     kmeans = faiss.Kmeans(points.shape[1], -(-count // cluster_size), **options)
     kmeans.train(points)
-    found_K, cluster_N = np.unique(kmeans.assign(points[:count])[1], return_inverse=True)
-    order_K = tour(kmeans.centroids[found_K], start=int(permuted(np.array(0), len(found_K), seed)))
-    return np.argsort(order_K)[cluster_N]
+    filled_K, cluster_N = np.unique(kmeans.assign(points[:count])[1], return_inverse=True)
+    start = int(permuted(np.array(0), len(filled_K), seed))
+    return np.argsort(greedy_order(kmeans.centroids[filled_K], start))[cluster_N]
 
 
-def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:
+def greedy_order(centroids_KD: np.ndarray, start: int) -> np.ndarray:
     """All centroids, each followed by the most similar (dot product) of those not yet visited."""
     left_K = np.ones(len(centroids_KD), bool)
     order_K = np.full(len(centroids_KD), start)
@@ -312,20 +315,6 @@ def tour(centroids_KD: np.ndarray, start: int) -> np.ndarray:
         scores_K = centroids_KD @ centroids_KD[order_K[place - 1]]
         order_K[place] = np.where(left_K, scores_K, -np.inf).argmax()
     return order_K
-
-
-def _embedded(
-    texts: Sequence[np.ndarray], first_U: np.ndarray, name: str, stored: StoredTokenizer, surrogate: Surrogate
-) -> np.ndarray:
-    """Vectors of the distinct texts, float16, unit length."""
-    tokenizer, encoder, blocks = stored.load(), surrogate.load(), []
-    for part in tqdm(parts(len(first_U), TEXTS), desc=f"embedding the texts of {name}", leave=False):
-        own = tokenizer.decode_batch([texts[int(i)].tolist() for i in first_U[part]])
-        x_UD = unit(encoder.encode(own))
-        if not np.isfinite(x_UD).all():
-            raise ValueError(f"the surrogate's vectors of data set {name!r} are not finite: check the model")
-        blocks.append(x_UD.astype(np.float16))
-    return np.concatenate(blocks)
 
 
 # --- for both, and for evaluation
@@ -338,11 +327,12 @@ def unit(x_XD: np.ndarray) -> np.ndarray:
     return x_XD / np.where(norm_X1 == 0, 1, norm_X1)
 
 
-def kept(kind: str, key: Sequence[Any], work: Callable[[], np.ndarray]) -> np.ndarray:
-    """An array that is computed once, kept under artifacts/data by what decides it and mapped into memory."""
+def cached_array(kind: str, key: Sequence[Any], compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """An array that is computed once, stored under artifacts/data by what decides it and mapped into
+    memory."""
     path = artifacts_root() / "data" / kind / f"{fingerprint(*key)}.npy"
     if not path.is_file():
         with replacing(path) as unfinished, unfinished.open("wb") as stream:
             # Through Python, which says what is wrong with a disk: NumPy counts what it has written.
-            np.save(SimpleNamespace(write=stream.write), work())
+            np.save(SimpleNamespace(write=stream.write), compute())
     return np.load(path, mmap_mode="r")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,19 +24,20 @@ KNOWN = 3.2
 BATCH_CHARACTERS = 250_000  # encoded at a time; an encoding takes some thirty times its text's memory
 
 
-class Limit(NamedTuple):
-    """How a text is read: whole or cut to so many tokens, with what is put around it."""
+class Truncation(NamedTuple):
+    """How a text is read: whole or cut to so many tokens, between a prefix and a suffix."""
 
-    length: int | None = None  # tokens at most, those of `around` included
-    # What is put before and after each text and tokenised with it, since tokens may span both: an
-    # instruction, or an end token. Texts that are too long lose their own end, never what stands after.
-    around: tuple[str, str] = ("", "")
-    # A space follows the first character of each control token that a text spells out: in a prompt
+    length: int | None = None  # tokens at most, those of prefix and suffix included
+    # Both are tokenised with the text, since tokens may span them: an instruction, or an end token. Texts
+    # that are too long lose their own end, never the suffix.
+    prefix: str = ""
+    suffix: str = ""
+    # Puts a space after the first character of each control token that a text spells out: in a prompt
     # `<|im_end|>` would end the turn, and what follows could answer in the model's place.
-    harmless: bool = False
+    escape_special_tokens: bool = False
 
 
-WHOLE = Limit()
+WHOLE = Truncation()
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> PreTrainedTokenizerFast:
@@ -59,9 +59,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
     options = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": alphabet, "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, **options)
     tokenizer.train_from_iterator(texts, trainer)
-    if (found := tokenizer.get_vocab_size()) != vocab_size:
+    if (size := tokenizer.get_vocab_size()) != vocab_size:
         raise ValueError(
-            f"The texts yield {found} tokens, not data.vocab_size = {vocab_size}: give more text "
+            f"The texts yield {size} tokens, not data.vocab_size = {vocab_size}: give more text "
             "(data.max_packages, data.max_text_mb) or another size, 260 (bytes and special tokens) or more"
         )
     roles = {"eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT, "mask_token": MASK}
@@ -84,8 +84,8 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> str:
 
     Raises: ValueError if there is none.
     """
-    own = tokenizer.eos_token or tokenizer.sep_token
-    token = own if tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) is None else END_OF_TEXT
+    known = tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) is not None
+    token = END_OF_TEXT if known else tokenizer.eos_token or tokenizer.sep_token
     if token is None:
         raise ValueError(f"the tokenizer has neither {END_OF_TEXT} nor an eos token: give it an eos token")
     return token
@@ -135,14 +135,14 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], length: int) 
         length: tokens per block.
     Returns: int32, (blocks, length).
     """
-    tokens = joined(StoredTokenizer.of(tokenizer), texts).astype(np.int32)
+    tokens = joined(PlainTokenizer(tokenizer), texts).astype(np.int32)
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
-def joined(stored: StoredTokenizer, texts: Iterable[str]) -> np.ndarray:
+def joined(tokenizer: PlainTokenizer, texts: Iterable[str]) -> np.ndarray:
     """Token ids of texts, one after the other, with the end token after each."""
-    last = np.array([stored.end], stored.dtype)
-    parts = [part for ids in encode(stored.load(), texts, stored.dtype) for part in (ids, last)]
+    last = np.array([tokenizer.end], tokenizer.dtype)
+    parts = [part for ids in encode(tokenizer.backend, texts, tokenizer.dtype) for part in (ids, last)]
     return np.concatenate([last[:0], *parts])
 
 
@@ -157,11 +157,6 @@ class TokenSequence:
 
     def __len__(self) -> int:
         return len(self.tokens_L)
-
-    @property
-    def own_L(self) -> np.ndarray:
-        """Its tokens without separators and context."""
-        return self.tokens_L if self.chunk_L is None else self.tokens_L[self.chunk_L >= 0]
 
 
 def join_chunks(
@@ -182,64 +177,61 @@ def join_chunks(
     return TokenSequence(np.concatenate(parts).astype(np.int32), chunk_L, len(chunks))
 
 
-@dataclass(frozen=True)
-class StoredTokenizer:
-    """A tokenizer as a text, for processes that need no more of it than this."""
+class PlainTokenizer:
+    """A tokenizer's vocabulary and rules, without what it adds to a text, truncation and padding.
 
-    content: str  # without special tokens around a text, truncation and padding
-    dtype: str  # of its ids: uint16 where they fit
-    end: int  # `end_token`
+    Attributes:
+        dtype: of ids: uint16 where they fit.
+        end: the id of `end_token`.
+        hash: the same for the same vocabulary and rules.
+    """
 
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> StoredTokenizer:
-        """The same for the same vocabulary and rules."""
-        plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        plain.post_processor = None
-        plain.no_truncation()
-        plain.no_padding()
-        fits = max(plain.get_vocab(with_added_tokens=True).values()) < 2**16
-        return cls(plain.to_str(), "uint16" if fits else "uint32", plain.token_to_id(end_token(tokenizer)))
-
-    @cached_property
-    def identity(self) -> str:
-        return fingerprint(self)
-
-    def load(self) -> Tokenizer:
-        """The tokenizer, read once per process."""
-        return _read(self.content)
-
-
-_read = lru_cache(maxsize=2)(Tokenizer.from_str)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.post_processor = None
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.end = self.backend.token_to_id(end_token(tokenizer))
+        self.dtype = "uint16" if max(self.backend.get_vocab().values()) < 2**16 else "uint32"
+        self.hash = fingerprint(self.backend.to_str(), self.end)
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Iterable[str], dtype: Any, limit: Limit = WHOLE
+    tokenizer: Tokenizer,
+    texts: Iterable[str],
+    dtype: Any,
+    truncation: Truncation = WHOLE,
+    counters: Any = None,
 ) -> Iterator[np.ndarray]:
     """Token ids of each text without special tokens, in bounded memory.
 
     A text is tokenised to its end even if it is cut: where a token ends may depend on what follows.
     `tokenizers` itself is several times faster than the wrapper of transformers around it.
+
+    Args:
+        counters: a Counter of texts and tokens that are cut.
+    Raises: ValueError if the length leaves no room beside prefix and suffix.
     """
-    before, after = limit.around
+    length, prefix, suffix, escape = truncation
     tokenizer.no_truncation()  # both may be set in its file, and by whoever used it before
     tokenizer.no_padding()
-    end = np.array(tokenizer.encode(after, add_special_tokens=False).ids, dtype)
-    if limit.harmless:
+    around, end = (tokenizer.encode(one, add_special_tokens=False).ids for one in (prefix + suffix, suffix))
+    if length is not None and len(around) >= length:
+        room = f"{length} tokens at most, of which prefix and suffix take {len(around)}"
+        raise ValueError(f"{room}: raise the length")
+    if escape:
         added = tokenizer.get_added_tokens_decoder().values()
         control = re.compile("|".join(re.escape(token.content) for token in added if token.special) or "(?!)")
-        texts = (control.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) for text in texts)
+        texts = (control.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text) for text in texts)
     for batch in batches(texts, len, BATCH_CHARACTERS):
-        whole = [before + text + after for text in batch]
+        whole = [prefix + text + suffix for text in batch]
         for encoding in tokenizer.encode_batch_fast(whole, add_special_tokens=False):
-            ids = np.array(encoding.ids, dtype)
-            yield ids if limit.length is None else cut(ids, limit.length, end)
-
-
-def cut(ids: np.ndarray, length: int, end: np.ndarray) -> np.ndarray:
-    """The ids, or where they are too many, the first of them and then `end`: `length` in all."""
-    if len(ids) <= length:
-        return ids
-    return np.concatenate([ids[: length - len(end)], end])  # a copy: the rest need not stay in memory
+            ids = encoding.ids
+            if length is not None and len(ids) > length:
+                if counters is not None:
+                    counters.update({"texts cut": 1, "tokens cut": len(ids) - length})
+                ids = ids[: length - len(end)] + end
+            yield np.array(ids, dtype)
 
 
 def batches(items: Iterable[Any], size: Callable[[Any], int], limit: int) -> Iterator[list[Any]]:

@@ -13,7 +13,7 @@ import regex
 import torch
 from torch import Tensor
 
-from unmask.models.embedder import as_list, check
+from unmask.models.arguments import as_list, check_texts
 
 # A word is a run of letters, digits and the combining marks that Indic scripts write vowels with, so that an
 # identifier is the words that underscores join, as other systems here read it; scripts that put no spaces
@@ -187,7 +187,7 @@ class Bm25:
 
 def _words(texts: Sequence[str]) -> list[list[str]]:
     texts = as_list(texts, "[text]")
-    check(texts, f"Text {{}} of {len(texts)}".format, empty=True)
+    check_texts(texts, f"Text {{}} of {len(texts)}".format, empty=True)
     return [WORD.findall(unicodedata.normalize("NFC", text).lower()) for text in texts]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from unmask.data.batches import parts
-from unmask.data.mining import Found, Search
+from unmask.data.mining import Ranking, Search
 
 QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache; a GPU takes more queries
 FEW, FOR_FEW = 4, 2**20  # queries whose search is as fast as documents can be read; documents of their tile
@@ -56,7 +56,7 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
     return _cosines(d_MD, q_ND, _inverse_norms(d_MD)[:, None]).T
 
 
-def top_k(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> Found:
+def top_k(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> Ranking:
     """The k documents most similar (cosine) to each query, best first.
 
     Args:
@@ -89,7 +89,7 @@ def index(d_MD: np.ndarray) -> Search:
     _check(d_MD, "documents")
     inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
 
-    def search(q_ND: np.ndarray, k: int) -> Found:
+    def search(q_ND: np.ndarray, k: int) -> Ranking:
         q_ND = np.asarray(q_ND)
         _check_request(q_ND, d_MD, k)
         count = min(k, len(d_MD))
@@ -101,7 +101,7 @@ def index(d_MD: np.ndarray) -> Search:
 
 def two_step(
     q_ND: np.ndarray, d_MD: np.ndarray, q_NB: np.ndarray, d_MB: np.ndarray, k: int, *, candidates: int
-) -> Found:
+) -> Ranking:
     """Binary search first, rescoring after: an eighth of the memory is read for all documents, the rest for
     the candidates alone.
 
@@ -162,7 +162,7 @@ def _check_request(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> None:
         raise ValueError(f"queries have {said[0]}, documents {said[1]}: encode both in one precision")
 
 
-def _nearest(d_MD: np.ndarray, inverse_M: Tensor | None, q_ND: np.ndarray, k: int) -> Found:
+def _nearest(d_MD: np.ndarray, inverse_M: Tensor | None, q_ND: np.ndarray, k: int) -> Ranking:
     """Exact search, tile by tile: the best of each tile join the best so far."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     unit = _unit if inverse_M is None else torch.as_tensor  # codes are scaled after the product
@@ -188,7 +188,7 @@ def _first(scores_QX: Tensor, ids_QX: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores_QX.gather(1, order_QK), ids_QX.gather(1, order_QK)
 
 
-def _nearest_bits(d_MB: np.ndarray, q_NB: np.ndarray, k: int) -> Found:
+def _nearest_bits(d_MB: np.ndarray, q_NB: np.ndarray, k: int) -> Ranking:
     """The search of packed bits, for which faiss counts and keeps the k best in one pass. Its heaps keep the
     lowest numbers of equal distances, and need only be put in order."""
     distance_NK, ids_NK = faiss.knn_hamming(np.ascontiguousarray(q_NB), np.ascontiguousarray(d_MB), k)

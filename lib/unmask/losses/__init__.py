@@ -10,6 +10,7 @@ from unmask.losses.contextual import (
     global_loss,
     insent_loss,
     local_loss,
+    mean_maxsim,
     sequence_loss,
 )
 from unmask.losses.contrastive import pair_loss, qwen3_loss, triplet_loss

@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unmask.losses.contrastive import cosine, counted, info_nce, mean_over_queries
-from unmask.losses.tensors import check_index, check_settings, check_shapes, shipped
+from unmask.losses.contrastive import cosine, info_nce, mean_over_queries, true_negatives
+from unmask.losses.tensors import check_index, check_settings, check_shapes, to_device
+
+Similarity = Callable[[Tensor, Tensor], Tensor]  # of all queries of a tile with all chunks: (T, X)
 
 
 def sequence_loss(q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, **options) -> Tensor:
@@ -27,11 +29,8 @@ def sequence_loss(q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: 
         L_seq = −(1/N) Σ_i log e^{s(q_i,c_i*)/τ} / Σ_k e^{s(q_i,c_ik)/τ}
 
     Args:
-        q_ND: query embeddings, of any scale.
-        chunks_MCD: chunk embeddings of the M distinct documents of the batch.
-        document_N: index of each query's document, in 0..M−1.
-        gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        options: `temperature`, `chunk_mask_MC`, `query_N` and `queries` of `local_loss`.
+        q_ND, chunks_MCD, document_N, gold_N: as for `local_loss`.
+        options: its `temperature`, `chunk_mask_MC`, `query_ids_N` and `queries`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -61,11 +60,8 @@ def batch_loss(q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Ten
     it; here every chunk counts once.
 
     Args:
-        q_ND: query embeddings, of any scale.
-        chunks_MCD: chunk embeddings of the M distinct documents of the batch.
-        document_N: index of each query's document, in 0..M−1.
-        gold_N: index of each query's gold chunk within its document, in 0..C−1.
-        options: `temperature`, `chunk_mask_MC`, `query_N` and `queries` of `local_loss`.
+        q_ND, chunks_MCD, document_N, gold_N: as for `local_loss`.
+        options: its `temperature`, `chunk_mask_MC`, `query_ids_N` and `queries`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -95,7 +91,7 @@ def local_loss(
     alpha: float = 0.2,
     temperature: float = 0.02,
     chunk_mask_MC: Tensor | None = None,
-    query_N: Tensor | None = None,
+    query_ids_N: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """The chunk-level half of the contextual objective: L_local = α L_seq + (1−α) L_batch.
@@ -110,8 +106,8 @@ def local_loss(
         alpha: α, the weight of L_seq, in [0, 1].
         temperature: τ, above 0.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
-        query_N: a number for each query, equal for those that ask the same: what answers one of them is no
-            negative of the others. Default: all differ.
+        query_ids_N: a number for each query, equal for those that ask the same: what answers one of them is
+            no negative of the others. Default: all differ.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -132,15 +128,16 @@ def local_loss(
         '0.6576'
     """
     check_settings(temperature=temperature, alpha=alpha)
-    similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, query_N)
+    where = _checked(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, query_ids_N)
 
-    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
-        gold_T, own_TC, all_TMC = similarities(rows, q_TD)
-        sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
+    def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
+        all_TX = cosine(q_TD, chunks_MCD.flatten(0, 1))
+        gold_T, document_TC, all_TMC = _among_chunks(all_TX, rows, *where)
+        sequence_T = info_nce(gold_T, document_TC, temperature=temperature)
         batch_T = info_nce(gold_T, all_TMC.flatten(1), temperature=temperature)
         return alpha * sequence_T + (1 - alpha) * batch_T
 
-    return mean_over_queries(nats_of, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
+    return mean_over_queries(per_query_loss, q_ND, queries, candidates=chunks_MCD.shape[:2].numel())
 
 
 def global_loss(
@@ -150,7 +147,7 @@ def global_loss(
     *,
     temperature: float = 0.02,
     margin: float = 0.1,
-    query_N: Tensor | None = None,
+    query_ids_N: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against its document, the other distinct documents and the other queries.
@@ -170,10 +167,7 @@ def global_loss(
         document_N: index of each query's document, in 0..M−1.
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; math.inf masks nothing.
-        query_N: a number for each query, equal for those that ask the same: what answers one of them is no
-            negative of the others. Default: all differ.
-        queries: the terms of these queries only, still divided by N: the parts of a partition add up.
-            Default: all.
+        query_ids_N, queries: as for `local_loss`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -189,21 +183,21 @@ def global_loss(
         >>> f"{global_loss(queries, documents, torch.tensor([0, 0, 1]), temperature=1.0):.4f}"
         '0.9188'
     """
-    check_shapes(q_ND=q_ND, documents_MD=documents_MD, document_N=document_N, query_N=query_N)
+    check_shapes(q_ND=q_ND, documents_MD=documents_MD, document_N=document_N, query_ids_N=query_ids_N)
     check_settings(temperature=temperature, margin=margin)
     check_index("document_N", document_N, len(documents_MD))
-    query_N = torch.arange(len(q_ND)) if query_N is None else query_N
-    query_N, document_N = (shipped(x, q_ND.device) for x in (query_N, document_N))
+    query_ids_N = torch.arange(len(q_ND)) if query_ids_N is None else query_ids_N
+    query_ids_N, document_N = (to_device(x, q_ND.device) for x in (query_ids_N, document_N))
 
-    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
-        same_TN = query_N[rows, None] == query_N
+    def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
+        same_TN = query_ids_N[rows, None] == query_ids_N
         qd_TM, qq_TN = cosine(q_TD, documents_MD), cosine(q_TD, q_ND)
         positive_T = qd_TM.gather(1, document_N[rows, None]).squeeze(1)
-        documents_TM = counted(qd_TM, _answers(same_TN, document_N, qd_TM), positive_T, margin)
-        queries_TN = counted(qq_TN, same_TN, positive_T, margin)
+        documents_TM = true_negatives(qd_TM, _answers(same_TN, document_N, qd_TM), positive_T, margin)
+        queries_TN = true_negatives(qq_TN, same_TN, positive_T, margin)
         return info_nce(positive_T, positive_T[:, None], documents_TM, queries_TN, temperature=temperature)
 
-    return mean_over_queries(nats_of, q_ND, queries, candidates=len(documents_MD) + len(q_ND))
+    return mean_over_queries(per_query_loss, q_ND, queries, candidates=len(documents_MD) + len(q_ND))
 
 
 def contextual_loss(
@@ -218,7 +212,7 @@ def contextual_loss(
     temperature: float = 0.02,
     margin: float = 0.1,
     chunk_mask_MC: Tensor | None = None,
-    query_N: Tensor | None = None,
+    query_ids_N: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """The objective of contextual training: L_context = β L_global + (1−β) L_local.
@@ -232,10 +226,7 @@ def contextual_loss(
         temperature: τ, above 0.
         margin: how much better than its document a negative of L_global may be; math.inf masks nothing.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
-        query_N: a number for each query, equal for those that ask the same: what answers one of them is no
-            negative of the others. Default: all differ.
-        queries: the terms of these queries only, still divided by N: the parts of a partition add up.
-            Default: all.
+        query_ids_N, queries: as for `local_loss`.
 
     Returns:
         Scalar, mean over queries, in nats; float32, or float64 for float64 embeddings.
@@ -256,7 +247,7 @@ def contextual_loss(
     """
     check_shapes(chunks_MCD=chunks_MCD, documents_MD=documents_MD)
     check_settings(temperature=temperature, beta=beta)
-    shared = {"temperature": temperature, "query_N": query_N, "queries": queries}
+    shared = {"temperature": temperature, "query_ids_N": query_ids_N, "queries": queries}
     chunks = (chunks_MCD, document_N, gold_N)
     local = local_loss(q_ND, *chunks, alpha=alpha, chunk_mask_MC=chunk_mask_MC, **shared)
     document = global_loss(q_ND, documents_MD, document_N, margin=margin, **shared)
@@ -272,8 +263,9 @@ def insent_loss(
     lam: float = 0.5,
     temperature: float = 0.05,
     chunk_mask_MC: Tensor | None = None,
-    query_N: Tensor | None = None,
+    query_ids_N: Tensor | None = None,
     queries: slice | None = None,
+    similarity: Similarity = cosine,
 ) -> Tensor:
     """InSeNT: the gold chunk against its own document, and against the chunks of the other documents.
 
@@ -286,17 +278,16 @@ def insent_loss(
     negatives of the in-batch term.
 
     Args:
-        q_ND: query embeddings, of any scale; or q_NLD, the vectors of each query's tokens (late interaction).
-        chunks_MCD: chunk embeddings of the M distinct documents of the batch; or chunks_MCKD, the vectors of
-            each chunk's tokens. A vector of zeros stands where there is no token, and s is that of `maxsim`.
-        document_N: index of each query's document, in 0..M−1.
-        gold_N: index of each query's gold chunk within its document, in 0..C−1.
+        q_ND: query embeddings, of any scale.
+        chunks_MCD: chunk embeddings of the M distinct documents of the batch.
+        document_N, gold_N: as for `local_loss`.
         lam: λ, the weight of the in-sequence term, in [0, 1].
         temperature: τ, above 0.
         chunk_mask_MC: True where a chunk is real, False where it is padding; None if all are real.
-        query_N: a number for each query, equal for those that ask the same: what answers one of them is no
-            negative of the others. Default: all differ.
+        query_ids_N: as for `local_loss`.
         queries: the terms of these queries only, with the weights they have in the whole batch. Default: all.
+        similarity: s; with `mean_maxsim` (late interaction) the embeddings are q_NLD and chunks_MCKD, the
+            vectors of each query's and each chunk's tokens, zeros where there is no token.
 
     Returns:
         Scalar, mean over documents, in nats; float32, or float64 for float64 embeddings.
@@ -315,24 +306,26 @@ def insent_loss(
         '0.4324'
     """
     check_settings(temperature=temperature, lam=lam)
-    similarities = _to_chunks(q_ND, chunks_MCD, document_N, gold_N, chunk_mask_MC, query_N)
+    given = document_N, gold_N, chunk_mask_MC, query_ids_N
+    where = _checked(q_ND, chunks_MCD, *given, late=similarity is mean_maxsim)
     count_M = document_N.bincount(minlength=len(chunks_MCD))
     share_N = len(document_N) / (count_M.count_nonzero() * count_M[document_N].double())
-    share_N = shipped(share_N, q_ND.device)
-    own_NM = shipped(F.one_hot(document_N, len(chunks_MCD)).bool(), q_ND.device)
+    share_N = to_device(share_N, q_ND.device)
+    document_NM = to_device(F.one_hot(document_N, len(chunks_MCD)).bool(), q_ND.device)
 
-    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
-        gold_T, own_TC, all_TMC = similarities(rows, q_TD)
-        others_TX = all_TMC.masked_fill(own_NM[rows, :, None], -torch.inf).flatten(1)
-        sequence_T = info_nce(gold_T, own_TC, temperature=temperature)
+    def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
+        all_TX = similarity(q_TD, chunks_MCD.flatten(0, 1))
+        gold_T, document_TC, all_TMC = _among_chunks(all_TX, rows, *where)
+        others_TX = all_TMC.masked_fill(document_NM[rows, :, None], -torch.inf).flatten(1)
+        sequence_T = info_nce(gold_T, document_TC, temperature=temperature)
         batch_T = info_nce(gold_T, gold_T[:, None], others_TX, temperature=temperature)
         return share_N[rows].to(batch_T.dtype) * (lam * sequence_T + (1 - lam) * batch_T)
 
     similarities_of_one = q_ND.shape[1:-1].numel() * chunks_MCD.shape[:-1].numel()
-    return mean_over_queries(nats_of, q_ND, queries, candidates=similarities_of_one)
+    return mean_over_queries(per_query_loss, q_ND, queries, candidates=similarities_of_one)
 
 
-def maxsim(q_TLD: Tensor, chunks_XKD: Tensor) -> Tensor:
+def mean_maxsim(q_TLD: Tensor, chunks_XKD: Tensor) -> Tensor:
     """Late interaction: each token of a query looks for its best match in a chunk.
 
         s(q, c) = 1/L Σ_i max_j cos(q_i, c_j),   over the L tokens of the query, the K of the chunk
@@ -350,44 +343,39 @@ def maxsim(q_TLD: Tensor, chunks_XKD: Tensor) -> Tensor:
     return best_TLX.sum(1) / q_TLD.any(2).sum(1, keepdim=True)
 
 
-def _to_chunks(
-    q_ND: Tensor, chunks_MCD: Tensor, document_N: Tensor, gold_N: Tensor, *given: Tensor | None
-) -> Callable[[slice, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Checks the chunk-level losses' arguments, `given` chunk_mask_MC and query_N too; returns the function
-    from a tile to its similarities.
-
-    Given a slice of the N queries, and their embeddings, these are: with the gold chunk (T,), with the chunks
-    of the own document, the gold one among them (T, C), and with all chunks (T, M, C); −inf for padding, and
-    for other chunks that answer the same query.
-    """
-    chunk_mask_MC, query_N = given
-    query_N = torch.arange(len(q_ND)) if query_N is None else query_N
-    index = {"document_N": document_N, "gold_N": gold_N, "query_N": query_N}
-    late = chunks_MCD.ndim == 4
-    vectors = {"q_NLD": q_ND, "chunks_MCKD": chunks_MCD} if late else {"q_ND": q_ND, "chunks_MCD": chunks_MCD}
+def _checked(q, chunks, document_N, gold_N, chunk_mask_MC, query_ids_N, *, late=False) -> list[Tensor]:
+    """Checks the chunk-level losses' arguments, in the shapes of late interaction if `late` is true; returns
+    padding_MC, document_N, gold_N and query_ids_N on the embeddings' device."""
+    ids_N = torch.arange(len(q)) if query_ids_N is None else query_ids_N
+    vectors = {"q_NLD": q, "chunks_MCKD": chunks} if late else {"q_ND": q, "chunks_MCD": chunks}
+    index = {"document_N": document_N, "gold_N": gold_N, "query_ids_N": ids_N}
     check_shapes(**vectors, **index, chunk_mask_MC=chunk_mask_MC)
-    check_index("document_N", document_N, len(chunks_MCD))
-    check_index("gold_N", gold_N, chunks_MCD.shape[1])
-    mask_MC = document_N.new_ones(chunks_MCD.shape[:2]) if chunk_mask_MC is None else chunk_mask_MC
+    check_index("document_N", document_N, len(chunks))
+    check_index("gold_N", gold_N, chunks.shape[1])
+    mask_MC = document_N.new_ones(chunks.shape[:2]) if chunk_mask_MC is None else chunk_mask_MC
     padding_MC = ~mask_MC.bool()
     if (bad_N := padding_MC[document_N, gold_N]).any():
         query = int(bad_N.nonzero()[0])
         raise ValueError(f"The gold chunk of query {query} is masked out as padding: see chunk_mask_MC.")
-    index = (shipped(x, q_ND.device) for x in (padding_MC, document_N, gold_N, query_N))
-    padding_MC, document_N, gold_N, query_N = index
-    answer_N = document_N * chunks_MCD.shape[1] + gold_N  # among all chunks
+    return [to_device(x, q.device) for x in (padding_MC, *index.values())]
 
-    def similarities(rows: slice, q_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        all_TX = (maxsim if late else cosine)(q_TD, chunks_MCD.flatten(0, 1))
-        others_TX = _answers(query_N[rows, None] == query_N, answer_N, all_TX)
-        others_TX = others_TX.scatter(1, answer_N[rows, None], value=False)
-        none_TX = others_TX | padding_MC.flatten()
-        all_TMC = all_TX.masked_fill(none_TX, -torch.inf).unflatten(1, chunks_MCD.shape[:2])
-        own_TC = all_TMC[torch.arange(len(all_TMC), device=all_TMC.device), document_N[rows]]
-        gold_T = own_TC.gather(1, gold_N[rows, None]).squeeze(1)
-        return gold_T, own_TC, all_TMC
 
-    return similarities
+def _among_chunks(all_TX, rows, padding_MC, document_N, gold_N, query_ids_N) -> tuple[Tensor, Tensor, Tensor]:
+    """The similarities of a tile's queries with the gold chunk (T,), with the chunks of its document, the
+    gold one among them (T, C), and with all chunks (T, M, C); −inf for padding, and for other chunks that
+    answer the same query.
+
+    Args:
+        all_TX: with all chunks, whatever they are.
+        rows: which of the N queries the tile holds.
+    """
+    answer_N = document_N * padding_MC.shape[1] + gold_N  # among all chunks
+    others_TX = _answers(query_ids_N[rows, None] == query_ids_N, answer_N, all_TX)
+    others_TX = others_TX.scatter(1, answer_N[rows, None], value=False)
+    all_TX = all_TX.masked_fill(others_TX | padding_MC.flatten(), -torch.inf)
+    all_TMC = all_TX.unflatten(1, padding_MC.shape)
+    document_TC = all_TMC[torch.arange(len(all_TMC), device=all_TMC.device), document_N[rows]]
+    return document_TC.gather(1, gold_N[rows, None]).squeeze(1), document_TC, all_TMC
 
 
 def _answers(same_TN: Tensor, answer_N: Tensor, s_TX: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from unmask.losses.tensors import check_settings, check_shapes, shipped
+from unmask.losses.tensors import check_settings, check_shapes, to_device
 
 # At most this many similarities at a time: their memory must not grow with the square of the batch. 2^23
 # are 32 MiB in float32, enough for 2,048 pairs (with their query–query similarities) in one piece. With twice
@@ -29,7 +29,7 @@ def pair_loss(
     temperature: float = 0.02,
     margin: float = 0.1,
     query_query: bool = True,
-    negatives_NN: Tensor | None = None,
+    negative_mask_NN: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against its document, the other documents and the other queries.
@@ -48,9 +48,9 @@ def pair_loss(
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; 0 or more.
         query_query: whether the last sum is there; the paper's loss has it.
-        negatives_NN: False where the document of pair j is known to be no negative of query i (CDE, section
-            4.1); then query j is none either: our choice, as CDE has no query–query term. The diagonal
-            does not matter. Default: whatever the margin leaves.
+        negative_mask_NN: False where the document of pair j is known to be no negative of query i (CDE,
+            section 4.1); then query j is none either: our choice, as CDE has no query–query term. The
+            diagonal does not matter. Default: whatever the margin leaves.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up to the
             whole loss, which is how several processes share it. Default: all.
 
@@ -69,20 +69,20 @@ def pair_loss(
         >>> f"{pair_loss(axes, axes, temperature=1.0):.4f}"  # log(1 + 4/e): four orthogonal negatives
         '0.9048'
     """
-    check_shapes(q_ND=q_ND, d_ND=d_ND, negatives_NN=negatives_NN)
+    check_shapes(q_ND=q_ND, d_ND=d_ND, negative_mask_NN=negative_mask_NN)
     check_settings(temperature=temperature, margin=margin)
     if len(q_ND) < 2:
         raise ValueError("pair_loss needs at least two pairs: a single query has no in-batch negative.")
 
-    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+    def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
         s_TN = [cosine(q_TD, x_ND) for x_ND in sides]
         positive_T = s_TN[0].diagonal(rows.start)
-        own_TN = no_negatives(index_N[rows, None] == index_N, negatives_NN, rows)
-        negatives = [counted(side_TN, own_TN, positive_T, margin) for side_TN in s_TN]
+        positives_TN = known_positives(index_N[rows, None] == index_N, negative_mask_NN, rows)
+        negatives = [true_negatives(x_TN, positives_TN, positive_T, margin) for x_TN in s_TN]
         return info_nce(positive_T, positive_T[:, None], *negatives, temperature=temperature)
 
     sides, index_N = (d_ND, q_ND) if query_query else (d_ND,), torch.arange(len(q_ND), device=q_ND.device)
-    return mean_over_queries(nats_of, q_ND, queries, candidates=len(sides) * len(q_ND))
+    return mean_over_queries(per_query_loss, q_ND, queries, candidates=len(sides) * len(q_ND))
 
 
 def triplet_loss(
@@ -91,7 +91,7 @@ def triplet_loss(
     hard_NKD: Tensor,
     *,
     temperature: float = 0.03,
-    number_R: Tensor | None = None,
+    text_ids_R: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against every document of the batch and the mined hard negatives of every query.
@@ -105,8 +105,9 @@ def triplet_loss(
         q_ND, d_ND: embeddings of N aligned pairs, of any scale.
         hard_NKD: embeddings of the K hard negatives of each query.
         temperature: τ, above 0.
-        number_R: a number for each of the N queries, the N documents and the hard negatives, query by query;
-            equal for equal texts, −1 where a query has fewer than K hard negatives. Default: all differ.
+        text_ids_R: a number for each of the N queries, the N documents and the hard negatives, query by
+            query; equal for equal texts, −1 where a query has fewer than K hard negatives. Default: all
+            differ.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -127,16 +128,16 @@ def triplet_loss(
         '1.2446'
     """
     check_settings(temperature=temperature)
-    number_N2, hard_number_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
-    hard_HD, hard_number_H = hard_NKD.flatten(0, 1), hard_number_NK.flatten()
+    ids_N2, hard_ids_NK = _text_ids(q_ND, d_ND, hard_NKD, text_ids_R)
+    hard_HD, hard_ids_H = hard_NKD.flatten(0, 1), hard_ids_NK.flatten()
 
-    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+    def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
-        qh_TH = cosine(q_TD, hard_HD).masked_fill(_is_none(number_N2[rows], hard_number_H), -torch.inf)
+        qh_TH = cosine(q_TD, hard_HD).masked_fill(_no_negatives(ids_N2[rows], hard_ids_H), -torch.inf)
         return info_nce(positive_T, qd_TN, qh_TH, temperature=temperature)
 
-    return mean_over_queries(nats_of, q_ND, queries, candidates=len(d_ND) + len(hard_HD))
+    return mean_over_queries(per_query_loss, q_ND, queries, candidates=len(d_ND) + len(hard_HD))
 
 
 def qwen3_loss(
@@ -146,8 +147,8 @@ def qwen3_loss(
     *,
     temperature: float = 0.02,
     margin: float = 0.1,
-    number_R: Tensor | None = None,
-    negatives_NN: Tensor | None = None,
+    text_ids_R: Tensor | None = None,
+    negative_mask_NN: Tensor | None = None,
     queries: slice | None = None,
 ) -> Tensor:
     """InfoNCE of each query against its document, its hard negatives, and the other queries and documents;
@@ -170,9 +171,9 @@ def qwen3_loss(
         hard_NKD: embeddings of the K hard negatives of each query, compared with no other query; K may be 0.
         temperature: τ, above 0.
         margin: how much better than the positive a negative may be; 0 or more, `math.inf` masks nothing.
-        number_R: as for `triplet_loss`.
-        negatives_NN: False where neither document nor query j is a negative of pair i (CDE, section 4.1); the
-            diagonal does not matter, and hard negatives always count.
+        text_ids_R: as for `triplet_loss`.
+        negative_mask_NN: False where neither document nor query j is a negative of pair i (CDE, section 4.1);
+            the diagonal does not matter, and hard negatives always count.
         queries: the terms of these queries only, still divided by N: the parts of a partition add up.
             Default: all.
 
@@ -194,50 +195,50 @@ def qwen3_loss(
         '1.2740'
     """
     check_settings(temperature=temperature, margin=margin)
-    check_shapes(q_ND=q_ND, negatives_NN=negatives_NN)
-    number_N2, hard_number_NK = _numbered(q_ND, d_ND, hard_NKD, number_R)
-    document_N = number_N2[:, 1]
+    check_shapes(q_ND=q_ND, negative_mask_NN=negative_mask_NN)
+    ids_N2, hard_ids_NK = _text_ids(q_ND, d_ND, hard_NKD, text_ids_R)
+    document_N = ids_N2[:, 1]
 
-    def nats_of(rows: slice, q_TD: Tensor) -> Tensor:
+    def per_query_loss(rows: slice, q_TD: Tensor) -> Tensor:
         qd_TN = cosine(q_TD, d_ND)
         positive_T = qd_TN.diagonal(rows.start)
         # The own document among them.
-        same_TN = no_negatives(document_N[rows, None] == document_N, negatives_NN, rows)
+        same_TN = known_positives(document_N[rows, None] == document_N, negative_mask_NN, rows)
         qh_TK = cosine(q_TD[:, None], hard_NKD[rows]).squeeze(1)
-        hard_TK = counted(qh_TK, _is_none(number_N2[rows], hard_number_NK[rows]), positive_T, margin)
+        hard_TK = true_negatives(qh_TK, _no_negatives(ids_N2[rows], hard_ids_NK[rows]), positive_T, margin)
         in_batch = (cosine(q_TD, q_ND), cosine(d_ND[rows], d_ND), qd_TN)
-        negatives = [counted(side_TN, same_TN, positive_T, margin) for side_TN in in_batch]
+        negatives = [true_negatives(side_TN, same_TN, positive_T, margin) for side_TN in in_batch]
         return info_nce(positive_T, positive_T[:, None], hard_TK, *negatives, temperature=temperature)
 
-    return mean_over_queries(nats_of, q_ND, queries, candidates=3 * len(q_ND) + hard_NKD.shape[1])
+    return mean_over_queries(per_query_loss, q_ND, queries, candidates=3 * len(q_ND) + hard_NKD.shape[1])
 
 
-def _numbered(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, number_R: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The numbers of queries and documents (N, 2) and of hard negatives (N, K), by default all different,
-    once shapes are checked."""
+def _text_ids(q_ND: Tensor, d_ND: Tensor, hard_NKD: Tensor, ids_R: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The ids of queries and documents (N, 2) and of hard negatives (N, K), by default all different, once
+    shapes are checked."""
     check_shapes(q_ND=q_ND, d_ND=d_ND, hard_NKD=hard_NKD)
     n, k = hard_NKD.shape[:2]
-    number_R = torch.arange(2 * n + n * k) if number_R is None else number_R
-    if number_R.shape != (2 * n + n * k,):
-        raise ValueError(f"number_R must have the shape ({2 * n + n * k}); got {tuple(number_R.shape)}.")
-    number_R = shipped(number_R, q_ND.device)
-    return number_R[: 2 * n].view(2, n).mT, number_R[2 * n :].view(n, k)
+    ids_R = torch.arange(2 * n + n * k) if ids_R is None else ids_R
+    if ids_R.shape != (2 * n + n * k,):
+        raise ValueError(f"text_ids_R must have the shape ({2 * n + n * k}); got {tuple(ids_R.shape)}.")
+    ids_R = to_device(ids_R, q_ND.device)
+    return ids_R[: 2 * n].view(2, n).mT, ids_R[2 * n :].view(n, k)
 
 
-def _is_none(number_T2: Tensor, hard_number_TX: Tensor) -> Tensor:
-    """Which hard negatives, a row for all queries of a tile or one for each, are none of a query's: its own
-    text, its document's, or nothing."""
-    query_T1, document_T1 = number_T2.split(1, dim=1)
-    return (hard_number_TX == document_T1) | (hard_number_TX == query_T1) | (hard_number_TX < 0)
+def _no_negatives(ids_T2: Tensor, hard_ids_TX: Tensor) -> Tensor:
+    """Which hard negatives, a row for all queries of a tile or one for each, are none of a query's: its text,
+    its document's, or nothing."""
+    query_id_T1, document_id_T1 = ids_T2.split(1, dim=1)
+    return (hard_ids_TX == document_id_T1) | (hard_ids_TX == query_id_T1) | (hard_ids_TX < 0)
 
 
 def mean_over_queries(
-    nats_of: Callable[[slice, Tensor], Tensor], q_ND: Tensor, queries: slice | None, *, candidates: int
+    per_query_loss: Callable[[slice, Tensor], Tensor], q_ND: Tensor, queries: slice | None, *, candidates: int
 ) -> Tensor:
     """(1/N) Σ over `queries` of their loss terms, tile by tile.
 
     Args:
-        nats_of: the loss terms (T,) of a tile, given as a slice of the N queries and their embeddings.
+        per_query_loss: the loss terms (T,) of a tile, given as a slice of the N queries and their embeddings.
         q_ND: all query embeddings.
         queries: which of them to sum over, a slice without a step; None: all.
         candidates: how many similarities a query has. When the queries together have more than TILE_SCORES,
@@ -251,9 +252,9 @@ def mean_over_queries(
     if stop - start <= size:
         # All queries in one tile are taken as they are: a view would add up their gradients in another order.
         tile = slice(start, max(start, stop))
-        return nats_of(tile, q_ND if stop - start == n else q_ND[tile]).sum() / n
+        return per_query_loss(tile, q_ND if stop - start == n else q_ND[tile]).sum() / n
     tiles = [slice(first, min(first + size, stop)) for first in range(start, stop, size)]
-    recomputed = partial(checkpoint, nats_of, use_reentrant=False, preserve_rng_state=False)
+    recomputed = partial(checkpoint, per_query_loss, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([recomputed(tile, q_ND[tile]) for tile in tiles]).sum() / n
 
 
@@ -285,15 +286,13 @@ def info_nce(positive_T: Tensor, *candidates: Tensor, temperature: float) -> Ten
     return reduce(torch.logaddexp, log_sums) - positive_T / temperature
 
 
-def counted(similarity_TX: Tensor, none_TX: Tensor, positive_T: Tensor, margin: float) -> Tensor:
-    """The similarities of the negatives that count, −inf instead of the others: the m of the formulas.
-
-    Left out are those that are no negatives, and those that look more than `margin` better than the positive.
-    """
+def true_negatives(similarity_TX: Tensor, positives_TX: Tensor, positive_T: Tensor, margin: float) -> Tensor:
+    """The similarities of the negatives, −inf instead of known positives and of those that look more than
+    `margin` better than the positive: the m of the formulas."""
     limit_T1 = positive_T.detach()[:, None] + margin
-    return similarity_TX.masked_fill(none_TX | (similarity_TX > limit_T1), -torch.inf)
+    return similarity_TX.masked_fill(positives_TX | (similarity_TX > limit_T1), -torch.inf)
 
 
-def no_negatives(own_TM: Tensor, negatives_NN: Tensor | None, rows: slice) -> Tensor:
-    """Which candidates are no negatives of a tile's queries: their own ones, and those known to be none."""
-    return own_TM if negatives_NN is None else own_TM | ~shipped(negatives_NN[rows], own_TM.device)
+def known_positives(same_TN: Tensor, mask_NN: Tensor | None, rows: slice) -> Tensor:
+    """Which candidates are no negatives of a tile's queries: the same text, and what the mask excludes."""
+    return same_TN if mask_NN is None else same_TN | ~to_device(mask_NN[rows], same_TN.device)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unmask.losses.tensors import check_shapes, shipped
+from unmask.losses.tensors import check_shapes, to_device
 
 # Logits exist for this many rows at a time, so that their memory does not grow with the batch: 2^26 logits
 # are 256 MiB in float32; but never fewer than 1,024 rows, which a GPU needs to multiply at full speed.
@@ -72,24 +72,12 @@ def diffusion_loss(
     predictable_BL = valid_BL[:, 1:].bool() & valid_BL[:, :-1].bool()
     if normalizer is None and not predictable_BL.any():
         raise ValueError("No position is predictable: leave out sequences of fewer than two tokens.")
+    # Looked for where the tokens are: while these are on the CPU, nobody waits for a GPU.
     paid_BL = predictable_BL & masked_BL[:, 1:].bool()
-    # What is paid is found where the tokens are: while these are on the CPU, nobody waits for a GPU.
-    device = hidden_BLD.device
     place_R = F.pad(paid_BL, (0, 1)).flatten().nonzero()[:, 0]  # of each paid token's predecessor
     weight_R = t_B.reciprocal()[:, None].expand(paid_BL.shape)[paid_BL]
-    target_R = shipped(tokens_BL[:, 1:][paid_BL], device)
-    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, shipped(place_R, device))
-    autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if autocast else rows_RD.dtype
-    dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
-    rows_RD = rows_RD.to(dtype)
-    weight_R = shipped(weight_R.to(torch.promote_types(dtype, torch.float32)), device)
-    size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
-    sizes = (CPU_ROWS, CPU_SOFTMAX) if device.type == "cpu" else (size, size)
-    with torch.autocast(device.type, enabled=False):
-        nats = _WeightedNats.apply(
-            rows_RD, unembedding_VD, target_R, weight_R, sizes, torch.is_grad_enabled()
-        )
+    rows_RD = hidden_BLD.flatten(0, 1).index_select(0, to_device(place_R, hidden_BLD.device))
+    nats = _weighted_nats(rows_RD, unembedding_VD, tokens_BL[:, 1:][paid_BL], weight_R)
     return nats / (predictable_BL.sum() if normalizer is None else normalizer)
 
 
@@ -162,10 +150,22 @@ def answer_loss(
     """
     check_shapes(hidden_BLD=hidden_BLD, unembedding_VD=unembedding_VD, last_B=last_B, answer_B=answer_B)
     rows_BD = hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B]
-    logits_BV = F.linear(rows_BD, unembedding_VD)
-    logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    nats = F.cross_entropy(logits_BV, answer_B, reduction="sum")
+    nats = _weighted_nats(rows_BD, unembedding_VD, answer_B, torch.ones(len(answer_B)))
     return nats / (len(answer_B) if normalizer is None else normalizer)
+
+
+def _weighted_nats(rows_RD: Tensor, unembedding_VD: Tensor, target_R: Tensor, weight_R: Tensor) -> Tensor:
+    """Σ weight · (−log p(target)) in the precision of autocast; targets and weights may be on the CPU."""
+    device, dtype = rows_RD.device, rows_RD.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    dtype = torch.float32 if dtype == torch.float16 else dtype  # which cannot hold the sum over the tokens
+    weight_R = to_device(weight_R.to(torch.promote_types(dtype, torch.float32)), device)
+    size = max(CHUNK_ROWS, CHUNK_LOGITS // len(unembedding_VD))
+    sizes = (CPU_ROWS, CPU_SOFTMAX) if device.type == "cpu" else (size, size)
+    vectors = rows_RD.to(dtype), unembedding_VD, to_device(target_R, device), weight_R
+    with torch.autocast(device.type, enabled=False):
+        return _WeightedNats.apply(*vectors, sizes, torch.is_grad_enabled())
 
 
 class _WeightedNats(torch.autograd.Function):
@@ -180,31 +180,28 @@ class _WeightedNats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows_RD, unembedding_VD, target_R, weight_R, sizes, with_gradient):
+        learns, width = with_gradient and ctx.needs_input_grad[1], with_gradient * len(unembedding_VD)
         total, output_VD = weight_R.new_zeros(()), unembedding_VD.to(rows_RD.dtype)
-        d_rows_RD, d_unembedding_VD = torch.empty_like(rows_RD), None
-        learns = with_gradient and ctx.needs_input_grad[1]
-        for part in _parts(len(rows_RD), sizes[0]):
-            rows, target, weight = rows_RD[part], target_R[part, None], weight_R[part, None]
-            d_logits = rows.new_empty(len(rows), len(output_VD)) if with_gradient else None
-            for few in _parts(len(rows), sizes[1]):
-                logits = F.linear(rows[few], output_VD)
+        d_rows_RD = torch.empty_like(rows_RD)
+        d_unembedding_VD = weight_R.new_zeros(unembedding_VD.shape) if learns else None
+        columns = rows_RD, target_R[:, None], weight_R[:, None], d_rows_RD
+        for rows, target, weight, d_rows in zip(*(x.split(sizes[0]) for x in columns)):
+            d_logits = rows.new_empty(len(rows), width)
+            few = rows, target, weight, d_logits
+            for few_rows, few_target, few_weight, d_few in zip(*(x.split(sizes[1]) for x in few)):
+                logits = F.linear(few_rows, output_VD)
                 p = torch.softmax(logits, dim=1, dtype=weight.dtype)
                 # log Σ e^logit = the highest logit − log of its p, which is at least 1/V.
                 highest, place = logits.max(1, keepdim=True)
                 log_sum = highest.to(weight.dtype) - p.gather(1, place).log()
-                total += (weight[few] * (log_sum - logits.gather(1, target[few]))).sum()
+                total += (few_weight * (log_sum - logits.gather(1, few_target))).sum()
                 if with_gradient:
-                    d_logits[few] = p.scatter_add_(1, target[few], -torch.ones_like(weight[few]))
+                    d_few.copy_(p.scatter_add_(1, few_target, -torch.ones_like(few_weight)))
             if with_gradient:
-                weight = weight.to(rows.dtype)
-                d_rows_RD[part] = (d_logits @ output_VD) * weight
+                d_rows.copy_((d_logits @ output_VD) * weight.to(rows.dtype))
             if learns:
-                product = d_logits.T @ (rows * weight)
-                first = d_unembedding_VD is None
-                d_unembedding_VD = product.to(weight_R.dtype) if first else d_unembedding_VD.add_(product)
+                d_unembedding_VD += d_logits.T @ (rows * weight.to(rows.dtype))
         if with_gradient:
-            if learns and d_unembedding_VD is None:  # nothing was paid
-                d_unembedding_VD = torch.zeros_like(unembedding_VD)
             ctx.save_for_backward(d_rows_RD, d_unembedding_VD.to(unembedding_VD.dtype) if learns else None)
         return total
 
@@ -212,7 +209,3 @@ class _WeightedNats(torch.autograd.Function):
     def backward(ctx, gradient):
         scaled = (d if d is None else d.mul_(gradient.to(d.dtype)) for d in ctx.saved_tensors)
         return *scaled, None, None, None, None
-
-
-def _parts(count: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, count, size)]

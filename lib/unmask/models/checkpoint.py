@@ -117,13 +117,13 @@ def folder_of(path: str | Path, revision: str = "main") -> Path:
     if Path(source).is_dir():
         return Path(source)
     try:
-        found = snapshot_download(source, revision=revision, allow_patterns=MODEL_FILES)
+        snapshot = snapshot_download(source, revision=revision, allow_patterns=MODEL_FILES)
     except OSError as error:
         why = unreachable() or " ".join(str(error).split())
         gone = f"{source} is no directory here, and neither the Hub's cache nor the Hub gives it ({why})"
         mirror = "fill a mirror on a host with internet (`unmask mirror pull`) and set UNMASK_MIRROR"
         raise ValueError(f"{gone}: check the name, or {mirror}") from None
-    return Path(backbone.require_checkpoint(Path(found)))
+    return Path(backbone.require_checkpoint(Path(snapshot)))
 
 
 def _settings_of_sentence_transformers(folder: Path, tokenizer: Tokenizer) -> Settings:
@@ -133,30 +133,35 @@ def _settings_of_sentence_transformers(folder: Path, tokenizer: Tokenizer) -> Se
     if len(names) != len(kinds) or names not in CHAINS:
         only = "only Transformer and Pooling, and Normalize after them"
         raise ValueError(f"{folder}: the modules {', '.join(kinds)} are not supported: {only}")
+    values = _stored(folder, modules) | {"truncation_side": tokenizer.truncation_side}
+    for key in sorted(values.keys() - HONOURED):
+        if values[key] not in (known := KNOWN.get(key, OFF)):
+            only = f"only {known[0]!r}; what else it does is yours to do, to texts or vectors"
+            raise ValueError(f"{folder}: {key} {values[key]!r} is not supported: {only}")
+    return Settings(
+        pooling="last" if "lasttoken" in values["pooling_mode"] else "mean",
+        max_length=values.get("max_seq_length") or tokenizer.model_max_length,
+        special_tokens=True,
+        normalize=names[-1] == "Normalize",
+        prompts=values.get("prompts") or {},
+        about={"stage": "sentence-transformers"},
+    )
+
+
+def _stored(folder: Path, modules: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the files of a sentence-transformers model say, in today's words."""
     files = sorted(folder.glob("sentence_*_config.json"))[:1]  # older ones name another family than "bert"
     files += [folder / "config_sentence_transformers.json"]
     files += [folder / module["path"] / "config.json" for module in modules[1:]]
-    said = {key: value for file in files for key, value in read_json(file).items()}
-    said["truncation_side"] = tokenizer.truncation_side
-    older = [key for key in said if key.startswith("pooling_mode_")]
-    modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in older if said.pop(key)]
-    modes = said.setdefault("pooling_mode", modes)
-    if not said.get("prompts", {}).get(said.get("default_prompt_name")):
-        said.pop("default_prompt_name", None)
-    if "modality_config" in said:
-        said["modality_config"] = said["modality_config"].get("text", "without text")
-    for key in sorted(said.keys() - HONOURED):
-        if said[key] not in (values := KNOWN.get(key, OFF)):
-            only = f"only {values[0]!r}; what else it does is yours to do, to texts or vectors"
-            raise ValueError(f"{folder}: {key} {said[key]!r} is not supported: {only}")
-    return Settings(
-        pooling="last" if "lasttoken" in modes else "mean",
-        max_length=said.get("max_seq_length") or tokenizer.model_max_length,
-        special_tokens=True,
-        normalize=names[-1] == "Normalize",
-        prompts=said.get("prompts") or {},
-        about={"stage": "sentence-transformers"},
-    )
+    values = {key: value for file in files for key, value in read_json(file).items()}
+    older = [key for key in values if key.startswith("pooling_mode_")]
+    modes = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in older if values.pop(key)]
+    values.setdefault("pooling_mode", modes)
+    if not values.get("prompts", {}).get(values.get("default_prompt_name")):
+        values.pop("default_prompt_name", None)
+    if "modality_config" in values:
+        values["modality_config"] = values["modality_config"].get("text", "without text")
+    return values
 
 
 def save(

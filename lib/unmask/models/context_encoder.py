@@ -85,10 +85,8 @@ class ContextualEncoder(nn.Module):
         super().__init__()
         for model in (first, second):
             if getattr(model.config, "is_causal", True):
-                raise ValueError(
-                    f"{model.name_or_path or 'the backbone'} is causal: a contextual encoder needs "
-                    "bidirectional backbones, for instance the checkpoint of the pair stage"
-                )
+                right = "bidirectional backbones, for instance the checkpoint of the pair stage"
+                raise ValueError(f"{model.name_or_path or 'the backbone'} is causal: take {right}")
         self.first, self.second, self.context = first, SecondStage(second, context), context
 
 
@@ -146,10 +144,8 @@ class ContextEmbedder(Embedder):
         """
         path, known = Path(path), backbone.facts(path)
         if "context" not in known:
-            raise ValueError(
-                f"{path} is no contextual encoder (stage cde): a plain one is loaded by "
-                "Embedder.from_pretrained"
-            )
+            plain = "a plain one is loaded by Embedder.from_pretrained"
+            raise ValueError(f"{path} is no contextual encoder (stage cde): {plain}")
         first, second = (backbone.load(path / name) for name in ("first", "second"))
         encoder = ContextualEncoder(first, second, known["context"])
         encoder.second.null_D.data = load_file(path / NULL)["null_D"]

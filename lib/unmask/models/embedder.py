@@ -6,13 +6,11 @@ Legend: B texts, D dimensions, L tokens, C chunks of a document, R rows (a text'
 import copy
 import dataclasses
 import gc
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain, cycle, islice, pairwise
-from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,9 +19,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import Limit, TokenSequence, batches, end_token, join_chunks, special_tokens_around
+from unmask.data.tokens import (
+    TokenSequence,
+    Truncation,
+    batches,
+    end_token,
+    join_chunks,
+    special_tokens_around,
+)
 from unmask.data.tokens import encode as token_ids
 from unmask.models import backbone, checkpoint
+from unmask.models.arguments import Name, as_list, check_counts, check_texts
 from unmask.models.attention import fast_attention, unpadded
 from unmask.models.checkpoint import Settings
 from unmask.models.encoding import (
@@ -37,16 +43,10 @@ from unmask.models.encoding import (
 )
 from unmask.models.quantize import binary, check_precision, int8, numbers, pack_binary
 
-WINDOW, OVERLAP = (
-    checkpoint.UNLIMITED,
-    35,
-)  # tokens of a window, chunks that two share: pplx-embed, appendix D
-Name = Callable[[int], str]  # what an error calls the text or chunk of a number
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+WINDOW, OVERLAP = checkpoint.UNLIMITED, 35  # tokens, and chunks that two share: pplx-embed, appendix D
 SORTED = 32  # micro-batches' worth of tokens that are held and sorted by length at a time
 
-# What a query of Qwen3-Embedding is asked for (section 2), by group of pairs, and "contextual" for documents.
-# Of our own wording, and short: a query of a few words is not to drown in what stands before all queries.
+# What a query of Qwen3-Embedding is asked for (section 2), by group of pairs; short, as queries are.
 INSTRUCTIONS = {"english": "Find the passage", "code": "Find the code", "multilingual": "Find the text"}
 INSTRUCTIONS |= {"cross-lingual": "Find the translation", "contextual": "Find the section"}
 
@@ -66,8 +66,7 @@ def instructed(instruction: str, query: str) -> str:
 
 
 class Unit(NamedTuple):
-    """What is read in one piece: a text, or a window of a document. `numbers` says which of all the texts or
-    chunks of a call its rows are."""
+    """A text, or a window of a document; `numbers` says which texts or chunks of a call its rows are."""
 
     sequence: TokenSequence
     numbers: np.ndarray
@@ -90,8 +89,6 @@ class Embedder:
 
     No instruction and no prefix is added to queries or documents (pplx-embed, section 1).
 
-    Texts of similar length share a forward pass; on a GPU the next ones are tokenised meanwhile.
-
     Args:
         pooling: "mean", or "last" for the ablation.
         max_length: tokens of one text at most; what is longer is cut, to the model's positions in any case.
@@ -99,21 +96,17 @@ class Embedder:
         window: tokens of a document that are read at once, see `encode_documents`. Default: 10,000, or the
             positions, whatever `max_length` is.
         mixed_precision: bf16 autocast; faster, and about one INT8 code in ten differs, by one. The matrices
-            of `model` become bfloat16, in place, so it can no longer be saved. Default: on a GPU that has
-            it, not on a CPU.
-        token_budget: tokens of one forward pass, padding included; bounds memory. Default: 1,024 on a CPU,
-            where they stay in its cache, otherwise 32,768.
+            of `model` become bfloat16, in place, so it can no longer be saved. Default: on a GPU that has it.
+        token_budget: tokens of one forward pass, padding included. Default: 1,024 on a CPU, else 32,768.
         device: a device, or several, which share the work, each with a copy of the model. Default: all CUDA
             devices of the machine, or else the CPU.
-        special_tokens: the tokenizer's own special tokens ([CLS] and [SEP], for instance) are put around each
-            text, or around each document. They count for `max_length`, and the pooling averages them too.
+        special_tokens: the tokenizer's own ([CLS] and [SEP], for instance) are put around each text or
+            document. They count for `max_length`, and the pooling averages them too.
         normalize: vectors get unit length, before dimensions or codes are taken from them.
-        prompts: of sentence-transformers, by name. They are saved with the embedder; which texts they stand
-            before is for you to say, here nothing adds them.
+        prompts: of sentence-transformers, by name; saved, and put before no text: that is for you to do.
         about: where the embedder is from, saved with it.
     Raises: ValueError for an unknown pooling, a `max_length` in which no token of a text has room, a
-        tokenizer with tokens that the model has no rows for, and bf16
-        (`mixed_precision`, or the model's own) where the device would emulate it.
+        tokenizer with tokens that the model has no rows for, and bf16 where the device would emulate it.
     """
 
     def __init__(
@@ -133,49 +126,28 @@ class Embedder:
         about: Mapping[str, Any] | None = None,
     ):
         backbone.check_vocabulary(model.config, tokenizer)
-        several = [device] if isinstance(device, (str, int, torch.device)) else device
-        every = several or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
-        self.devices = [torch.device(one) for one in every]
-        on_gpu, has_bf16 = self.devices[0].type == "cuda", backbone.has_bf16(self.devices[0].type)
-        rounded = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-        if (mixed_precision or rounded) and not has_bf16:
-            raise ValueError(
-                f"{self.devices[0]} has no bf16 instructions and emulates them, up to 200 times slower: "
-                "leave mixed_precision out, and give the model in float32 (model.float())"
-            )
-        self.model = model.to(self.devices[0]).eval()
-        self.tokenizer = tokenizer
+        check_counts(window=window, token_budget=token_budget)
         if pooling not in POOLS:
             raise ValueError(f"pooling must be 'mean' or 'last', got {pooling!r}")
-        self.pooling, self.normalize, self.special_tokens = pooling, normalize, special_tokens
-        self.prompts, self.about = dict(prompts or {}), dict(about or {})
-        check_counts(window=window, token_budget=token_budget)
-        self.positions = backbone.positions(model) or WINDOW
-        self.window = min(window or WINDOW, self.positions)
+        self.devices = _devices(device)
+        self.model, self.mixed_precision = _placed(model, self.devices[0], mixed_precision)
+        self.tokenizer, self.pooling, self.special_tokens = tokenizer, pooling, special_tokens
+        self.normalize, self.prompts, self.about = normalize, dict(prompts or {}), dict(about or {})
         tokenizer.backend_tokenizer.no_padding()  # may be set in its file; an embedder pads by itself
         self.around = special_tokens_around(tokenizer) if special_tokens else (np.array([], np.int32),) * 2
+        self.positions = backbone.positions(model) or WINDOW
+        self.window = min(window or WINDOW, self.positions)
         self.max_length = self._limit(self.positions if max_length is None else max_length)
-        self.mixed_precision = on_gpu and has_bf16 if mixed_precision is None else mixed_precision
-        if self.mixed_precision:
-            backbone.halve(self.model)
-        self.token_budget = token_budget or (32_768 if on_gpu else 1_024)
+        self.token_budget = token_budget or (32_768 if self.devices[0].type == "cuda" else 1_024)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, **options) -> "Embedder":
-        """Loads a checkpoint directory or a Hub name; options as for the constructor.
-
-        It may be one of ours, one of sentence-transformers, or a released pplx-embed: see `checkpoint.load`.
-
-        Raises: ValueError if the directory holds no checkpoint.
-        """
+        """Loads a checkpoint by directory or Hub name (`checkpoint.load`); options as for the constructor."""
         model, tokenizer, settings = checkpoint.load(path)
         return cls(model, tokenizer, **vars(settings) | options)
 
     def save_pretrained(self, path: str | Path) -> Path:
-        """Writes a directory that `from_pretrained`, AutoModel and sentence-transformers load.
-
-        Raises: ValueError if `mixed_precision` has rounded the weights.
-        """
+        """Writes a directory that `from_pretrained`, AutoModel and sentence-transformers load."""
         return checkpoint.save(path, self.model, self.tokenizer, self.settings)
 
     @property
@@ -184,8 +156,7 @@ class Embedder:
         return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
 
     def close(self) -> None:
-        """Frees the model's memory, which another model or a training may need. The embedder cannot be
-        used afterwards."""
+        """Frees the model's memory; the embedder cannot be used afterwards."""
         for name in ("model", "encoder", "_replicas"):  # the second: of a ContextEmbedder
             vars(self).pop(name, None)
         gc.collect()
@@ -201,21 +172,19 @@ class Embedder:
     ) -> np.ndarray:
         """Embeds texts, in their order.
 
-        A text of white space is a text like others where the tokenizer has tokens for it. A control token
-        that a text spells out (`<|endoftext|>`) is read as that token, as sentence-transformers does; no text
-        or chunk gets another's tokens by it.
+        A control token that a text spells out (`<|endoftext|>`) is read as that token, as
+        sentence-transformers does.
 
         Args:
             precision: "int8" (codes −127…127), "float32" (the unquantised mean), "binary" (−1 or 1 as int8),
-                "ubinary" (8 dimensions per byte, most significant bit first). A model trained through INT8
-                was taught with the tanh, which the mean lacks: where a few dimensions are far larger than
-                the others, as in pretrained language models, cosines of means rank worse than INT8.
+                "ubinary" (8 dimensions per byte, most significant bit first). Where a few dimensions are far
+                larger than others, as in language models, cosines of means rank worse than INT8's tanh.
             dimensions: keep only the first so many (Matryoshka).
             max_length: instead of the embedder's own, up to the model's positions.
         Returns: array of shape (texts, dimensions), for "ubinary" (texts, dimensions / 8); no texts, no rows.
-        Raises: TypeError for a text that is no string. ValueError for one that is empty or has no tokens, for
-            a lone surrogate (half a character), and where the model returns NaN or infinity. Both name the
-            text. ValueError for an unknown precision and for more dimensions than there are.
+        Raises: TypeError for a text that is no string; ValueError for one that is empty or has no tokens, a
+            lone surrogate (half a character), NaN or infinity in a vector, an unknown precision, and more
+            dimensions than there are.
         """
         return self._vectors(self._texts(texts, max_length), precision, dimensions)
 
@@ -229,39 +198,29 @@ class Embedder:
     ) -> list[np.ndarray]:
         """Embeds chunks in the context of their document: late chunking (pplx-embed, section 2.4).
 
-        A document beyond `window` (what the model was trained on, for instance) is read in overlapping
-        windows of whole chunks, and each chunk has the vector of the window where it has most context:
-        `encoding.context_windows` says how. Every chunk has one vector, always.
+        A document beyond `window` is read in overlapping windows of whole chunks, and each chunk has the
+        vector of the window where it has most context (`encoding.context_windows`).
 
         Args:
             documents: a list of chunks for each document.
             chunk_length: tokens of one chunk at most; what is longer is cut. Default: nothing is cut.
         Returns: for each document an array of shape (chunks, dimensions).
-        Raises: TypeError and ValueError as for `encode`, naming chunk and document; ValueError for a document
-            without chunks, and for a chunk longer than the window.
+        Raises: as `encode`; ValueError for a document without chunks, and for a chunk longer than the window.
         """
         reading, offsets = self._documents(documents, chunk_length)
         rows = self._vectors(reading, precision, dimensions)
         return [rows[start:stop] for start, stop in pairwise(offsets)]
 
     def encode_tokens(self, texts: Iterable[str], *, max_length: int | None = None) -> list[np.ndarray]:
-        """The vector of each token of each text, after the model's final norm, for late interaction.
-
-        Returns: for each text a float32 array of shape (tokens, dimensions), special tokens included. Their
-            mean is what mean pooling makes of the text.
-        Raises: as `encode`.
-        """
+        """The vector of each token of each text, after the model's final norm, for late interaction: for each
+        text a float32 array of shape (tokens, dimensions), special tokens included."""
         return self._token_vectors(self._texts(texts, max_length))
 
     def encode_document_tokens(
         self, documents: Iterable[Sequence[str]], *, chunk_length: int | None = None
     ) -> list[list[np.ndarray]]:
-        """The vector of each token of each chunk in the light of its document, for late interaction.
-
-        Arguments and errors are those of `encode_documents`.
-
-        Returns: for each document a list with a float32 array (tokens, dimensions) for each chunk.
-        """
+        """The vector of each token of each chunk in the light of its document: for each document a list with
+        a float32 array (tokens, dimensions) for each chunk."""
         reading, offsets = self._documents(documents, chunk_length)
         chunks = self._token_vectors(reading)
         return [chunks[start:stop] for start, stop in pairwise(offsets)]
@@ -277,7 +236,7 @@ class Embedder:
     def _texts(self, texts: Iterable[str], max_length: int | None) -> Reading:
         texts = as_list(texts, "encode([text])")
         name = f"Text {{}} of {len(texts)}".format
-        check(texts, name)
+        check_texts(texts, name)
         before, after = self.around
         limit = self.max_length if max_length is None else self._limit(max_length)
         tokens = self._tokens(texts, limit - len(before) - len(after), name)
@@ -288,7 +247,7 @@ class Embedder:
     def _documents(
         self, documents: Iterable[Sequence[str]], chunk_length: int | None
     ) -> tuple[Reading, np.ndarray]:
-        """Also where the chunks of each document start among all of them, and their number at the end."""
+        """Also where the chunks of each document start among all of them."""
         right = "encode_documents([[chunk]])"
         documents = [as_list(chunks, right) for chunks in as_list(documents, right)]
         check_counts(chunk_length=chunk_length)
@@ -299,7 +258,7 @@ class Embedder:
         def name(number: int) -> str:
             return "Chunk {} of document {}".format(*places[number])
 
-        check(chain.from_iterable(documents), name)
+        check_texts(chain.from_iterable(documents), name)
         units = self._windows(documents, chunk_length, name)
         texts = [*chain.from_iterable(documents)]
         reading = Reading(units, self.pooling, lambda number: f"{name(number)} ({texts[number][:60]!r})")
@@ -318,16 +277,16 @@ class Embedder:
                     f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens, the window holds {room}: "
                     "split the chunk, or set chunk_length to have it cut"
                 )
-            for start, stop, own in context_windows(lengths, room, OVERLAP):
+            for start, stop, chosen in context_windows(lengths, room, OVERLAP):
                 sequence = join_chunks(ids[start:stop], separator_id, self.around)
-                yield Unit(only_chunks(sequence, own - start), first + own)
+                yield Unit(only_chunks(sequence, chosen - start), first + chosen)
             first += len(chunks)
 
     def _tokens(self, texts: Iterable[str], limit: int | None, name: Name) -> Iterator[np.ndarray]:
         if len(self.tokenizer) > self.model.config.get_text_config().vocab_size:  # it was given more
             backbone.check_vocabulary(self.model.config, self.tokenizer)
         tokenizer = self.tokenizer.backend_tokenizer
-        for number, ids in enumerate(token_ids(tokenizer, texts, np.int32, Limit(limit))):
+        for number, ids in enumerate(token_ids(tokenizer, texts, np.int32, Truncation(limit))):
             if not len(ids):
                 raise ValueError(f"{name(number)} has no tokens: remove or fill it")
             yield ids
@@ -356,7 +315,21 @@ class Embedder:
         Raises: ValueError where the model returns NaN or infinity.
         """
         numbers = [np.array([], int)]
-        found = [coded(np.empty((0, self.model.config.hidden_size), np.float32))]
+        rows = [coded(np.empty((0, self.model.config.hidden_size), np.float32))]
+        for group, pooled in self._pooled(reading, inputs):
+            rows_RD, numbers_R = pooled.cpu().numpy(), np.concatenate([unit.numbers for unit in group])
+            if len(bad_R := numbers_R[~np.isfinite(rows_RD).all(axis=1)]):
+                raise ValueError(f"{reading.name(bad_R.min())}: the model returns NaN or infinity for it")
+            numbers.append(numbers_R)
+            rows.append(coded(rows_RD))
+        numbers_R = np.concatenate(numbers)
+        order_R = np.argsort(numbers_R, kind="stable")
+        return numbers_R[order_R], np.concatenate(rows)[order_R]
+
+    def _pooled(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Unit], Tensor]]:
+        """The pieces in micro-batches, with their pooled vectors. While the devices compute some, the next
+        are tokenised and sorted by length."""
+        packed = unpadded(self.model, inference=True)
 
         def forward(group: list[Unit], model: PreTrainedModel, device: torch.device) -> Tensor:
             options = {key: tensor.to(device) for key, tensor in inputs.items()} | {"packed": packed}
@@ -364,31 +337,16 @@ class Embedder:
             with torch.inference_mode(), self.autocast(), torch.accelerator.device_index(device.index):
                 return encode_rows(model, sequences, pooling=reading.pooling, **options)
 
-        def finish(group: list[Unit], rows: Tensor) -> None:
-            rows_RD, numbers_R = rows.cpu().numpy(), np.concatenate([unit.numbers for unit in group])
-            bad_R = numbers_R[~np.isfinite(rows_RD).all(axis=1)]
-            if len(bad_R):
-                raise ValueError(f"{reading.name(bad_R.min())}: the model returns NaN or infinity for it")
-            numbers.append(numbers_R)
-            found.append(coded(rows_RD))
-
         with self.autocast(), fast_attention(False), ThreadPoolExecutor(len(self.devices)) as threads:
-            packed = unpadded(self.model, inference=True)
-            compute = map if self.devices == [torch.device("cpu")] else threads.map
-            under_way = ()
-            # While the devices compute what is under way, what comes next is tokenised and sorted by length.
+            compute, under_way = map if self.devices == [torch.device("cpu")] else threads.map, ()
             pools = batches(reading.units, lambda unit: len(unit.sequence), SORTED * self.token_budget)
             for pool in chain(pools, [[]]):
                 lengths = [len(unit.sequence) for unit in pool]
                 indices = micro_batches(lengths, self.token_budget, packed=packed)
                 groups = [[pool[i] for i in group] for group in indices]
                 following = zip(groups, compute(forward, groups, cycle(self._replicas), cycle(self.devices)))
-                for group, rows in under_way:
-                    finish(group, rows)
+                yield from under_way
                 under_way = following
-        numbers_R = np.concatenate(numbers)
-        order_R = np.argsort(numbers_R, kind="stable")
-        return numbers_R[order_R], np.concatenate(found)[order_R]
 
     def autocast(self) -> AbstractContextManager:
         """The precision of a forward pass."""
@@ -417,33 +375,33 @@ def quantized(rows_BD: np.ndarray, precision: str, dimensions: int | None = None
     return pack_binary(mean_BD) if precision == "ubinary" else mean_BD.numpy()
 
 
+def _devices(device: Any) -> list[torch.device]:
+    several = [device] if isinstance(device, (str, int, torch.device)) else device
+    every = several or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    return [torch.device(one) for one in every]
+
+
+def _placed(
+    model: PreTrainedModel, device: torch.device, mixed_precision: bool | None
+) -> tuple[PreTrainedModel, bool]:
+    """The model on its device, and whether it computes in bf16.
+
+    Raises: ValueError where the device would emulate it.
+    """
+    has_bf16 = backbone.has_bf16(device.type)
+    if not has_bf16 and (mixed_precision or any(x.dtype == torch.bfloat16 for x in model.parameters())):
+        raise ValueError(
+            f"{device} has no bf16 instructions and emulates them, up to 200 times slower: "
+            "leave mixed_precision out, and give the model in float32 (model.float())"
+        )
+    if mixed_precision is None:
+        mixed_precision = device.type == "cuda" and has_bf16
+    if mixed_precision:
+        backbone.halve(model)
+    return model.to(device).eval(), mixed_precision
+
+
 def _by_token(unit: Unit) -> Unit:
     """The same with a vector for each token of its text or chunks, rather than for each of these."""
-    own_L = owners(unit.sequence)
-    return Unit(every_token(unit.sequence), unit.numbers[own_L[own_L >= 0]])
-
-
-def as_list(texts: Iterable[Any], right: str) -> list[Any]:
-    """A list of what is given, unless it would be one of letters, of names or in no order."""
-    if texts is None or isinstance(texts, str | Mapping | Set) or hasattr(texts, "columns"):
-        kind = "string" if isinstance(texts, str) else type(texts).__name__
-        raise ValueError(f"expected a list, got one {kind}, {str(texts)[:80]!r}: write {right}")
-    return list(texts)
-
-
-def check_counts(**counts: int | None) -> None:
-    """Refuses what is no whole number from 1 on; None is not given."""
-    for name, count in counts.items():
-        if count is not None and not (isinstance(count, Integral) and count >= 1):
-            raise ValueError(f"{name} must be at least 1, and whole, got {count!r}")
-
-
-def check(texts: Iterable[str], name: Name, *, empty: bool = False) -> None:
-    """Refuses what cannot be read, naming it with `name`; empty texts too, unless `empty` is true."""
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"{name(number)} is no string but of type {type(text).__name__}: {text!r}")
-        if not (text or empty):
-            raise ValueError(f"{name(number)} has no tokens: remove or fill it")
-        if not text.isascii() and LONE_SURROGATE.search(text):
-            raise ValueError(f"{name(number)} has a lone surrogate, half a character: repair or remove it")
+    row_L = owners(unit.sequence)
+    return Unit(every_token(unit.sequence), unit.numbers[row_L[row_L >= 0]])

@@ -10,6 +10,7 @@ one per chunk) · T tokens of all sequences · S segments.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from unmask.data.tokens import TokenSequence
-from unmask.losses.tensors import shipped
+from unmask.losses.tensors import to_device
 from unmask.models.attention import unpadded_inputs
 
 
@@ -143,16 +144,16 @@ def owners(sequence: TokenSequence) -> np.ndarray:
 
 def every_token(sequence: TokenSequence) -> TokenSequence:
     """The sequence with a vector for each token that belongs to a row, for late interaction."""
-    own_L = owners(sequence) >= 0
-    return TokenSequence(sequence.tokens_L, np.where(own_L, own_L.cumsum() - 1, -1), int(own_L.sum()))
+    real_L = owners(sequence) >= 0
+    return TokenSequence(sequence.tokens_L, np.where(real_L, real_L.cumsum() - 1, -1), int(real_L.sum()))
 
 
 def after_context(sequence: TokenSequence, slots: int) -> TokenSequence:
     """The sequence with room for `slots` vectors in front: tokens that are not read and belong to no row, but
     count towards its length. It can then only be mean-pooled."""
     tokens_L = np.concatenate([np.zeros(slots, sequence.tokens_L.dtype), sequence.tokens_L])
-    own_L = np.concatenate([np.full(slots, -1, np.int32), owners(sequence)])
-    return TokenSequence(tokens_L, own_L, sequence.rows)
+    row_L = np.concatenate([np.full(slots, -1, np.int32), owners(sequence)])
+    return TokenSequence(tokens_L, row_L, sequence.rows)
 
 
 def micro_batches(
@@ -218,33 +219,42 @@ def encode_rows(
     chunked = any(s.chunk_L is not None for s in sequences)
     if pooling != "mean" and chunked:
         raise ValueError(f"chunks of a document are mean-pooled; pooling {pooling!r} has no late chunking")
-    device = next(model.parameters()).device
-    lengths, rows = [len(s) for s in sequences], int(row_offsets(sequences)[-1])
-    tokens_T = torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
+    device, lengths = next(model.parameters()).device, [len(s) for s in sequences]
     different = len(set(lengths)) > 1
     # In inference on a CPU sequences of one length are read side by side, which is faster. Elsewhere it is as
     # fast in one row, and with a single way to read them compiled layers do without a graph for these.
     if packed and (different or torch.is_grad_enabled() or device.type != "cpu"):
-        tokens_1T = shipped(tokens_T[None], device)
-        inputs |= unpadded_inputs(model, lengths, device)
-        segment_T = shipped(_segments(sequences), device)
-        hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
-        if pooling == "last":
-            return hidden_TD[inputs["cu_seq_lens_q"][1:].long() - 1].float()
-        return segment_mean(hidden_TD, segment_T, rows).float()
+        return _encode_packed(model, sequences, pooling, inputs)
 
     def padded(x_T: Tensor, filler: int = 0) -> Tensor:
         x_BL = pad_sequence(x_T.split(lengths), batch_first=True, padding_value=filler)
-        return shipped(x_BL, device)
+        return to_device(x_BL, device)
 
-    tokens_BL = padded(tokens_T)
+    tokens_T = _tokens(sequences)
     mask_BL = padded(torch.ones_like(tokens_T)) if different else None
-    output = model(input_ids=tokens_BL, attention_mask=mask_BL, use_cache=False, **inputs)
+    output = model(input_ids=padded(tokens_T), attention_mask=mask_BL, use_cache=False, **inputs)
     hidden_BLD = output.last_hidden_state
     if not chunked:
         return POOLS[pooling](hidden_BLD, mask_BL).float()
     segment_BL = padded(_segments(sequences), -1)
-    return segment_mean(hidden_BLD.flatten(0, 1), segment_BL.flatten(), rows).float()
+    return segment_mean(hidden_BLD.flatten(0, 1), segment_BL.flatten(), row_offsets(sequences)[-1]).float()
+
+
+def _encode_packed(
+    model: PreTrainedModel, sequences: Sequence[TokenSequence], pooling: str, inputs: dict[str, Any]
+) -> Tensor:
+    """The same with all sequences in one row, one after the other."""
+    device = next(model.parameters()).device
+    inputs = inputs | unpadded_inputs(model, [len(s) for s in sequences], device)
+    tokens_1T, segment_T = (to_device(x, device) for x in (_tokens(sequences)[None], _segments(sequences)))
+    hidden_TD = model(input_ids=tokens_1T, use_cache=False, **inputs).last_hidden_state[0]
+    if pooling == "last":
+        return hidden_TD[inputs["cu_seq_lens_q"][1:].long() - 1].float()
+    return segment_mean(hidden_TD, segment_T, row_offsets(sequences)[-1]).float()
+
+
+def _tokens(sequences: Sequence[TokenSequence]) -> Tensor:
+    return torch.from_numpy(np.concatenate([s.tokens_L for s in sequences]).astype(np.int64))
 
 
 def _segments(sequences: Sequence[TokenSequence]) -> Tensor:

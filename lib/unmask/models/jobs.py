@@ -5,10 +5,12 @@ Legend: N texts, B texts or documents, R rows of embeddings, D dimensions (bytes
 """
 
 import glob
+import io
 import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,8 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from unmask.models.embedder import Embedder
-from unmask.store import alone, fingerprint, read_json, visible, write_json
+from unmask.store import alone, fingerprint, visible
 
-OUTPUT = "embedding"
 BATCH = 4096  # texts that are embedded at a time, and that an interruption costs at most; for each GPU 2**16
 
 
@@ -42,34 +43,47 @@ def encode_file(
         raise ValueError(f"{output}: the embeddings go into an .npy file in a folder that exists")
     with alone(output):
         embedder = Embedder.from_pretrained(model)
-        none = embedder.encode([], precision, dimensions)
         count = sum(1 for _ in tqdm(_texts(texts, column), unit="text", desc="reading"))
-        partial, state = (output.with_name(f".{output.name}.{kind}") for kind in ("partial", "json"))
+        none = embedder.encode([], precision, dimensions)
+        header, row_bytes = _header(none, count), none.shape[1] * none.itemsize
         files = [texts, *sorted(visible(Path(embedder.model.name_or_path)))]
         facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        job = fingerprint(column, precision, dimensions, facts)
-        known = read_json(state)
-        done = known["rows"] if known.get("job") == job and partial.is_file() else 0
-        shape, left = (count, none.shape[1]), islice(_texts(texts, column), done, None)
-        write_json(state, {"job": job, "rows": done})  # before another job's file is overwritten
-        rows_ND = np.lib.format.open_memmap(partial, "r+" if done else "w+", none.dtype, shape)
-        # A disk that is too small is an error now, and no signal later.
-        with partial.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
-        size = BATCH if embedder.devices[0].type == "cpu" else 16 * BATCH * len(embedder.devices)
-        for start in tqdm(range(done, count, size), unit="batch", desc="embedding"):
-            batch = list(islice(left, size))
-            try:
-                rows_ND[start : start + size] = embedder.encode(batch, precision, dimensions)
-            except ValueError as error:
-                place = re.match(r"Text (\d+) of \d+", str(error))
-                row = f"row {start + 1 + int(place[1])}{str(error)[place.end() :]}" if place else error
-                raise ValueError(f"{texts}, {row}") from None
-            rows_ND.flush()
-            write_json(state, {"job": job, "rows": start + size})
+        partial = output.with_name(
+            f".{output.name}.{fingerprint(column, precision, dimensions, facts)}.partial"
+        )
+        for other in {*output.parent.glob(f".{glob.escape(output.name)}.*.partial")} - {partial}:
+            other.unlink()
+        with partial.open("ab") as file:
+            done = max(0, file.tell() - len(header)) // row_bytes
+            file.truncate(len(header) + done * row_bytes if done else 0)
+            file.write(b"" if done else header)
+            left = islice(_texts(texts, column), done, None)
+            size = BATCH if embedder.devices[0].type == "cpu" else 16 * BATCH * len(embedder.devices)
+            for start in tqdm(range(done, count, size), unit="batch", desc="embedding"):
+                with _naming_row(texts, start):
+                    file.write(embedder.encode([*islice(left, size)], precision, dimensions))
+                file.flush()
         os.replace(partial, output)
-        state.unlink(missing_ok=True)
         print(f"{count:,} embeddings: {output}")
+
+
+def _header(rows_ND: np.ndarray, count: int) -> bytes:
+    """What an .npy file of `count` such rows begins with."""
+    facts = np.lib.format.header_data_from_array_1_0(rows_ND) | {"shape": (count, rows_ND.shape[1])}
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, facts)
+    return stream.getvalue()
+
+
+@contextmanager
+def _naming_row(texts: Path, start: int) -> Iterator[None]:
+    """Has an error name the row of the file instead of that of a batch."""
+    try:
+        yield
+    except ValueError as error:
+        place = re.match(r"Text (\d+) of \d+", str(error))
+        row = f"row {start + 1 + int(place[1])}{str(error)[place.end() :]}" if place else error
+        raise ValueError(f"{texts}, {row}") from None
 
 
 def _texts(path: Path, column: str) -> Iterator[str]:
@@ -112,13 +126,13 @@ class Worker:
         """Embeds a batch; options as for `encode` or `encode_documents`."""
         items_B = table[self.column].to_pylist()
         if not pa.types.is_nested(table[self.column].type):
-            return table.append_column(OUTPUT, lists(self.embedder.encode(items_B, **options)))
+            return table.append_column("embedding", _lists(self.embedder.encode(items_B, **options)))
         none = self.embedder.encode([], options.get("precision", "int8"), options.get("dimensions"))
         parts = self.embedder.encode_documents(items_B, **options)
         starts = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-        nested = pa.ListArray.from_arrays(starts, lists(np.concatenate([none, *parts])))
-        return table.append_column(OUTPUT, nested)
+        nested = pa.ListArray.from_arrays(starts, _lists(np.concatenate([none, *parts])))
+        return table.append_column("embedding", nested)
 
 
-def lists(rows_RD: np.ndarray) -> pa.FixedSizeListArray:
+def _lists(rows_RD: np.ndarray) -> pa.FixedSizeListArray:
     return pa.FixedSizeListArray.from_arrays(pa.array(rows_RD.ravel()), rows_RD.shape[1])

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from unmask.data.tokens import StoredTokenizer, special_tokens_around
+from unmask.data.tokens import PlainTokenizer, special_tokens_around
 from unmask.extras import extra
 from unmask.models import backbone
 from unmask.models.checkpoint import Settings, settings_of
@@ -69,67 +69,79 @@ def _merge(
 ) -> Path:
     """Merges inside of the temporary directory that then becomes `path` (what a kill left, the next call
     clears), checks the result, and writes it with the first parent's tokenizer and the parents' settings."""
-    if other := [one for one in given if not isinstance(one, str | PathLike)]:
-        raise ValueError(f"a parent is a directory, got one {type(other[0]).__name__}: save_pretrained it")
-    path, parents = Path(path), [Path(backbone.require_checkpoint(Path(one).resolve())) for one in given]
-    if not parents or len({*parents}) < len(parents) or path.resolve() in parents:
-        names = ", ".join(map(str, parents)) or "none"
-        raise ValueError(f"{names} → {path}: name at least one parent, none twice, and another folder")
+    parents, path = _checked(given, Path(path)), Path(path)
     tokenizers = [*map(backbone.load_tokenizer, parents)]
     settings = [*map(settings_of, parents, tokenizers)]
-    first, *others = map(_meaning, parents, tokenizers, settings)
-    for parent, other in zip(parents[1:], others, strict=True):
-        if differ := sorted(key for key in first | other if first.get(key) != other.get(key)):
-            what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
-            raise ValueError(f"{what}: their weights mean different things, take parents of one kind")
+    _check_same_meaning(parents, tokenizers, settings)
     if len(parents) == 2:
-        # A pair of tensors at a time, of models that may not fit into memory.
-        weights = (backbone.load(parent, dtype="auto").named_parameters() for parent in parents)
-        for (name, a), (_, b) in zip(*weights, strict=True):
-            if torch.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) < -NEARLY_ONE:
-                both = f"{name} of {parents[0]} and of {parents[1]}"
-                raise ValueError(f"{both} point opposite ways, and nothing says which way leads between them")
-    reads = settings[0].facts | _longest(settings)
-    facts |= {"plain": all(one.plain for one in settings)}
-    # No model card: writing one asks the Hub about the parents.
-    options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
-    silent = logging.NullHandler()  # or mergekit sets the root logger up, and every library speaks up
+        _check_angles(*parents)
+    facts |= {"stage": "merge", "plain": all(one.plain for one in settings)}
+    facts = settings[0].facts | _longest(settings) | facts
     with new_directory(path) as folder:
-        models = [_stock(parent, folder / f"parent-{number}") for number, parent in enumerate(parents)]
+        work = folder / "work"
+        stock = [_stock(parent, work / f"parent-{number}") for number, parent in enumerate(parents)]
         recipe = {"merge_method": method, "parameters": values, "dtype": "float32"}
-        recipe |= {"models": [{"model": str(model)} for model in models]}
-        recipe |= {"base_model": str(models[0])} if method == "slerp" else {}
-        logging.root.addHandler(silent)
-        logging.disable(logging.WARNING)  # transformers' on an option that mergekit uses
-        try:
-            run_merge(MergeConfiguration.model_validate(recipe), str(folder / "merged"), options)
-        except (OSError, SafetensorError):  # a disk's
-            raise
-        except Exception as error:  # of whatever kind: mergekit meets what it does not know anywhere
-            kind = backbone.load_config(parents[0]).architectures
-            what = f"mergekit cannot merge {', '.join(map(str, parents))} ({', '.join(kind)}): {error}"
-            known = "decoders such as Qwen3, Llama, Mistral and OLMo 2 can be merged, BERT cannot"
-            raise ValueError(f"{what}. Take other parents: {known}") from error
-        finally:
-            logging.disable(logging.NOTSET)
-            logging.root.removeHandler(silent)
-        merged = backbone.load(folder / "merged")  # refuses what is not whole
+        recipe |= {"models": [{"model": str(model)} for model in stock]}
+        _run(recipe | ({"base_model": str(stock[0])} if method == "slerp" else {}), work / "merged", parents)
+        merged = backbone.load(work / "merged")  # refuses what is not whole
         if bad := [name for name, x in merged.named_parameters() if not x.isfinite().all()]:
             raise ValueError(f"the merge of {parents[0]} has NaN or infinity in {bad[0]}")
-        settings = Settings.of(reads | {"stage": "merge"} | facts)
-        write_embedder(folder, merged, tokenizers[0], settings, path.name)
+        write_embedder(folder, merged, tokenizers[0], Settings.of(facts), path.name)
         del merged  # its weights may be mapped from what goes now
-        for rest in [folder / "merged", *folder.glob("parent-*")]:
-            shutil.rmtree(rest)
+        shutil.rmtree(work)
     return path
+
+
+def _checked(parents: Sequence[str | Path], path: Path) -> list[Path]:
+    """The parents' directories.
+
+    Raises: ValueError for none, one that is given twice, or that is no checkpoint's directory, or the path.
+    """
+    if other := [one for one in parents if not isinstance(one, str | PathLike)]:
+        raise ValueError(f"a parent is a directory, got one {type(other[0]).__name__}: save_pretrained it")
+    folders = [Path(backbone.require_checkpoint(Path(one).resolve())) for one in parents]
+    if not folders or len({*folders}) < len(folders) or path.resolve() in folders:
+        names = ", ".join(map(str, folders)) or "none"
+        raise ValueError(f"{names} → {path}: name at least one parent, none twice, and another folder")
+    return folders
+
+
+def _check_angles(one: Path, two: Path) -> None:
+    """Refuses two parents with tensors that point opposite ways; a pair at a time, of models that may not fit
+    into memory."""
+    weights = (backbone.load(parent, dtype="auto").named_parameters() for parent in (one, two))
+    for (name, a), (_, b) in zip(*weights, strict=True):
+        if torch.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) < -NEARLY_ONE:
+            both = f"{name} of {one} and of {two}"
+            raise ValueError(f"{both} point opposite ways, and nothing says which way leads between them")
+
+
+def _run(recipe: dict[str, Any], path: Path, parents: list[Path]) -> None:
+    """Runs mergekit, which otherwise sets the root logger up, so that every library speaks up."""
+    # No model card: writing one asks the Hub about the parents.
+    options = MergeOptions(write_model_card=False, copy_tokenizer=False, quiet=True)
+    silent, disabled = logging.NullHandler(), logging.root.manager.disable
+    logging.root.addHandler(silent)
+    logging.disable(max(disabled, logging.WARNING))  # transformers' on an option that mergekit uses
+    try:
+        run_merge(MergeConfiguration.model_validate(recipe), str(path), options)
+    except (OSError, SafetensorError):  # a disk's
+        raise
+    except Exception as error:  # of whatever kind: mergekit meets what it does not know anywhere
+        kind = ", ".join(backbone.load_config(parents[0]).architectures)
+        what = f"mergekit cannot merge {', '.join(map(str, parents))} ({kind}): {error}"
+        remedy = "decoders such as Qwen3, Llama, Mistral and OLMo 2 can be merged, BERT cannot"
+        raise ValueError(f"{what}. Take other parents: {remedy}") from error
+    finally:
+        logging.disable(disabled)
+        logging.root.removeHandler(silent)
 
 
 def _stock(parent: Path, folder: Path) -> Path:
     """A parent as mergekit reads one: where its files name another class than that of their weights (the
     released pplx-embed and Qwen3-Embedding), a copy that does not."""
     model = backbone.load(parent, dtype="auto")
-    stored, own = PreTrainedConfig.get_config_dict(parent)[0].get("architectures"), [type(model).__name__]
-    if stored == own:
+    if PreTrainedConfig.get_config_dict(parent)[0].get("architectures") == [type(model).__name__]:
         return parent
     model.save_pretrained(folder)
     return folder
@@ -137,24 +149,35 @@ def _stock(parent: Path, folder: Path) -> Path:
 
 def _longest(settings: Sequence[Settings]) -> dict[str, int | None]:
     """The longer ones of lengths that differ; None, all positions of the model, is the longest."""
-    lengths = {key: [getattr(one, key) for one in settings] for key in ("max_length", "window")}
-    longest = {key: None if None in values else max(values) for key, values in lengths.items()}
-    for key, values in lengths.items():
-        if len({*values}) > 1:
-            *several, most = [str(one or "all positions") for one in (*values, longest[key])]
+    longest = {}
+    for key in ("max_length", "window"):
+        lengths = [getattr(one, key) for one in settings]
+        longest[key] = None if None in lengths else max(lengths)
+        if len({*lengths}) > 1:
+            *several, most = [str(one or "all positions") for one in (*lengths, longest[key])]
             print(f"{key} is {', '.join(several)}: the merge has the longest, {most}")
     return longest
 
 
+def _check_same_meaning(
+    parents: list[Path], tokenizers: list[PreTrainedTokenizerBase], settings: list[Settings]
+) -> None:
+    """Refuses parents that differ in what gives weights and vectors their meaning."""
+    first, *others = map(_meaning, parents, tokenizers, settings)
+    for parent, other in zip(parents[1:], others, strict=True):
+        if differ := sorted(key for key in first | other if first.get(key) != other.get(key)):
+            what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
+            raise ValueError(f"{what}: their weights mean different things, take parents of one kind")
+
+
 def _meaning(parent: Path, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> dict[str, Any]:
-    """What gives weights and vectors their meaning: tokenizer, configuration, how an embedder reads and
-    pools."""
+    """The tokenizer, the configuration, and how an embedder reads and pools."""
     config = backbone.load_config(parent)
     backbone.check_vocabulary(config, tokenizer)
-    reads = {"pooling": settings.pooling, "normalize": settings.normalize}
-    reads["prompts"] = {name: text for name, text in settings.prompts.items() if text}
-    around = special_tokens_around(tokenizer) if settings.special_tokens else ()
-    reads["special_tokens"] = settings.special_tokens, [ids.tolist() for ids in around]
     values = {key: value for key, value in config.to_dict().items() if key not in FREE}
     values = {key: value for key, value in values.items() if "dropout" not in key}
-    return values | reads | {"tokenizer": StoredTokenizer.of(tokenizer)}
+    values |= {"pooling": settings.pooling, "normalize": settings.normalize}
+    values["prompts"] = {name: text for name, text in settings.prompts.items() if text}
+    around = special_tokens_around(tokenizer) if settings.special_tokens else ()
+    values["special_tokens"] = settings.special_tokens, [ids.tolist() for ids in around]
+    return values | {"tokenizer": PlainTokenizer(tokenizer).hash}

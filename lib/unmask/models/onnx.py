@@ -37,25 +37,22 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
         import onnxruntime  # noqa: PLC0415
         import onnxscript  # noqa: F401, PLC0415 (torch's export needs it)
     if wrong := {str(x.dtype) for x in embedder.model.parameters()} - {"torch.float32"}:
-        raise ValueError(
-            f"the model has weights in {min(wrong)}: load it with mixed_precision=False, in float32"
-        )
-    path = Path(path)
-    tokens_BL, mask_BL = torch.ones(2, 2, 8, dtype=torch.int64, device=embedder.model.device)
-    any_size = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+        raise ValueError(f"the model has weights in {min(wrong)}: load it with mixed_precision=False")
+    path, names = Path(path), ("input_ids", "attention_mask")
+    any_size = dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)
     with new_directory(path) as folder:
         portable(embedder.tokenizer, embedder.settings).save_pretrained(folder)
         write_json(folder / "unmask.json", embedder.settings.facts)
         with torch.inference_mode():
             torch.onnx.export(
                 _Outputs(embedder).eval(),
-                (tokens_BL, mask_BL),
+                tuple(torch.ones(2, 2, 8, dtype=torch.int64, device=embedder.model.device)),
                 folder / "model.onnx",
                 verbose=False,
                 external_data=True,  # a file of ONNX's own format holds 2 GB at most
-                input_names=["input_ids", "attention_mask"],
+                input_names=names,
                 output_names=["token_embeddings", "sentence_embedding", "int8"],
-                dynamic_shapes={"input_ids": any_size, "attention_mask": any_size},
+                dynamic_shapes=dict.fromkeys(names, any_size),
             )
         if embedder.model.num_parameters() <= READ_BACK:
             onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import Limit, encode
+from unmask.data.tokens import Truncation, encode
 from unmask.models import backbone, checkpoint
+from unmask.models.arguments import as_list, check_counts, check_texts
 from unmask.models.attention import fast_attention
-from unmask.models.embedder import Embedder, as_list, check, check_counts
+from unmask.models.embedder import Embedder
 from unmask.models.encoding import micro_batches
 
 # Of the released models.
@@ -130,7 +131,7 @@ class Reranker:
             instruction: instead of the reranker's own.
             query_length, document_length: tokens at most, if `max_length` leaves so many.
         Returns: float64, (M,).
-        Control tokens that query and documents spell out are broken up, in training, too: see `Limit`.
+        Control tokens that query and documents spell out are broken up, in training, too: see `Truncation`.
 
         Raises: TypeError for what is no string, ValueError for a lone surrogate (half a character) and if the
             model returns NaN or infinity, all of them naming the document. ValueError for an instruction
@@ -138,15 +139,21 @@ class Reranker:
         """
         documents = as_list(documents, "score(query, [document])")
         names = ["the query", *(f"document {number} of {len(documents)}" for number in range(len(documents)))]
-        check([query, *documents], names.__getitem__, empty=True)
+        check_texts([query, *documents], names.__getitem__, empty=True)
         check_counts(query_length=query_length, document_length=document_length)
         backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
         around = around_query(self.instruction if instruction is None else instruction)
         head, tail = self._taken(around)
         limit = min(head + (query_length or longest), longest - tail - 1)
-        (start_L,) = encode(backend, [query], np.int32, Limit(limit, around, harmless=True))
+        (start_L,) = encode(
+            backend, [query], np.int32, Truncation(limit, *around, escape_special_tokens=True)
+        )
         limit = min(tail + (document_length or longest), longest - len(start_L))
-        ends = list(encode(backend, documents, np.int32, Limit(limit, AROUND_DOCUMENT, harmless=True)))
+        ends = list(
+            encode(
+                backend, documents, np.int32, Truncation(limit, *AROUND_DOCUMENT, escape_special_tokens=True)
+            )
+        )
         yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double()
         odds_M = (self._last_vectors(start_L, ends).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
         if bad := np.flatnonzero(~np.isfinite(odds_M)).tolist():
@@ -160,27 +167,25 @@ class Reranker:
         """
         counts = [taken(self.tokenizer.backend_tokenizer, one) for one in (around, AROUND_DOCUMENT)]
         if (longest := self.reader.max_length) < (least := sum(counts) + 2):
-            raise ValueError(
-                f"max_length must be at least {least}, got {longest}: the prompt has {least - 2} tokens "
-                "without query and document"
-            )
+            prompt = f"the prompt has {least - 2} tokens without query and document"
+            raise ValueError(f"max_length must be at least {least}, got {longest}: {prompt}")
         return counts
 
     @torch.inference_mode()
     def _last_vectors(self, start_L: np.ndarray, ends: Sequence[np.ndarray]) -> Tensor:
         """The vector (M, D) of the last token of each prompt. The beginning, the same in all of them, is read
         once, and each group of ends goes on from a copy of its keys and values."""
-        reader, found_MD = self.reader, torch.empty(len(ends), self.model.config.hidden_size)
+        reader, last_MD = self.reader, torch.empty(len(ends), self.model.config.hidden_size)
         with reader.autocast(), fast_attention(False):
             begun = reader.model(padded([start_L])[0].to(reader.devices[0]), use_cache=True).past_key_values
             for group in micro_batches([len(start_L) + len(end_L) for end_L in ends], reader.token_budget):
                 tokens_BL, last_B = padded([ends[i] for i in group])
-                own = copy.deepcopy(begun)
-                own.batch_repeat_interleave(len(group))
-                output = reader.model(tokens_BL.to(reader.devices[0]), past_key_values=own)
+                cache = copy.deepcopy(begun)
+                cache.batch_repeat_interleave(len(group))
+                output = reader.model(tokens_BL.to(reader.devices[0]), past_key_values=cache)
                 hidden_BLD = output.last_hidden_state
-                found_MD[group] = hidden_BLD[torch.arange(len(group)), last_B].to(found_MD)
-        return found_MD
+                last_MD[group] = hidden_BLD[torch.arange(len(group)), last_B].to(last_MD)
+        return last_MD
 
 
 def around_query(instruction: str) -> tuple[str, str]:
@@ -193,7 +198,7 @@ def around_query(instruction: str) -> tuple[str, str]:
 
 def taken(tokenizer: Tokenizer, around: tuple[str, str]) -> int:
     """Tokens of what stands around a text."""
-    return len(next(encode(tokenizer, [""], np.int32, Limit(around=around))))
+    return len(next(encode(tokenizer, [""], np.int32, Truncation(None, *around))))
 
 
 def answers(tokenizer: Tokenizer) -> tuple[int, int]:

@@ -22,14 +22,14 @@ from unmask import losses
 from unmask.config import GROUPS
 from unmask.data.batches import curriculum
 from unmask.data.mining import Encoder, Neighbours, Surrogate, neighbours
-from unmask.data.tokenized import TokenDocuments, single_chunks, token_documents
+from unmask.data.tokenize import TokenDocuments, pairs_as_documents, token_documents
 from unmask.data.tokens import ending, join_chunks
 from unmask.extras import extra
-from unmask.losses.tensors import shipped
+from unmask.losses.tensors import to_device
 from unmask.models import backbone, checkpoint
 from unmask.models.checkpoint import Settings
 from unmask.models.embedder import Embedder
-from unmask.models.encoding import TokenSequence
+from unmask.models.encoding import TokenSequence, owners
 from unmask.models.quantize import int8
 from unmask.store import fingerprint
 from unmask.training.cache import cached_backward
@@ -68,7 +68,7 @@ class ContextualBatch(Batch):
         its chunk means.
         """
         chunks_MCD = self.by_document(rows_RD[self.count :])
-        counts_MC = shipped(self.chunk_tokens_MC, rows_RD.device)
+        counts_MC = to_device(self.chunk_tokens_MC, rows_RD.device)
         weights_MC = counts_MC / counts_MC.sum(1, keepdim=True)
         documents_MD = (chunks_MCD * weights_MC[..., None]).sum(1)
         return rows_RD[: self.count], chunks_MCD, documents_MD
@@ -85,7 +85,7 @@ class ContextualBatch(Batch):
     def labels(self) -> dict[str, Tensor]:
         """Which chunk of which document answers which query, as the losses take it."""
         index = {"document_N": self.document_N, "gold_N": self.gold_N, "chunk_mask_MC": self.mask_MC}
-        return index | {"query_N": text_ids(self.sequences[: self.count])}
+        return index | {"query_ids_N": text_ids(self.sequences[: self.count])}
 
 
 class Contrastive(TextStage):
@@ -97,7 +97,7 @@ class Contrastive(TextStage):
     def shown(self, step: int) -> Iterator[list[str]]:
         """Each query with its document, and with its hard negatives, if any."""
         for part in self.batch(step):
-            texts = iter([self.text(text.own_L) for text in part.sequences])
+            texts = iter([self.text(text.tokens_L[owners(text) >= 0]) for text in part.sequences])
             queries, documents = ([*islice(texts, part.count)] for _ in range(2))
             for query, document, hard in zip(queries, documents, part.hard_N, strict=True):
                 negatives = [f"negative  {negative}" for negative in islice(texts, hard)]
@@ -179,13 +179,13 @@ class Pair(Contrastive):
         if not self.config.looks_around:
             return super().inputs()
         clusters = fingerprint(replace(self.job.clusters, surrogate=""))
-        return super().inputs() | {"surrogate": self.surrogate.identity, "clusters": clusters}
+        return super().inputs() | {"surrogate": self.surrogate.hash, "clusters": clusters}
 
     def drawing(self) -> dict[str, Any]:
         """Clusters where the section asks for them; the curriculum, unless data sets are named or the rows
         have mined negatives; and with it each data set's share of the steps: by size, of its group's."""
         near, config = self.neighbours.items() if self.config.cluster_size else (), self.config
-        drawn = {"packings": {name: rows.packing for name, rows in near}}
+        drawn = {"orders": {name: rows.order for name, rows in near}}
         if self.job.only or getattr(config, "negatives", 0):
             return drawn
         groups, share = self.groups(), dict(zip(GROUPS, config.shares))
@@ -200,11 +200,11 @@ class Pair(Contrastive):
         batch, margin = self.texts(name, rows), self.config.filter_margin
         if margin < 0:
             return [batch]
-        return [replace(batch, negatives=torch.from_numpy(self.neighbours[name].negatives(rows, margin)))]
+        return [replace(batch, negatives=torch.from_numpy(self.neighbours[name].negative_mask(rows, margin)))]
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = self.served(rows_RD)
-        shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
+        shared |= {"margin": self.config.margin, "negative_mask_NN": batch.negatives}
         q_ND, d_ND = rows_RD[: batch.count], rows_RD[batch.count :]
         return losses.pair_loss(q_ND, d_ND, query_query=self.config.query_query, **shared)
 
@@ -246,7 +246,7 @@ class Contextual(Contrastive):
         special, pairs = sum(map(len, self.around)), self.tables("pairs") if self.config.single else {}
         config = replace(self.config, query_length=max(1, self.config.query_length - special))
         data = {name: token_documents(table, config) for name, table in self.tables("documents").items()}
-        return data | {name: single_chunks(table, config) for name, table in pairs.items()}
+        return data | {name: pairs_as_documents(table, config) for name, table in pairs.items()}
 
     def drawing(self) -> dict[str, Any]:
         """Data sets are drawn by their queries, as the paper's by their pairs, or by their documents."""
@@ -304,7 +304,7 @@ class Triplet(Contrastive):
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         vectors, id_R = with_negatives(self.served(rows_RD), batch)
-        return losses.triplet_loss(*vectors, number_R=id_R, **shared)
+        return losses.triplet_loss(*vectors, text_ids_R=id_R, **shared)
 
 
 def with_negatives(rows_RD: Tensor, batch: Batch) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:

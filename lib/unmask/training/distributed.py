@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from unmask.losses.tensors import shipped
+from unmask.losses.tensors import to_device
 from unmask.models import backbone
 from unmask.models.attention import compile_layers
 
@@ -82,7 +82,7 @@ class Distributed:
 
     def to_device(self, x: Tensor) -> Tensor:
         """Copies a CPU tensor to this process's device without waiting for the copy."""
-        return shipped(x, self.device)
+        return to_device(x, self.device)
 
     def wait(self) -> None:
         """Returns when every process is here."""

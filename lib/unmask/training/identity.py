@@ -38,7 +38,7 @@ def identity(stage: Stage, model: nn.Module) -> dict[str, Any]:
     if job.settings:
         made_of |= {"special tokens": job.settings.special_tokens, "normalize": job.settings.normalize}
     made_of |= {"stage": job.stage, "mask_token": job.backbone.mask_token, **stage.inputs()}
-    made_of |= {"data": stage.corpus.hash, "tokenizer": fingerprint(stage.stored.content)}
+    made_of |= {"data": stage.corpus.hash, "tokenizer": stage.stored.hash}
     made_of |= {"weights": weights_hash(model), "library": library_hash(), "code": outside_code(stage)}
     return json.loads(json.dumps(made_of))  # as it will be read again
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from unmask.data.tokens import Limit
-from unmask.losses import answer_loss, insent_loss, matryoshka, qwen3_loss
+from unmask.data.tokens import Truncation
+from unmask.losses import answer_loss, insent_loss, matryoshka, mean_maxsim, qwen3_loss
 from unmask.models import context_encoder
 from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
@@ -44,7 +44,7 @@ class LateInteraction(Contextual):
         queries = [text.rows for text in batch.sequences[: batch.count]]
         texts = rows_RD.split(queries + batch.chunk_tokens_MC[batch.mask_MC].int().tolist())
         q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (texts[: batch.count], texts[batch.count :]))
-        shared |= batch.labels()
+        shared |= batch.labels() | {"similarity": mean_maxsim}
         return insent_loss(q_NLD, batch.by_document(chunks_XKD), lam=self.config.alpha, **shared)
 
 
@@ -120,9 +120,9 @@ class Qwen3(Pair):
     section = "qwen3"
     ends = True  # whatever the pooling
 
-    def reading(self, group: str) -> tuple[Limit, Limit]:
+    def reading(self, group: str) -> tuple[Truncation, Truncation]:
         query, document = super().reading(group)
-        return query._replace(around=(prompt(INSTRUCTIONS[group]), query.around[1])), document
+        return query._replace(prefix=prompt(INSTRUCTIONS[group])), document
 
     def facts(self, start: str) -> dict[str, Any]:
         """With prompts for sentence-transformers."""
@@ -130,8 +130,8 @@ class Qwen3(Pair):
 
     def loss(self, rows_RD: Tensor, batch: Batch, **shared: Any) -> Tensor:
         rows_RD = self.served(rows_RD)
-        shared |= {"margin": self.config.margin, "negatives_NN": batch.negatives}
-        vectors, shared["number_R"] = with_negatives(rows_RD, batch)
+        shared |= {"margin": self.config.margin, "negative_mask_NN": batch.negatives}
+        vectors, shared["text_ids_R"] = with_negatives(rows_RD, batch)
         return matryoshka(partial(qwen3_loss, **shared), vectors, self.config.dimensions)
 
 
@@ -172,11 +172,13 @@ class Reranking(TextStage):
     def keys(self) -> dict[str, np.ndarray]:
         return {name: np.arange(len(pairs.queries)) for name, pairs in self.data.items()}
 
-    def reading(self, group: str) -> tuple[Limit, Limit]:
-        around, tokenizer = around_query(INSTRUCTIONS[group]), self.stored.load()
-        query = Limit(self.config.query_length + taken(tokenizer, around), around, harmless=True)
+    def reading(self, group: str) -> tuple[Truncation, Truncation]:
+        around, tokenizer = around_query(INSTRUCTIONS[group]), self.stored.backend
+        query = Truncation(
+            self.config.query_length + taken(tokenizer, around), *around, escape_special_tokens=True
+        )
         document = self.config.document_length + taken(tokenizer, AROUND_DOCUMENT)
-        return query, Limit(document, AROUND_DOCUMENT, harmless=True)
+        return query, Truncation(document, *AROUND_DOCUMENT, escape_special_tokens=True)
 
     def batch(self, step: int) -> Prompts:
         name, rows = self.plan(step)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from unmask import losses
 from unmask.config import DiffusionConfig
-from unmask.data.tokenized import Blocks, open_blocks
+from unmask.data.tokenize import Blocks, open_blocks
 from unmask.training.distributed import Distributed
 from unmask.training.stages import WIDTH, Stage
 

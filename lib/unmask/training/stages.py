@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from unmask.config import GROUPS, ConfigError, TrainConfig, stage_config
 from unmask.data.batches import BatchPlan
 from unmask.data.corpus import Corpus
-from unmask.data.mining import kept, sample
-from unmask.data.tokenized import Table, TokenPairs, token_pairs
-from unmask.data.tokens import Limit, StoredTokenizer, end_token, special_tokens_around
+from unmask.data.mining import cached_array, sample
+from unmask.data.tokenize import Table, TokenPairs, token_pairs
+from unmask.data.tokens import PlainTokenizer, Truncation, end_token, special_tokens_around
 from unmask.models import backbone
 from unmask.models.encoding import TokenSequence
 from unmask.store import artifacts_root, fingerprint, sha256, visible
@@ -77,8 +77,8 @@ class Stage:
     # --- what it reads
 
     @cached_property
-    def stored(self) -> StoredTokenizer:
-        return StoredTokenizer.of(self.tokenizer)
+    def stored(self) -> PlainTokenizer:
+        return PlainTokenizer(self.tokenizer)
 
     def prepare(self) -> list[dict[str, Any]]:
         """Makes what a training reads, and returns a row per data set with what was cut and left out."""
@@ -184,11 +184,11 @@ class TextStage(Stage):
         special = len(before) + len(after)
         return TokenSequence(np.concatenate([before, tokens_L, after]) if special else tokens_L)
 
-    def reading(self, group: str) -> tuple[Limit, Limit]:
+    def reading(self, group: str) -> tuple[Truncation, Truncation]:
         """How a query and a document of this group are read: tokens at most, and what is put around them."""
-        around, special = ("", end_token(self.tokenizer) if self.ends else ""), sum(map(len, self.around))
+        suffix, special = end_token(self.tokenizer) if self.ends else "", sum(map(len, self.around))
         lengths = self.config.query_length, self.config.document_length
-        query, document = (Limit(max(1, length - special), around) for length in lengths)
+        query, document = (Truncation(max(1, length - special), suffix=suffix) for length in lengths)
         return query, document
 
     def groups(self) -> dict[str, str]:
@@ -212,7 +212,7 @@ class TextStage(Stage):
         return {name: token_pairs(table, *limits[name], negatives) for name, table in tables.items()}
 
     def table(self, name: str, rows: Dataset, file: str) -> Table:
-        held_out = kept("held-out", [self.corpus.hash], self.corpus.held_out)
+        held_out = cached_array("held-out", [self.corpus.hash], self.corpus.held_out)
         return Table(rows, name, file, self.stored, held_out)
 
     def tables(self, kind: str) -> dict[str, Table]:
@@ -229,7 +229,7 @@ class TextStage(Stage):
         draw = fingerprint(most, seed, [*map(len, rows.values())])  # one over all tables
         for name, few in (sample(rows, most, seed) if most else {}).items():
             if len(few) < len(rows[name]):
-                tables[name] = self.table(name, few, f"{tables[name].identity}/{draw}")
+                tables[name] = self.table(name, few, f"{tables[name].rows_hash}/{draw}")
         return tables
 
     def triplets(self) -> dict[str, Table]:

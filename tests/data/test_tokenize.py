@@ -1,52 +1,53 @@
-"""What a training reads, tokenised once: the same whatever the workers, the kills and the appetite; pairs,
-documents and blocks of text cut to a stage's lengths, in the sources' shares."""
+"""What a training reads, tokenised once: the same whatever the kills and the number of shards; pairs and
+documents cut to a stage's lengths, blocks of text in the sources' shares."""
 
+import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from multiprocessing import get_context
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Dataset
 
 import tiny
 from tiny_sources import own, write_as
 from unmask.config import load_preset
-from unmask.data import tokenized
+from unmask.data import tokenize
 from unmask.data.batches import BatchPlan
 from unmask.data.registry import split_of
 from unmask.data.spelling import text_id
-from unmask.data.tokenized import Table, build, open_blocks, single_chunks, token_documents, token_pairs
-from unmask.data.tokens import Limit, StoredTokenizer, pack
+from unmask.data.tokenize import Table, build, open_blocks, pairs_as_documents, token_documents, token_pairs
+from unmask.data.tokens import PlainTokenizer, Truncation, pack
 from unmask_study.report import paper_table
 
-UNITS = list(range(1, 21))
+PIECES = range(1, 21)
 
 
-def kill(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
+def work(piece):
+    """Piece 3 → three numbers, and as many tokens."""
+    counters = json.dumps({"tokens": piece, "odd": piece % 2})
+    return pa.table({"flat": np.full(piece, piece, np.int32)}, metadata={"counters": counters})
 
 
-def work(unit, at=0, fault=kill):
-    """Unit 3 → three numbers, and as many tokens; at one unit a fault."""
-    if unit == at:
-        fault(unit)
-    return {"flat": np.full(unit, unit, np.int32), "one": np.array([unit])}, {"tokens": unit, "odd": unit % 2}
+def built(folder, work=work, **wanted):
+    return build(folder, lambda: PIECES, work, "", **wanted)
 
 
-def die_before_the_journal(folder):
-    tokenized.write_json = kill
-    build(folder, UNITS, work, "")
+def killed(folder, at):
+    """Makes shards in a process that is killed before the last of `at` is whole."""
 
+    def kill(source, path):
+        if path.name == f"{at - 1:05}.arrow":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.rename(source, path)
 
-def in_processes(target, *args, count=1):
-    """Exit codes of processes that run at the same time."""
-    started = [get_context("fork").Process(target=target, args=args) for _ in range(count)]
-    [process.start() for process in started]
-    [process.join() for process in started]
-    return [process.exitcode for process in started]
+    if not (child := os.fork()):
+        os.replace = kill
+        built(folder)
+    return os.waitpid(child, 0)[1]
 
 
 def contents(folder):
@@ -54,52 +55,34 @@ def contents(folder):
 
 
 @pytest.fixture
-def cores(monkeypatch):
-    """Sets how many there are; one first, so that a forked process does its work by itself."""
-    set_to = lambda count: monkeypatch.setattr(tokenized, "cpu_count", lambda: count)  # noqa: E731
-    set_to(1)
-    return set_to
-
-
-@pytest.fixture
-def whole(tmp_path, cores):
-    done = build(tmp_path / "whole", UNITS, work, "")
-    np.testing.assert_array_equal(done.array("flat", np.int32), np.repeat(UNITS, UNITS))
+def whole(tmp_path):
+    done = built(tmp_path / "whole")
+    np.testing.assert_array_equal(done.column("flat").to_numpy(), np.repeat(PIECES, PIECES))
     assert done.counters == {"tokens": 210, "odd": 10}
     return contents(done.folder)
 
 
-def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path, cores):
-    for at in (2, 3, 11):
-        assert in_processes(build, tmp_path / "x", UNITS, partial(work, at=at), "") == [-signal.SIGKILL]
-        assert in_processes(die_before_the_journal, tmp_path / "x") == [-signal.SIGKILL]
-    with pytest.raises(ZeroDivisionError):
-        build(tmp_path / "x", UNITS, partial(work, at=12, fault=lambda unit: unit / 0), "")
-    os.truncate(tmp_path / "x" / "flat.bin", 8)  # a power cut, after which all is made again
-    cores(2)
-    build(tmp_path / "x", UNITS, work, "")
-    assert contents(tmp_path / "x") == whole
-    (tmp_path / "x" / "flat.bin").unlink()  # also where all had been done
-    build(tmp_path / "x", UNITS, work, "")
-    assert contents(tmp_path / "x") == whole
-
-
-def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, cores, monkeypatch):
-    cores(2)
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(whole, tmp_path):
     folder = tmp_path / "x"
-    assert build(folder, UNITS, work, "", wanted=0).units == 0
-    assert build(folder, UNITS, work, "", wanted=15).units == 5  # 1 + 2 + 3 + 4 + 5
-    assert build(folder, UNITS, work, "", wanted=16).units == 6
-    build(folder, UNITS, work, "", wanted=10**6)
+    for at in (1, 3, 11):
+        assert killed(folder, at) == signal.SIGKILL
+        assert len([*folder.glob("0*.arrow")]) == at - 1
+    for size in (None, 0, 8, 300):  # cut short by a power failure
+        if size is not None:
+            os.truncate(folder / "00004.arrow", size)
+        with ThreadPoolExecutor() as pool:  # who wants the same waits
+            list(pool.map(built, [folder] * 3))
+        assert contents(folder) == whole
+
+
+def test_what_is_wanted_is_no_part_of_the_result(whole, tmp_path, monkeypatch):
+    folder = tmp_path / "x"
+    for wanted, shards in ((0, 0), (15, 5), (16, 6)):  # 1 + 2 + 3 + 4 + 5
+        assert len(built(folder, wanted=wanted).tables) == shards
+    built(folder, wanted=10**6)
     assert contents(folder) == whole
-    monkeypatch.setattr(tokenized, "locked", None)  # what is finished is neither locked nor touched
-    monkeypatch.setattr(os, "truncate", None)
-    assert build(folder, UNITS, None, "").units == build(folder, UNITS, None, "", wanted=15).units == 20
-
-
-def test_processes_that_want_the_same_wait_for_one_another(whole, tmp_path):
-    assert in_processes(build, tmp_path / "x", UNITS, work, "", count=3) == [0, 0, 0]
-    assert contents(tmp_path / "x") == whole
+    monkeypatch.setattr(tokenize, "locked", None)  # what is finished is neither locked nor touched
+    assert len(built(folder, None).tables) == len(built(folder, None, wanted=15).tables) == 20
 
 
 # --- pairs and documents
@@ -118,7 +101,7 @@ DOCUMENTS = Dataset.from_dict({"chunks": CHUNKS} | ASKED)
 
 @pytest.fixture
 def stored():
-    return StoredTokenizer.of(tiny.tokenizer())
+    return PlainTokenizer(tiny.tokenizer())
 
 
 def tokens(texts, length=12):
@@ -130,15 +113,16 @@ def lists(arrays):
 
 
 def pairs(rows, stored, **options):
-    return token_pairs(Table(rows, "b", "", stored), **{"query": Limit(8), "document": Limit(12)} | options)
+    return token_pairs(
+        Table(rows, "b", "", stored), **{"query": Truncation(8), "document": Truncation(12)} | options
+    )
 
 
-def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored, cores, monkeypatch):
-    """By any number of workers."""
-    monkeypatch.setattr(tokenized, "ROWS", 5)
-    cores(2)
+def test_pairs_are_their_texts_tokens_cut_to_the_lengths(stored, monkeypatch):
+    """In any number of shards."""
+    monkeypatch.setattr(tokenize, "ROWS", 7)
     many = Dataset.from_list([row | {"key": str(i)} for i, row in enumerate(PAIRS.to_list() * 20)]).shuffle(0)
-    found = pairs(many, stored, query=Limit(2))
+    found = pairs(many, stored, query=Truncation(2))
     assert lists(found.queries) == tokens(many["query"][:], 2)
     assert lists(found.documents) == tokens(many["document"][:])
     assert [len({*column}) for column in found.keys.T.tolist()] == [60, 3, 3]  # keys, queries, documents
@@ -164,7 +148,9 @@ def held(*texts):
 def test_what_shares_a_text_with_a_held_out_row_is_left_out_and_counted(stored):
     """Whatever the columns: a held-out query is no document, a negative that is held out leaves its row."""
     mined = PAIRS.add_column("negatives", [["x", "y"], ["x"], ["z", "x", "y"]])
-    found = token_pairs(Table(mined, "b", "", stored, held("of  an array", "x")), Limit(8), Limit(12), 2)
+    found = token_pairs(
+        Table(mined, "b", "", stored, held("of  an array", "x")), Truncation(8), Truncation(12), 2
+    )
     assert lists(found.queries) == tokens(["Read a table"])
     assert [lists(row) for row in found.negatives] == [tokens(["y"])]
     shared = "rows that share a text with a held-out row"
@@ -180,7 +166,7 @@ def test_pairs_as_documents_share_no_batch_where_they_share_a_text(stored):
         {"query": q, "document": d, "key": d} for q, d in (("a", "b"), ("b", "a"), ("c", "d"), ("d", "e"))
     ]
     config = replace(CONTEXTUAL, single=9)
-    found = single_chunks(Table(Dataset.from_list(both), "b", "", stored), config)
+    found = pairs_as_documents(Table(Dataset.from_list(both), "b", "", stored), config)
     assert sorted(len({*row}) for row in found.keys.tolist()) == [2, 2, 2, 2]
     plan = BatchPlan({"b": found.keys}, replace(load_preset("smoke").contextual, batch=4, steps=20))
     for step in range(20):
@@ -201,12 +187,12 @@ def test_a_long_document_becomes_windows_that_keep_their_own_queries(stored):
     assert counted.items() <= found.counters.items()
 
 
-def test_single_chunks_are_random_pairs_of_different_keys(stored):
+def test_pairs_as_documents_are_random_pairs_of_different_keys(stored):
     many = Dataset.from_list([row | {"key": str(i // 2)} for i, row in enumerate(PAIRS.to_list() * 40)])
     rows = [(tokens([row["document"]]), tokens([row["query"]]), [0]) for row in PAIRS.to_list()]
 
     def drawn(count, seed):
-        found = single_chunks(Table(many, "b", "", stored), replace(CONTEXTUAL, single=count, seed=seed))
+        found = pairs_as_documents(Table(many, "b", "", stored), replace(CONTEXTUAL, single=count, seed=seed))
         return [rows.index((lists(d.chunks), lists(d.queries), d.golds)) for d in found]
 
     assert len(drawn(50, 0)) == 50 and drawn(50, 0) != drawn(50, 1)
@@ -218,8 +204,8 @@ def test_no_tokens_and_no_room_are_refused(column, stored):
     rows = PAIRS.map(lambda row, i: {column: "" if i == 1 else row[column]}, with_indices=True)
     with pytest.raises(ValueError, match=r"data set 'b', \w+, row 1: '' has no tokens. Remove or fill it"):
         pairs(rows, stored)
-    with pytest.raises(ValueError, match=r"(queries|documents): 2 tokens at most, .* raise the length"):
-        pairs(PAIRS, stored, **{column: Limit(2, ("one two three ", ""))})
+    with pytest.raises(ValueError, match=r"2 tokens at most, .* raise the length"):
+        pairs(PAIRS, stored, **{column: Truncation(2, "one two three ")})
 
 
 # --- blocks
@@ -232,7 +218,7 @@ def source(folder, name, texts, **more):
 
 def opened(*sources, wanted=10**6, length=16, seed=0):
     config = replace(load_preset("smoke").ar, length=length, steps=wanted, batch=1, seed=seed)
-    return open_blocks(sources, StoredTokenizer.of(tiny.tokenizer()), config)
+    return open_blocks(sources, PlainTokenizer(tiny.tokenizer()), config)
 
 
 def varied(count, start=0):

@@ -1,0 +1,81 @@
+"""How long a run takes, before it starts: 6 FLOPs for each parameter and token, by the speed of the hardware.
+
+Texts count as long as the preset allows, and each stage as one training, in the first notebook that reads its
+section. What studies train besides, shorter or on fewer texts, is not counted, nor is evaluation.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from unmask.config import TRAINED, Preset
+
+PEAK = {"bf16": 989e12, "fp32": 67e12}  # FLOP/s, dense, data sheet of H100 and H200 SXM
+USED = 0.22  # share of the peak that is useful work: assumed; 0.11 to 0.42 were measured on an H200
+CORE = {True: 150e9, False: 50e9}  # FLOP/s of a processor's core, with bf16 instructions and without
+BESIDE = 60.0  # seconds of a notebook beside its trainings
+
+
+def parameters(preset: Preset) -> tuple[int, int]:
+    """Parameters of a model of the preset's sizes, and how many of them are no embeddings."""
+    shape = preset.backbone
+    widths = 2 * shape.heads * shape.head_size + 2 * shape.kv_heads * shape.head_size + 3 * shape.mlp_size
+    layer = shape.hidden_size * (widths + 2) + 2 * shape.head_size
+    body = shape.layers * layer + shape.hidden_size
+    return body + preset.data.vocab_size * shape.hidden_size, body
+
+
+def tokens(preset: Preset, stage: str) -> int:
+    """Tokens of a step, at most."""
+    config = getattr(preset, stage)
+    if stage in ("ar", "diffusion"):
+        return config.batch * config.length
+    queries, documents = getattr(config, "queries_per_document", 1), 1 + getattr(config, "negatives", 0)
+    return config.batch * (queries * config.query_length + documents * config.document_length)
+
+
+def hours(preset: Preset, stage: str, hardware: Mapping[str, Any]) -> float:
+    """Hours of a training on the preset's GPUs, or on this machine's cores if it has no GPU and the preset
+    names no more than one."""
+    config, gpus = getattr(preset, stage), preset.parallel.num_processes
+    speed = hardware["cores"] * CORE[hardware["bf16"] and config.precision == "bf16"]
+    if hardware["gpus"] or gpus > 1:
+        speed = gpus * USED * PEAK[config.precision]
+    return 6 * parameters(preset)[0] * tokens(preset, stage) * config.steps / speed / 3600
+
+
+def stages(preset: Preset, notebooks: Iterable[Any]) -> dict[str, list[str]]:
+    """The trainings that count for each notebook; of all of a pipeline, in their order."""
+    counted = {"ar"} if preset.backbone.checkpoint else set()
+    new: dict[str, list[str]] = {}
+    for one in notebooks:
+        new[one.name] = [stage for stage in TRAINED if stage in {*one.reads} - counted]
+        counted.update(one.reads)
+    return new
+
+
+def seconds(preset: Preset, notebooks: Iterable[Any], hardware: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of each notebook, see `stages`."""
+    every = stages(preset, notebooks).items()
+    return {name: BESIDE + 3600 * sum(hours(preset, stage, hardware) for stage in new) for name, new in every}
+
+
+def together(seconds: Mapping[Any, float], jobs: int) -> float:
+    """Seconds that notebooks, given in running order, take together at least, up to `jobs` side by side."""
+    ends: dict[str, float] = {}
+    for one, took in seconds.items():
+        ends[one.name] = took + max((ends.get(name, 0.0) for name in one.after), default=0.0)
+    return max(*ends.values(), sum(seconds.values()) / jobs)
+
+
+def describe(
+    preset: Preset, notebooks: Iterable[Any], due: Collection[str], hardware: Mapping[str, Any]
+) -> str:
+    """The trainings of the notebooks that are due, for `unmask run --dry-run`."""
+    gpus = preset.parallel.num_processes
+    on_gpus = hardware["gpus"] or gpus > 1
+    rows = [f"trainings, estimated for {f'{gpus} H100' if on_gpus else 'the cores of this machine'}:"]
+    for name, new in stages(preset, notebooks).items():
+        for stage in new if name in due else ():
+            work = f"{getattr(preset, stage).steps:,} steps × {tokens(preset, stage):,} tokens"
+            rows.append(f"  {name:<20}{stage:<12}{work:>32}{hours(preset, stage, hardware):>9,.2f} hours")
+    return "\n".join(rows)
