@@ -7,11 +7,11 @@ import sys
 from itertools import product
 
 import pytest
+import tiny_stages
 import torch
 import worker
 from filelock import FileLock
 from safetensors.torch import load_file
-from tiny_stages import difference
 
 from closeness import assert_close
 from unmask.training import history
@@ -44,7 +44,7 @@ def agree(out, case, tolerance):
         facts = json.loads(file.with_suffix(".json").read_text())
         assert facts["tokens"] == expected["tokens"]
         assert facts["loss"] == pytest.approx(expected["loss"], rel=tolerance)
-        assert difference(load_file(file.with_suffix(".safetensors")), gradients) <= tolerance
+        assert tiny_stages.difference(load_file(file.with_suffix(".safetensors")), gradients) <= tolerance
 
 
 @pytest.mark.slow
@@ -83,4 +83,4 @@ def test_the_gpu_gives_the_loss_and_gradient_of_the_cpu(case, precision, toleran
     expected, gradients = worker.compute(case)
     facts, found = worker.compute(case, Distributed.alone(precision))
     assert facts["loss"] == pytest.approx(expected["loss"], rel=tolerance)
-    assert difference(found, gradients) <= tolerance
+    assert tiny_stages.difference(found, gradients) <= tolerance

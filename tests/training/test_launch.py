@@ -14,7 +14,6 @@ import pytest
 import tiny_stages
 import torch
 from safetensors.torch import load_file
-from tiny_stages import Reported
 
 import tiny
 from closeness import assert_close
@@ -122,7 +121,7 @@ def test_stopped_with_its_notebook_it_goes_on(start, importable, tmp_path):
     assert saved, (tmp_path / "log").read_text()
     stage = made(start, **LONG)
     with pytest.raises(TrainingStopped):
-        trained(stage, start, folder, watch=Reported(10, signal.SIGTERM))
+        trained(stage, start, folder, watch=tiny_stages.Reported(10, signal.SIGTERM))
     two = trained(stage, start, folder)
     assert two.parent == saved[0].parents[1]
     assert_alike(two, trained(made(start, ALONE, steps=30), start, tmp_path / "one"))

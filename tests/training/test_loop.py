@@ -17,7 +17,6 @@ from limits import full_disk
 from unmask.training import loop
 from unmask.training.distributed import Distributed
 from unmask.training.launch import STOP
-from unmask.training.loop import lr_factor, parameter_groups, steps
 from unmask.training.watch import probes, seconds_until
 
 
@@ -28,7 +27,7 @@ def fit(folder, name="pair", backward=None, report=lambda row: None, **changes):
 
 
 def trained(stage, model, folder, report=lambda row: None):
-    steps(stage, model, folder, Distributed.alone(stage.config.precision), report, [])
+    loop.steps(stage, model, folder, Distributed.alone(stage.config.precision), report, [])
     return model
 
 
@@ -119,7 +118,7 @@ def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tm
     changes = {"steps": 4, "clip": 0.5, "beta1": 0.8, "weight_decay": 0.3, "gradient_checkpointing": True}
     found = fit(tmp_path, **changes)
     stage, model = tiny_stages.stage("pair", **changes), tiny_stages.model("pair").train()
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.3), betas=(0.8, stage.config.beta2))
+    optimizer = torch.optim.AdamW(loop.parameter_groups(model, 0.3), betas=(0.8, stage.config.beta2))
     for number, factor in enumerate((0.5, 1, 1, 0.5)):  # warm-up of two steps, then the cosine
         tiny_stages.step(stage, model, stage.batch(number))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -231,7 +230,7 @@ def test_where_a_checkpoint_takes_long_there_are_fewer(tmp_path, monkeypatch):
 
 def test_gains_of_norms_do_not_decay():
     model = tiny.model()
-    decayed, kept = parameter_groups(model, 0.1)
+    decayed, kept = loop.parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert {id(p) for p in kept["params"]} == {id(p) for n, p in model.named_parameters() if "norm" in n}
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
@@ -247,6 +246,6 @@ SCHEDULES = {
 @pytest.mark.parametrize(("schedule", "expected"), SCHEDULES.items())
 def test_a_schedule_rises_and_falls_as_its_name_says(schedule, expected):
     config = tiny_stages.config("pair", steps=110, warmup=10, schedule=schedule, decay=20)
-    found = [lr_factor(config, step) for step in range(110)]
+    found = [loop.lr_factor(config, step) for step in range(110)]
     assert {step: found[step] for step in expected} == pytest.approx(expected)
     assert found[10:] == sorted(found[10:], reverse=True) and 0 < found[-1] < 0.02

@@ -12,17 +12,15 @@ import pytest
 import tiny_stages
 import torch
 from sentence_transformers import SentenceTransformer
-from tiny_stages import Reported
 from transformers import BertConfig, BertModel
 
 import tiny
 import tiny_corpus
 import tiny_families
-from unmask import losses
+from unmask import Embedder, losses
 from unmask.config import ConfigError
 from unmask.data.mining import negative_similarity
 from unmask.models import backbone
-from unmask.models.embedder import Embedder
 from unmask.store import write_atomic
 from unmask.training import Pair, TrainingStopped, data_report, history, train
 from unmask.training import identity as same
@@ -229,9 +227,9 @@ def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, monkeypatch, 
     optimizers = partial(filter, lambda one: isinstance(one, torch.optim.AdamW))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append([*optimizers(gc.get_objects())]))
     with pytest.raises(TrainingStopped, match="4 steps are saved"):
-        trained(stage, start, tmp_path / "parts", watch=Reported(2, number))
+        trained(stage, start, tmp_path / "parts", watch=tiny_stages.Reported(2, number))
     assert left == [[]]
-    parts = trained(stage, start, tmp_path / "parts", watch=(watch := Reported()))
+    parts = trained(stage, start, tmp_path / "parts", watch=(watch := tiny_stages.Reported()))
     assert watch.rows[0] == {"total": 6, "done": 4}
     whole = trained(stage, start, tmp_path / "whole")
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -239,7 +237,7 @@ def test_a_signal_saves_and_the_same_call_goes_on(start, tmp_path, monkeypatch, 
 
 
 def test_two_processes_never_train_in_one_folder(start, tmp_path):
-    class Meanwhile(Reported):
+    class Meanwhile(tiny_stages.Reported):
         def __call__(self, row):
             with pytest.raises(RuntimeError, match="another process works on"):
                 trained(made("pair", start), start, tmp_path / "pair")

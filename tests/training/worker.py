@@ -20,7 +20,6 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent / "lib"), str(TESTS), str(TESTS / "training")]
 
 import tiny_stages  # noqa: E402
-from tiny_stages import Interrupted  # noqa: E402
 
 from unmask.training import loop  # noqa: E402
 from unmask.training.distributed import ALONE, Distributed  # noqa: E402
@@ -73,7 +72,7 @@ def train_stage(case, folder, processes=ALONE, stop_at=None):
 
     def backward(*arguments):
         if next(done) == stop_at:
-            raise Interrupted
+            raise tiny_stages.Interrupted
         return whole(*arguments)
 
     stage.backward = backward
@@ -93,7 +92,7 @@ def main(rank, out, port):
             save_file(gradients, folder / f"{case}-{rank}.safetensors")
             (folder / f"{case}-{rank}.json").write_text(json.dumps(facts))
         for case in [case for how, case in BEGUN if how == strategy]:
-            with suppress(Interrupted):
+            with suppress(tiny_stages.Interrupted):
                 train_stage(case, folder / case, processes, stop_at=5)
 
 
