@@ -271,9 +271,9 @@ def _require(preset: Preset) -> None:
     mirror.require(preset)
     if mirror.reads_packaged(preset):
         packaged()
-    if preset.backbone.checkpoint and (texts := texts_of_files(preset.data)):
-        if note := unknown_languages(load_tokenizer(preset.backbone.checkpoint), texts):
-            print(f"note: {note}", flush=True)
+    texts = texts_of_files(preset.data) if preset.backbone.checkpoint else {}
+    if texts and (note := unknown_languages(load_tokenizer(preset.backbone.checkpoint), texts)):
+        print(f"note: {note}", flush=True)
 
 
 def _print_states(pipeline: Pipeline, states: Mapping[Notebook, str]) -> dict[Notebook, float]:
