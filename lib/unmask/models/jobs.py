@@ -70,8 +70,7 @@ def encode_file(
 def _header(rows_ND: np.ndarray, count: int) -> bytes:
     """What an .npy file of `count` such rows begins with."""
     facts = np.lib.format.header_data_from_array_1_0(rows_ND) | {"shape": (count, rows_ND.shape[1])}
-    stream = io.BytesIO()
-    np.lib.format.write_array_header_1_0(stream, facts)
+    np.lib.format.write_array_header_1_0(stream := io.BytesIO(), facts)
     return stream.getvalue()
 
 
