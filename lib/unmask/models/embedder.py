@@ -265,11 +265,9 @@ class Embedder:
         for chunks in documents:
             ids = list(islice(chunk_ids, len(chunks)))
             lengths = list(map(len, ids))
-            if max(lengths) > room:
-                raise ValueError(
-                    f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens, the window holds {room}: "
-                    "split the chunk, or set chunk_length to have it cut"
-                )
+            if (longest := max(lengths)) > room:
+                what = f"{name(first + np.argmax(lengths))} has {longest} tokens, the window holds {room}"
+                raise ValueError(f"{what}: split the chunk, or set chunk_length to have it cut")
             for start, stop, chosen in context_windows(lengths, room, OVERLAP):
                 sequence = tokens.join_chunks(ids[start:stop], separator_id, self.around)
                 yield Unit(only_chunks(sequence, chosen - start), first + chosen)

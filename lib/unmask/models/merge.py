@@ -69,7 +69,7 @@ def _merge(
     parents, path = _checked(given, Path(path)), Path(path)
     tokenizers = [*map(backbone.load_tokenizer, parents)]
     settings = [*map(settings_of, parents, tokenizers)]
-    _check_same_meaning(parents, tokenizers, settings)
+    _check_same_meaning(parents, [*map(_meaning, parents, tokenizers, settings)])
     facts |= {"stage": "merge", "plain": all(one.plain for one in settings)}
     facts = settings[0].facts | _longest(settings) | facts
     with new_directory(path) as folder:
@@ -143,11 +143,9 @@ def _longest(settings: Sequence[Settings]) -> dict[str, int | None]:
     return longest
 
 
-def _check_same_meaning(
-    parents: list[Path], tokenizers: list[PreTrainedTokenizerBase], settings: list[Settings]
-) -> None:
+def _check_same_meaning(parents: list[Path], meanings: list[dict[str, Any]]) -> None:
     """Refuses parents that differ in what gives weights and vectors their meaning."""
-    first, *others = map(_meaning, parents, tokenizers, settings)
+    first, *others = meanings
     for parent, other in zip(parents[1:], others, strict=True):
         if differ := sorted(key for key in first | other if first.get(key) != other.get(key)):
             what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
@@ -158,8 +156,8 @@ def _meaning(parent: Path, tokenizer: PreTrainedTokenizerBase, settings: Setting
     """The tokenizer, the configuration, and how an embedder reads and pools."""
     config = backbone.load_config(parent)
     backbone.check_vocabulary(config, tokenizer)
-    free = (key for key in config.to_dict() if "dropout" in key)
-    values = {key: value for key, value in config.to_dict().items() if key not in FREE.union(free)}
+    every = config.to_dict().items()
+    values = {key: value for key, value in every if key not in FREE and "dropout" not in key}
     values |= {"pooling": settings.pooling, "normalize": settings.normalize}
     values["prompts"] = {name: text for name, text in settings.prompts.items() if text}
     around = special_tokens_around(tokenizer) if settings.special_tokens else ()
