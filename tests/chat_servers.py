@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,6 @@ def chat_server(*faults: Callable[[str, int], str | None], **given: Any) -> Iter
 class Chat(Handler):
     owner: ChatServer
 
-    def do_GET(self) -> None:
-        self.send_json({"error": {"message": "models are not listed"}}, 404)
-
     def do_POST(self) -> None:
         owner = self.owner
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -97,6 +95,11 @@ class Chat(Handler):
                 owner.answered += 1
 
 
+def lines(path: Path) -> list[Any]:
+    """The values of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines() if line]
+
+
 def passage_of(prompt: str) -> str:
     return re.search(r"<passage>\n(.*?)\n</passage>", prompt, re.DOTALL)[1]
 
@@ -119,11 +122,9 @@ PLACES = ["riverbank", "mountain", "harbour", "orchard", "glacier", "meadow"]
 
 def passage(number: int) -> str:
     """Text that no other number has."""
-    animal, place = ANIMALS[number % 6], PLACES[number // 6 % 6]
-    return (
-        f"The {animal}{number} lives near the {place}{number} and rarely leaves it before dusk. "
-        f"Observers counted {number + 3} animals last year."
-    )
+    animal, place = f"{ANIMALS[number % 6]}{number}", f"{PLACES[number // 6 % 6]}{number}"
+    lives = f"The {animal} lives near the {place} and rarely leaves it before dusk."
+    return f"{lives} Observers counted {number + 3} animals last year."
 
 
 class Words:

@@ -21,12 +21,14 @@ from huggingface_hub import HfFileSystem, close_session, constants
 
 from unmask.data import rows
 
+Files = dict[str, bytes]
+
 
 @dataclass
 class FakeRepo:
     type: str  # "dataset" or "model"
     name: str
-    files: dict[str, bytes]
+    files: Files
     gated: bool = False
     revision: str = "main"
 
@@ -48,9 +50,7 @@ class FakeHub:
     requests: list[str] = field(default_factory=list)
     token: str = "hf_right"
 
-    def add(
-        self, type: str, name: str, files: dict[str, bytes], revision: str = "main", *, gated: bool = False
-    ) -> None:
+    def add(self, type: str, name: str, files: Files, revision: str = "main", gated: bool = False) -> None:
         key = name if revision == "main" else f"{name}@{revision}"
         self.repos[key] = FakeRepo(type, name, files, gated, revision)
 
@@ -58,10 +58,6 @@ class FakeHub:
         """A repository in a revision, a branch or a commit."""
         known = (one for one in self.repos.values() if one.name == name)
         return next((one for one in known if revision in (one.revision, one.commit)), None)
-
-    def fetched(self, file: str, since: int = 0) -> int:
-        """How often a file's content was sent, the first `since` of all left out."""
-        return self.requests[since:].count(file)
 
 
 @contextmanager
@@ -132,10 +128,9 @@ class _Handler(Handler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
-        if path.startswith("/api/"):
-            path = path.removeprefix("/api")
-        elif not path.startswith("/datasets/"):
+        if not path.startswith(("/api/", "/datasets/")):
             path = f"/models{path}"
+        path = path.removeprefix("/api")
         if path.count("/") < 3:
             return self.send(200 if path == "/models/" else 404)
         kind, organisation, name, *rest = map(unquote, path.strip("/").split("/"))  # some hold a slash

@@ -6,6 +6,7 @@ the prose of pages must keep to. `python tests/pages.py` writes the blocks and t
     <!-- end -->
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -24,7 +25,8 @@ from unmask_study.tasks import REFERENCE
 
 ROOT = repository()
 RESULTS = ROOT / "results"
-PAGES = tuple(folder / "README.md" for folder in (ROOT, RESULTS, RESULTS / "benchmarks", RESULTS / "gpu"))
+PLACES = (ROOT, RESULTS, RESULTS / "benchmarks", RESULTS / "gpu", ROOT / "lib")
+PAGES = tuple(folder / "README.md" for folder in PLACES)
 LINK = re.compile(r'\]\(([^)#]+)[^)]*\)|(?:src|srcset|href)="([^"#][^"]*)"')
 BLOCK = re.compile(r"(<!-- (?!end)([a-z-]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
 RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
@@ -58,10 +60,10 @@ def quality(run: str) -> str:
 
 def _same_seeds(model: str, every: Sequence[dict[str, dict]]) -> str:
     """The contextual model's mean in context over the seeds that a model has, where it has more."""
-    own = [one for one in every if "contextual" in one.get(model, {})]
-    if model.removesuffix(HEADED) in OUTSIDE or len(own) in (0, len(every)):
+    same = [one for one in every if "contextual" in one.get(model, {})]
+    if model.removesuffix(HEADED) in OUTSIDE or len(same) in (0, len(every)):
         return ""
-    return f" (there contextual {mean(one['contextual']['contextual'] for one in own):.2f})"
+    return f" (there contextual {mean(one['contextual']['contextual'] for one in same):.2f})"
 
 
 def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
@@ -87,12 +89,10 @@ def _mean(values: list[float] | None) -> str:
 
 def verdicts() -> str:
     """The ten claims, with each run's effect in points, its interval, its seeds, and the verdict."""
-    runs = {run: claims(run) for run in RUNS}
     rows = []
-    for number, about in enumerate(next(iter(runs.values()))):
-        row = {"points": about["short"], "paper": about["paper"].partition(" (")[0]}
-        for run, every in runs.items():
-            one = every[number]
+    for claim in zip(*map(claims, RUNS), strict=True):
+        row = {"points": claim[0]["short"], "paper": claim[0]["paper"].partition(" (")[0]}
+        for run, one in zip(RUNS, claim, strict=True):
             seeds = f" ({len(one['seeds'])})" if one["seeds"] else ""
             effect = f"{one['effect']}{seeds}: " if one["value"] is not None else ""
             row[f"`{run}`"] = f"{effect}**{one['verdict']}**"
@@ -109,19 +109,18 @@ def time_to_bm25() -> str:
             continue
         host, seconds = made["hardware"], pair["time_to_bm25"]
         where = f"{host['cores']} cores of {host['cpu']}, {'with' if host['bf16'] else 'without'} bf16"
-        rows.append(
-            {"preset": f"`{run}`", "processor": where, "takes": f"{seconds:.0f} s" if seconds else "–"}
-        )
+        takes = f"{seconds:.0f} s" if seconds else "–"
+        rows.append({"preset": f"`{run}`", "processor": where, "takes": takes})
     return report.markdown_table(rows)
 
 
 def example() -> str:
     """A query about a chunk that only its document explains, and what each way of searching ranks first."""
-    found = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
-    rows = [{"read": way, "ranked first": report.quoted(text, 100)} for way, text in found["first"].items()]
-    own = f"a chunk of {report.quoted(found['document'], 80)} that only its document explains"
-    told = f"> Query: **{found['query']}**. Right answer: {own}."
-    return f"{told}\n\n{report.markdown_table(rows)}"
+    search = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
+    rows = [{"read": way, "ranked first": report.quoted(text, 100)} for way, text in search["first"].items()]
+    chunk = f"a chunk of {report.quoted(search['document'], 80)} that only its document explains"
+    query = f"> Query: **{search['query']}**. Right answer: {chunk}."
+    return f"{query}\n\n{report.markdown_table(rows)}"
 
 
 def speed() -> str:
@@ -129,19 +128,37 @@ def speed() -> str:
     every = json.loads((RESULTS / "benchmarks" / "benchmarks.json").read_text("utf8"))
     ratio = {row["name"]: row["ratio"] for row in every}
     rows = []
-    for row in every:
-        what, _, peer = row["name"].partition(": speed, ")
-        if peer:
-            memory, rounds = ratio.get(f"{what}: peak memory, {peer}"), row.get("spread")
-            rows.append(
-                {
-                    "what": what,
-                    "beside": peer,
-                    "speed": f"{row['ratio']:.2f}×",
-                    "five rounds": "{:.2f} to {:.2f}".format(*rounds) if rounds else "–",
-                    "memory": f"1/{memory:.2f}" if memory else "–",
-                }
-            )
+    for row in (row for row in every if ": speed, " in row["name"]):
+        what, peer = row["name"].split(": speed, ")
+        memory, spread = ratio.get(f"{what}: peak memory, {peer}"), row.get("spread")
+        rounds = "{:.2f} to {:.2f}".format(*spread) if spread else "–"
+        rows.append({"what": what, "beside": peer, "speed": f"{row['ratio']:.2f}×", "five rounds": rounds})
+        rows[-1]["memory"] = f"1/{memory:.2f}" if memory else "–"
+    return report.markdown_table(rows)
+
+
+# A pair's way to its gradient: module and function of `unmask`, what comes out of it.
+FLOW = (
+    ("data.rows", "read", "a row of a file, checked: query, document, key, split"),
+    ("data.tokenize", "token_pairs", "token ids of each query and document, tokens_L, memory-mapped"),
+    ("data.batches", "BatchPlan", "a data set, and the numbers of N of its rows"),
+    ("training.contrastive", "Pair", "a batch: N queries, then their N documents, R = 2N texts"),
+    ("training.cache", "cached_backward", "micro-batches of like lengths; later their gradients"),
+    ("models.encoding", "encode_rows", "hidden_TD of all their tokens, then their means, rows_RD"),
+    ("models.quantize", "int8", "codes_RD, whole numbers from −127 to 127"),
+    ("losses.contrastive", "pair_loss", "the loss, a scalar in nats; its gradient on rows_RD goes back up"),
+    ("training.loop", "optimize", "the weights, a step further"),
+)
+
+
+def flow() -> str:
+    """`FLOW`, with the line at which each function or class begins."""
+    rows = []
+    for module, name, outcome in FLOW:
+        path = Path("unmask", *module.split(".")).with_suffix(".py")
+        tree = ast.parse((ROOT / "lib" / path).read_text("utf8"))
+        line = next(node.lineno for node in tree.body if getattr(node, "name", "") == name)
+        rows.append({"": "↓", "where": f"[{module}.{name}]({path}#L{line})", "what comes out": outcome})
     return report.markdown_table(rows)
 
 
@@ -152,6 +169,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "example": example,
     "time-to-bm": time_to_bm25,
     "speed": speed,
+    "flow": flow,
 }
 
 
@@ -201,6 +219,5 @@ if __name__ == "__main__":
     figures.claims({run: claims(run) for run in RUNS}, title=title).save(RESULTS / "claims.png")
     for page in PAGES:
         page.write_text(written(page), encoding="utf8")
-        print(
-            f"{page.relative_to(ROOT)}: {page.stat().st_size} bytes, {numbers(page.read_text()):.1f} numbers"
-        )
+        share = numbers(page.read_text("utf8"))
+        print(f"{page.relative_to(ROOT)}: {page.stat().st_size} bytes, {share:.1f} numbers")

@@ -8,7 +8,7 @@ import pytest
 import pages
 from unmask_study import evidence
 
-README, RESULTS_README, SPEED, GPUS = pages.PAGES
+README, RESULTS_README, SPEED, GPUS, LIBRARY = pages.PAGES
 PAPERS = pages.RESULTS / "PAPERS.md"
 LIMITS = {  # bytes; words with a digit in a hundred
     README: (7_500, 5),

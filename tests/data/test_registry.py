@@ -100,22 +100,19 @@ def test_languages_make_an_entry_each_and_defaults_hold(tmp_path):
 
 @pytest.mark.parametrize("folder", ["own", "own [v2]"])
 def test_files_start_at_the_registry(tmp_path, monkeypatch, folder):
-    tmp_path = tmp_path / folder
-    tmp_path.mkdir()
-    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
-    for name in ("b.jsonl", "a.jsonl"):
-        (tmp_path / name).touch()
+    folder = tmp_path / folder
+    (folder / "out").mkdir(parents=True)
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(folder))
+    a, b, named, later = (folder / name for name in ("a.jsonl", "b.jsonl", "c[1].txt", "out/x.jsonl"))
+    for path in (b, a, named):
+        path.touch()
     entry = PAIRS | {"kind": "files", "files": "*.jsonl"}
-    later = entry | {"files": ["${UNMASK_ARTIFACTS}/out/x.jsonl"], "optional": True, "bad_rows": "drop"}
-    here, absent = load_registry(write(tmp_path, {"here": entry, "absent": later}))
-    (tmp_path / "c[1].txt").touch()
-    named = write(tmp_path, {"named": entry | {"files": "c[1].txt"}})
-    assert existing_files(*load_registry(named)) == [tmp_path / "c[1].txt"]
-    assert existing_files(here) == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"] and here.bad_rows == "stop"
-    assert existing_files(absent) == []
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "x.jsonl").touch()
-    assert existing_files(absent) == [tmp_path / "out" / "x.jsonl"]
+    sources = {"here": entry, "named": entry | {"files": named.name}, "absent": entry | {"bad_rows": "drop"}}
+    sources["absent"] |= {"files": ["${UNMASK_ARTIFACTS}/out/x.jsonl"], "optional": True}
+    here, *others, absent = load_registry(write(folder, sources))
+    assert [*map(existing_files, (here, *others, absent))] == [[a, b], [named], []]
+    later.touch()
+    assert existing_files(absent) == [later] and here.bad_rows == "stop"
 
 
 JOINED = {"chunk_id": "i", "chunk": "c", "query": "q", "query_chunk_id": "i"}
@@ -173,10 +170,9 @@ def test_files_that_are_no_registry(text, message, tmp_path):
 
 
 def test_a_split_is_a_function_of_key_and_hold_out():
-    one, other = (Source(name, "hub", "text", "eng", "", hold_out=0.1) for name in ("one", "other"))
-    keys = [f"key {k}" for k in range(3000)]
-    splits = [split_of(one, key) for key in keys]
-    assert splits == [split_of(other, key) for key in keys]
+    sources = [Source(name, "hub", "text", "eng", "", hold_out=0.1) for name in ("one", "other")]
+    splits, others = ([split_of(source, f"key {k}") for k in range(3000)] for source in sources)
+    assert splits == others
     counts = Counter(splits)
     assert counts["test"] / 3000 == pytest.approx(0.1, abs=0.02)
     assert counts["dev"] / 3000 == pytest.approx(0.1 / 3, abs=0.01)

@@ -27,8 +27,8 @@ PAIRS += [{"query": f"what is {i}?", "document": f"{i} is a number, ünlike {'x'
 
 
 def rows_of(source, dropped=None):
-    counted = Counter() if dropped is None else dropped
-    return [row for unit in units(source) for row in read(source, unit, counted)]
+    dropped = Counter() if dropped is None else dropped
+    return [row for unit in units(source) for row in read(source, unit, dropped)]
 
 
 def refusal(source):
@@ -47,10 +47,8 @@ def test_every_format_gives_the_rows_whatever_the_size_of_a_piece(tmp_path, suff
     monkeypatch.setattr(module, "UNIT_BYTES", size)
     path = tmp_path / f"a.{suffix}"
     source = own(write_as(path, PAIRS))
-    rows = rows_of(source)
     assert len(units(source)) > 1 or size > 20 or suffix not in ("parquet", "arrow")
-    assert [{name: row[name] for name in PAIR_COLUMNS} for row in rows] == PAIRS
-    assert all(row["key"] == row["document"] and row["split"] == "train" for row in rows)
+    assert rows_of(source) == [pair | {"key": pair["document"], "split": "train"} for pair in PAIRS]
     write_as(path, [*PAIRS[:40], PAIRS[0] | {"document": "\u200b\u2060 \x07"}, *PAIRS[40:]])
     assert refusal(source).startswith(f"{path}, row 41: document is no text, or empty")
 
@@ -88,8 +86,7 @@ def test_the_split_is_decided_by_held_by_then_key_then_document(tmp_path):
     for decides, extra in (("document", {}), ("topic", {"key": "topic"}), ("by", {"held_by": "by"})):
         source = own(path, columns=PAIR_COLUMNS | extra, hold_out=0.3)
         splits = [row["split"] for row in rows_of(source)]
-        assert splits == [split_of(source, row[decides]) for row in rows]
-        assert set(splits) == {"train", "dev", "test"}
+        assert splits == [split_of(source, row[decides]) for row in rows] and len({*splits}) == 3
 
 
 def test_a_field_of_csv_may_be_long_and_the_limit_of_the_process_stays(tmp_path):

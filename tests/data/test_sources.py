@@ -52,31 +52,33 @@ def change(config, old, new):
     (config.folder / "own.yaml").write_text(REGISTRY.replace(old, new), encoding="utf8")
 
 
+def names(corpus):
+    """Data sets of pairs and of documents."""
+    return [corpus.datasets(role, "train") for role in ("pairs", "documents")]
+
+
 def test_a_registry_becomes_a_corpus(config):
     corpus = open_corpus(config)
-    assert corpus.datasets("pairs", "train") == ["questions"]
-    assert corpus.datasets("documents", "test") == ["manuals"]
+    assert names(corpus) == [["questions"], ["manuals"]]
     (text,) = corpus.text_sources()
     assert text.name == "notes" and os.path.isabs(text.files[0])
     sizes = [len(corpus.pairs(split)) for split in SPLITS]
-    assert sum(sizes) == 100 and all(sizes)
+    assert sum(sizes) == 100 and all(sizes) and len(corpus.triplets("train")) == 0
     document = corpus.documents("train")[0]
     assert document["chunks"][document["golds"][0]] == "open it"
-    assert len(corpus.triplets("train")) == 0
 
 
 def test_families_that_are_not_asked_for_are_not_there(config):
     whole = open_corpus(config)
     config.families = ("english", "contextual")
-    assert open_corpus(config).datasets("pairs", "train") == ["questions"]
-    assert open_corpus(config).datasets("documents", "train") == ["manuals"]
-    assert open_corpus(config).hash != whole.hash
+    both = open_corpus(config)
+    assert names(both) == names(whole) and both.hash != whole.hash
     config.families = ("code",)
     with pytest.raises(ValueError, match=r"leaves out questions: --set data\.families=\[\]"):
         open_corpus(config)  # somebody's own
     config.families = ("english",)
     one = open_corpus(config)
-    assert one.datasets("documents", "train") == [] and len(one.documents("train")) == 0
+    assert names(one) == [["questions"], []] and len(one.documents("train")) == 0
     assert len(one.texts("train")) == len(whole.texts("train"))
 
 
@@ -90,8 +92,8 @@ def test_it_is_read_once_and_a_changed_file_alone_again(config, monkeypatch):
     second = open_corpus(config)
     assert [call.args[0].name for call in read.call_args_list] == ["questions"]
     assert second.hash != first.hash
-    assert second.identity("documents", "manuals") == first.identity("documents", "manuals")
-    assert second.identity("pairs", "questions") != first.identity("pairs", "questions")
+    for name, unchanged in {("documents", "manuals"): True, ("pairs", "questions"): False}.items():
+        assert (second.identity(*name) == first.identity(*name)) == unchanged
     read.reset_mock()
     change(config, "{text: body}", "{text: body}, share: 100, licence: mit, optional: true, rows: 100")
     assert open_corpus(config).hash != second.hash and not read.called
@@ -106,29 +108,25 @@ def test_an_optional_source_joins_once_it_is_there(config):
     before = identity(config)
     write_as(config.folder / "synthetic.jsonl", [{"q": f"Was ist {i}?", "a": f"{i} ist"} for i in range(9)])
     corpus = open_corpus(config)
-    assert identity(config) != before
-    assert corpus.datasets("pairs", "train") == ["questions", "synthetic"]
+    assert identity(config) != before and corpus.datasets("pairs", "train") == ["questions", "synthetic"]
     assert corpus.pairs("train", "synthetic").unique("task") == ["questions"]
 
 
 def test_no_training_reads_what_is_held_out_in_another_row_or_data_set(config):
     """A query with four documents, the other direction of a pair, a query of another data set."""
-    asked = [{"q": f"What is {i // 4}?", "a": f"{i} is a number"} for i in range(400)]
-    asked += [{"q": row["a"], "a": row["q"]} for row in asked[::4]]
-    write_as(config.folder / "questions.jsonl", asked)
+    rows = [{"q": f"What is {i // 4}?", "a": f"{i} is a number"} for i in range(400)]
+    rows += [{"q": row["a"], "a": row["q"]} for row in rows[::4]]
+    write_as(config.folder / "questions.jsonl", rows)
     more = [{"q": f"What is {i}?", "a": f"{i} as well"} for i in range(60)]
     write_as(config.folder / "synthetic.jsonl", more)
     corpus = open_corpus(config)
     stage = Pair(load_preset("smoke"), corpus, tiny.tokenizer(), query_length=64, document_length=64)
     tables = [table(split) for split in ("dev", "test") for table in (corpus.pairs, corpus.documents)]
-
-    def ids(texts):
-        return {tuple(one.tolist()) for one in texts}
-
     held = [text for table in tables for row in table for text in held_texts(row)]
-    held = ids(tiny.tokenize(tiny.tokenizer(), held, None))
+    held = {tuple(one.tolist()) for one in tiny.tokenize(tiny.tokenizer(), held, None)}
     for name, data in stage.data.items():
-        assert len(data.keys) and held.isdisjoint(ids([*data.queries, *data.documents]))
+        read = {tuple(one.tolist()) for texts in (data.queries, data.documents) for one in texts}
+        assert read and held.isdisjoint(read)
         out = data.counters["rows that share a text with a held-out row"]
         assert 0 < out == len(corpus.pairs("train", name)) - len(data.keys)
     assert [*stage.data] == ["questions", "synthetic"]
@@ -167,30 +165,28 @@ elif '"delta"' in sys.argv[2]:
 else:
     print("made", file=open(pathlib.Path(__file__).parents[1] / "log", "a"))
     (folder := pathlib.Path(sys.argv[1])).mkdir()
-    splits = ("train", "dev", "test") * 40
-    rows = [{"text": f"q {i}", "d": f"d {i}", "k": f"k {i}", "split": s} for i, s in enumerate(splits)]
-    text = "".join(json.dumps(row | {"language": "de"}) + chr(10) for row in rows)
-    (folder / "rows.jsonl").write_text(text)
+    splits = enumerate(("train", "dev", "test") * 40)
+    rows = [{"text": f"q {i}", "d": f"d {i}", "k": f"k {i}", "split": s, "language": "de"} for i, s in splits]
+    (folder / "rows.jsonl").write_text(chr(10).join(map(json.dumps, rows)))
     card = {"settings": json.loads(sys.argv[2]), "origins": ["p 1.0"], "dropped": {"packages": {"bad": 3}}}
     (folder / "card.json").write_text(json.dumps(card))
 """
-
-
-@pytest.fixture
-def scripted(config):
-    """A registry whose files a script makes, of inputs that may change."""
-    for name, text in {"make.py": SCRIPT, "inputs": "alpha 1.0", "../scripted.yaml": SCRIPTED}.items():
-        (config.folder / "made").mkdir(exist_ok=True)
-        (config.folder / "made" / name).write_text(text)
-    config.source = str(config.folder / "scripted.yaml")
-    sources._describe.cache_clear()
-    return config
 
 
 def edit(config, name, text):
     """Writes a file of the script's folder, and lets it be asked again."""
     (config.folder / "made" / name).write_text(text)
     sources._describe.cache_clear()
+
+
+@pytest.fixture
+def scripted(config):
+    """A registry whose files a script makes, of inputs that may change."""
+    (config.folder / "made").mkdir()
+    for name, text in {"make.py": SCRIPT, "inputs": "alpha 1.0", "../scripted.yaml": SCRIPTED}.items():
+        edit(config, name, text)
+    config.source = str(config.folder / "scripted.yaml")
+    return config
 
 
 def test_a_script_makes_files_once_whose_rows_bring_their_split_and_labels(scripted, monkeypatch):
@@ -205,11 +201,11 @@ def test_a_script_makes_files_once_whose_rows_bring_their_split_and_labels(scrip
     (text,) = corpus.text_sources()
     rows = [row for unit in source_rows.units(text) for row in source_rows.read(text, unit, {})]
     assert [row["text"] for row in rows] == list(corpus.texts("train")["text"])
-    known = {identity(scripted)}
+    identities = {identity(scripted)}
     for name, change in {"inputs": "alpha 2.0", "make.py": SCRIPT.replace("40", "41")}.items():
         edit(scripted, name, change)
-        known.add(identity(scripted))
-    assert len(known) == 3 and len(open_corpus(scripted).texts("test")) == 41
+        identities.add(identity(scripted))
+    assert len(identities) == 3 and len(open_corpus(scripted).texts("test")) == 41
 
 
 def test_a_script_refuses_settings_or_breaks_and_leaves_nothing(scripted, tmp_path):
@@ -258,8 +254,7 @@ def test_bad_rows_stop_with_their_place_or_their_reasons_and_leave_nothing(confi
         open_corpus(config)
     write_as(path, [{"q": text, "a": "d"} for text in (None, "", "")])
     change(config, "questions.jsonl", "questions.jsonl, bad_rows: drop")
-    reasons = "query is no text, or empty: 3"
-    with pytest.raises(ValueError, match=rf"Source questions has no usable row \({reasons}\)"):
+    with pytest.raises(ValueError, match=r"questions has no usable row \(query is no text, or empty: 3\)"):
         open_corpus(config)
     (kept,) = config.folder.parent.rglob("card.json")
     assert kept.parent.name.startswith("notes-")
@@ -274,9 +269,8 @@ JOINED = {"chunk_id": "chunk_id", "chunk": "chunk", "query": "query", "query_chu
 def tables(source, folder):
     """What `collect` wrote: the card, and the rows by split."""
     collect(source, folder)
-    return sources.store.read_json(folder / "card.json"), {
-        split: read_table(folder, split) for split in SPLITS
-    }
+    card = sources.store.read_json(folder / "card.json")
+    return card, {split: read_table(folder, split) for split in SPLITS}
 
 
 def test_pairs_are_stored_by_split(tmp_path):
@@ -285,8 +279,8 @@ def test_pairs_are_stored_by_split(tmp_path):
     source = own(path, hold_out=0.15, group="english", task="numbers")
     card, stored = tables(source, tmp_path / "out")
     assert card["dropped"] == {"mine": {}} and sum(map(len, stored.values())) == 400
-    for split, found in stored.items():
-        assert len(found) and all(split_of(source, row["document"]) == split for row in found)
+    for split, table in stored.items():
+        assert len(table) and all(split_of(source, row["document"]) == split for row in table)
     row = stored["train"][0]
     expected = {"dataset": "mine", "task": "numbers", "group": "english", "language": "eng_Latn"}
     assert row.keys() == {*SCHEMAS["pairs"].names} and expected.items() <= row.items()
@@ -297,9 +291,9 @@ def test_pairs_are_stored_by_split(tmp_path):
 def test_equal_documents_have_equal_keys_unless_the_source_maps_another(tmp_path, role):
     """However a single text is spelt."""
     spelt = "1 b" if role == "documents" else "1\u00a0 b\n"
-    texts = [("a", "1 b"), ("b", spelt), ("c", "1 B")]
-    texts = [{"query": q, "document": d, "title": q, "chunk": d} for q, d in texts]
-    rows = [text | {"thing": thing, "no": ["x"]} for text, thing in zip(texts, "xyx", strict=True)]
+    texts = [("a", "1 b", "x"), ("b", spelt, "y"), ("c", "1 B", "x")]
+    both = [{"query": q, "document": d, "thing": thing, "no": ["x"]} for q, d, thing in texts]
+    rows = [row | {"title": row["query"], "chunk": row["document"]} for row in both]
     columns = {"documents": FLAT, "pairs": PAIR_COLUMNS, "triplets": PAIR_COLUMNS | {"negatives": "no"}}[role]
     source = own(write_as(tmp_path / "a.jsonl", rows), role=role, columns=columns)
     stored = tables(source, tmp_path / "one")[1]["train"]
@@ -335,9 +329,9 @@ def test_flat_rows_are_gathered_by_title(tmp_path):
 def test_chunks_and_queries_of_two_configurations_are_joined(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path / "mirror"))
     folder = tmp_path / "mirror" / "org" / "name"
-    names = {"a_b_1": "second", "a_b_0": "first", "a_b_2": "first", "c_0": "other", "d_0": "unasked"}
+    chunks = {"a_b_1": "second", "a_b_0": "first", "a_b_2": "first", "c_0": "other", "d_0": "unasked"}
     asked = {"q1": "a_b_1", "q2": "a_b_2", "q3": "c_0", "q4": "c_7", "q5": "e_0"}
-    write_as(folder / "chunks.jsonl", [{"chunk_id": name, "chunk": text} for name, text in names.items()])
+    write_as(folder / "chunks.jsonl", [{"chunk_id": name, "chunk": text} for name, text in chunks.items()])
     write_as(folder / "queries.jsonl", [{"query": query, "chunk_id": name} for query, name in asked.items()])
     tiny.write_card(folder, {"documents": "chunks.jsonl", "queries": "queries.jsonl"})
     values = {"repo": "org/name", "config": "documents", "queries_config": "queries", "columns": JOINED}

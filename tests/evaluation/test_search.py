@@ -96,27 +96,24 @@ def test_a_pair_scores_the_same_in_any_search(tiling):
     np.testing.assert_array_equal(index(d_MD)(q_ND[4][None], 7)[0][0], scores_NK[4])
 
 
-FLOATS = np.ones((2, 6), np.float32)
-
-
 def test_what_becomes_an_array_is_searched_as_one():
-    q_ND, d_MD = np.eye(5), np.tri(5)
+    both = (np.eye(5), np.tri(5))
     for make in (np.ndarray.tolist, torch.from_numpy):
-        same(top_k(make(q_ND), make(d_MD), 3), top_k(q_ND, d_MD, 3))
+        same(top_k(*map(make, both), 3), top_k(*both, 3))
 
 
-@pytest.mark.parametrize(
-    "wrong", [np.ones(2), np.ones((1, 3)), np.ones((1, 2), np.int64), np.ones((1, 2), bool)]
-)
+WRONG = [np.ones(2), np.ones((1, 3)), np.ones((1, 2), np.int64), np.ones((1, 2), bool)]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_has_no_similarity_is_refused(wrong):
     right = np.ones((3, 2), np.int8)
     for pair in ((wrong, right), (right, wrong)):
-        with pytest.raises(
-            ValueError, match=r"rows of two matrices of one width|embeddings are floats, int8 or"
-        ):
+        with pytest.raises(ValueError, match=r"two matrices of one width|embeddings are floats, int8 or"):
             similarity(*pair)
 
 
+FLOATS = np.ones((2, 6), np.float32)
 REFUSED = {
     "k is 0: ask for one document or more": (codes(2), codes(5), 0),
     "queries have 8 columns of int8, documents 6 columns of int8": (codes(2, 8), codes(5), 1),
@@ -125,12 +122,8 @@ REFUSED = {
     "row 0 of the documents contains NaN": (FLOATS, FLOATS * [[np.nan], [1]], 1),
     "row 1 of the documents contains NaN or infinity": (FLOATS, FLOATS * [[1], [np.inf]], 1),
     "queries as floats, int8 or uint8, got int16": (codes(2).astype(np.int16), codes(5), 1),
-    r"needs queries as a matrix of one or more rows, got shape \(0, 6\)": (codes(2)[:0], codes(5), 1),
-    r"needs documents as a matrix of one or more rows, got shape \(5, 0\)": (
-        codes(2)[:, :0],
-        codes(5)[:, :0],
-        1,
-    ),
+    r"queries as a matrix of one or more rows, got shape \(0, 6\)": (codes(2)[:0], codes(5), 1),
+    r"documents as a matrix of one or more rows, got shape \(5, 0\)": (FLOATS[:, :0], np.ones((5, 0)), 1),
 }
 
 
@@ -151,16 +144,17 @@ def test_two_steps_rescore_the_candidates():
     for query, near_C in enumerate(np.sort(near_NC)):
         expected = naive(q_ND[query : query + 1], d_MD[near_C], 12)
         same((scores_NK[query], ids_NK[query]), (expected[0][0], near_C[expected[1][0]]))
-    with pytest.raises(ValueError, match="both kinds of embeddings of the same texts, and packed bits"):
-        two_step(q_ND, d_MD, q_NB, d_MB[1:], 2, candidates=3)
-    with pytest.raises(ValueError, match="k is 0"):
-        two_step(q_ND, d_MD, q_NB, d_MB, 0, candidates=3)
-    with pytest.raises(ValueError, match="give both kinds"):
-        two_step(q_ND, d_MD[0], q_NB, d_MB, 2, candidates=3)
-    with pytest.raises(ValueError, match="row 3 of the queries contains NaN"):
-        two_step(np.where(np.arange(10)[:, None] == 3, np.nan, q_ND), d_MD + 0.0, q_NB, d_MB, 2, candidates=3)
-    with pytest.raises(ValueError, match="scores of the candidates contains NaN"):
-        two_step(q_ND + 0.0, d_MD * np.nan, q_NB, d_MB, 2, candidates=3)
+    row_3_is_nan = np.where(np.arange(10)[:, None] == 3, np.nan, q_ND)
+    refused = {
+        "both kinds of embeddings of the same texts, and packed bits": (q_ND, d_MD, q_NB, d_MB[1:], 2),
+        "k is 0": (q_ND, d_MD, q_NB, d_MB, 0),
+        "give both kinds": (q_ND, d_MD[0], q_NB, d_MB, 2),
+        "row 3 of the queries contains NaN": (row_3_is_nan, d_MD + 0.0, q_NB, d_MB, 2),
+        "scores of the candidates contains NaN": (q_ND + 0.0, d_MD * np.nan, q_NB, d_MB, 2),
+    }
+    for message, arguments in refused.items():
+        with pytest.raises(ValueError, match=message):
+            two_step(*arguments, candidates=3)
 
 
 @pytest.mark.parametrize("n", [1, 5])

@@ -25,10 +25,8 @@ def test_deterministic_for_a_seed(rows):
 
 def test_an_entity_lives_in_one_split(rows):
     for kind in ("pairs", "documents"):
-        split_of = {}
-        for row in rows[kind]:
-            assert split_of.setdefault(row["key"], row["split"]) == row["split"]
-        assert set(split_of.values()) == {"train", "dev", "test"}
+        splits = {(row["key"], row["split"]) for row in rows[kind]}
+        assert len(splits) == len(dict(splits)) and {*dict(splits).values()} == {"train", "dev", "test"}
     shares = Counter(row["split"] for row in rows["pairs"] if row["dataset"] == "cldr-multi")
     assert 0.7 < shares["train"] / shares.total() < 0.9
 

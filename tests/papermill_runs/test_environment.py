@@ -70,16 +70,18 @@ def make_packages(root):
     return packages
 
 
-def settings(**changes):
-    values = {"seed": 0, "dev_packages": ["beta"], "test_packages": ["gamma"], "max_packages": 3}
-    return SimpleNamespace(**values | {"max_text_mb": 1} | changes)
+SETTINGS = {"seed": 0, "dev_packages": ["beta"], "test_packages": ["gamma"], "max_packages": 3}
 
 
 def built(root, **changes):
     """The rows of each file, and the card."""
-    make.build(settings(**changes), make_packages(root / "site"), root / "built")
-    rows = {path.stem: pq.read_table(path).to_pylist() for path in (root / "built").glob("*.parquet")}
-    return rows, json.loads((root / "built" / "card.json").read_text(encoding="utf8"))
+    settings = SimpleNamespace(**SETTINGS | {"max_text_mb": 1} | changes)
+    make.build(settings, make_packages(root / "site"), root / "built")
+    return stored(root), json.loads((root / "built" / "card.json").read_text(encoding="utf8"))
+
+
+def stored(root):
+    return {path.stem: pq.read_table(path).to_pylist() for path in (root / "built").glob("*.parquet")}
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +100,11 @@ def test_every_split_has_rows_of_every_kind(corpus, rows):
     assert "UNMASK_IMPORTED" not in os.environ
     assert corpus[1]["dropped"] == {"packages": {"files that are unreadable, generated or too large": 3}}
     assert corpus[0].keys() == {"environment", *PAIRS, *DOCUMENTS}
-    for split in SPLITS:
-        assert all(rows(split, name) for name in corpus[0])
-        for row in rows(split, *DOCUMENTS):
-            assert len(row["queries"]) == len(row["golds"]) > 0
-            assert all(0 < gold < len(row["chunks"]) for gold in row["golds"])
-            assert 2 <= len(row["chunks"]) <= 10 and all(len(chunk.split()) <= 80 for chunk in row["chunks"])
+    assert all(rows(split, name) for split in SPLITS for name in corpus[0])
+    for row in (row for split in SPLITS for row in rows(split, *DOCUMENTS)):
+        assert len(row["queries"]) == len(row["golds"]) > 0
+        assert all(0 < gold < len(row["chunks"]) for gold in row["golds"])
+        assert 2 <= len(row["chunks"]) <= 10 and all(len(chunk.split()) <= 80 for chunk in row["chunks"])
 
 
 @pytest.mark.parametrize("count", [9, 20])  # of which a document holds nine
@@ -130,15 +131,15 @@ def test_pairs_say_what_they_should(rows):
 
 def test_packages_entities_and_texts_are_held_out_whole(rows):
     held, texts = [], []
-    for split, package in zip(SPLITS, ("alpha", "beta", "gamma"), strict=True):
+    for split, package in zip(SPLITS, TOPICS, strict=True):
         text, pairs, documents = (rows(split, *names) for names in (["environment"], PAIRS, DOCUMENTS))
         assert {row["package"] for row in text + pairs + documents} <= {package, "cldr"}
         held.append({row["key"] for row in pairs + documents})
-        asked = [query for row in documents for query in row["queries"]]
-        asked += [row[column] for row in pairs for column in ("query", "document")]
-        texts.append(set(map(digest, asked)))
+        queries = [query for row in documents for query in row["queries"]]
+        queries += [row[column] for row in pairs for column in ("query", "document")]
+        texts.append(set(map(digest, queries)))
         # Every package copies the same function: only the test split, served first, has it.
-        assert any(SHARED in one for one in [*asked, *(row["text"] for row in text)]) == (split == "test")
+        assert any(SHARED in one for one in [*queries, *(row["text"] for row in text)]) == (split == "test")
     for parts in (held, texts):
         assert len(set.union(*parts)) == sum(map(len, parts))
 
@@ -159,8 +160,7 @@ def test_same_rows_again_and_under_another_hash_seed(corpus, tmp_path):
     code = "import sys, pathlib, test_environment; test_environment.built(pathlib.Path(sys.argv[1]))"
     paths = {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code, tmp_path], env=os.environ | paths, check=True)
-    again = {path.stem: pq.read_table(path).to_pylist() for path in (tmp_path / "built").glob("*.parquet")}
-    assert again == corpus[0]
+    assert stored(tmp_path) == corpus[0]
 
 
 REFUSED = [
@@ -184,19 +184,21 @@ def test_docstrings_without_markup_in_summary_and_rest():
     assert words_of("HTTPServer_v2") == "http server v2"
 
 
+def touch(*files):
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """What is installed here are three packages, listed with one more that is not."""
     site = tmp_path / "site"
     for package in make_packages(site):
         others = [f"{package.name}/{place}/tools.py" for place in ("tests", "_vendor")]
-        for file in others:
-            (site / file).parent.mkdir()
-            (site / file).touch()
+        touch(*(site / file for file in others))
         install(site, package.name, package.version, [*others, *package.files, "../bin/tool.py", "read.me"])
-    (tmp_path / "stdlib" / "idlelib").mkdir(parents=True)
-    for file in ("abc.py", "idlelib/help.py"):
-        (tmp_path / "stdlib" / file).touch()
+    touch(tmp_path / "stdlib/abc.py", tmp_path / "stdlib/idlelib/help.py")
     (tmp_path / "list.txt").write_text("# read\nalpha==1.0\nbeta==1.0\ndelta==1.0\ngamma==2.0\n")
     monkeypatch.setattr(make, "LIST", tmp_path / "list.txt")
     paths = SimpleNamespace(get_path=lambda name: str(tmp_path / "stdlib" if name == "stdlib" else site))

@@ -27,6 +27,7 @@ from unmask_study.synthesis import replies
 MIRROR = os.environ.get("UNMASK_MIRROR", "")  # before a fixture takes it away
 CHUNKS = [("b_1", "second of b"), ("b_0", "first of b"), ("a_10", "last of a"), ("a_2", "middle of a")]
 DOCUMENTS = [{"chunk_id": name, "chunk": text} for name, text in CHUNKS]
+SQUAD = "plain_text/validation-00000-of-00001.parquet"
 QUERIES = [{"query": "what ends a?", "chunk_id": "a_10"}, {"query": "what is b?", "chunk_id": "b_0"}]
 
 
@@ -54,20 +55,15 @@ def test_a_language_model_writes_each_chunks_context_from_its_whole_document(tmp
     task = as_task("toy", DOCUMENTS, QUERIES)
 
     def write(prompt):
-        """The first line of the document, as the chunk's context."""
+        """The first line of the document, as the chunk's context; none of one chunk."""
         assert prompt.index("<document>") < prompt.index("<chunk>")
-        return "Of “{}”:".format(prompt.split("\n")[1])
+        return "" if "<chunk>\nsecond of b\n" in prompt else "Of “{}”:".format(prompt.split("\n")[1])
 
-    def lost(prompt, _):
-        return "500" if "<chunk>\nsecond of b\n</chunk>" in prompt else None
-
-    with chat_server(lost, write=write) as server:
+    with chat_server(write=write) as server:
         config = ContextsConfig(endpoint=server.url, model="test", retries=0, timeout=600.0)
         found = conteb.situated(task, replies(config, tmp_path / "journal", conteb.situating(task)))
-    assert found.documents == [
-        ["Of “middle of a”: middle of a", "Of “middle of a”: last of a"],
-        ["Of “first of b”: first of b", "second of b"],  # no reply, no context
-    ]
+    a = ["Of “middle of a”: middle of a", "Of “middle of a”: last of a"]
+    assert found.documents == [a, ["Of “first of b”: first of b", "second of b"]]  # no reply, no context
     assert (found.relevant, found.chunk_ids, found.queries) == (task.relevant, task.chunk_ids, task.queries)
     assert all(body["temperature"] == 0 and body["max_tokens"] == 128 for body in server.bodies)
     whole = ["\n\n".join(chunks) for chunks in task.documents for _ in chunks]
@@ -75,11 +71,10 @@ def test_a_language_model_writes_each_chunks_context_from_its_whole_document(tmp
 
 
 @pytest.mark.parametrize("kind", ["pairs", "documents"])
-def test_who_trains_on_xquad_is_not_asked_squad(kind):
-    def corpus(name):
-        return SimpleNamespace(datasets=lambda asked, split: [name] if asked == kind else [])
-
-    assert conteb.trained_on(corpus("xquad/eng")) and not conteb.trained_on(corpus("squad-like"))
+@pytest.mark.parametrize(("name", "trained"), [("xquad/eng", True), ("squad-like", False)])
+def test_who_trains_on_xquad_is_not_asked_squad(kind, name, trained):
+    corpus = SimpleNamespace(datasets=lambda role, split: [name] if role == kind else [])
+    assert bool(conteb.trained_on(corpus)) == trained
 
 
 def test_squad_is_cut_into_pieces_and_the_one_where_the_answer_begins_is_right(tmp_path):
@@ -87,12 +82,10 @@ def test_squad_is_cut_into_pieces_and_the_one_where_the_answer_begins_is_right(t
     texts = ["aaa bbb  ccc dddddddddd e", "ff gg", "h"]
     asked = [(0, "c?", texts[0].index("ccc")), (0, "a?", 0), (1, "g?", 3), (2, "h?", 0), (0, "e?", 24)]
     rows = [
-        {"title": "T", "context": texts[n], "question": query}
-        | {"answers": {"text": ["…", "…"], "answer_start": [start, 0]}}
+        {"context": texts[n], "question": query, "answers": {"text": ["…"] * 2, "answer_start": [start, 0]}}
         for n, query, start in asked
     ]
-    path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
-    Dataset.from_list(rows).to_parquet(path)
+    Dataset.from_list(rows).to_parquet(tmp_path / "rajpurkar" / "squad" / SQUAD)
     task = squad(characters=8)
     assert task.documents == [["aaa bbb", "ccc", "dddddddddd", "e"], ["ff gg"], ["h"]]
     assert (task.queries, task.relevant) == (["c?", "g?", "h?"], [{1}, {4}, {5}])  # a question a paragraph
@@ -103,11 +96,10 @@ def test_squad_is_cut_into_pieces_and_the_one_where_the_answer_begins_is_right(t
 def test_squad_is_read_from_the_hub_without_a_mirror_where_that_is_wanted(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", "")
     row = {"context": "a b", "question": "b?", "answers": {"text": ["b"], "answer_start": [2]}}
-    path = "plain_text/validation-00000-of-00001.parquet"
-    Dataset.from_list([row]).to_parquet(tmp_path / path)
-    tiny.write_card(tmp_path, {"plain_text": [{"split": "validation", "path": path}]})
+    Dataset.from_list([row]).to_parquet(tmp_path / SQUAD)
+    tiny.write_card(tmp_path, {"plain_text": [{"split": "validation", "path": SQUAD}]})
     with fake_hub() as hub:
-        files = {name: (tmp_path / name).read_bytes() for name in ("README.md", path)}
+        files = {name: (tmp_path / name).read_bytes() for name in ("README.md", SQUAD)}
         hub.add("dataset", "rajpurkar/squad", files)
         assert squad() is None and squad(ask_hub=True, characters=1).documents == [["a", "b"]]
 
@@ -123,35 +115,32 @@ def test_squad_is_as_large_and_as_hard_as_contebs(monkeypatch):
 def test_articles_are_read_from_the_mirror_and_nowhere_else(tmp_path, monkeypatch):
     assert articles() is None
     asked = [(t, p, q) for t, count in (("Z", 2), ("A", 3), ("M", 1)) for p in range(count) for q in range(2)]
-    texts = [{"context": f"{t} paragraph {p}", "question": f"{t} question {p} {q}"} for t, p, q in asked]
-    rows = [{"title": t} | text for (t, *_), text in zip(asked, texts, strict=True)]
-    path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
-    Dataset.from_list(rows).to_parquet(path)
+    rows = [{"title": t, "context": f"{t} part {p}", "question": f"{t} part {p}? {q}"} for t, p, q in asked]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rajpurkar" / "squad" / SQUAD)
     task = articles()
-    assert task.name == "Wikipedia"
-    assert task.documents[0] == ["Z paragraph 0", "Z paragraph 1"]  # in the data's order
-    assert [len(document) for document in task.documents] == [2, 3, 1] and len(task.queries) == 12
+    assert task.name == "Wikipedia" and len(task.queries) == 12
+    parts = [["Z part 0", "Z part 1"], ["A part 0", "A part 1", "A part 2"], ["M part 0"]]
+    assert task.documents == parts  # in the data's order
     for query, relevant in zip(task.queries, task.relevant, strict=True):
-        title, _, paragraph, _ = query.split()
-        assert [task.chunks[i] for i in relevant] == [f"{title} paragraph {paragraph}"]
+        assert [task.chunks[i] for i in relevant] == [query.partition("?")[0]]
     monkeypatch.setattr(conteb, "QUESTIONS", 3)
     fewer = articles(paragraphs=5)
     assert fewer.documents == task.documents[:2]
     assert fewer.queries == [query for query in task.queries if not query.startswith("M")][:3]
     assert xquad("de") is None
-    path = tmp_path / "google" / "xquad" / "xquad.de" / "validation-0.parquet"
-    Dataset.from_list(rows[:2]).to_parquet(path)
+    untitled = [{"context": "c", "question": "q"}]  # as the Hub has it
+    for language, some in {"de": rows[:2], "fr": untitled}.items():
+        folder = tmp_path / "google" / "xquad" / f"xquad.{language}"
+        Dataset.from_list(some).to_parquet(folder / "validation-0.parquet")
     german = xquad("de")
-    assert (german.name, german.chunks, len(german.queries)) == ("XQuAD de", ["Z paragraph 0"], 2)
-    path = path.parents[1] / "xquad.fr" / "validation-0.parquet"
-    Dataset.from_list([{"context": "c", "question": "q"}]).to_parquet(path)  # as the Hub has it
+    assert (german.name, german.chunks, len(german.queries)) == ("XQuAD de", ["Z part 0"], 2)
     assert xquad("fr") is None
 
 
 def test_its_tasks_stand_in_the_order_of_the_papers_columns():
     columns = dict(zip(CONTEB, PAPER[3]["columns"][2:], strict=True))
     assert all(name.startswith(columns[name].lower()) for name in ("covid-qa", "esg-reports", "insurance"))
-    assert (columns["football"], columns["geography"], columns["mldr-conteb-eval"]) == ("FB", "Geo", "MLDR")
+    assert [columns[name] for name in ("football", "geography", "mldr-conteb-eval")] == ["FB", "Geo", "MLDR"]
 
 
 def test_what_is_not_there_is_named():
@@ -186,9 +175,8 @@ def test_notebook_08_reads_public_chunks_as_far_by_token_as_by_chunk():
     loop = searched[searched.index("for name, (model, late) in by_token") : searched.index("sets = ")]
     rng, words = np.random.default_rng(0), " ".join(tiny.TEXTS).split()
     documents = [[" ".join(rng.choice(words, 100))] for _ in range(40)]
-    task = Task(
-        "public", "contextual", [text[-40:] for (text,) in documents], documents, [{i} for i in range(40)]
-    )
+    queries = [text[-40:] for (text,) in documents]
+    task = Task("public", "contextual", queries, documents, [{i} for i in range(40)])
     config, reader = load_preset("smoke"), Embedder(tiny.model(), tiny.tokenizer())
     scores, lengths = {}, replace(config.evaluation, chunk_length=config.conteb.chunk_length)
     names = {"config": config, "np": np, "Embedder": Embedder, "Task": Task, "conteb": conteb, "ndcg": ndcg}
@@ -196,9 +184,8 @@ def test_notebook_08_reads_public_chunks_as_far_by_token_as_by_chunk():
     names |= {"settings": replace(config.conteb, late_documents=40), "lengths": lengths}
     exec(defined + "\n" + loop, names | {"public_scores": scores})
     queries = reader.encode_tokens(task.queries, max_length=lengths.query_length)
-    whole, cut = (
-        ndcg(task, token_scores(queries, reader.encode_tokens(task.chunks, max_length=one.chunk_length)))
-        for one in (lengths, config.evaluation)
-    )
+    both = (one.chunk_length for one in (lengths, config.evaluation))
+    read = (reader.encode_tokens(task.chunks, max_length=length) for length in both)
+    whole, cut = (ndcg(task, token_scores(queries, chunks)) for chunks in read)
     found = scores["alone, token vectors"]["public"]
     assert (found == whole).all() and (found != cut).any()

@@ -42,37 +42,35 @@ def test_an_effect_is_the_mean_over_tasks_with_documents_drawn_within_them():
     gain = {t: RNG.normal(0.1, 0.3, len(d)) + RNG.normal(0, 0.3, 80)[d] for t, d in documents.items()}
     found = evidence.effect([gain], documents)
     assert found.value == pytest.approx(np.mean([x_N.mean() for x_N in gain.values()]))
-    drawn = []
-    for _ in range(2000):
-        means = []
-        for task, asked_N in documents.items():
-            names = np.unique(asked_N)
-            rows = [np.flatnonzero(asked_N == name) for name in RNG.choice(names, len(names))]
-            means.append(gain[task][np.concatenate(rows)].mean())
-        drawn.append(np.mean(means))
+
+    def resampled_mean(gain_N, document_N):
+        names = np.unique(document_N)
+        rows = [np.flatnonzero(document_N == name) for name in RNG.choice(names, len(names))]
+        return gain_N[np.concatenate(rows)].mean()
+
+    drawn = [np.mean([resampled_mean(gain[t], documents[t]) for t in gain]) for _ in range(2000)]
     assert (found.high - found.low) / 2 == pytest.approx(1.98 * np.std(drawn), rel=0.08)
 
 
 @pytest.mark.parametrize("gain_N", [[0.0, 1, 1], [0.5] * 300, [0.5]])
 def test_one_document_tells_nothing_of_others(gain_N):
-    """However many queries ask for it: gains of a metric in [0, 1] have a standard deviation of 1 at most."""
-    found = evidence.effect([{"t": np.array(gain_N)}], {"t": [7] * len(gain_N)})
-    assert found.value == pytest.approx(np.mean(gain_N))
-    assert found.high - found.value == pytest.approx(stats.t.ppf(0.975, 1), rel=0.01)
-    assert evidence.judge(found, 0.0, seeds=3) == "open"
-    # Beside a task that is sure, its half of the effect stays unknown.
-    gains, documents = {"t": np.array(gain_N), "sure": np.ones(9)}, {"t": [7] * len(gain_N), "sure": range(9)}
-    both = evidence.effect([gains], documents)
-    assert both.high - both.value == pytest.approx(stats.t.ppf(0.975, 1) / 2, rel=0.01)
+    """However many queries ask for it: gains of a metric in [0, 1] have a standard deviation of 1 at most.
+    Beside a task that is sure, its half of the effect stays unknown."""
+    gains, documents = {"t": np.array(gain_N)}, {"t": [7] * len(gain_N)}
+    alone = evidence.effect([gains], documents)
+    both = evidence.effect([gains | {"sure": np.ones(9)}], documents | {"sure": range(9)})
+    widths = [alone.high - alone.value, 2 * (both.high - both.value)]
+    assert widths == pytest.approx([stats.t.ppf(0.975, 1)] * 2, rel=0.01)
+    assert alone.value == pytest.approx(np.mean(gain_N))
+    assert evidence.judge(alone, 0.0, seeds=3) == "open"
 
 
 def test_compare_takes_the_documents_that_queries_ask_for():
     task = Task("t", "contextual", [*"abcd"], [["a", "b"], ["c", "d"]], [{3}, {0, 1}, {2}, {1, 2}])
     assert task.document_N.tolist() == [1, 0, 1, 0]
     ours, other = {"t": np.arange(4.0)}, {"t": np.ones(4)}
-    assert evidence.compare(ours, other, [task]) == evidence.effect(
-        [{"t": ours["t"] - 1}], {"t": [1, 0, 1, 0]}
-    )
+    expected = evidence.effect([{"t": ours["t"] - 1}], {"t": [1, 0, 1, 0]})
+    assert evidence.compare(ours, other, [task]) == expected
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 5.0])  # of the seeds, in standard errors of one seed's queries
@@ -106,24 +104,21 @@ def test_tasks_count_alike_and_other_seeds_add_what_they_differ_by():
 # Gates
 
 
-def curve(losses):
-    return [{"loss": loss} for loss in losses]
+def learnt(losses):
+    return evidence.learnt("x", [{"loss": loss} for loss in losses])
 
 
-def passed(found):
-    return [gate["passed"] for gate in found]
+def passed(gates):
+    return [gate["passed"] for gate in gates]
 
 
 def test_a_loss_falls_within_each_data_set():
     falling = 5 * np.exp(-np.arange(60) / 10) + 1 + np.random.default_rng(0).normal(0, 0.05, 60)
-    assert evidence.learnt("x", curve(falling))["passed"]
-    assert not evidence.learnt("x", curve(falling[::-1]))["passed"]
-    few = evidence.learnt("x", curve([3.0, 2.0]))
-    assert few == evidence.gate("x: loss at the end, below its start", 2.5, "<=", 2.5)
+    assert passed(map(learnt, (falling, falling[::-1]))) == [True, False]
+    assert learnt([3.0, 2.0]) == evidence.gate("x: loss at the end, below its start", 2.5, "<=", 2.5)
     # The easier data set comes last, and nothing is learnt of either.
     rows = [{"loss": 9.0 - 6 * (s > 29) + 0.01 * (s % 30), "dataset": str(s > 29)} for s in range(60)]
-    assert not evidence.learnt("x", rows)["passed"]
-    assert evidence.learnt("x", curve(row["loss"] for row in rows))["passed"]
+    assert passed([evidence.learnt("x", rows), learnt(row["loss"] for row in rows)]) == [False, True]
 
 
 def test_a_denoiser_uses_what_is_left_of_the_text():
@@ -148,25 +143,24 @@ def test_a_model_at_chance_is_found_out():
 
 
 def test_every_claim_says_what_it_needs():
-    assert len(evidence.stated()) == 10
-    for key, about in evidence.stated().items():
-        assert about.keys() == WORKS.keys(), key
-    assert [key for key, about in evidence.stated().items() if about["bar"]] == ["bits"]
+    stated = evidence.stated()
+    assert len(stated) == 10 and all(about.keys() == WORKS.keys() for about in stated.values())
+    assert [key for key, about in stated.items() if about["bar"]] == ["bits"]
 
 
-@pytest.mark.parametrize(
-    ("interval", "verdict"),
-    {(0.1, 0.3): "holds", (-0.3, -0.1): "does not hold", (-0.1, 0.1): "open", (0.0, 0.2): "open"}.items(),
-)
+DECIDED = {(0.1, 0.3): "holds", (-0.3, -0.1): "does not hold", (-0.1, 0.1): "open", (0.0, 0.2): "open"}
+
+
+@pytest.mark.parametrize(("interval", "verdict"), DECIDED.items())
 def test_the_interval_decides(interval, verdict):
-    found = evidence.Effect(0.0, *interval)
-    assert [evidence.judge(found, 0.0, seeds) for seeds in (1, 2, 3)] == ["one run", "two runs", verdict]
+    effect = evidence.Effect(0.0, *interval)
+    assert [evidence.judge(effect, 0.0, seeds) for seeds in (1, 2, 3)] == ["one run", "two runs", verdict]
 
 
 def test_a_gate_is_judged_on_the_mean_over_seeds():
-    few, many = evidence.gate("rises", 0.55, "<=", 0.5), evidence.gate("rises", 0.15, "<=", 0.7)
+    values = [(0.55, 0.5), (0.15, 0.7), (0.35, 0.6)]
+    few, many, rises = (evidence.gate("rises", value, "<=", limit) for value, limit in values)
     slope = evidence.gate("slope", 0.9, ">=", 1.0)
-    rises = evidence.gate("rises", 0.35, "<=", 0.6)
     assert evidence.mean_gates([few, slope, many, slope]) == [pytest.approx(rises), slope]
     assert evidence.failed([few, slope]) == "rises: 0.55, not <= 0.5; slope: 0.9, not >= 1"
 
@@ -177,24 +171,23 @@ def test_a_gate_is_judged_on_the_mean_over_seeds():
 GAINS = {seed: 0.2 + 0.02 * seed + 0.1 * RNG.standard_normal(40) for seed in range(6)}  # per query
 
 
-def execute(study, seed, *, corpus="c", passed=True, task=TASK, **overrides):
-    """Leaves behind what the notebooks 00 and 02 of a run with this seed would."""
-    name = seed_run(study.name, seed) if seed else study.name
-    config = load_preset("smoke", {"training.seed": seed} | overrides)
-    run, old = Run("02_pair", name, config), np.full(40, 0.5)
-    scores = {"old": {"t": old}, "new": {"t": old + GAINS[seed]}, "older": {"t": old - 0.1}}
-    evidence.save_scores(run, [task], {system: {task.name: row["t"]} for system, row in scores.items()})
-    gate = evidence.gate("learns", float(passed), ">=", 0.5)
-    run.save({"gates": {"pair": [gate]}, "development": {"old": 0.1, "older": 0.2}})
-    replace(run, notebook="00_backbone").save({"corpus_hash": corpus})
+def execute(study, *seeds, corpus="c", passed=True, task=TASK, **overrides):
+    """Leaves behind what the notebooks 00 and 02 of runs with these seeds would."""
+    old_N, gate = np.full(40, 0.5), evidence.gate("learns", float(passed), ">=", 0.5)
     stages = {name: {"exit_status": 0} for name in ("00_backbone", "02_pair")}
-    provenance = {"preset": resolved(config), "stages": stages, "commit": "a1b2c3d4"}
-    replace(run, notebook="provenance").save(provenance)
+    for seed in seeds:
+        config = load_preset("smoke", {"training.seed": seed} | overrides)
+        run = Run("02_pair", seed_run(study.name, seed) if seed else study.name, config)
+        scores = {"old": old_N, "new": old_N + GAINS[seed], "older": old_N - 0.1}
+        evidence.save_scores(run, [task], {name: {task.name: row_N} for name, row_N in scores.items()})
+        run.save({"gates": {"pair": [gate]}, "development": {"old": 0.1, "older": 0.2}})
+        replace(run, notebook="00_backbone").save({"corpus_hash": corpus})
+        provenance = {"preset": resolved(config), "stages": stages, "commit": "a1b2c3d4"}
+        replace(run, notebook="provenance").save(provenance)
 
 
 def test_seeds_that_were_trained_elsewhere_are_told(study):
-    for seed in range(3):
-        execute(study, seed)
+    execute(study, *range(3))
     for run in list(evidence.runs(study).values())[:2]:
         run.root.mkdir(exist_ok=True)
     assert evidence.elsewhere(study) == ", of which 2 were trained elsewhere (a1b2c3d)"
@@ -208,8 +201,7 @@ def test_claims_are_computed_from_kept_scores_over_the_seeds_at_hand(study):
     execute(study, 0)
     alone = claims(study)["works"]
     assert alone["verdict"] == "one run" and alone["value"] == pytest.approx(GAINS[0].mean(), abs=1e-3)
-    for seed in (2, 1):
-        execute(study, seed)
+    execute(study, 2, 1)
     found = claims(study)
     naive = evidence.effect([{"t": GAINS[seed]} for seed in range(3)], {"t": TASK.document_N})
     works = found["works"]
@@ -224,22 +216,23 @@ def test_claims_are_computed_from_kept_scores_over_the_seeds_at_hand(study):
 
 
 def test_a_training_that_failed_its_gate_or_saved_none_makes_a_claim_invalid(study):
-    for seed in range(3):
-        execute(study, seed, passed=seed == 0)
-    assert claims(study)["works"]["verdict"] == "invalid"
-    assert claims(study)["works"]["why"] == "learns: 0.333, not >= 0.5"
+    def judged():
+        return claims(study)["works"]["verdict"], claims(study)["works"]["why"]
+
+    execute(study, 0)
+    execute(study, 1, 2, passed=False)
+    assert judged() == ("invalid", "learns: 0.333, not >= 0.5")
     execute(study, 1)  # the mean over seeds passes
-    assert claims(study)["works"]["verdict"] == "holds"
+    assert judged()[0] == "holds"
     run = replace(study, notebook="02_pair", name="smoke-seed1")
     run.save(run.load("02_pair") | {"gates": {}})
-    assert claims(study)["works"]["verdict"] == "invalid"
-    assert claims(study)["works"]["why"] == "no gates of pair (02_pair) in seeds 1"
+    assert judged() == ("invalid", "no gates of pair (02_pair) in seeds 1")
 
 
 @pytest.mark.parametrize("changes", [{"name": "u"}, {"relevant": [{i % 4} for i in range(40)]}])
 def test_a_seed_that_asked_other_queries_is_not_pooled(study, changes):
-    for seed in range(3):
-        execute(study, seed, task=replace(TASK, **changes if seed == 1 else {}))
+    execute(study, 0, 2)
+    execute(study, 1, task=replace(TASK, **changes))
     works = claims(study)["works"]
     assert (works["verdict"], [*works["seeds"]]) == ("two runs", ["0", "2"])
     assert works["why"] == "left out, since they asked other queries: seeds 1"
@@ -247,9 +240,8 @@ def test_a_seed_that_asked_other_queries_is_not_pooled(study, changes):
 
 def test_what_was_run_and_kept_no_scores_is_told_and_what_is_broken_named(study):
     execute(study, 0)
-    assert (
-        claims(study)["chunks"]["why"] == "notebook 02 saved no scores of these systems on contextual tasks"
-    )
+    reason = "notebook 02 saved no scores of these systems on contextual tasks"
+    assert claims(study)["chunks"]["why"] == reason
     path = study.results / "scores" / "02_pair.npz"
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(ValueError, match=r"02_pair\.npz is broken .*: copy or make it again"):
@@ -264,8 +256,7 @@ def test_earlier_numbers_are_shown_until_kept_scores_suffice(study):
     works = claims(study)["works"]
     assert (works["verdict"], works["value"]) == ("does not hold", -0.1)
     assert works["why"] == "by an earlier definition: over all queries"
-    for seed in (1, 2):
-        execute(study, seed)
+    execute(study, 1, 2)
     assert claims(study)["works"]["value"] > 0
 
 
@@ -303,8 +294,7 @@ def test_a_notebook_that_failed_is_left_out_and_a_run_of_other_values_refused(st
 
 def test_a_repetition_counts_by_the_notebooks_that_saved_something(study):
     """Nothing of it is here but its folder of results: another machine may have made it."""
-    for seed in range(2):
-        execute(study, seed)
+    execute(study, 0, 1)
     (study.results.parent / "smoke-seed1" / "02_pair.json").unlink()
     counted = {seed: list(saved) for seed, saved in evidence.metrics(study).items()}
     assert counted == {0: ["00_backbone", "02_pair"], 1: ["00_backbone"]}

@@ -21,9 +21,7 @@ STEPS = [{"step": i, "loss": 5 / (i + 1)} for i in range(30)]
 BARS = {name: {"english": 0.1 * i, "code": 0.05} for i, name in enumerate(NAMES)}
 CLAIM = {"short": "contextual − heading before each chunk", "bar": 0.0, "seeds": {"0": 0.015, "1": 0.025}}
 CLAIM |= {"value": 0.02, "interval": [0.01, 0.03], "verdict": "holds", "effect": "+2.0 [+1.0, +3.0]"}
-SEEDS = {
-    name: {group: [value - 0.02, value + 0.02] for group, value in row.items()} for name, row in BARS.items()
-}
+SEEDS = {name: {"english": [0.1 * i - 0.02, 0.1 * i + 0.02], "code": [0.05]} for i, name in enumerate(NAMES)}
 CURVES = {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES}
 TWICE = {(n, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for n in NAMES[:5] for how in ("on", "off")}
 POINTS = {n: ([128, 4096], [0.4, 0.5 - i / 50], ["32-d", "1024-d"]) for i, n in enumerate(NAMES[:5])}
@@ -67,10 +65,8 @@ def test_every_figure_is_labelled_readable_within_its_edges_and_of_known_colours
     assert figure.get_figwidth() == 7.5
     for axes in (axes for axes in figure.axes if axes.axison):
         # An axis of names needs no label, an axis of numbers does.
-        across, up = (
-            "".join(tick.get_text() for tick in ticks[:1])
-            for ticks in (axes.get_xticklabels(), axes.get_yticklabels())  # none where panels share them
-        )
+        both = (axes.get_xticklabels(), axes.get_yticklabels())  # none where panels share them
+        across, up = ("".join(tick.get_text() for tick in ticks[:1]) for ticks in both)
         assert axes.get_xlabel() or across[:1].isalpha()
         assert axes.get_ylabel() or up[:1].isalpha() or not axes.get_subplotspec().is_first_col()
     figure.draw_without_rendering()
@@ -100,17 +96,15 @@ def test_a_figure_is_saved_small_and_in_its_colours(tmp_path, monkeypatch):
 
 def test_the_style_is_ours_whatever_a_matplotlibrc_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")  # no LaTeX
-    with plt.rc_context({"text.usetex": True, "font.size": 40}):
-        figures.effects({"": {"pair": (0.1, 0.0, 0.2)}}, title="a", xlabel="b").keep(tmp_path / "one.png")
-    figures.effects({"": {"pair": (0.1, 0.0, 0.2)}}, title="a", xlabel="b").keep(tmp_path / "other.png")
+    for name, settings in {"one.png": {"text.usetex": True, "font.size": 40}, "other.png": {}}.items():
+        with plt.rc_context(settings):
+            figures.effects({"": {"pair": (0.1, 0.0, 0.2)}}, **GAIN).keep(tmp_path / name)
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "other.png").read_bytes()
 
 
 def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
-    points = {
-        "int8": ([100, 400], [0.5, 0.4], ["256", "64"]),
-        "binary": ([50, 800], [0.5, 0.45], ["2048", "256"]),
-    }
+    points = {"int8": ([100, 400], [0.5, 0.4], ["256", "64"])}
+    points |= {"binary": ([50, 800], [0.5, 0.45], ["2048", "256"])}
     figure = figures.lines(points, frontier=True, log_x=True, **AXES)
     (axes,) = figure.axes
     (frontier,) = [line for line in axes.lines if line.get_label() == "frontier"]
@@ -127,17 +121,16 @@ def test_claims_show_signed_effects_seeds_and_bars_and_no_row_that_no_run_measur
     bits = CLAIM | {"short": "bits", "value": -0.05, "interval": [-0.06, -0.04], "bar": -0.044}
     bits |= {"verdict": "open", "seeds": {}}
     unasked = CLAIM | {"short": "unasked", "interval": None, "value": None, "seeds": {}}
-    elsewhere = unasked | {"short": "elsewhere"}
-    (ax,) = figures.claims({"cpu": [unasked, CLAIM, bits]}, title=TITLE).axes
-    runs = {"cpu": [elsewhere, CLAIM], "gpu": [CLAIM | {"short": "elsewhere"}, CLAIM]}
-    rows = [label.get_text() for label in figures.claims(runs, title=TITLE).axes[0].get_yticklabels()]
-    assert rows == ["elsewhere", CLAIM["short"]]
+    other = {"short": "elsewhere"}
+    runs = {"cpu": [unasked | other, CLAIM], "gpu": [CLAIM | other, CLAIM]}
+    one, both = (figures.claims(some, title=TITLE) for some in ({"cpu": [unasked, CLAIM, bits]}, runs))
+    rows = [[label.get_text() for label in drawn.axes[0].get_yticklabels()] for drawn in (one, both)]
+    assert rows == [[CLAIM["short"], "bits"], ["elsewhere", CLAIM["short"]]]
+    (ax,) = one.axes
     ends = [segment[:, 0].tolist() for drawn in ax.collections for segment in drawn.get_segments()]
     np.testing.assert_allclose(ends, [[1, 3], [-6, -4]])
-    assert [label.get_text() for label in ax.get_yticklabels()] == [CLAIM["short"], "bits"]
     across = [line.get_xdata() for line in ax.lines if line.get_marker() == "None"]
-    bars = [x[0] for x in across if len(x)]
-    np.testing.assert_allclose(bars, [0, -4.4, 0])  # and the line at zero
-    (seeds, _) = [line.get_xdata() for line in ax.lines if line.get_marker() == "."]
+    np.testing.assert_allclose([x[0] for x in across if len(x)], [0, -4.4, 0])  # and the line at zero
+    seeds, _ = (line.get_xdata() for line in ax.lines if line.get_marker() == ".")
     np.testing.assert_allclose(seeds, [1.5, 2.5])
     assert ax.texts[0].get_text() == "+2.0 [+1.0, +3.0]"

@@ -14,6 +14,7 @@ from toy_checkout import unmask
 from unmask.data import hub
 from unmask.data.registry import load_registry
 from unmask.data.rows import read, units
+from unmask.store import visible
 from unmask_study import mirror
 from unmask_study.settings import load_preset
 
@@ -79,11 +80,10 @@ class Mirror:
 
     def whole(self, wanted):
         """Whether just these files are there, beside hidden ones, as the Hub has them."""
-        files = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
-        names = {file for file in files if "/." not in f"/{file}"}
+        stored = {str(path.relative_to(self.folder)): path.read_bytes() for path in visible(self.folder)}
         repos = self.fake.repos.items()
         contents = {f"{name}/{file}": data for name, repo in repos for file, data in repo.files.items()}
-        return names == wanted and all((self.folder / name).read_bytes() == contents[name] for name in names)
+        return stored == {name: contents[name] for name in wanted}
 
     def rows(self):
         """How many rows each source has."""
@@ -104,7 +104,7 @@ def test_what_a_preset_needs_is_pulled_once_and_serves_offline(fake, to, monkeyp
     before = len(fake.requests)
     assert to.pull()[0] == 0
     for path in ("train.jsonl", "tokenizer.json", "model.safetensors", WEB[1]):
-        assert fake.fetched(path) and not fake.fetched(path, since=before), path
+        assert path in fake.requests[:before] and path not in fake.requests[before:], path
     preset = load_preset("smoke", to.settings)
     with known_hub("http://127.0.0.1:9", offline=True):
         assert to.check() == "" and to.rows() == [800, 100]
@@ -123,7 +123,7 @@ def test_after_a_failure_the_same_command_goes_on(fake, to, monkeypatch):
     assert "not there or not whole" in to.check() and "org/base" in to.check()
     done = len(fake.requests)
     assert to.pull()[0] == 0 and to.whole(ALL) and to.check() == "" and not any(fake.faults.values())
-    assert not fake.fetched("model.safetensors", since=done)
+    assert "model.safetensors" not in fake.requests[done:]
 
 
 def test_of_text_only_as_much_as_is_needed(fake, to):
@@ -147,9 +147,8 @@ def test_check_finds_what_is_missing_or_short_and_a_revision_can_be_pinned(fake,
     first, second = (to.folder / "org/web" / part for part in WEB[:2])
     first.write_bytes(first.read_bytes()[:-1])
     second.unlink()
-    lacking = to.check()
-    assert "org/base config.json not there or not whole: pull again" in lacking
-    assert f"org/web {WEB[0]} not there or not whole" in lacking
+    for lacking in ("org/base config.json", f"org/web {WEB[0]}"):
+        assert f"{lacking} not there or not whole: pull again" in to.check()
     os.utime(first, (2e9, 2e9))  # within the second of its arrival the library does not see a change
     pinned = REGISTRY.replace("config: eng", f"config: eng, revision: {fake.repos['org/web'].commit}")
     to.registry.write_text(pinned)

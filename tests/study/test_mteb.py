@@ -1,5 +1,7 @@
 """Our models under mteb: scores equal to ours, the Hub's layout from a mirror, appendix C, every type."""
 
+import itertools
+import re
 from dataclasses import replace
 from statistics import fmean
 
@@ -14,6 +16,7 @@ from mteb.mocks.mock_tasks.reranking import MockAggregatedTask
 from scipy.stats import spearmanr
 
 import tiny
+from by_hand import cells
 from unmask.evaluation.metrics import retrieval_metrics
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import embed_task, score_task
@@ -21,16 +24,8 @@ from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import Embedder, instructed
 from unmask.models.reranker import Reranker
 from unmask_study import mteb as in_mteb
-from unmask_study.mteb import (
-    MtebEncoder,
-    as_task,
-    benchmark_tasks,
-    run_benchmark,
-    side_by_side,
-    tool_kinds,
-    type_means,
-)
-from unmask_study.report import paper_table
+from unmask_study.mteb import MtebEncoder, as_task, benchmark_tasks, run_benchmark
+from unmask_study.report import markdown_table, paper_table
 from unmask_study.settings import load_preset
 
 CONFIG = load_preset("smoke", {"evaluation.precision": "fp32"}).evaluation
@@ -44,15 +39,12 @@ def embedder():
     return Embedder(tiny.model(), tiny.tokenizer())
 
 
+DATASET = {"path": "tests/animals", "revision": "0" * 40}
+ABOUT = {"type": "Retrieval", "eval_langs": ["eng-Latn"], "main_score": "ndcg_at_10"}
+
+
 class Animals(AbsTaskRetrieval):
-    metadata = TaskMetadata(
-        name="Animals",
-        description="Of a test.",
-        dataset={"path": "tests/animals", "revision": "0" * 40},
-        type="Retrieval",
-        eval_langs=["eng-Latn"],
-        main_score="ndcg_at_10",
-    )
+    metadata = TaskMetadata(name="Animals", description="Of a test.", dataset=DATASET, **ABOUT)
 
 
 @pytest.fixture
@@ -77,18 +69,21 @@ def animals(tmp_path, monkeypatch):
     return tmp_path
 
 
+def ndcg(scores_NM):
+    ids = [f"d{i:03}" for i in range(len(DOCUMENTS))]
+    return retrieval_metrics(scores_NM, RELEVANT, document_ids=ids)["ndcg@10"]
+
+
 @pytest.mark.parametrize("precision", ["int8", "ubinary"])
 def test_mteb_reads_a_mirror_and_scores_as_we_do(animals, embedder, precision):
     (row,) = run_benchmark(embedder, ["Animals"], CONFIG, animals / "results", precision=precision)
     assert row["why"] == "" and (row["benchmark"], row["task"]) == ("Animals", "Animals")
     q_ND = embedder.encode(QUERIES, precision, max_length=CONFIG.query_length)
     d_MD = embedder.encode(DOCUMENTS, precision, max_length=CONFIG.document_length)
-    ids = [f"d{i:03}" for i in range(len(DOCUMENTS))]
-    ours = retrieval_metrics(similarity(q_ND, d_MD), RELEVANT, document_ids=ids)["ndcg@10"]
+    ours = ndcg(similarity(q_ND, d_MD))
     assert 0 < ours < 1 and row["score"] == pytest.approx(ours, abs=1e-5)  # mteb rounds to five digits
     late_first_NM = -similarity(q_ND, d_MD).numpy()[:, ::-1]  # as ties are broken
-    best = np.argsort(late_first_NM, axis=1, kind="stable")
-    found = len(DOCUMENTS) - 1 - best[:, :10]
+    found = len(DOCUMENTS) - 1 - np.argsort(late_first_NM, axis=1, kind="stable")[:, :10]
     hits = [len(right & set(ten)) for right, ten in zip(RELEVANT, found.tolist(), strict=True)]
     share = np.array([n / len(right) for n, right in zip(hits, RELEVANT, strict=True)])
     table5 = {"nDCG": ours, "P": np.mean(hits) / 10, "R": share.mean(), "C": (share == 1).mean()}
@@ -102,8 +97,13 @@ def test_what_cannot_be_run_says_why_and_the_others_go_on(animals, embedder):
     damaged, absent, found = run_benchmark(embedder, names, CONFIG, animals / "results")
     assert damaged["score"] is None and damaged["why"]
     assert absent["task"] == "MIRACLRetrievalHardNegatives" and absent["score"] is None
-    assert "in no mirror" in absent["why"] and "HF_HUB_OFFLINE is set" in absent["why"]
+    assert "in no mirror" in absent["why"] and "HF_HUB_OFFLINE" in absent["why"]
     assert found["score"] is not None
+
+
+def context_embedder(seed):
+    encoder = ContextualEncoder(tiny.model(seed=seed), tiny.model(seed=1), 4)
+    return ContextEmbedder(encoder, tiny.tokenizer())
 
 
 def test_results_are_kept_until_the_model_or_the_code_changes(animals, embedder, monkeypatch):
@@ -111,14 +111,12 @@ def test_results_are_kept_until_the_model_or_the_code_changes(animals, embedder,
     with monkeypatch.context() as broken:
         broken.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
         assert run_benchmark(embedder, ["Animals"], CONFIG, animals / "results") == [first]
-    other = Embedder(tiny.model(seed=1), tiny.tokenizer())
-    (changed,) = run_benchmark(other, ["Animals"], CONFIG, animals / "results")
+    several = [embedder, Embedder(tiny.model(seed=1), tiny.tokenizer())]
+    (changed,) = run_benchmark(several[1], ["Animals"], CONFIG, animals / "results")
     assert changed["score"] != first["score"]
-    several = [embedder, Embedder(tiny.model(), tiny.tokenizer(), normalize=True)]
-    informed = ContextEmbedder(ContextualEncoder(tiny.model(), tiny.model(), 4), tiny.tokenizer())
-    several += [informed, informed.with_context(["one"]), informed.with_context(["two"])]
-    other = ContextEmbedder(ContextualEncoder(tiny.model(seed=1), tiny.model(), 4), tiny.tokenizer())
-    several.append(other)  # its first stage alone differs
+    several.append(Embedder(tiny.model(), tiny.tokenizer(), normalize=True))
+    informed, other = map(context_embedder, range(2))  # whose first stages differ
+    several += [informed, informed.with_context(["one"]), informed.with_context(["two"]), other]
     revisions = [MtebEncoder(one, CONFIG).mteb_model_meta.revision for one in several]
     monkeypatch.setattr(in_mteb, "code_hash", lambda: "other code")
     assert len({*revisions, MtebEncoder(embedder, CONFIG).mteb_model_meta.revision}) == len(several) + 1
@@ -127,33 +125,40 @@ def test_results_are_kept_until_the_model_or_the_code_changes(animals, embedder,
 def test_the_benchmarks_are_the_papers():
     with pytest.raises(KeyError, match="nosuch"):
         benchmark_tasks("nosuch")
-    multilingual = {task.metadata.name for task in benchmark_tasks("MTEB(Multilingual, v2)")}
-    code = {task.metadata.name for task in benchmark_tasks("MTEB(Code, v1)")}
+    retrieval = ("MTEB(Multilingual, v2)", "MTEB(Code, v1)")
+    multilingual, code = ({task.metadata.name for task in benchmark_tasks(name)} for name in retrieval)
     assert len(multilingual) == 18 and {"ArguAna", "MLQARetrieval", "WinoGrande"} < multilingual  # table 11
     assert len(code) == 12 and {"AppsRetrieval", "CosQA", "SyntheticText2SQL"} < code  # table 12
-    (miracl,) = benchmark_tasks("MIRACL")
-    assert len(miracl.hf_subsets) == 18
     table9 = {task.metadata.name: task for task in benchmark_tasks("table 9")}
     assert len(table9) == 12 and table9["MIRACLRetrievalHardNegatives"].hf_subsets == ["en"]
     assert table9["MSMARCO"].eval_splits == ["dev"]
-    assert [len(task.hf_subsets) for task in benchmark_tasks("ToolRet")] == [35, 35]
+    subsets = [len(task.hf_subsets) for name in ("MIRACL", "ToolRet") for task in benchmark_tasks(name)]
+    assert subsets == [18, 35, 35]
     # Qwen3-Embedding, section 4.1 (its CMTEB has 32), and what table 4 adds; CDE's MTEB.
     sizes = {"MTEB(Multilingual, v2)": 131, "MTEB(eng, v2)": 41, "MTEB(cmn, v1)": 31, "MTEB(Code, v1)": 12}
     sizes |= {"MLDR": 1, "FollowIR": 3, "MTEB(eng, v1)": 56}
     assert {name: len(benchmark_tasks(name, True)) for name in sizes} == sizes
     assert [len(benchmark_tasks(name)) for name in ("MTEB(eng, v2)", "FollowIR", "MLDR")] == [10, 3, 1]
     named = {name: float(name.startswith("to")) for name in benchmark_tasks("ToolRet")[0].hf_subsets}
-    table = tool_kinds({name: {"nDCG": x, "P": 0.0, "R": 1.0, "C": 1 - x} for name, x in named.items()})
+    scores = {name: {"nDCG": x, "P": 0.0, "R": 1.0, "C": 1 - x} for name, x in named.items()}
+    table = in_mteb.tool_kinds(scores)
     assert [*table] == [*paper_table(5)["bm25"]]
-    kinds = {
-        "Code nDCG": 1 / 7,
-        "Custom nDCG": 3 / 9,
-        "Web nDCG": 5 / 19,
-        "Avg nDCG": 0.2465,
-        "Web C": 14 / 19,
-    }
-    assert {name: table[name] for name in kinds} == pytest.approx(kinds, abs=1e-4)
+    kinds = {"Code nDCG": 1 / 7, "Custom nDCG": 3 / 9, "Web nDCG": 5 / 19, "Avg nDCG": 0.2465}
+    assert table == pytest.approx(table | kinds | {"Web C": 14 / 19}, abs=1e-4)
     assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
+
+
+def test_notebook_09_puts_requests_with_instructions_beside_table_5_and_others_below():
+    (cell,) = (source for source in cells("09_retrieval") if "tool_kinds" in source)
+    tasks, shown = benchmark_tasks("ToolRet"), []
+    subsets = dict.fromkeys(tasks[0].hf_subsets, dict.fromkeys(in_mteb.MEASURES, 0.0))
+    row = {"precision": "INT8", "benchmark": "ToolRet", "subsets": subsets}
+    names = {"public": [row | {"task": task.metadata.name} for task in tasks], "itertools": itertools}
+    names |= {"mteb": in_mteb, "paper_table": paper_table, "markdown_table": markdown_table, "Markdown": str}
+    exec(cell, names | {"percent": dict, "display": shown.append})
+    systems = re.findall(r"^\| (\S+: .*?|ours .*?) \|", shown[0], re.M)
+    paper = ["paper: pplx-embed-v1-0.6B", "paper: bm25"]
+    assert systems == [*paper, "ours (INT8)", "ours (INT8), without instructions"]
 
 
 def encode(encoder, name, kind, *texts):
@@ -182,19 +187,17 @@ def test_equal_documents_of_text2sql_are_told_apart_always_in_the_same_way(embed
 LONG = " ".join(f"word{i}" for i in range(200))
 
 
-@pytest.mark.parametrize("name", ["LEMBPasskeyRetrieval", "MultiLongDocRetrieval"])
-def test_lengths_are_the_presets_but_for_long_documents(embedder, name):
-    encoder = MtebEncoder(embedder, CONFIG)
-    whole = encode(encoder, name, "document", LONG)
-    assert (whole == embedder.encode([LONG])).all()  # as far as the model's positions go
-    short = encode(encoder, "SCIDOCS", "document", LONG)
-    assert (short == embedder.encode([LONG], max_length=CONFIG.document_length)).all()
-    assert (whole != short).any()
-    assert in_mteb.LENGTHS["MultiLongDocRetrieval"] == 8192
+def test_lengths_are_the_presets_but_for_long_documents(embedder):
+    encoder, lengths = MtebEncoder(embedder, CONFIG), dict.fromkeys(["SCIDOCS"], CONFIG.document_length)
+    lengths |= dict.fromkeys(["LEMBPasskeyRetrieval", "MultiLongDocRetrieval"])  # the model's positions
+    vectors = {name: encode(encoder, name, "document", LONG) for name in lengths}
+    for name, length in lengths.items():
+        assert (vectors[name] == embedder.encode([LONG], max_length=length)).all()
+    assert (vectors["SCIDOCS"] != vectors["MultiLongDocRetrieval"]).any()
+    assert (in_mteb.LENGTHS["MultiLongDocRetrieval"], in_mteb.LENGTHS["MTEB(eng, v1)"]) == (8192, 512)
 
 
 def test_a_benchmark_is_read_at_a_length_of_its_own(animals, embedder, monkeypatch):
-    assert in_mteb.LENGTHS["MTEB(eng, v1)"] == 512
     monkeypatch.setattr(in_mteb, "benchmark_tasks", lambda *_: [Animals()])
     monkeypatch.setitem(in_mteb.LENGTHS, "Zoo", 3)
     usual, short = run_benchmark(embedder, ["Animals", "Zoo"], CONFIG, animals / "results")
@@ -224,7 +227,7 @@ def test_a_search_of_mtebs_is_a_task_of_ours(animals, embedder, monkeypatch):
     again = Animals()
     assert as_task(again) == as_task(again) == task  # mteb's benchmarks hand out the same tasks each time
     monkeypatch.delenv("UNMASK_MIRROR")
-    with pytest.raises(ValueError, match=r"tests/animals is in no mirror .* HF_HUB_OFFLINE"):
+    with pytest.raises(ValueError, match=r"tests/animals is in no mirror .*HF_HUB_OFFLINE"):
         as_task(Animals())
 
 
@@ -249,15 +252,9 @@ class Forums(MockAggregatedTask):
     )
 
 
-@pytest.fixture
-def contextual():
-    return ContextEmbedder(ContextualEncoder(tiny.model(), tiny.model(seed=1), 4), tiny.tokenizer())
-
-
-@pytest.mark.parametrize("kind", ["instruct", "context"])
-def test_tasks_of_every_type_are_run(made_up, embedder, contextual, tmp_path, kind):
-    instruct = kind == "instruct"
-    model, precision = (embedder, "float32") if instruct else (contextual, "int8")
+@pytest.mark.parametrize("instruct", [True, False], ids=["instructions", "context"])
+def test_tasks_of_every_type_are_run(made_up, embedder, tmp_path, instruct):
+    model, precision = (embedder, "float32") if instruct else (context_embedder(0), "int8")
     rows = run_benchmark(model, [" ".join(made_up)], CONFIG, tmp_path, precision, True, instruct)
     assert {row["task"]: row["why"] for row in rows} == dict.fromkeys(made_up, "")
     kinds = [task.metadata.type for task in mteb.get_benchmark("MTEB(Multilingual, v2)").tasks]
@@ -268,8 +265,9 @@ def test_tasks_of_every_type_are_run(made_up, embedder, contextual, tmp_path, ki
 
 
 def test_a_benchmarks_mean_is_over_tasks_and_over_types_and_systems_stand_side_by_side():
-    found = [("STS", 0.2), ("STS", 0.4), ("Retrieval", 0.9)]
-    rows = [{"type": kind, "score": score} for kind, score in found]
+    type_means, side_by_side = in_mteb.type_means, in_mteb.side_by_side
+    scores = [("STS", 0.2), ("STS", 0.4), ("Retrieval", 0.9)]
+    rows = [{"type": kind, "score": score} for kind, score in scores]
     means = {"mean (task)": 0.5, "mean (type)": 0.6, "STS": 0.3, "Retrieval": 0.9}
     assert type_means(rows) == pytest.approx(means)
     assert type_means([*rows, {"type": "STS", "score": None}]) == {"Retrieval": 0.9} and type_means([]) == {}
@@ -314,22 +312,18 @@ def test_the_best_documents_are_reranked_and_the_others_left_out(animals, embedd
         best = np.argsort(-first_M, kind="stable")[:12]
         texts = [DOCUMENTS[i] for i in best]
         final_M[best] = reranker.log_odds(query, texts, instruction=told, **limits)
-    assert row["why"] == "" and row["score"] == pytest.approx(
-        retrieval_metrics(final_NM, RELEVANT)["ndcg@10"], abs=1e-5
-    )
-    (first,) = run_benchmark(embedder, ["Animals"], *how)
-    assert first["score"] != row["score"]
-    other = (reranker, replace(config, candidates=5))
-    (fewer,) = run_benchmark(embedder, ["Animals"], *how, other)
-    assert fewer["score"] != row["score"]
+    expected = retrieval_metrics(final_NM, RELEVANT)["ndcg@10"]
+    assert row["why"] == "" and row["score"] == pytest.approx(expected, abs=1e-5)
+    for others in ((), [(reranker, replace(config, candidates=5))]):  # without one, and fewer candidates
+        assert run_benchmark(embedder, ["Animals"], *how, *others)[0]["score"] != row["score"]
 
 
-def test_a_contextual_encoder_reads_the_tasks_own_documents(animals, contextual):
+def test_a_contextual_encoder_reads_the_tasks_own_documents(animals):
+    contextual = context_embedder(0)
     (row,) = run_benchmark(contextual, ["Animals"], CONFIG, animals / "results")
     task = Animals()
-    task.metadata = task.metadata.model_copy(
-        update={"dataset": {"path": str(animals / "mirror/tests/animals"), "revision": "0" * 40}}
-    )
+    where = DATASET | {"path": str(animals / "mirror/tests/animals")}
+    task.metadata = task.metadata.model_copy(update={"dataset": where})
     task.load_data()
     drawn = in_mteb.context_texts(task, "default", 4)
     assert len({*drawn}) == 4 and {*drawn} < {*DOCUMENTS}
@@ -337,9 +331,7 @@ def test_a_contextual_encoder_reads_the_tasks_own_documents(animals, contextual)
 
     def score(one):
         q_ND = one.encode(QUERIES, max_length=CONFIG.query_length)
-        d_MD = one.encode(DOCUMENTS, max_length=CONFIG.document_length)
-        ids = [f"d{i:03}" for i in range(len(DOCUMENTS))]
-        return retrieval_metrics(similarity(q_ND, d_MD), RELEVANT, document_ids=ids)["ndcg@10"]
+        return ndcg(similarity(q_ND, one.encode(DOCUMENTS, max_length=CONFIG.document_length)))
 
     assert row["score"] == pytest.approx(score(ready), abs=1e-5)
     foreign = contextual.with_context(["Something else."])  # a context that it has stays: CDE's "random"

@@ -27,11 +27,8 @@ def test_the_vote_is_that_of_a_naive_computation():
     for query in range(40):
         right.append(set())
         for document in range(30):
-            votes = 0.0
-            for ranking in systems:
-                for rank in range(len(ranking[query])):
-                    if ranking[query][rank] == document:
-                        votes += 1 / (60 + rank + 1)
+            every = [(rank, one) for system in systems for rank, one in enumerate(system[query])]
+            votes = sum(1 / (60 + rank + 1) for rank, one in every if one == document)
             if votes >= 3 / 70 and any(document in ranking[query] for ranking in pool):
                 right[-1].add(document)
     assert agreed(pool, [beside]) == right and 0 < sum(map(len, right)) < 40 * 30 / 4
@@ -75,7 +72,7 @@ def test_a_released_pplx_embed_is_read_without_its_code(tmp_path):
 def test_an_embedder_is_fetched_in_its_revision(folder, tmp_path, monkeypatch):
     """On main of some there are no safetensors."""
     whole = {str(one.relative_to(folder / POOL[0])): one.read_bytes() for one in visible(folder / POOL[0])}
-    main = {name: content for name, content in whole.items() if name != "model.safetensors"}
+    main = {name: whole[name] for name in whole.keys() - {"model.safetensors"}}
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     texts = ["one text", "another"]
     with fake_hub() as hub:

@@ -27,8 +27,8 @@ def naive(answer, labels):
     """The metric letter by letter and word by word."""
 
     def plain(text):
-        kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-        return [word for word in kept.split() if word not in ("a", "an", "the")]
+        letters = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+        return [word for word in letters.split() if word not in ("a", "an", "the")]
 
     return any(" ".join(plain(label)) in " ".join(plain(answer)) for label in labels)
 
@@ -44,18 +44,14 @@ def test_the_metric_is_that_of_a_naive_computation():
 
 
 def test_the_prompts_are_bergens():
-    system, user = messages("Where?", ["one", "two\n" * (WORDS + 1)])
-    assert system["content"] == (
-        "You are a helpful assistant. Your task is to extract relevant information from provided documents "
-        "and to answer to questions as briefly as possible."
-    )
-    assert (
-        user["content"] == f"Background:\nDocument 1: one\nDocument 2:{' two' * WORDS}\n\n\nQuestion: Where?"
-    )
-    assert [one["content"] for one in messages("Where?", [])] == [
-        "You are a helpful assistant. Answer the questions as briefly as possible.",
-        "Question: Where?",
-    ]
+    system, user = (one["content"] for one in messages("Where?", ["one", "two\n" * (WORDS + 1)]))
+    task = "to extract relevant information from provided documents and to answer to questions as briefly as"
+    assert system == f"You are a helpful assistant. Your task is {task} possible."
+    background = f"Background:\nDocument 1: one\nDocument 2:{' two' * WORDS}"
+    assert user == f"{background}\n\n\nQuestion: Where?"
+    system, user = (one["content"] for one in messages("Where?", []))
+    assert system == "You are a helpful assistant. Answer the questions as briefly as possible."
+    assert user == "Question: Where?"
 
 
 def test_squad_in_passages_of_a_hundred_words(tmp_path, monkeypatch):
@@ -63,13 +59,10 @@ def test_squad_in_passages_of_a_hundred_words(tmp_path, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(tmp_path))
     assert squad() is None
     words = [f"w{n}" for n in range(2 * WORDS + 7)]
-    rows = [
-        {"title": "T", "context": " ".join(words[:count]), "question": "Same?", "answers": answers}
-        for count, answers in (
-            (len(words), {"text": ["w5", "w6"], "answer_start": [0, 3]}),
-            (WORDS, {"text": ["w9"], "answer_start": [0]}),  # the first passage of the other, asked the same
-        )
-    ]
+    first = {"question": "Same?", "answers": {"text": ["w5", "w6"], "answer_start": [0, 3]}}
+    other = first | {"answers": {"text": ["w9"], "answer_start": [0]}}  # asks the same of its first passage
+    contexts = (" ".join(words), " ".join(words[:WORDS]))
+    rows = [row | {"title": "T", "context": text} for row, text in zip((first, other), contexts)]
     path = tmp_path / "rajpurkar" / "squad" / "plain_text" / "validation-00000-of-00001.parquet"
     Dataset.from_list(rows).to_parquet(path)
     questions, labels, found = squad()
@@ -96,5 +89,5 @@ def test_each_question_is_read_with_its_passages_and_nothing_is_asked_twice(tmp_
     assert [match(answer, [label]) for answer, label in zip(answers, PLACES)] == [True, True, True, False]
     assert [match(answer, [label]) for answer, label in zip(alone, PLACES)] == [False, True, False, False]
     assert read(config, journal, QUESTIONS, found) == answers  # of a server that is gone
-    [body, *_] = server.bodies
+    body = server.bodies[0]
     assert "response_format" not in body and body["temperature"] == 0 and body["max_tokens"] == 128

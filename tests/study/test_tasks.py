@@ -30,8 +30,8 @@ CONTEXTUAL = ["modules", "statistics"]
 
 def pair_rows(name):
     def pair(query, document, key):
-        row = {"dataset": name, "query": query, "document": document, "key": key}
-        return row | {"group": PLAIN[name], "task": name}
+        row = {"dataset": name, "task": name, "group": PLAIN[name]}
+        return row | {"query": query, "document": document, "key": key}
 
     return [
         *(pair(f"{name} query {i}", f"{name} answer {i}", f"k{i}") for i in range(12)),
@@ -48,12 +48,15 @@ def document_row(name, d):
     return {"task": name, "document_id": f"{name}-{d}", "chunks": chunks, "queries": queries, "golds": [1, 0]}
 
 
+def holding(pairs, documents):
+    """A corpus with these rows in every split."""
+    return SimpleNamespace(pairs=lambda split: pairs, documents=lambda split: documents)
+
+
 def corpus(order=1):
     pairs = [row for name in PLAIN for row in pair_rows(name)][::order]
     documents = [document_row(name, d) for name in CONTEXTUAL for d in range(8)][::order]
-    return SimpleNamespace(
-        pairs=lambda split: Dataset.from_list(pairs), documents=lambda split: Dataset.from_list(documents)
-    )
+    return holding(*map(Dataset.from_list, (pairs, documents)))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +67,9 @@ def built():
 def test_there_is_a_task_for_each_data_set_in_order(built):
     assert {task.name: task.family for task in built} == PLAIN | dict.fromkeys(CONTEXTUAL, "contextual")
     assert built == build_tasks(corpus(order=-1), "test", CONFIG)
-    empty = SimpleNamespace(pairs=lambda split: [], documents=lambda split: [])
     with pytest.raises(ValueError, match=r"the test split gives no task.* set hold_out .* 60 at 0\.15"):
-        build_tasks(empty, "test", CONFIG)
-    twice = corpus()
-    twice.documents = lambda split: [document_row(next(iter(PLAIN)), 0)]
+        build_tasks(holding([], []), "test", CONFIG)
+    twice = holding(pair_rows("docs"), [document_row("docs", 0)])
     with pytest.raises(ValueError, match="two families have held-out tasks of one name"):
         build_tasks(twice, "test", CONFIG)
 
@@ -83,35 +84,29 @@ def test_scores_of_a_checkpoint_are_computed_once(tmp_path, monkeypatch, built):
     monkeypatch.setattr(Embedder, "encode", lambda *_, **__: pytest.fail("encoded again"))
     again = assess(path, built, CONFIG, late_chunking=True)
     assert all((again[name] == found[True][name]).all() for name in again)
+    trained_anew = backbone.save(tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="one")
+    for other, config in ((path, replace(CONFIG, query_length=3)), (trained_anew, CONFIG)):
+        with pytest.raises(pytest.fail.Exception):
+            assess(other, built, config)
+    monkeypatch.setattr(tasks, "code_hash", lambda: "another")
     with pytest.raises(pytest.fail.Exception):
-        assess(path, built, replace(CONFIG, query_length=3))  # other lengths are other scores
-    with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception):
-        patch.setattr(tasks, "code_hash", lambda: "another")
         assess(path, built, CONFIG)
-    # Trained anew:
-    other = backbone.save(tiny.model(seed=1), tiny.tokenizer(), tmp_path / "o", fingerprint="one")
-    with pytest.raises(pytest.fail.Exception):
-        assess(other, built, CONFIG)
 
 
-@pytest.mark.parametrize("has_bf16", [False, True])
-def test_a_checkpoint_computes_in_bf16_where_the_processor_has_it(has_bf16, tmp_path, monkeypatch):
-    monkeypatch.setattr(backbone, "has_bf16", lambda device: has_bf16)
-    path = backbone.save(tiny.model(), tiny.tokenizer(), tmp_path / "m")
-    found = [tasks.load(path, replace(CONFIG, precision=one)).mixed_precision for one in ("bf16", "fp32")]
-    assert found == [has_bf16, False]
+def answers(task):
+    """Of each query."""
+    return {q: {task.chunks[i] for i in r} for q, r in zip(task.queries, task.relevant, strict=True)}
 
 
 def test_each_text_is_one_document_and_all_rows_of_a_key_are_relevant(built):
     for task in built[: len(PLAIN)]:
         assert len(task.queries) == 15 and len(set(task.chunks)) == len(task.chunks) == 14
-        texts = {q: {task.chunks[i] for i in r} for q, r in zip(task.queries, task.relevant, strict=True)}
-        assert texts[f"{task.name} query 1"] == {f"{task.name} answer 1"}
-        assert texts[f"{task.name} query 3"] == {f"{task.name} answer 3"}
-        assert texts["again"] == {f"{task.name} answer 3", f"{task.name} another answer"}
-        both = {f"{task.name} answer 5", f"{task.name} other words for 5"}
-        assert texts["synonym"] == texts[f"{task.name} query 5"] == both
-        assert texts["copied"] == {f"{task.name} answer 7"}
+        expected = {f"{task.name} query {i}": {f"{task.name} answer {i}"} for i in range(12)}
+        expected["again"] = {f"{task.name} answer 3", f"{task.name} another answer"}
+        expected["copied"] = {f"{task.name} answer 7"}
+        expected["synonym"] = {f"{task.name} answer 5", f"{task.name} other words for 5"}
+        expected[f"{task.name} query 5"] = expected["synonym"]
+        assert answers(task) == expected
 
 
 def test_a_query_is_not_asked_of_its_own_text():
@@ -120,9 +115,7 @@ def test_a_query_is_not_asked_of_its_own_text():
     rows = [dict(zip(("query", "document"), pair)) | {"key": pair[1].strip()} for pair in both]
     pairs = [row | {"group": "english", "task": "both"} for row in rows]
     row = {"task": "chunks", "document_id": "1", "chunks": ["x", "y", "z"], "queries": ["x"], "golds": [1]}
-    plain, contextual = build_tasks(
-        SimpleNamespace(pairs=lambda split: pairs, documents=lambda split: [row]), "test", CONFIG
-    )
+    plain, contextual = build_tasks(holding(pairs, [row]), "test", CONFIG)
     found = {plain.queries[i]: plain.chunks[j].strip() for i, j in zip(*plain.identical)}
     assert found == {"a": "a", "b": "b"} and contextual.identical == ([0], [0])
     own_NM = np.array([[text.strip() == query for text in plain.chunks] for query in plain.queries])
@@ -134,10 +127,8 @@ def test_a_query_is_not_asked_of_its_own_text():
 
 def test_golds_are_counted_over_all_documents(built):
     for task in built[len(PLAIN) :]:
-        assert len(task.queries) == 16
-        for query, relevant in zip(task.queries, task.relevant, strict=True):
-            name, number, _, which = query.split()
-            assert [task.chunks[i] for i in relevant] == [f"{name} {number} chunk {1 - int(which)}"]
+        numbered = [(f"{task.name} {number}", query) for number in range(8) for query in range(2)]
+        assert answers(task) == {f"{d} query {q}": {f"{d} chunk {1 - q}"} for d, q in numbered}
 
 
 def test_a_query_of_several_rows_has_all_their_golds_however_it_is_spelt():
@@ -148,13 +139,12 @@ def test_a_query_of_several_rows_has_all_their_golds_however_it_is_spelt():
     rows[0] |= {"queries": ["who?", " who?"], "golds": [0, 1]}
     rows[1] |= {"chunks": ["head", "the same", "the  same"], "queries": ["q"], "golds": [2]}
     rows[5] |= {"chunks": rows[5]["chunks"] * 30}
-    made = SimpleNamespace(pairs=lambda split: pairs, documents=lambda split: rows)
-    plain, contextual = build_tasks(made, "test", CONFIG)
+    plain, contextual = build_tasks(holding(pairs, rows), "test", CONFIG)
     assert (len(plain.queries), len(plain.chunks)) == (15, 14)
     assert (len(contextual.queries), len(contextual.documents)) == (12, 7)
     both = [relevant for task in (plain, contextual) for relevant in task.relevant if len(relevant) == 2]
     assert len(both) == 5  # of "again", of the two that have a synonym, of "q" and "who?"
-    right = {q: {contextual.chunks[i] for i in r} for q, r in zip(contextual.queries, contextual.relevant)}
+    right = answers(contextual)
     assert right["q"] == {"the same", "the  same"}
     assert {"d 0 chunk 0", "d 0 chunk 1"} in (right.get("who?"), right.get(" who?"))
 
@@ -182,16 +172,15 @@ def test_only_contextual_tasks_are_chunked_late_and_each_has_its_lengths(built):
     embedder = Embedder(tiny.model(), tiny.tokenizer())
     config = replace(CONFIG, query_length=3, document_length=4, chunk_length=5)
     plain, contextual = built[0], built[-1]
-    late = np.concatenate(embedder.encode_documents(contextual.documents, "float32", chunk_length=5))
-    for task, option, expected in (
-        (plain, True, embedder.encode(plain.chunks, "float32", max_length=4)),
-        (contextual, False, embedder.encode(contextual.chunks, "float32", max_length=5)),
-        (contextual, True, late),
-    ):
-        found = embed_task(embedder, task, config, late_chunking=option)
-        np.testing.assert_array_equal(found.chunks_MD, expected)
-        asked = embedder.encode(task.queries, "float32", max_length=3)
-        np.testing.assert_array_equal(found.queries_ND, asked)
+    plain_MD = embedder.encode(plain.chunks, "float32", max_length=4)
+    alone_MD = embedder.encode(contextual.chunks, "float32", max_length=5)
+    late_MD = np.concatenate(embedder.encode_documents(contextual.documents, "float32", chunk_length=5))
+    cases = [(plain, True, plain_MD), (contextual, False, alone_MD), (contextual, True, late_MD)]
+    for task, late_chunking, expected_MD in cases:
+        vectors = embed_task(embedder, task, config, late_chunking=late_chunking)
+        np.testing.assert_array_equal(vectors.chunks_MD, expected_MD)
+        queries_ND = embedder.encode(task.queries, "float32", max_length=3)
+        np.testing.assert_array_equal(vectors.queries_ND, queries_ND)
 
 
 def test_means_weigh_tasks_not_queries():

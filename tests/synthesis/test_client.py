@@ -4,14 +4,13 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 from collections import Counter
 
 import openai
 import pytest
 from pydantic import BaseModel
 
-from chat_servers import chat_server, config
+from chat_servers import chat_server, config, lines
 from unmask_study.settings import ReaderConfig
 from unmask_study.synthesis import EndpointError, replies
 from unmask_study.synthesis.client import ask
@@ -33,8 +32,7 @@ def echo(prompt):
     return f"echo of {prompt}"
 
 
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines() if line]
+ECHOES = [echo(request["content"]) for (request,) in REQUESTS]
 
 
 def test_every_request_is_sent_once_and_some_at_a_time(tmp_path, monkeypatch):
@@ -43,7 +41,7 @@ def test_every_request_is_sent_once_and_some_at_a_time(tmp_path, monkeypatch):
     with chat_server(write=echo, delay=0.01) as server:
         settings = config(server, api_key_env="OPENAI_API_KEY")
         texts = replies(settings, journal, twice)
-    assert texts == 2 * [f"echo of question {number}" for number in range(60)]
+    assert texts == 2 * ECHOES
     assert Counter(server.prompts.values()) == {1: 60} and 1 < server.most <= 4
     assert server.keys == {"Bearer from the shell"}
     assert replies(settings, journal, twice) == texts  # of a server that is gone
@@ -56,9 +54,8 @@ def test_a_reply_in_a_form(tmp_path):
     with chat_server(write=lambda prompt: json.dumps({"answer": int(prompt.split()[1])})) as server:
         found = ask(config(server), tmp_path / "journal", REQUESTS[:9], Answer)
     assert found == [Answer(answer=number) for number in range(9)]
-    [schema] = {json.dumps(body["response_format"]) for body in server.bodies}
-    assert json.loads(schema)["type"] == "json_schema"
-    assert json.loads(schema)["json_schema"]["schema"] == Answer.model_json_schema()
+    for form in (body["response_format"] for body in server.bodies):
+        assert (form["type"], form["json_schema"]["schema"]) == ("json_schema", Answer.model_json_schema())
 
 
 LOST = [("500", "InternalServerError", 3), ("200", "no chat completion", 1), ("400", "BadRequestError", 1)]
@@ -69,8 +66,7 @@ def test_a_request_without_reply_is_counted_and_sent_again_next_time(tmp_path, c
     lost = {f"question {number}" for number in range(7)}
     with chat_server(lambda prompt, _: status if prompt in lost else None, write=echo) as server:
         settings = config(server)
-        texts = replies(settings, tmp_path / "journal", REQUESTS)
-        assert texts == [""] * 7 + [f"echo of question {number}" for number in range(7, 60)]
+        assert replies(settings, tmp_path / "journal", REQUESTS) == [""] * 7 + ECHOES[7:]
         assert Counter(server.prompts.values()) == Counter({1: 53}) + Counter({tries: 7})
         printed = f"synthesis: no usable reply to 7 of 60 requests ({reason}: 7)\n"
         assert capsys.readouterr().out == printed
@@ -85,26 +81,22 @@ BAD = ["", " \n", '{"answer": 1', '{"answer": "one"}', '{"answer": 1, "why": 2}'
 
 @pytest.mark.parametrize("form", [None, Answer])
 def test_a_bad_reply_is_counted_and_stays(tmp_path, capsys, form):
-    write = lambda prompt: dict(enumerate(BAD)).get(int(prompt.split()[1]), '{"answer": 1}')  # noqa: E731
-    with chat_server(write=write) as server:
-        settings, requests = config(server), REQUESTS[:10]
-        found = ask(settings, tmp_path / "journal", requests, form)
-    bad = len(BAD) if form else 2
-    good = 4 * [Answer(answer=1)] if form else [*BAD, *4 * ['{"answer": 1}']][2:]
-    assert found == [None] * bad + good
+    written = [*BAD, *4 * ['{"answer": 1}']]
+    bad, good = (len(BAD), 4 * [Answer(answer=1)]) if form else (2, written[2:])
+    with chat_server(write=lambda prompt: written[int(prompt.split()[1])]) as server:
+        settings = config(server)
+        found = ask(settings, tmp_path / "journal", REQUESTS[:10], form)
+    # Nothing is sent again: the server is gone.
+    assert found == ask(settings, tmp_path / "journal", REQUESTS[:10], form) == [None] * bad + good
     printed = f"synthesis: no usable reply to {bad} of 10 requests (bad reply: {bad})\n"
-    assert capsys.readouterr().out == printed
-    assert ask(settings, tmp_path / "journal", requests, form) == found  # nothing is sent: the server is gone
-    assert capsys.readouterr().out == printed
+    assert capsys.readouterr().out == 2 * printed
 
 
 def test_a_wrong_address_is_named(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))  # and nobody listens
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        expected = rf"{url} \(model 'test'\): cannot be reached \(ConnectError\).*synthesis.endpoint ends"
-        with pytest.raises(EndpointError, match=expected):
-            replies(config(url, retries=1), tmp_path / "journal", REQUESTS)
+    url = "http://127.0.0.1:9/v1"  # where nobody listens
+    expected = rf"{url} \(model 'test'\): cannot be reached \(ConnectError\).*synthesis.endpoint ends"
+    with pytest.raises(EndpointError, match=expected):
+        replies(config(url, retries=1), tmp_path / "journal", REQUESTS)
 
 
 REFUSALS = [
@@ -161,24 +153,22 @@ def test_a_stopped_run_goes_on_and_sends_nothing_twice(tmp_path, how):
         with journal.open("a") as file:
             file.write('\n["cut by a ki')
         before, server.delay = server.prompts.total(), 0.0
-        texts = replies(config(server), journal, REQUESTS)
-    assert texts == [f"echo of question {number}" for number in range(60)]
+        assert replies(config(server), journal, REQUESTS) == ECHOES
     assert server.prompts.total() - before == 60 - known
     whole = [line for line in journal.read_text().splitlines() if line.endswith("}]")]
     assert len({json.loads(line)[0] for line in whole}) == len(whole) == 60
 
 
 UNNAMED = [
-    ({"endpoint": ""}, "synthesis.endpoint is ''"),
-    ({"model": ""}, "synthesis.model ''"),
-    ({"endpoint": "localhost:8000/v1"}, "for instance --set synthesis.endpoint=http"),
+    (config(""), "synthesis.endpoint is ''"),
+    (config("http://127.0.0.1:9/v1", model=""), "synthesis.model ''"),
+    (config("localhost:8000/v1"), "for instance --set synthesis.endpoint=http"),
+    (ReaderConfig(), r"reader.endpoint is ''.*--set reader.endpoint=http"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), UNNAMED)
-def test_an_endpoint_that_is_not_named_is_refused(tmp_path, changes, message):
+@pytest.mark.parametrize(("settings", "message"), UNNAMED)
+def test_an_endpoint_that_is_not_named_is_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
-        replies(config("http://127.0.0.1:9/v1", **changes), tmp_path / "journal", REQUESTS)
+        replies(settings, tmp_path / "journal", REQUESTS)
     assert [*tmp_path.iterdir()] == []
-    with pytest.raises(ValueError, match=r"reader.endpoint is ''.*--set reader.endpoint=http"):
-        replies(ReaderConfig(), tmp_path / "journal", REQUESTS)

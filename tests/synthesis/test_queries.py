@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from chat_servers import Words, chat_server, config, good, passage, passage_of
+from chat_servers import Words, chat_server, config, good, lines, passage, passage_of
 from unmask_study.synthesis import queries, synthesize_documents, synthesize_pairs
 from unmask_study.synthesis.queries import draw_documents, draw_passages, sample
 
 PASSAGES = [passage(number) for number in range(24)]
 DOCUMENTS = [[passage(100 * d + c) for c in range(6)] for d in range(5)]
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf8").splitlines()]
 
 
 def pairs(settings, folder):
@@ -30,9 +26,9 @@ def test_pairs_from_passages(tmp_path):
     assert rows == result.rows
     assert {row["document"] for row in rows} == set(PASSAGES)
     assert len({row["id"] for row in rows}) == len(rows)
-    assert all(row["persona"] in queries.PERSONAS and row["similarity"] >= 0.1 for row in rows)
     columns = {"id", "query", "document", "language", "persona", "type", "difficulty", "similarity"}
-    assert all(row.keys() == columns for row in rows)
+    for row in rows:
+        assert row.keys() == columns and row["persona"] in queries.PERSONAS and row["similarity"] >= 0.1
     assert server.answered == 2 * len(PASSAGES)
     assert pairs(config(server), tmp_path).rows == rows  # the server is gone
     schemas = [body["response_format"]["json_schema"]["schema"] for body in server.bodies]
@@ -53,10 +49,9 @@ def test_documents_show_the_neighbours_and_ask_for_one_chunk(tmp_path):
         assert len(row["queries"]) == len(row["golds"]) == len(set(row["golds"])) == 3
         for query, gold in zip(row["queries"], row["golds"]):
             prompts = [p for p in server.prompts if passage_of(p) == row["chunks"][gold]]
-            assert len(prompts) == 2
-            assert query in {json.loads(good(p)).get("query") for p in prompts}
-            for neighbour in row["chunks"][max(0, gold - 2) : gold + 3]:
-                assert all(neighbour in prompt for prompt in prompts)
+            assert len(prompts) == 2 and query in {json.loads(good(p)).get("query") for p in prompts}
+            near = row["chunks"][max(0, gold - 2) : gold + 3]
+            assert all(chunk in prompt for chunk in near for prompt in prompts)
             assert all(chunk not in p for chunk in row["chunks"][gold + 3 :] for p in prompts)
 
 
@@ -134,7 +129,6 @@ def test_plans_repeat_and_languages_are_drawn():
     documents = [*DOCUMENTS, ["one chunk only"], doubled, answered[:2]]
     settings = replace(settings, documents=9, queries_per_document=9)
     tasks = draw_documents(documents, Words(), settings, answered)
-    drawn = {task.chunks for task in tasks}
-    assert drawn == {*map(tuple, [*DOCUMENTS, doubled])}
-    every = {chunk for chunks in drawn for chunk in chunks}
+    assert {task.chunks for task in tasks} == {*map(tuple, [*DOCUMENTS, doubled])}
+    every = {chunk for chunks in [*DOCUMENTS, doubled] for chunk in chunks}
     assert {task.passage for task in tasks} == every - {passage(901), DOCUMENTS[0][1]}
