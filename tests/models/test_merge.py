@@ -2,6 +2,8 @@
 
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +97,8 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
         parameter.data.neg_()
     other = backbone.save(opposite, tiny.tokenizer(), tmp_path / "opposite", pooling="mean")
     with pytest.raises(ValueError, match="weighted sum of the input tensors is zero"):
-        slerp_all([one, other], tmp_path / "m")
+        copies = [Path(shutil.copytree(path, f"{path}-again")) for path in (one, other)]
+        slerp_all([one, other, *copies], tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 

@@ -383,7 +383,7 @@ def _placed(
     has_bf16 = backbone.has_bf16(device.type)
     if not has_bf16 and (mixed_precision or any(x.dtype == torch.bfloat16 for x in model.parameters())):
         remedy = "leave mixed_precision out, and give the model in float32 (model.float())"
-        raise ValueError(f"{device} has no bf16, and emulates it up to 200 times slower: {remedy}")
+        raise ValueError(f"{device} has no bf16 and emulates it, 200 times slower: {remedy}")
     if mixed_precision is None:
         mixed_precision = device.type == "cuda" and has_bf16
     if mixed_precision:
